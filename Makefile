@@ -1,0 +1,39 @@
+# Everything a person or CI runs. `make env` is done by the others when it is needed; nothing else has to be installed.
+SHELL := /bin/bash
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+export TOKENIZERS_PARALLELISM ?= true
+
+.PHONY: env quickstart test lint lock clean
+
+env: $(READY)
+
+$(READY): requirements.lock pyproject.toml
+	@echo "environment: installing the locked requirements into $(VENV) (about 7 GB on disk, a minute or two)"
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)"
+	$(BIN)/uv pip sync --quiet --python $(BIN)/python requirements.lock
+	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@touch $(READY)
+
+quickstart: env
+	$(BIN)/python recipes/quickstart/quickstart.py
+
+test: env
+	$(BIN)/python -m pytest
+
+lint: env
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+# Resolves again; needed when pyproject.toml changes.
+lock: env
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
+		--extra loggers --extra dev pyproject.toml requirements.in --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) runs

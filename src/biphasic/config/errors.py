@@ -1,0 +1,29 @@
+"""What is wrong with a configuration, said to the person who wrote it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Problem:
+    """One thing that is wrong: the key, where it was written (`file:line` or `command line`), and what was expected."""
+
+    where: str
+    key: str
+    message: str
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.key}: {self.message}" if self.key else f"{self.where}: {self.message}"
+
+
+class ConfigError(Exception):
+    """A configuration can't be used. Holds every problem that was found, not only the first."""
+
+    def __init__(self, problems: list[Problem]):
+        self.problems = problems
+        super().__init__("\n".join(str(problem) for problem in problems))
+
+
+class UserError(Exception):
+    """Something that the person who started the program can mend; its message is all they need to read."""

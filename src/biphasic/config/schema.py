@@ -1,0 +1,246 @@
+"""Everything a pretraining YAML may say: each key once, with its type, its limits and its default.
+
+The classes mirror the YAML. A `job:` at the top of a file picks the class; see `biphasic.config.load`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from biphasic.config.base import Count, Positive, Section, Share
+from biphasic.config.durations import Duration
+
+
+class ModelConfig(Section):
+    """The network. One of three: a `preset`, explicit dimensions, or `init_from` an existing model."""
+
+    preset: Literal["210m", "610m", "1b"] | None = None
+    """One of the paper's sizes."""
+    init_from: str | None = None
+    """A Biphasic checkpoint, an exported folder, or any Hugging Face decoder's folder: architecture and weights."""
+    vocab_size: Positive | None = None
+    """Rows of the embedding. Default: the preset's 128,256. Required with explicit dimensions."""
+    hidden_size: Positive | None = None
+    intermediate_size: Positive | None = None
+    num_layers: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    """Default: `num_heads` (no grouped queries)."""
+    head_dim: Positive | None = None
+    """Default: `hidden_size / num_heads`."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary positions. The paper's models: 10,000."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of every weight matrix and embedding at the start."""
+    tie_embeddings: bool = False
+    """One matrix for embedding and head. The paper's models don't."""
+    max_position_embeddings: Positive | None = None
+    """Written to the export. Default: the training sequence length."""
+    trust_remote_code: bool = False
+    """Let a Hugging Face folder run its own Python files."""
+
+
+class StreamConfig(Section):
+    """One split of a converted dataset."""
+
+    local: str
+    """Folder of the shards, or the cache of `remote`. Each split and stream needs its own."""
+    remote: str | None = None
+    """`s3://…`, `gs://…`, `oci://…`: where the shards lie, when they don't lie in `local`."""
+
+
+class DataConfig(Section):
+    """Where the rows come from, and in which order."""
+
+    sequence_length: Positive
+    """Tokens in a row, as converted."""
+    train: StreamConfig
+    validation: StreamConfig | None = None
+    shuffle: bool = True
+    shuffle_seed: Count | None = None
+    """Default: the run's seed."""
+    shuffle_algo: Literal["py1e", "py1b", "py1br", "py1s", "py2s", "naive"] = "py1e"
+    shuffle_block_size: Positive = 1 << 18
+    """Rows that are shuffled together."""
+    num_canonical_nodes: Positive = 64
+    """Fixed, so that the order of rows does not depend on the number of nodes."""
+    predownload: Positive | None = None
+    """Rows to fetch ahead of training. Default: Streaming's, eight batches."""
+    cache_limit: str | None = None
+    """Largest local cache, e.g. `200gb`; old shards are dropped. Default: keep all."""
+    download_retry: Count = 5
+    download_timeout: Positive = 120
+    """Seconds."""
+    num_workers: Count = 2
+    """Loader processes a rank."""
+    check_hashes: bool = True
+    """Compare each shard with the hash that the conversion recorded, once, when it is first opened."""
+
+
+class RampConfig(Section):
+    """A masking ratio that goes linearly from `start` to `end` over its phase."""
+
+    start: Share
+    end: Share
+
+
+class ReplacementConfig(Section):
+    """What a selected token becomes; the three shares add up to 1. Default: always the mask token (EuroBERT's code)."""
+
+    mask: Annotated[float, Field(ge=0, le=1)] = 1.0
+    random: Annotated[float, Field(ge=0, le=1)] = 0.0
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class CLMPhase(Section):
+    """Causal language modeling: each token predicts the next one of its segment."""
+
+    name: Literal["clm"]
+    until: Duration | None = None
+    """When the phase ends, counted from the start of the run. Only the last phase leaves it open."""
+    reset_optimizer: bool = False
+    """Start the optimizer's state anew when this phase begins."""
+
+
+class MLMPhase(Section):
+    """Masked language modeling: masked tokens are predicted from both sides."""
+
+    name: Literal["mlm"]
+    until: Duration | None = None
+    """When the phase ends, counted from the start of the run. Only the last phase leaves it open."""
+    masking_ratio: Share | RampConfig = 0.4
+    """Share of tokens that are selected, each independently. The paper compares 0.2, 0.3, 0.4 and 0.5."""
+    replacement: ReplacementConfig = ReplacementConfig()
+    target: Literal["same", "next"] = "same"
+    """`same`: a masked token is predicted at its own position. `next`: at the one before it, as CLM does, so that the
+    head's offset stays when the objective changes (masked next-token prediction)."""
+    reset_optimizer: bool = False
+    """Start the optimizer's state anew when this phase begins."""
+
+
+Phase = Annotated[CLMPhase | MLMPhase, Field(discriminator="name")]
+
+
+class ObjectiveConfig(Section):
+    """What is predicted, when."""
+
+    phases: Annotated[list[Phase], Field(min_length=1)]
+
+
+class EvaluationConfig(Section):
+    """Validation during training: CLM loss and MLM loss at fixed masks, whatever the phase."""
+
+    interval: Duration | None = None
+    """How often. Default: only at the end."""
+    batches: Positive | None = None
+    """How many batches of the validation split. Default: all."""
+    batch_size: Positive | None = None
+    """Rows in a batch, all ranks together. Default: the training batch."""
+    masking_ratio: Share = 0.4
+
+
+class OptimizerConfig(Section):
+    """AdamW. The defaults are EuroBERT's, which the paper's appendix repeats: weight decay on every parameter."""
+
+    lr: Annotated[float, Field(gt=0)] = 5e-4
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: Annotated[float, Field(gt=0)] = 1e-5
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    no_decay: list[Literal["norm", "embedding", "head"]] = []
+    """Groups of parameters that are not decayed."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Largest norm of the gradient. Null: no clipping."""
+
+
+class ScheduleConfig(Section):
+    """Warmup, stable, decay: the learning rate rises from 0, stays, and falls at the end."""
+
+    warmup: Duration = Duration(0, "ba")
+    decay: Duration = Duration(0, "ba")
+    """Length of the fall, which ends with the run. 0ba: a trunk, which branches can leave at any checkpoint."""
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    final_lr: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Where the decay ends, as a share of the learning rate."""
+    decay_from: str | None = None
+    """A trunk's checkpoint from which this run starts: weights, optimizer, position in the data. The checkpoint must lie
+    exactly where this schedule's decay begins."""
+
+
+class CheckpointConfig(Section):
+    """What is saved, and how a run finds its way back."""
+
+    folder: str | None = None
+    """Local folder or `s3://…` prefix. Default: `<output>/checkpoints`."""
+    interval: Duration = Duration(1000, "ba")
+    keep: Annotated[int, Field(ge=-1)] = -1
+    """How many local checkpoints stay. -1: all."""
+    autoresume: bool = True
+    """Go on from the newest checkpoint of this run, if there is one."""
+
+
+class ParallelismConfig(Section):
+    """How ranks share the model."""
+
+    strategy: Literal["ddp", "fsdp"] = "ddp"
+    """`ddp`: each rank holds everything. `fsdp`: weights, gradients and optimizer state are split (FSDP2, by layer)."""
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass. Needs `fsdp`, which is where Composer applies it."""
+
+
+class WandBConfig(Section):
+    """Weights & Biases (`pip install biphasic[loggers]`); the key comes from the environment."""
+
+    project: str
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = []
+
+
+class MLflowConfig(Section):
+    """MLflow (`pip install biphasic[loggers]`); credentials come from the environment."""
+
+    experiment: str
+    tracking_uri: str | None = None
+
+
+class LoggingConfig(Section):
+    """Where numbers go. The folders lie in the run's output."""
+
+    jsonl: bool = True
+    """`<output>/metrics.jsonl`: a line of JSON for each batch."""
+    tensorboard: bool = True
+    wandb: WandBConfig | None = None
+    mlflow: MLflowConfig | None = None
+    progress_bar: bool = True
+    console_interval: Duration | None = None
+    """Also print the metrics as lines, this often."""
+
+
+class PretrainConfig(Section):
+    """`job: pretrain`: rows in, an encoder out."""
+
+    job: Literal["pretrain"]
+    run_name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    output: str = "runs"
+    """The run writes to `<output>/<run_name>`."""
+    seed: Count = 42
+    tokenizer: str
+    """Folder or hub id of the tokenizer that the data was converted with."""
+    max_duration: Duration
+    global_batch_size: Positive
+    """Rows in an optimizer step, all ranks together."""
+    microbatch_size: Positive | Literal["auto"] = "auto"
+    """Rows in one forward pass of a rank. `auto`: the largest that fits (GPU); on CPU the whole batch."""
+    precision: Literal["fp32", "amp_bf16"] = "fp32"
+    model: ModelConfig
+    data: DataConfig
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    logging: LoggingConfig = LoggingConfig()

@@ -1,0 +1,1 @@
+"""Scores of an encoder."""

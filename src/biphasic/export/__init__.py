@@ -1,0 +1,1 @@
+"""From a checkpoint to folders that other people's code loads."""

@@ -1,0 +1,1 @@
+"""An encoder and a task in, a fine-tuned encoder out."""

@@ -1,0 +1,1 @@
+"""The network: attention over packed segments, the backbone, losses without logits."""

@@ -1,0 +1,150 @@
+"""Building the network that a YAML describes, or taking it from a folder or a checkpoint."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from biphasic.config.checks import architecture_of
+from biphasic.config.errors import UserError
+from biphasic.config.schema import ModelConfig
+from biphasic.model import attention
+from biphasic.model.language_model import LanguageModel
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2")
+"""Families for which the suite shows that no token sees what it must not, in either direction."""
+
+
+def build(config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0) -> LanguageModel:
+    """The network of a YAML, on the CPU in fp32; the same weights for the same seed.
+
+    Args:
+        config: the YAML's `model:` section.
+        sequence_length: tokens in a training row.
+        seed: decides the initial weights.
+        vocabulary: tokens that must have an embedding (the tokenizer's, its mask token included); a model taken from
+            elsewhere is widened to it.
+
+    Raises:
+        UserError: the folder or checkpoint can't be used, or the vocabulary is larger than a new model's.
+    """
+    attention.register()
+    if config.init_from is not None:
+        model = load_language_model(config.init_from, config.trust_remote_code)
+        model.widen(vocabulary)
+        return model
+    size = architecture_of(config)
+    assert size is not None, "the configuration's checks require dimensions"
+    if vocabulary > size.vocab_size:
+        raise UserError(
+            f"model.vocab_size is {size.vocab_size}, but the tokenizer has {vocabulary} tokens: set model.vocab_size to "
+            f"at least {vocabulary}"
+        )
+    from transformers import LlamaConfig
+
+    hf_config = LlamaConfig(
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=config.max_position_embeddings or sequence_length,
+        rms_norm_eps=config.rms_norm_eps,
+        rope_theta=config.rope_theta,
+        initializer_range=config.initializer_range,
+        tie_word_embeddings=size.tied,
+        # An embedding's padding row gets no gradient, and where padding and end of text are one token, as in EuroBERT's
+        # tokenizer, the end of text would never be learned.
+        pad_token_id=None,
+        bos_token_id=None,  # pyright: ignore[reportArgumentType]
+        eos_token_id=None,  # pyright: ignore[reportArgumentType]
+    )
+    return from_hf_config(hf_config, seed)
+
+
+def from_hf_config(hf_config: PretrainedConfig, seed: int) -> LanguageModel:
+    """A network of that configuration with fresh weights, on the CPU in fp32: N(0, initializer_range) in all matrices."""
+    attention.register()
+    from transformers import AutoModel
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        backbone = AutoModel.from_config(hf_config, attn_implementation=attention.NAME, dtype=torch.float32)
+        lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=False)
+        nn.init.normal_(lm_head.weight, std=hf_config.initializer_range)
+    if hf_config.tie_word_embeddings:
+        lm_head.weight = backbone.get_input_embeddings().weight
+    return LanguageModel(backbone, lm_head)
+
+
+def load_language_model(path: str, trust_remote_code: bool = False) -> LanguageModel:
+    """The network and its weights, on the CPU in fp32, from whatever `path` is.
+
+    Args:
+        path: a Biphasic checkpoint (file, or folder of a sharded one), an exported folder, a Hugging Face decoder's
+            folder, or a hub id.
+        trust_remote_code: let a Hugging Face folder run its own Python files.
+
+    Raises:
+        UserError: nothing usable is there.
+    """
+    from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
+
+    if is_checkpoint(path):
+        checkpoint = read_checkpoint(path)
+        model = from_hf_config(hf_config_of(checkpoint.backbone), seed=0)
+        model.load_state_dict(checkpoint.weights)
+        return model
+    return _from_pretrained(path, trust_remote_code)
+
+
+def hf_config_of(text: str) -> PretrainedConfig:
+    """The Hugging Face configuration that was written as JSON."""
+    from transformers import AutoConfig
+
+    content: dict[str, Any] = json.loads(text)
+    return AutoConfig.for_model(content.pop("model_type"), **content)
+
+
+def _from_pretrained(path: str, trust_remote_code: bool) -> LanguageModel:
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+
+    attention.register()
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    try:
+        hf_config = AutoConfig.from_pretrained(path, **options)
+        head_class = AutoModelForMaskedLM if hf_config.model_type == "eurobert" else AutoModelForCausalLM
+        loaded: Any = head_class.from_pretrained(
+            path,
+            config=hf_config,
+            attn_implementation=attention.NAME,
+            dtype=torch.float32,
+            output_loading_info=True,
+            **options,
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
+        raise UserError(f"model {path}: can't be loaded ({where}: {first})") from None
+    model, info = loaded
+    if info["missing_keys"]:
+        raise UserError(
+            f"model {path}: its files lack {len(info['missing_keys'])} weights, e.g. {info['missing_keys'][0]}"
+        )
+    lm_head, backbone = model.get_output_embeddings(), getattr(model, model.base_model_prefix)
+    if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
+        raise UserError(f"model {path}: expected a language-model head without bias ({hf_config.model_type} has none)")
+    if not hasattr(backbone, "layers"):
+        raise UserError(f"model {path}: {hf_config.model_type} is not a decoder of the kind that Biphasic can continue")
+    if hf_config.tie_word_embeddings:
+        lm_head.weight = backbone.get_input_embeddings().weight
+    return LanguageModel(backbone, lm_head)

@@ -1,0 +1,74 @@
+"""Calling a backbone on packed segments, and getting padded batches in and out of that form."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from biphasic.model.attention import Segments
+
+
+def encode(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """Hidden states of a flat run of tokens.
+
+    Args:
+        backbone: a Hugging Face base model whose attention is `biphasic` (see `biphasic.model.backbone`).
+        tokens: int64 [tokens].
+        segments: how they are cut; no token attends across a cut, positions restart at each.
+        causal: whether a token sees only what is before it.
+
+    Returns:
+        [tokens, width], after the final norm.
+    """
+    output = backbone(
+        input_ids=tokens[None],
+        position_ids=segments.position_ids[None],
+        use_cache=False,
+        segments=segments,
+        is_causal=causal,
+    )
+    return output.last_hidden_state[0]
+
+
+def encode_texts(backbone: nn.Module, texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Segments]:
+    """Hidden states of token lists of any lengths, seen from both sides, without padding.
+
+    Args:
+        backbone: as for `encode`.
+        texts: token ids of each text; none may be empty.
+        device: where the backbone is.
+
+    Returns:
+        [tokens of all texts, width] and the segments, one for each text.
+    """
+    segments = Segments.of([len(text) for text in texts], device)
+    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64).to(device, non_blocking=True)
+    return encode(backbone, tokens, segments, causal=False), segments
+
+
+def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
+    """The mean of each segment's hidden states, in fp32: [tokens, width] to [segments, width]."""
+    counts = segments.cu_seqlens.diff()
+    owner = torch.repeat_interleave(counts.long(), output_size=hidden.shape[0])
+    sums = hidden.new_zeros((len(segments.lengths), hidden.shape[1]), dtype=torch.float32)
+    return sums.index_add(0, owner, hidden.float()) / counts[:, None]
+
+
+def encode_padded(backbone: nn.Module, tokens: Tensor, attention_mask: Tensor | None, causal: bool = False) -> Tensor:
+    """Hidden states of a padded batch; the padding is taken out before the backbone and comes back as zeros.
+
+    Args:
+        backbone: as for `encode`.
+        tokens: int64 [batch, length].
+        attention_mask: [batch, length], non-zero where there is a token; None when there is no padding.
+        causal: whether a token sees only what is before it.
+
+    Returns:
+        [batch, length, width].
+    """
+    kept = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
+    segments = Segments.of([count for count in kept.sum(1).tolist() if count], tokens.device)
+    hidden = encode(backbone, tokens[kept], segments, causal)
+    return hidden.new_zeros((*tokens.shape, hidden.shape[1])).masked_scatter(kept[..., None], hidden)

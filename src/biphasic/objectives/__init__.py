@@ -1,0 +1,1 @@
+"""From tokens to inputs and targets. Imports torch only."""

@@ -1,0 +1,1 @@
+"""Pretraining: configuration to a Composer Trainer."""

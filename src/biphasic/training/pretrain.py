@@ -1,0 +1,224 @@
+"""From a checked configuration to a Composer Trainer, and through the run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.algorithms import GradientClipping
+from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator, SpeedMonitor
+from composer.core import Callback, Evaluator
+from composer.loggers import LoggerDestination, TensorboardLogger
+from composer.utils import dist, get_device, reproducibility
+from composer.utils.parallelism import FSDP2Config
+
+from biphasic.checkpointing.find import FILENAME, newest_checkpoint
+from biphasic.config.durations import Duration
+from biphasic.config.errors import UserError
+from biphasic.config.load import dump
+from biphasic.config.schema import LoggingConfig, PretrainConfig
+from biphasic.config.timeline import decay_start
+from biphasic.data.shared_memory import free_stale_shared_memory
+from biphasic.data.streaming import loader
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.model.backbone import build
+from biphasic.model.language_model import LanguageModel
+from biphasic.objectives.mlm import Vocabulary
+from biphasic.training.composer_model import PretrainModel
+from biphasic.training.jsonl_logger import JSONLLogger
+from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
+from biphasic.training.optimizer import adamw
+from biphasic.training.record import RunRecord
+from biphasic.training.wsd import WarmupStableDecay
+
+
+def run(config: PretrainConfig) -> Path:
+    """Train, from the newest checkpoint if there is one.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: data, tokenizer or a checkpoint are missing or don't fit.
+    """
+    trainer = prepare(config)
+    try:
+        if trainer.state.max_duration is not None and trainer.state.timestamp >= trainer.state.max_duration:
+            print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
+        else:
+            trainer.fit()
+    finally:
+        trainer.close()
+    return folder_of(config)
+
+
+def folder_of(config: PretrainConfig) -> Path:
+    """Where a run writes."""
+    return Path(config.output) / config.run_name
+
+
+def prepare(config: PretrainConfig) -> Trainer:
+    """Build the run and load the checkpoint that it starts from; nothing is trained yet."""
+    dist.initialize_dist(get_device(None))
+    reproducibility.seed_all(config.seed)
+    folder, ranks = folder_of(config), dist.get_world_size()
+    saves = config.checkpoint.folder or str(folder / "checkpoints")
+    remote = "://" in saves
+    resume = None if remote else newest_checkpoint(Path(saves))
+    if resume is not None and not config.checkpoint.autoresume:
+        raise UserError(f"{saves} holds checkpoints (the newest: {resume.name}) and checkpoint.autoresume is false: "
+                        "choose another run_name, or remove them")  # fmt: skip
+    if dist.get_local_rank() == 0:
+        free_stale_shared_memory()
+    dist.barrier()
+
+    tokenizer = load_tokenizer(config.tokenizer)
+    data = conversion_record(config, tokenizer)
+    model = build(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    optimizer = adamw(model, config.optimizer)
+    train = loader(config.data, config.data.train, config.global_batch_size // ranks, config.seed, train=True)
+    vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids)
+    schedule = ObjectiveSchedule(
+        config.objective.phases, config.max_duration, vocabulary, config.seed, config.evaluation.masking_ratio
+    )
+    if dist.get_global_rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+    dist.barrier()
+
+    clipping = [GradientClipping("norm", config.optimizer.clip_norm)] if config.optimizer.clip_norm else []
+    on_gpu = torch.cuda.is_available()
+    microbatch = (
+        config.microbatch_size if config.microbatch_size != "auto" or on_gpu else config.global_batch_size // ranks
+    )
+    trainer = Trainer(
+        model=PretrainModel(model),
+        run_name=config.run_name,
+        seed=config.seed,
+        train_dataloader=train,
+        eval_dataloader=evaluators(config, ranks),
+        eval_interval=str(config.evaluation.interval or "1dur"),
+        max_duration=str(config.max_duration),
+        optimizers=optimizer,
+        schedulers=WarmupStableDecay(config.schedule, config.max_duration),
+        step_schedulers_every_batch=True,
+        algorithms=[schedule, *clipping],
+        callbacks=callbacks(config, model, data),
+        loggers=loggers(config.logging, folder, config.run_name),
+        precision=config.precision,
+        device_train_microbatch_size=microbatch,
+        parallelism_config=parallelism(config),
+        progress_bar=config.logging.progress_bar,
+        log_to_console=config.logging.console_interval is not None,
+        console_log_interval=str(config.logging.console_interval or "1ep"),
+        save_folder=saves,
+        save_filename=FILENAME,
+        save_latest_filename="latest-rank{rank}.pt" if remote else None,
+        save_interval=str(config.checkpoint.interval),
+        save_num_checkpoints_to_keep=config.checkpoint.keep,
+        # What a dead attempt left behind must not stop the next one hours later; a folder that is not ours to go on
+        # from was refused above.
+        save_overwrite=not remote,
+        autoresume=remote and config.checkpoint.autoresume,
+        load_path=str(resume) if resume is not None else config.schedule.decay_from,
+        auto_log_hparams=False,
+    )
+    if resume is None and config.schedule.decay_from is not None:
+        _check_branch(trainer, config)
+    return trainer
+
+
+def _check_branch(trainer: Trainer, config: PretrainConfig) -> None:
+    start = decay_start(config.schedule, config.max_duration)
+    at = elapsed(trainer.state.timestamp)
+    if at.in_unit(start.unit) != start.value:
+        reached = Duration(at.in_unit(start.unit), start.unit)
+        length = config.schedule.decay.of(config.max_duration)
+        raise UserError(
+            f"schedule.decay_from: {config.schedule.decay_from} lies at {reached}, but the decay begins at {start}: set "
+            f"max_duration to {Duration(reached.value + length.value, start.unit)}, or name the checkpoint at {start}"
+        )
+
+
+def evaluators(config: PretrainConfig, ranks: int) -> list[Evaluator]:
+    """The validation split, once for each objective."""
+    if config.data.validation is None:
+        return []
+    rows = (config.evaluation.batch_size or config.global_batch_size) // ranks
+    spec = loader(config.data, config.data.validation, rows, config.seed, train=False)
+    microbatch = config.microbatch_size if config.microbatch_size != "auto" or torch.cuda.is_available() else None
+    return [
+        Evaluator(
+            label=label,
+            dataloader=spec,
+            metric_names=["loss"],
+            subset_num_batches=config.evaluation.batches,
+            device_eval_microbatch_size=microbatch,
+        )
+        for label in EVALUATIONS
+    ]
+
+
+def callbacks(config: PretrainConfig, model: LanguageModel, data: dict[str, Any]) -> list[Callback]:
+    """Composer's meters and the run's record."""
+    meters: list[Callback] = [SpeedMonitor(window_size=10), LRMonitor(), RuntimeEstimator()]
+    if torch.cuda.is_available():
+        meters.append(MemoryMonitor())
+    return [RunRecord(config, model, data), *meters]
+
+
+def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
+    """Where metrics go.
+
+    Raises:
+        UserError: a logger's package isn't installed.
+    """
+    found: list[LoggerDestination] = []
+    if config.jsonl:
+        found.append(JSONLLogger(folder / "metrics.jsonl"))
+    if config.tensorboard:
+        found.append(TensorboardLogger(log_dir=str(folder / "tensorboard")))
+    try:
+        if config.wandb is not None:
+            from composer.loggers import WandBLogger
+
+            settings = config.wandb
+            found.append(WandBLogger(settings.project, settings.group, run_name, settings.entity, settings.tags))
+        if config.mlflow is not None:
+            from composer.loggers import MLFlowLogger
+
+            found.append(MLFlowLogger(config.mlflow.experiment, run_name, tracking_uri=config.mlflow.tracking_uri))
+    except ImportError as error:
+        raise UserError(f"logging: {error.name or error} isn't installed: pip install 'biphasic[loggers]'") from None
+    return found
+
+
+def parallelism(config: PretrainConfig) -> dict[str, Any] | None:
+    """Composer's parallelism configuration; none for DDP, which it does by itself."""
+    if config.parallelism.strategy == "ddp":
+        return None
+    return {"fsdp": FSDP2Config(activation_checkpointing=config.parallelism.activation_checkpointing)}
+
+
+def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the conversion recorded of the training rows, for the run's own record; empty when it isn't on this machine.
+
+    Raises:
+        UserError: the rows were made with another tokenizer.
+    """
+    path = Path(config.data.train.local).parent / "conversion.json"
+    if config.data.train.remote is not None or not path.is_file():
+        return {}
+    record = json.loads(path.read_text(encoding="utf-8"))
+    theirs = record["tokenizer"]["sha256"]
+    if theirs != tokenizer.sha256:
+        raise UserError(
+            f"tokenizer: {config.tokenizer} is not the one that {path.parent} was converted with "
+            f"(sha256 {tokenizer.sha256[:12]} against {theirs[:12]}): use {path.parent / 'tokenizer'}"
+        )
+    train = record["splits"]["train"]
+    kept = {name: train[name] for name in ("tokens", "rows", "documents") if name in train}
+    return {"tokenizer_sha256": theirs, "source": record["config"]["source"], **kept}

@@ -1,0 +1,61 @@
+"""Read a YAML, check it, print its plan or run its job.
+
+composer src/main.py yamls/quickstart.yaml [key=value ...]
+python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.load import Config, load
+from biphasic.config.plan import describe, describe_other, plan
+from biphasic.config.schema import PretrainConfig
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit status: 0 done, 1 the run failed, 2 the configuration or what it names can't be used."""
+    parser = argparse.ArgumentParser(prog="main.py", description="Run what a YAML describes, or print its plan.")
+    parser.add_argument("file", help="the YAML")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value, e.g. optimizer.lr=1e-4")
+    parser.add_argument("--plan", action="store_true", help="check everything and say what would be done; do nothing")
+    parser.add_argument("--json", action="store_true", help="with --plan: for programs")
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    parser.add_argument("--ranks", type=int, default=ranks, help="with --plan: processes that the run will have")
+    given = parser.parse_intermixed_args(arguments)
+    try:
+        config = load(given.file, given.overrides, given.ranks)
+        if given.plan:
+            print(_plan(config, given.ranks, given.json))
+        else:
+            _run(config)
+    except (ConfigError, UserError) as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+def _plan(config: Config, ranks: int, as_json: bool) -> str:
+    if not isinstance(config, PretrainConfig):
+        return config.model_dump_json(indent=2) if as_json else describe_other(config)
+    found = plan(config, ranks)
+    return found.to_json() if as_json else describe(found, config)
+
+
+def _run(config: Config) -> None:
+    # Imported here: torch and Composer take seconds, which nobody should wait for to read a plan or an error.
+    if config.job == "pretrain":
+        from biphasic.training.pretrain import run as job
+    elif config.job == "finetune":
+        from biphasic.finetuning.run import run as job
+    else:
+        raise UserError("a conversion runs without Composer: python data_prep/convert.py FILE.yaml")
+    print(f"written to {job(config)}")  # pyright: ignore[reportArgumentType]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Fixtures that several folders use."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tiny import LENGTH, WORDS, write_rows
+
+
+@pytest.fixture(scope="session")
+def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("dataset")
+    write_rows(folder / "train", 700, seed=1)
+    write_rows(folder / "validation", 60, seed=2)
+    special = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
+    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "tokenizer")
+    return folder
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write_yaml(dataset: Path, tmp_path: Path) -> Write:
+    """Writes a tiny run's YAML, with changes by dotted key; the data is copied, since Streaming unpacks beside it."""
+
+    def write(name: str = "run", **changes: Any) -> Path:
+        local = tmp_path / "data"
+        if not local.exists():
+            shutil.copytree(dataset, local)
+        content: dict[str, Any] = {
+            "job": "pretrain",
+            "run_name": name,
+            "output": str(tmp_path / "runs"),
+            "seed": 7,
+            "tokenizer": str(local / "tokenizer"),
+            "max_duration": "12ba",
+            "global_batch_size": 8,
+            "microbatch_size": 4,
+            "model": {
+                "vocab_size": WORDS,
+                "hidden_size": 32,
+                "intermediate_size": 48,
+                "num_layers": 2,
+                "num_heads": 4,
+                "num_kv_heads": 2,
+            },
+            "data": {
+                "sequence_length": LENGTH,
+                "train": {"local": str(local / "train")},
+                "num_canonical_nodes": 2,
+                "shuffle_block_size": 64,
+                "num_workers": 0,
+            },
+            "objective": {"phases": [{"name": "clm", "until": "6ba"}, {"name": "mlm", "masking_ratio": 0.4}]},
+            "optimizer": {"lr": 5e-3},
+            "schedule": {"warmup": "3ba", "decay": "4ba"},
+            "checkpoint": {"interval": "1ba"},
+            "logging": {"tensorboard": False, "progress_bar": False},
+        }
+        for key, value in changes.items():
+            at, parts = content, key.split("__")
+            for part in parts[:-1]:
+                at = at.setdefault(part, {})
+            at[parts[-1]] = value
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    return write

@@ -1,0 +1,136 @@
+"""The loss without logits: same numbers as with them, in bounded memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from biphasic.model import losses
+from biphasic.model.attention import Segments
+from biphasic.model.backbone import from_hf_config
+from biphasic.model.losses import IGNORE, cross_entropy_sum, full_logits_cross_entropy_sum
+from biphasic.objectives.clm import clm_targets
+
+
+def problem(tokens: int = 50, width: int = 16, words: int = 300) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(words, width, dtype=torch.float64, requires_grad=True)
+    targets = torch.randint(words, (tokens,))
+    targets[::3] = IGNORE
+    return hidden, weight, targets
+
+
+@pytest.mark.parametrize("chunk_tokens", [1, 7, 1000])
+def test_same_value_and_gradients_as_full_logits(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_tokens * 300 * 4)
+    hidden, weight, targets = problem()
+    (cross_entropy_sum(hidden, weight, targets) * 0.37).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    found = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    expected = full_logits_cross_entropy_sum(hidden, weight, targets)
+    torch.testing.assert_close(cross_entropy_sum(hidden, weight, targets), expected.float())
+    (expected * 0.37).backward()
+    # The logits are fp32, as in training, whatever the weights are.
+    torch.testing.assert_close(found[0], hidden.grad, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found[1], weight.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_softcap_has_the_gradient_of_autograd() -> None:
+    hidden, weight, targets = problem()
+    cross_entropy_sum(hidden, weight, targets, softcap=5.0).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    found = hidden.grad.clone(), weight.grad.clone()
+    hidden.grad = weight.grad = None
+    logits = 5.0 * torch.tanh(hidden @ weight.T / 5.0)
+    torch.nn.functional.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum").backward()
+    torch.testing.assert_close(found[0], hidden.grad, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(found[1], weight.grad, atol=1e-6, rtol=1e-5)
+
+
+def test_nothing_predicted_is_zero_with_zero_gradients() -> None:
+    hidden, weight, targets = problem()
+    loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, IGNORE))
+    loss.backward()
+    assert loss == 0
+    assert hidden.grad is not None
+    assert hidden.grad.abs().sum() == 0
+
+
+def tiny() -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=128,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        pad_token_id=None,
+    )
+
+
+def test_clm_loss_is_the_hugging_face_model_s_own() -> None:
+    ours = from_hf_config(tiny(), seed=1)
+    theirs = LlamaForCausalLM(tiny())
+    theirs.model.load_state_dict(ours.backbone.state_dict())
+    theirs.lm_head.load_state_dict(ours.lm_head.state_dict())
+    tokens = torch.randint(128, (3, 20), generator=torch.Generator().manual_seed(2))
+    targets = clm_targets(tokens, torch.ones_like(tokens))
+    total, count = ours(tokens.flatten(), targets.flatten(), Segments.of([20] * 3, tokens.device), causal=True)
+    expected = theirs(input_ids=tokens, labels=tokens).loss
+    assert count == 3 * 19
+    assert abs(float(total / count) - float(expected)) < 1e-5
+
+
+def test_packed_loss_is_the_documents_average_weighted_by_tokens() -> None:
+    model = from_hf_config(tiny(), seed=1)
+    lengths = [4, 9, 2, 5]
+    tokens = torch.randint(128, (1, 20), generator=torch.Generator().manual_seed(2))
+    segment_ids = torch.repeat_interleave(torch.arange(1, 5), torch.tensor(lengths))[None]
+    targets = clm_targets(tokens, segment_ids)[0]
+    total, count = model(tokens[0], targets, Segments.of(lengths, tokens.device), causal=True)
+    means, weights = [], []
+    for piece in tokens[0].split(lengths):
+        alone = clm_targets(piece[None], torch.ones_like(piece)[None])[0]
+        loss, predicted = model(piece, alone, Segments.of([len(piece)], tokens.device), causal=True)
+        means.append(float(loss / predicted))
+        weights.append(int(predicted))
+    average = sum(m * w for m, w in zip(means, weights, strict=True)) / sum(weights)
+    assert abs(float(total / count) - average) < 1e-5
+
+
+PEAK = """
+import resource, sys, torch
+sys.path[:0] = {path!r}
+from biphasic.model.losses import IGNORE, cross_entropy_sum
+tokens, width, words = 8192, 768, 128256
+torch.manual_seed(0)
+weight = torch.nn.Parameter(torch.randn(words, width) * 0.02)
+weight.grad = torch.zeros_like(weight)
+hidden = torch.randn(tokens, width, requires_grad=True)
+targets = torch.randint(words, (tokens,))
+if {objective!r} == "mlm":
+    targets[torch.rand(tokens) > 0.4] = IGNORE
+def peak(): return int(next(l for l in open("/proc/self/status") if l.startswith("VmHWM")).split()[1]) * 1024
+before = peak()
+cross_entropy_sum(hidden, weight, targets).backward()
+assert hidden.grad.abs().sum() > 0
+print(peak() - before)
+"""
+
+
+@pytest.mark.parametrize("objective", ["clm", "mlm"])
+def test_peak_memory_at_a_large_vocabulary(objective: str) -> None:
+    """8,192 tokens, 128,256 words, fp32, forward and backward: under 1.5 GB above the weights and their gradients."""
+    code = PEAK.format(path=sys.path, objective=objective)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    peak = int(run.stdout)
+    full_logits = 8192 * 128256 * 4
+    assert peak < 1.5e9 < full_logits, f"{peak / 1e9:.2f} GB"

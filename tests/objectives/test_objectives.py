@@ -1,0 +1,104 @@
+"""From tokens to inputs and targets."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from biphasic.model.losses import IGNORE
+from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.draws import BITS, below, draw
+from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+
+WORDS = Vocabulary(size=1000, mask_id=3, special_ids=(0, 1, 2, 3))
+SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
+
+
+def rows_of(count: int, length: int = 256) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(4, 1000, (count, length), generator=torch.Generator().manual_seed(0))
+    return tokens, torch.ones_like(tokens, dtype=torch.int32), torch.arange(count)
+
+
+def test_clm_predicts_the_next_token_of_the_segment() -> None:
+    tokens = torch.arange(12).reshape(2, 6)
+    expected = [[1, 2, IGNORE, 4, IGNORE, IGNORE], [7, 8, 9, 10, 11, IGNORE]]
+    assert clm_targets(tokens, SEGMENTS).tolist() == expected
+
+
+@pytest.mark.parametrize("ratio", [0.2, 0.4, 0.5])
+def test_mlm_masks_that_share_and_predicts_only_them(ratio: float) -> None:
+    tokens, segments, rows = rows_of(400)
+    inputs, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=ratio)
+    masked = targets != IGNORE
+    # 102,400 draws: five standard deviations are below 0.008.
+    assert abs(masked.float().mean() - ratio) < 0.008
+    assert (inputs[masked] == 3).all()
+    assert torch.equal(targets[masked], tokens[masked])
+    assert torch.equal(inputs[~masked], tokens[~masked])
+
+
+def test_special_tokens_and_padding_are_never_masked() -> None:
+    tokens, segments, rows = rows_of(50)
+    tokens[:, ::3] = 1
+    segments[:, -10:] = 0
+    _, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.9)
+    assert (targets[:, ::3] == IGNORE).all()
+    assert (targets[:, -10:] == IGNORE).all()
+
+
+def test_replacement_split() -> None:
+    tokens, segments, rows = rows_of(400)
+    inputs, targets = mlm_inputs_and_targets(
+        tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.5, random_share=0.1, keep_share=0.1
+    )
+    chosen = targets != IGNORE
+    assert abs((inputs == 3)[chosen].float().mean() - 0.8) < 0.01
+    assert abs((inputs == tokens)[chosen].float().mean() - 0.1) < 0.01
+    others = inputs[chosen & (inputs != 3) & (inputs != tokens)]
+    assert abs(len(others) / chosen.sum() - 0.1) < 0.01
+    assert others.min() >= 4
+    assert others.unique().numel() > 900
+
+
+def test_next_target_is_read_one_position_before() -> None:
+    tokens, segments, rows = rows_of(20, 64)
+    segments[:, 30:] = 2
+    inputs, targets = mlm_inputs_and_targets(
+        tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.4, target="next"
+    )
+    masked = inputs == 3
+    assert not masked[:, 0].any()
+    assert not masked[:, 30].any()
+    assert torch.equal(targets[:, :-1] != IGNORE, masked[:, 1:])
+    assert torch.equal(targets[:, :-1][masked[:, 1:]], tokens[:, 1:][masked[:, 1:]])
+    assert (targets[:, -1] == IGNORE).all()
+
+
+def test_masks_depend_on_seed_epoch_row_and_position_only() -> None:
+    tokens, segments, rows = rows_of(8)
+    arguments = {"seed": 5, "epoch": 2, "masking_ratio": 0.4}
+    whole = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **arguments)[0]
+    order = torch.tensor([6, 1, 3])
+    part = mlm_inputs_and_targets(tokens[order], segments[order], rows[order], WORDS, **arguments)[0]
+    assert torch.equal(part, whole[order])
+    for change in ({"seed": 6}, {"epoch": 3}):
+        other = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **{**arguments, **change})[0]
+        assert not torch.equal(other, whole)
+    assert not torch.equal(mlm_inputs_and_targets(tokens, segments, rows + 1, WORDS, **arguments)[0], whole)
+
+
+def test_draws_are_fixed_numbers_and_look_uniform() -> None:
+    # Golden: another machine, another torch, must draw the same masks for a resumed run to be the same run.
+    assert draw(42, 1, 0, torch.tensor([0, 7]), 3).tolist() == GOLDEN
+    draws = draw(1, 1, 0, torch.arange(1000), 1000)
+    assert draws.min() >= 0
+    assert draws.max() < 1 << BITS
+    share = draws.float() / (1 << BITS)
+    assert abs(share.mean() - 0.5) < 0.002
+    # Neighbouring rows and positions are uncorrelated.
+    for a, b in ((share[1:], share[:-1]), (share[:, 1:], share[:, :-1])):
+        assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.005
+    assert abs(below(draws, 0.3).float().mean() - 0.3) < 0.003
+
+
+GOLDEN = [[1869292390, 1492701840, 779763677], [2297186077, 3920771214, 242905559]]

@@ -1,0 +1,98 @@
+"""A small dataset with a pattern in it, and tiny runs over it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from streaming import MDSWriter
+
+from biphasic.config.load import load
+from biphasic.config.schema import PretrainConfig
+from biphasic.training.jsonl_logger import read_metrics
+
+ROOT = Path(__file__).parents[1]
+WORDS, LENGTH = 64, 32
+PAD, BOS, EOS, MASK = range(4)
+
+
+def documents(count: int, seed: int) -> list[np.ndarray]:
+    """Counting sequences with a few errors, so that there is something to learn in either direction; EOS at the end."""
+    generator = np.random.default_rng(seed)
+    found = []
+    for _ in range(count):
+        length, step = int(generator.integers(3, 30)), int(generator.integers(1, 4))
+        tokens = 4 + (int(generator.integers(60)) + step * np.arange(length)) % 60
+        wrong = generator.random(length) < 0.05
+        tokens[wrong] = generator.integers(4, 64, wrong.sum())
+        found.append(np.append(tokens, EOS))
+    return found
+
+
+def write_rows(folder: Path, count: int, seed: int) -> None:
+    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
+    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=1 << 14) as out:
+        row, lengths = np.full(LENGTH, PAD, np.uint16), []
+        for document in documents(count, seed):
+            if sum(lengths) + len(document) > LENGTH:
+                out.write({"tokens": row, "lengths": np.array(lengths, np.uint32)})
+                row, lengths = np.full(LENGTH, PAD, np.uint16), []
+            row[sum(lengths) : sum(lengths) + len(document)] = document
+            lengths.append(len(document))
+
+
+def config_of(path: Path, **overrides: Any) -> PretrainConfig:
+    found = load(path, [f"{key}={value}" for key, value in overrides.items()])
+    assert isinstance(found, PretrainConfig)
+    return found
+
+
+def train(config: PretrainConfig) -> Path:
+    """Run it in this process, and free what Streaming holds for the next one."""
+    from biphasic.training.pretrain import run
+
+    try:
+        return run(config)
+    finally:
+        gc.collect()
+
+
+def launch(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
+    """Run it as a person would, with Composer's launcher."""
+    command = ["-n", str(processes), str(ROOT / "src" / "main.py"), str(path), *overrides]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [str(Path(sys.executable).parent / "composer"), *command], capture_output=True, text=True, env=environment
+    )
+
+
+def losses(folder: Path) -> list[float]:
+    return [entry["loss/train/total"] for entry in read_metrics(folder / "metrics.jsonl")]
+
+
+def weights(folder: Path, batch: int) -> dict[str, torch.Tensor]:
+    from biphasic.model.checkpoint import read_checkpoint
+
+    checkpoints = folder / "checkpoints"
+    path = checkpoints / f"ba{batch}-rank0.pt"
+    return read_checkpoint(str(path if path.exists() else checkpoints / f"ep0-ba{batch}")).weights
+
+
+def keep_checkpoints_up_to(folder: Path, batch: int) -> None:
+    """As if the run had died right after saving that batch."""
+    for path in (folder / "checkpoints").iterdir():
+        found = int(path.name.split("ba")[1].split("-")[0])
+        if found > batch:
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+def dump_json(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=1) + "\n")
