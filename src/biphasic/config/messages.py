@@ -40,7 +40,9 @@ def _message(detail: ErrorDetails, model: type[BaseModel] | None, content: dict[
     if kind == "extra_forbidden":
         above = "".join(f"{part}." for part in keys[:-1])
         near = [above + name for name in difflib.get_close_matches(keys[-1], names, 1, 0.5)]
-        hint = "".join(f"did you mean `{name}`? " for name in near or _elsewhere(keys[-1], model))
+        hint = "".join(
+            f"did you mean `{name}`? " for name in near or (_elsewhere(keys[-1], model) if not above else [])
+        )
         return key, f"unknown key; {hint}expected one of: {', '.join(names)}"
     if kind == "missing":
         return key, "is missing, and has no default"
@@ -55,7 +57,8 @@ def _message(detail: ErrorDetails, model: type[BaseModel] | None, content: dict[
         else:
             value = given.get(tag) if isinstance(given, dict) else given
         key = f"{key}.{tag}" if key else tag
-        return key, f"expected one of {', '.join(allowed)}; got {value!r}{_near(value, allowed)}"
+        got = "is missing; " if value is None else f"got {value!r}, "
+        return key, f"{got}expected one of {', '.join(allowed)}{_near(value, allowed)}"
     expected = detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
     if kind == "value_error":
         return key, expected
@@ -63,6 +66,8 @@ def _message(detail: ErrorDetails, model: type[BaseModel] | None, content: dict[
         expected = "`key: value` lines below it"
     if kind == "literal_error":
         expected += _near(given, [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")])
+    if expected[:1].isupper():  # a sentence of its own, such as "List should have at least 1 item"
+        return key, f"{expected}; got {given!r}"
     return key, f"expected {expected}; got {given!r}"
 
 

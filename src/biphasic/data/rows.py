@@ -17,7 +17,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-Tokens = NDArray[np.uint16] | NDArray[np.uint32]
+Tokens = NDArray[np.uint16 | np.uint32]
 
 
 class Row(NamedTuple):

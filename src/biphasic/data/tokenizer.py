@@ -122,7 +122,8 @@ def _read(folder: Path, source: str) -> Tokenizer:
         tokenizer.add_special_tokens([tokenizers.AddedToken(ADDED_MASK, special=True, normalized=False)])
         ids["mask"] = tokenizer.token_to_id(ADDED_MASK) if known is None else known
     mask, pad = ids["mask"], ids["eos"] if ids["pad"] is None else ids["pad"]
-    assert mask is not None and pad is not None
+    assert mask is not None
+    assert pad is not None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     sha256 = _sha256(tokenizer)
     tokenizer.encode_special_tokens = True

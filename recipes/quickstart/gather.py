@@ -1,0 +1,273 @@
+"""Real English text that every machine has: the docstrings of Python's standard library and of the installed packages.
+
+Writes into a folder, by default `runs/quickstart/text/`:
+
+    documents.parquet     the docstrings, in FineWeb-Edu's columns
+    pairs_train.parquet   id, query, positive: a docstring's summary line and the rest of it
+    pairs_test.parquet    the same, from the documents that conversion puts into the validation split
+    gathered.json         counts; written last
+
+It reads source files, and imports none of the packages. It's prose about software, fit for seeing losses fall, not for
+claims of quality.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import importlib.metadata
+import importlib.util
+import json
+import multiprocessing
+import os
+import re
+import sysconfig
+import time
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from biphasic.config.conversion import ConvertConfig, FilesSource
+from biphasic.config.load import load
+from biphasic.data.rows import in_validation
+
+YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
+"""The conversion that reads what is gathered here."""
+PACKAGES = (
+    "composer",
+    "datasets",
+    "fsspec",
+    "huggingface_hub",
+    "joblib",
+    "matplotlib",
+    "mteb",
+    "networkx",
+    "numpy",
+    "omegaconf",
+    "pandas",
+    "pyarrow",
+    "pydantic",
+    "scipy",
+    "sentence_transformers",
+    "sklearn",
+    "streaming",
+    "sympy",
+    "torch",
+    "torchmetrics",
+    "torchvision",
+    "transformers",
+)
+"""Packages that the lock installs and people wrote the documentation of, and not a generator."""
+SKIPPED = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
+"""Folders with little prose in much code."""
+SHORTEST = 200
+"""Characters: shorter docstrings are mostly labels."""
+_PAIR_WORDS, _PAIR_CHARACTERS = 4, 100
+_PROCESSES = 2
+
+
+@dataclass(frozen=True)
+class Docstring:
+    """A docstring: `place` is `package/module.py::Class.method`, `package` its name and version."""
+
+    place: str
+    package: str
+    text: str
+
+    @property
+    def id(self) -> str:
+        """A hash of the text."""
+        return hashlib.blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
+
+
+def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
+    """Write the four files.
+
+    Args:
+        folder: where to; it is created.
+        validation_fraction: the conversion's, so that test pairs come from documents that are not trained on.
+
+    Returns:
+        The content of `gathered.json`.
+    """
+    start = time.monotonic()
+    documents = unique(read_all(source_files()))
+    train, test = pairs(documents, validation_fraction)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "gathered.json").unlink(missing_ok=True)
+    _write(folder / "documents.parquet", _document_columns(documents))
+    _write(folder / "pairs_train.parquet", train)
+    _write(folder / "pairs_test.parquet", test)
+    counts = {
+        "documents": len(documents),
+        "characters": sum(len(document.text) for document in documents),
+        "train_pairs": len(train["id"]),
+        "test_pairs": len(test["id"]),
+        "validation_fraction": validation_fraction,
+        "packages": sorted({document.package for document in documents}),
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    (folder / "gathered.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
+    return counts
+
+
+def source_files() -> list[tuple[Path, str, str]]:
+    """Every source file: where it lies, its name below its package's parent, and the package with its version."""
+    stdlib = Path(sysconfig.get_paths()["stdlib"])
+    roots = [(stdlib, stdlib, f"python {sysconfig.get_python_version()}")]
+    distributions = importlib.metadata.packages_distributions()
+    for name in PACKAGES:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations:
+            root = Path(next(iter(found.submodule_search_locations)))
+            version = importlib.metadata.version(distributions[name][0]) if name in distributions else "?"
+            roots.append((root, root.parent, f"{name} {version}"))
+    files = []
+    for root, above, package in roots:
+        for directory, below, names in os.walk(root):
+            below[:] = [name for name in below if name not in SKIPPED]
+            paths = [Path(directory, name) for name in names if name.endswith(".py")]
+            files += [(path, path.relative_to(above).as_posix(), package) for path in paths]
+    return sorted(files, key=lambda file: (file[2], file[1]))
+
+
+def read_all(files: list[tuple[Path, str, str]]) -> Iterator[Docstring]:
+    """The docstrings of all files, in the files' order, read by two processes."""
+    from tqdm import tqdm
+
+    context = multiprocessing.get_context("spawn")  # a fork copies whatever threads the caller holds
+    with ProcessPoolExecutor(_PROCESSES, mp_context=context) as pool:
+        found = pool.map(docstrings, files, chunksize=32)
+        for of_file in tqdm(found, total=len(files), desc="docstrings", unit="file"):
+            yield from of_file
+
+
+def docstrings(file: tuple[Path, str, str]) -> list[Docstring]:
+    """The docstrings of one file that are long enough; none if it isn't Python of this version."""
+    path, name, package = file
+    try:
+        source = path.read_text(encoding="utf-8")
+        if '"""' not in source and "'''" not in source:
+            return []
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(source)
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
+        return []
+    found: list[Docstring] = []
+    _collect(tree, name, "", package, found)
+    return found
+
+
+def _collect(node: ast.AST, name: str, qualified: str, package: str, found: list[Docstring]) -> None:
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+        text = (ast.get_docstring(node) or "").strip()  # get_docstring cleans as inspect.cleandoc does
+        if len(text) > SHORTEST:
+            found.append(Docstring(f"{name}::{qualified}" if qualified else name, package, text))
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            _collect(child, name, f"{qualified}.{child.name}".strip("."), package, found)
+        elif isinstance(child, ast.If | ast.Try | ast.With):
+            _collect(child, name, qualified, package, found)
+
+
+def normalised(text: str) -> str:
+    """What is left of a text when case, spaces and signs don't count."""
+    return re.sub(r"\W+", " ", text.casefold()).strip()
+
+
+def unique(documents: Iterator[Docstring]) -> list[Docstring]:
+    """The documents without those whose normalised text has come before."""
+    seen: dict[bytes, Docstring] = {}
+    for document in documents:
+        key = hashlib.blake2b(normalised(document.text).encode("utf-8", "replace"), digest_size=16).digest()
+        seen.setdefault(key, document)
+    return list(seen.values())
+
+
+def pair_of(document: Docstring) -> tuple[str, str] | None:
+    """A summary line and the text below it; None when the docstring has no such form.
+
+    The summary is the first line, if it is a paragraph of its own (PEP 257), or ends its sentence; without the full stop.
+    """
+    first, _, rest = document.text.partition("\n")
+    alone = rest.startswith("\n") or first.rstrip().endswith(".")
+    query, positive = first.strip().rstrip(".").strip(), rest.strip()
+    one_sentence = re.search(r"[.!?]\s+[A-Z]", query) is None and not query.endswith(":")
+    words = re.findall(r"[A-Za-z]{2,}", query)
+    if alone and one_sentence and len(words) >= _PAIR_WORDS and len(positive) >= _PAIR_CHARACTERS:
+        return query, positive
+    return None
+
+
+def pairs(documents: list[Docstring], validation_fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
+    """Retrieval pairs from the training and from the held-out documents, as columns.
+
+    A query or a body that occurs more than once (case, spaces and signs not counted) is left out wherever it occurs: of
+    two bodies under one query, neither would be the right answer.
+    """
+    found = [(document, pair) for document in documents if (pair := pair_of(document)) is not None]
+    queries = Counter(normalised(query) for _, (query, _) in found)
+    positives = Counter(normalised(positive) for _, (_, positive) in found)
+    train: dict[str, list[str]] = {"id": [], "query": [], "positive": []}
+    test: dict[str, list[str]] = {"id": [], "query": [], "positive": []}
+    for document, (query, positive) in found:
+        if queries[normalised(query)] == 1 and positives[normalised(positive)] == 1:
+            columns = test if in_validation(document.id, validation_fraction) else train
+            for name, value in (("id", document.id), ("query", query), ("positive", positive)):
+                columns[name].append(value)
+    return train, test
+
+
+def _document_columns(documents: list[Docstring]) -> dict[str, Any]:
+    """FineWeb-Edu's columns. What only a crawl or a classifier could say is null."""
+    import pyarrow as pa
+
+    nothing = [None] * len(documents)
+    return {
+        "text": [document.text for document in documents],
+        "id": [document.id for document in documents],
+        "dump": [document.package for document in documents],
+        "url": pa.array(nothing, pa.string()),
+        "file_path": [document.place for document in documents],
+        "language": ["en"] * len(documents),
+        "language_score": pa.array(nothing, pa.float64()),
+        "token_count": [round(len(document.text) / 4) for document in documents],  # about four characters to a token
+        "score": pa.array(nothing, pa.float64()),
+        "int_score": pa.array(nothing, pa.int64()),
+    }
+
+
+def _write(file: Path, columns: dict[str, Any]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    partial = file.with_name(f"{file.name}.partial")
+    pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=5000)
+    partial.replace(file)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Gather, and say what was found."""
+    parser = argparse.ArgumentParser(description="Gather the docstrings of the installed packages as a text corpus.")
+    parser.add_argument("folder", nargs="?", type=Path, help="default: where yamls/data/quickstart.yaml reads")
+    chosen = parser.parse_args(arguments)
+    config = load(YAML)
+    assert isinstance(config, ConvertConfig)
+    assert isinstance(config.source, FilesSource)
+    folder = chosen.folder or Path(config.source.paths[0]).parent
+    counts = gather(folder, config.validation_fraction)
+    print(
+        f"{folder}: {counts['documents']:,} docstrings, {counts['characters'] / 1e6:.1f} million characters, "
+        f"{counts['train_pairs']:,} training and {counts['test_pairs']:,} test pairs, {counts['seconds']} s"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,95 @@
+"""A byte-level BPE tokenizer for the quickstart, trained on its training split's text.
+
+Byte-level, so that every text can be written and none needs an unknown token. It works for any `job: convert` YAML: the
+text is the YAML's source, the result goes to the folder that the YAML names as its tokenizer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from biphasic.config.conversion import ConvertConfig, FilesSource
+from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.load import load
+
+YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
+WORDS = 8192
+SPECIAL = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
+
+
+def train_tokenizer(config: ConvertConfig, words: int = WORDS) -> Path:
+    """Train on the documents that `config` converts into the training split, and save to `config.tokenizer`.
+
+    Args:
+        config: a conversion from files.
+        words: size of the vocabulary, the four special tokens and the 256 bytes included.
+
+    Returns:
+        The Hugging Face tokenizer folder.
+
+    Raises:
+        UserError: the source can't be read.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    if not isinstance(config.source, FilesSource):
+        raise UserError("source: a tokenizer is trained on files; expected kind: files")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=words,
+        special_tokens=list(SPECIAL.values()),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    tokenizer.train_from_iterator(_training_texts(config, config.source), trainer)
+    folder = Path(config.tokenizer)
+    partial = folder.with_name(f"{folder.name}.partial")
+    names = {f"{role}_token": token for role, token in SPECIAL.items()}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(partial)
+    shutil.rmtree(folder, ignore_errors=True)
+    partial.rename(folder)
+    return folder
+
+
+def _training_texts(config: ConvertConfig, source: FilesSource) -> Iterator[str]:
+    """The texts of the training split; what is held out is not looked at."""
+    from tqdm import tqdm
+
+    from biphasic.data.rows import in_validation
+    from biphasic.data.sources import Columns, find_files, read_files
+
+    documents = read_files(find_files(source), Columns(config.text_column, config.id_column))
+    for document in tqdm(islice(documents, config.max_documents), desc="tokenizer's text", unit="doc"):
+        if not in_validation(document.id, config.validation_fraction):
+            yield document.text
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, and say where the tokenizer is."""
+    parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on a conversion's training text.")
+    parser.add_argument("config", nargs="?", type=Path, default=YAML, help="a job: convert YAML")
+    parser.add_argument("--words", type=int, default=WORDS, help="size of the vocabulary")
+    chosen = parser.parse_args(arguments)
+    try:
+        config = load(chosen.config)
+        if not isinstance(config, ConvertConfig):
+            raise UserError(f"{chosen.config}: expected job: convert")
+        folder = train_tokenizer(config, chosen.words)
+    except (ConfigError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    print(f"{folder}: {chosen.words:,} words")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,125 @@
+"""The plan of every pretraining YAML, and the YAMLs' own rules: building on another file, overriding, reading back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.load import dump, load
+from biphasic.config.plan import plan
+from biphasic.config.schema import PretrainConfig, ScheduleConfig
+from biphasic.config.timeline import learning_rate_factor
+
+ROOT = Path(__file__).parents[2]
+YAMLS = sorted(path.relative_to(ROOT) for path in (ROOT / "yamls").rglob("*.yaml") if path.parent.name != "base")
+
+
+def main(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "src/main.py", *arguments], capture_output=True, text=True, cwd=ROOT)
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=str)
+def test_every_yaml_has_a_plan(path: Path) -> None:
+    run = main(str(path), "--plan")
+    assert run.returncode == 0, run.stderr
+    assert run.stdout
+
+
+def test_the_plan_answers_in_under_three_seconds_and_touches_nothing(tmp_path: Path) -> None:
+    start = time.perf_counter()
+    run = main("yamls/1b_biphasic.yaml", "--plan", f"output={tmp_path / 'runs'}")
+    assert time.perf_counter() - start < 3
+    assert run.returncode == 0
+    assert not list(tmp_path.iterdir())
+
+
+def test_numbers_of_the_paper() -> None:
+    run = main("yamls/210m_biphasic.yaml", "--plan", "--json", "--ranks", "192")
+    found = json.loads(run.stdout)
+    # Parameters: the paper's appendix, table 1, with the untied head.
+    assert found["parameters"]["total"] == 310_266_624
+    assert found["tokens_per_batch"] == 2_359_296
+    assert found["batches"] == 42_000
+    assert [(p["objective"], p["first_batch"], p["last_batch"]) for p in found["phases"]] == [
+        ("clm", 0, 20_999),
+        ("mlm", 21_000, 41_999),
+    ]
+    assert [(c["batch"], c["lr"]) for c in found["learning_rate"]] == [
+        (0, 0.0),
+        (2_000, 5e-4),
+        (40_000, 5e-4),
+        (42_000, 0.0),
+    ]
+    assert found["rows_per_rank"] == 6
+
+
+@pytest.mark.parametrize(("budget", "switch"), [("12000ba", 6_000), ("22000ba", 11_000), ("42000ba", 21_000)])
+def test_budgets_by_an_override(budget: str, switch: int) -> None:
+    config = load(ROOT / "yamls" / "210m_biphasic.yaml", [f"max_duration={budget}"])
+    assert isinstance(config, PretrainConfig)
+    assert plan(config, 1).phases[1].first_batch == switch
+
+
+@pytest.mark.parametrize(("name", "total"), [("610m", 755_625_600), ("1b", 1_409_482_944)])
+def test_parameters_of_the_larger_models(name: str, total: int) -> None:
+    config = load(ROOT / "yamls" / f"{name}_biphasic.yaml")
+    assert isinstance(config, PretrainConfig)
+    found = plan(config, 1).parameters
+    assert found is not None
+    assert found["total"] == total
+
+
+@pytest.mark.parametrize("path", YAMLS, ids=str)
+def test_a_resolved_configuration_reads_back_as_itself(path: Path, tmp_path: Path) -> None:
+    config = load(ROOT / path)
+    written = tmp_path / "config.yaml"
+    written.write_text(dump(config))
+    assert load(written) == config
+
+
+def test_flops_by_hand() -> None:
+    """One layer of the 210M shape, one token: matrices, attention over 2,048 positions and head, forward times three."""
+    from biphasic.config.architecture import Architecture
+
+    size = Architecture(1000, hidden=768, ffn=3072, layers=1, heads=12, kv_heads=12, head_dim=64)
+    matrices = 2 * (4 * 768 * 768 + 3 * 768 * 3072)
+    attention = 2 * 2 * 768 * 2048
+    head = 2 * 768 * 1000
+    assert size.flops_per_token(2048, causal=False, predicted_share=0.4) == 3 * (matrices + attention + 0.4 * head)
+    assert size.flops_per_token(2048, causal=True, predicted_share=1) == 3 * (matrices + attention / 2 + head)
+
+
+@pytest.mark.parametrize(("shape", "halfway"), [("linear", 0.5), ("1-sqrt", 1 - 0.5**0.5), ("cosine", 0.5)])
+def test_warmup_stable_decay(shape: str, halfway: float) -> None:
+    schedule = ScheduleConfig(warmup=Duration(10, "ba"), decay=Duration(0.2, "dur"), decay_shape=shape)  # pyright: ignore
+
+    def factor(batch: int) -> float:
+        return learning_rate_factor(schedule, Duration(100, "ba"), Elapsed(batch, 0, 0, 0))
+
+    assert [factor(b) for b in (0, 5, 10, 50, 80)] == [0, 0.5, 1, 1, 1]
+    assert factor(90) == pytest.approx(halfway)
+    assert factor(100) == pytest.approx(0)
+
+
+def test_warmup_in_tokens_and_final_rate() -> None:
+    schedule = ScheduleConfig(warmup=Duration(1000, "tok"), decay=Duration(20, "ba"), final_lr=0.1)
+    whole = Duration(100, "ba")
+    assert learning_rate_factor(schedule, whole, Elapsed(3, 0, 250, 0)) == 0.25
+    assert learning_rate_factor(schedule, whole, Elapsed(90, 0, 9000, 0)) == pytest.approx(0.55)
+
+
+def test_a_file_builds_on_another(tmp_path: Path) -> None:
+    (tmp_path / "base.yaml").write_text((ROOT / "yamls" / "quickstart.yaml").read_text())
+    (tmp_path / "mine.yaml").write_text("defaults: base.yaml\nseed: 5\nobjective: {phases: [{name: mlm}]}\n")
+    config = load(tmp_path / "mine.yaml", ["optimizer.lr=1e-4", "objective.phases.0.masking_ratio=0.2"])
+    assert isinstance(config, PretrainConfig)
+    assert (config.seed, config.optimizer.lr) == (5, 1e-4)
+    # A list replaces the list below it.
+    assert [phase.name for phase in config.objective.phases] == ["mlm"]
+    assert config.objective.phases[0].masking_ratio == 0.2  # pyright: ignore

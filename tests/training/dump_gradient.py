@@ -1,0 +1,48 @@
+"""Helper of test_gradient.py: save the gradient of the first step of each of several runs.
+
+composer -n 2 dump_gradient.py OUT run1.yaml run2.yaml ...
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from pathlib import Path
+
+import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+
+from biphasic.config.load import load
+from biphasic.config.schema import PretrainConfig
+from biphasic.training.pretrain import prepare
+
+
+class Dump(Callback):
+    """Writes all gradients to a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        module = getattr(state.model, "module", state.model)
+        gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        if dist.get_global_rank() == 0:
+            torch.save(gradients, self.path)
+
+
+def dump(out: Path, files: list[Path]) -> None:
+    for file in files:
+        config = load(file, [], dist.get_world_size())
+        assert isinstance(config, PretrainConfig)
+        trainer = prepare(config)
+        trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
+        trainer.fit()
+        trainer.close()
+        del trainer
+        gc.collect()
+
+
+if __name__ == "__main__":
+    dump(Path(sys.argv[1]), [Path(name) for name in sys.argv[2:]])

@@ -1,0 +1,132 @@
+"""The phases: where they begin, what they are given, what happens at the switch."""
+
+from __future__ import annotations
+
+import shutil
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from biphasic.config.errors import UserError
+from biphasic.config.plan import plan
+from biphasic.training.jsonl_logger import read_metrics
+from conftest import Write
+from tiny import config_of, keep_checkpoints_up_to, losses, train, weights
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_first_batch_of_a_phase_is_the_one_that_the_plan_names(write_yaml: Write, workers: int) -> None:
+    phases = [
+        {"name": "mlm", "until": "3ba"},
+        {"name": "clm", "until": "0.5dur"},
+        {"name": "mlm", "until": "8ba", "masking_ratio": {"start": 0.5, "end": 0.3}},
+        {"name": "clm"},
+    ]
+    config = config_of(write_yaml(objective__phases=phases, data__num_workers=workers))
+    entries = read_metrics(train(config) / "metrics.jsonl")
+    expected = [phase for phase in plan(config, 1).phases]
+    assert [(p.first_batch, p.last_batch) for p in expected] == [(0, 2), (3, 5), (6, 7), (8, 11)]
+    for index, entry in enumerate(entries):
+        # `batch` counts what is done, so the line of batch b says b + 1.
+        batch = entry["batch"] - 1
+        assert batch == index
+        phase = next(i for i, p in enumerate(expected) if p.first_batch <= batch <= p.last_batch)
+        assert entry["objective/phase"] == phase
+        assert (f"loss/train/{expected[phase].objective}" in entry) is True
+    assert [entries[b].get("objective/masking_ratio") for b in (0, 3, 6, 7)] == [0.4, None, 0.5, pytest.approx(0.4)]
+
+
+def test_tokens_are_those_really_seen(write_yaml: Write) -> None:
+    """A phase that ends after 1,000 tokens ends with the batch that reaches them; padding does not count."""
+    phases = [{"name": "clm", "until": "1000tok"}, {"name": "mlm"}]
+    config = config_of(write_yaml(objective__phases=phases, max_duration="2500tok", schedule__decay="500tok"))
+    entries = read_metrics(train(config) / "metrics.jsonl")
+    seen = [0, *(int(entry["tokens"]) for entry in entries)]
+    for before, entry in zip(seen, entries, strict=False):
+        assert entry["objective/phase"] == (before >= 1000)
+    assert seen[-2] < 2500 <= seen[-1]
+    # Eight rows of 32 positions hold fewer tokens than positions.
+    assert all(b - a < 256 for a, b in pairwise(seen))
+    from tiny import documents
+
+    assert seen[1] < sum(len(document) for document in documents(700, seed=1))
+
+
+def test_reset_optimizer_starts_the_moments_anew(write_yaml: Write) -> None:
+    def phases(reset: bool) -> list[dict[str, object]]:
+        return [{"name": "clm", "until": "6ba"}, {"name": "mlm", "reset_optimizer": reset}]
+
+    kept = losses(train(config_of(write_yaml("kept", objective__phases=phases(False)))))
+    path = write_yaml("reset", objective__phases=phases(True))
+    folder = train(config_of(path))
+    reset = losses(folder)
+    assert reset[:7] == kept[:7]
+    assert reset[7] != kept[7]
+    # Resumed exactly at the switch, the reset happens as well.
+    again = folder.parent / "again"
+    shutil.copytree(folder, again)
+    keep_checkpoints_up_to(again, 6)
+    (again / "metrics.jsonl").unlink()
+    train(config_of(path, run_name="again"))
+    assert losses(again) == reset[6:]
+
+
+def test_a_finished_phase_cannot_move(write_yaml: Write) -> None:
+    config = config_of(
+        write_yaml(max_duration="8ba", objective__phases=[{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}])
+    )
+    folder = train(config)
+    assert Path(folder).is_dir()
+    with pytest.raises(UserError, match=r"clm until 4ba.*clm until 8ba"):
+        train(
+            config_of(
+                write_yaml(max_duration="16ba", objective__phases=[{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}])
+            )
+        )
+
+
+def test_a_decay_branch_is_the_run_that_decayed_from_the_start(write_yaml: Write) -> None:
+    whole = train(config_of(write_yaml("whole", max_duration="12ba", schedule__decay="4ba")))
+    trunk = train(config_of(write_yaml("trunk", max_duration="20ba", schedule__decay="0ba")))
+    start = trunk / "checkpoints" / "ba8-rank0.pt"
+    branch_yaml = write_yaml("branch", max_duration="12ba", schedule__decay="4ba", schedule__decay_from=str(start))
+    branch = train(config_of(branch_yaml))
+    assert losses(branch) == losses(whole)[8:]
+    expected = weights(whole, 12)
+    for name, weight in weights(branch, 12).items():
+        assert torch.equal(weight, expected[name]), name
+    with pytest.raises(UserError, match=r"lies at 8ba, but the decay begins at 9ba.*max_duration to 11ba"):
+        train(config_of(branch_yaml, run_name="elsewhere", max_duration="12ba", **{"schedule.decay": "3ba"}))
+
+
+def test_a_finished_run_is_left_alone(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_yaml(max_duration="8ba")
+    folder = train(config_of(path))
+    before = losses(folder)
+    train(config_of(path))
+    assert "already trained" in capsys.readouterr().out
+    assert losses(folder) == before
+
+
+def test_another_tokenizer_or_missing_data_is_refused(write_yaml: Write, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="no dataset in"):
+        train(config_of(write_yaml(data__train__local=str(tmp_path / "nothing"))))
+    with pytest.raises(UserError, match="converted with another sequence_length"):
+        train(config_of(write_yaml(data__sequence_length=64)))
+
+
+def test_validation_does_not_depend_on_the_phase(write_yaml: Write, tmp_path: Path) -> None:
+    """CLM and MLM loss, at masks that stay the same: with a rate of almost 0 both losses stay where they are."""
+    path = write_yaml(
+        data__validation={"local": str(tmp_path / "data" / "validation")},
+        evaluation={"interval": "3ba"},
+        optimizer__lr=1e-12,
+    )
+    entries = [entry for entry in read_metrics(train(config_of(path)) / "metrics.jsonl") if "metrics/clm/loss" in entry]
+    assert len(entries) >= 4
+    for name in ("metrics/clm/loss", "metrics/mlm/loss"):
+        values = [entry[name] for entry in entries]
+        assert values == pytest.approx([values[0]] * len(values), abs=1e-5)
+    assert entries[0]["metrics/clm/loss"] != entries[0]["metrics/mlm/loss"]
