@@ -4,9 +4,16 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from biphasic.config.base import Count, Positive, Section
+
+
+def _compression(value: str) -> str:
+    name, _, level = value.partition(":")
+    if name != "zstd" or (value != name and not (level.isdigit() and 1 <= int(level) <= 22)):
+        raise ValueError(f"expected zstd, zstd:LEVEL (1 to 22) or null; got {value!r}")
+    return value
 
 
 class FilesSource(Section):
@@ -35,7 +42,7 @@ class SegmentsConfig(Section):
     kind: Literal["documents", "stream"] = "documents"
     """`documents`: a segment is a document, best-fit packed. `stream`: documents are joined and cut at random lengths,
     with no boundary inside a segment (the paper's runs)."""
-    window: Positive = 4096
+    window: Positive = 8192
     """`documents`: how many documents, or rests of long ones, may wait for a row that they fit into. More fills rows
     better and needs memory for as many documents."""
     shortest: Positive = 12
@@ -67,5 +74,5 @@ class ConvertConfig(Section):
     """`stream`: decides the cuts."""
     shard_bytes: Annotated[int, Field(gt=0, lt=2**32)] = 64 * 2**20
     """Size of a shard before compression. MDS counts bytes with 32 bits."""
-    compression: Annotated[str, Field(pattern=r"^zstd(:([1-9]|1[0-9]|2[0-2]))?$")] | None = "zstd"
+    compression: Annotated[str, AfterValidator(_compression)] | None = "zstd"
     """`zstd`, or `zstd:LEVEL` (1 to 22). Null: none."""

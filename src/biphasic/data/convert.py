@@ -130,11 +130,11 @@ def _write(
     """Convert all documents into files at `place`; returns the record."""
     from tqdm import tqdm
 
-    start = time.monotonic()
     dtype = token_dtype(tokenizer.vocab_size)
     splits = {"train": _Split("train", config, tokenizer, place)}
     if config.validation_fraction:
         splits["validation"] = _Split("validation", config, tokenizer, place)
+    start = time.monotonic()
     seen = empty = tokens = 0
     with tqdm(desc="tokens", unit="tok", unit_scale=True, smoothing=0.05) as bar:
         for batch, encoded in _encoded(documents, tokenizer):

@@ -166,7 +166,9 @@ def _parquet(file: SourceFile, columns: Columns) -> Iterator[Document]:
     system, name = filesystem(file.path)
     try:
         with system.open_input_file(name) as handle:
-            for batch in pq.ParquetFile(handle).iter_batches(_BATCH, columns=columns.names()):
+            for batch in pq.ParquetFile(handle, page_checksum_verification=True).iter_batches(
+                _BATCH, columns=columns.names()
+            ):
                 texts = batch.column(columns.text).to_pylist()
                 ids = texts if columns.id is None else batch.column(columns.id).to_pylist()
                 for text, id in zip(texts, ids, strict=True):

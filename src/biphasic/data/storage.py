@@ -46,8 +46,11 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
     scheme, _, name = path.partition("://")
     if scheme != "s3":
         raise UserError(f"{path}: {scheme}:// can't be read here; expected a local path or s3://…")
-    endpoint = os.environ.get("S3_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL")
-    return _s3(endpoint), name
+    return _s3(_endpoint()), name
+
+
+def _endpoint() -> str | None:
+    return os.environ.get("S3_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL")
 
 
 @lru_cache
@@ -194,7 +197,11 @@ class BucketDestination:
     """Uploads each file as soon as it is complete, indexes after all shards, the record last."""
 
     def __init__(self, output: str):
+        import boto3  # pyarrow's uploads have no Content-Length, which some stores insist on
+
         self.output = output.rstrip("/")
+        self._bucket, _, self._prefix = filesystem(self.output)[1].partition("/")
+        self._client = boto3.client("s3", endpoint_url=_endpoint())
         for name in sorted(files_below(self.output), key=lambda name: name == _STARTED):
             # `read_record` found no finished conversion, and the mark of an unfinished one.
             self._remove(name)
@@ -230,21 +237,15 @@ class BucketDestination:
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def _upload(self, name: str) -> None:
-        from pyarrow.fs import LocalFileSystem, copy_files
-
-        system, prefix = filesystem(self.output)
         file = self.folder / name
-        copy_files(str(file), join(prefix, name), LocalFileSystem(), system)
+        self._client.upload_file(str(file), self._bucket, join(self._prefix, name))
         file.unlink()
 
     def _put(self, name: str, content: bytes) -> None:
-        system, prefix = filesystem(self.output)
-        with system.open_output_stream(join(prefix, name)) as file:
-            file.write(content)
+        self._client.put_object(Bucket=self._bucket, Key=join(self._prefix, name), Body=content)
 
     def _remove(self, name: str) -> None:
-        system, prefix = filesystem(self.output)
-        system.delete_file(join(prefix, name))
+        self._client.delete_object(Bucket=self._bucket, Key=join(self._prefix, name))
 
 
 def _text(record: dict[str, Any]) -> str:

@@ -124,6 +124,7 @@ def _split(
     result: Verification,
     progress: bool,
 ) -> None:
+    import streaming  # noqa: F401  # seconds, which the bar would count as the first shard's
     from tqdm import tqdm
 
     try:
@@ -135,6 +136,8 @@ def _split(
     if hashlib.sha256(content).hexdigest() != expected["index_sha256"]:
         result.faults.append(f"{split}/index.json: is not the one that the record names (another sha256)")
     listed = {shard["file"] for shard in expected["shards"]} | {"index.json"}
+    # Streaming unpacks shards beside the compressed ones when it reads them from where they lie.
+    listed |= {shard["raw_data"]["basename"] for shard in index["shards"]}
     for name in sorted(present):
         if name.startswith(f"{split}/") and name.removeprefix(f"{split}/") not in listed:
             result.faults.append(f"{name}: is not in the record")
@@ -150,6 +153,9 @@ def _split(
             continue
         try:
             fault = _shard(output, split, shard, stated, record, counts)
+            raw = shard["raw_data"]
+            if not fault and raw["basename"] != stated["file"] and f"{split}/{raw['basename']}" in present:
+                fault = _unpacked(output, split, raw, record)
         except Exception as error:  # whatever a damaged file makes the decoder do
             fault = f"can't be decoded ({short(error)})"
         if fault:
@@ -200,6 +206,15 @@ def _shard(
             return f"row {number}: {fault}"
     counts.bytes += len(stored)
     return None
+
+
+def _unpacked(output: str, split: str, raw: dict[str, Any], record: dict[str, Any]) -> str | None:
+    """What is wrong with the unpacked copy of a shard, which a training on this folder would read."""
+    from streaming.base.hashing import get_hash
+
+    content = read_bytes(join(output, f"{split}/{raw['basename']}"))
+    right = get_hash(record["hash"], content) == raw["hashes"][record["hash"]]
+    return None if right else f"its unpacked copy {raw['basename']} has changed; remove it"
 
 
 def _row(row: StoredRow, record: dict[str, Any], counts: _Counts) -> str | None:

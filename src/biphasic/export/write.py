@@ -1,0 +1,179 @@
+"""Folders that transformers and sentence-transformers load: EuroBERT's native format, no remote code."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from biphasic.config.errors import UserError
+from biphasic.data.tokenizer import Tokenizer
+from biphasic.model.eurobert import EuroBertConfig, EuroBertForMaskedLM, EuroBertModel
+from biphasic.model.language_model import LanguageModel
+
+MARK = "biphasic.json"
+"""In every export: says that the folder is one, and may be replaced by another."""
+LLAMA_SHAPED = ("llama", "eurobert", "mistral")
+"""Families whose layers are EuroBERT's, parameter by parameter."""
+
+
+def export_language_model(
+    model: LanguageModel, tokenizer: Tokenizer, out: Path, card: str, *, dtype: torch.dtype, force: bool = False
+) -> None:
+    """Write backbone and head, so that the folder loads as a masked language model and as a plain encoder.
+
+    Args:
+        model: what to write.
+        tokenizer: its tokenizer.
+        out: the folder; it appears whole or not at all.
+        card: README.md.
+        dtype: of the weights on disk.
+        force: replace an earlier export.
+
+    Raises:
+        UserError: the family has parts that the format lacks, or `out` is taken.
+    """
+    config = eurobert_config(model.config, tokenizer)
+    with torch.device("meta"):
+        target = EuroBertForMaskedLM(config)
+    weights = {f"model.{name}": weight for name, weight in model.backbone.state_dict().items()}
+    weights["lm_head.weight"] = model.lm_head.weight
+    _write(target, weights, tokenizer, out, card, {}, dtype, force)
+
+
+def export_encoder(
+    backbone: nn.Module,
+    tokenizer: Tokenizer,
+    out: Path,
+    card: str,
+    *,
+    prompts: dict[str, str] | None = None,
+    dtype: torch.dtype = torch.float32,
+    force: bool = False,
+) -> None:
+    """Write a fine-tuned encoder, without a head. Arguments and errors as for `export_language_model`.
+
+    `prompts` (`query`, `document`) are what sentence-transformers puts before texts.
+    """
+    config = eurobert_config(backbone.config, tokenizer)
+    with torch.device("meta"):
+        target = EuroBertModel(config)
+    _write(target, backbone.state_dict(), tokenizer, out, card, prompts or {}, dtype, force)
+
+
+def eurobert_config(config: Any, tokenizer: Tokenizer) -> EuroBertConfig:
+    """The backbone's dimensions as a `eurobert` configuration.
+
+    Raises:
+        UserError: the backbone isn't of Llama's shape.
+    """
+    family = config.model_type
+    shaped = family in LLAMA_SHAPED and not getattr(config, "sliding_window", None)
+    plain = getattr(config, "rope_scaling", None) is None and not getattr(config, "attention_bias", False)
+    if not (shaped and plain and not getattr(config, "mlp_bias", False)):
+        raise UserError(
+            f"export: a {family} model can't be written as eurobert, which has no place for some of its parts; only plain "
+            f"Llama-shaped models can ({', '.join(LLAMA_SHAPED)}, without sliding window, rope scaling and biases)"
+        )
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    names = (
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "max_position_embeddings",
+        "rms_norm_eps",
+        "rope_theta",
+        "initializer_range",
+        "hidden_act",
+        "tie_word_embeddings",
+    )
+    return EuroBertConfig(
+        **{name: getattr(config, name) for name in names},
+        head_dim=head_dim,
+        pad_token_id=tokenizer.pad_id,
+        bos_token_id=tokenizer.bos_id,
+        eos_token_id=tokenizer.eos_id,
+        mask_token_id=tokenizer.mask_id,
+        classifier_pooling="mean",
+    )
+
+
+def _write(
+    target: Any,
+    weights: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    out: Path,
+    card: str,
+    prompts: dict[str, str],
+    dtype: torch.dtype,
+    force: bool,
+) -> None:
+    refuse_taken(out, force)
+    target.load_state_dict({name: weight.detach() for name, weight in weights.items()}, assign=True)
+    target.config.dtype = dtype
+
+    def fill(folder: Path) -> None:
+        target.to(dtype).save_pretrained(folder, max_shard_size="5GB", safe_serialization=True)
+        for file in folder.iterdir():
+            file.chmod(0o644)  # safetensors writes for the owner only
+        tokenizer.save(folder)
+        _sentence_transformers(folder, target.config, prompts)
+        (folder / "README.md").write_text(card, encoding="utf-8")
+
+    whole_or_absent(out, fill)
+
+
+def refuse_taken(out: Path, force: bool) -> None:
+    """Raise a UserError when `out` is something else than what may be (re)placed there."""
+    if not out.exists() or (out.is_dir() and not any(out.iterdir())):
+        return
+    if not (out / MARK).is_file():
+        raise UserError(f"{out} exists and is not an export: choose another folder")
+    if not force:
+        raise UserError(f"{out} holds an earlier export: add --force to replace it, or choose another folder")
+
+
+def whole_or_absent(out: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write into a folder beside `out`, and put it there when it is done."""
+    partial = out.with_name(f".{out.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        fill(partial)
+        (partial / MARK).write_text(json.dumps({"format": 1}) + "\n", encoding="utf-8")
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    if out.exists():
+        shutil.rmtree(out)
+    partial.rename(out)
+
+
+def _sentence_transformers(folder: Path, config: Any, prompts: dict[str, str]) -> None:
+    """The module list that sentence-transformers reads: the encoder, then mean pooling."""
+    modules = [
+        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+    ]
+    pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {**pooling, "pooling_mode_cls_token": False, "include_prompt": True},
+        "sentence_bert_config.json": {"max_seq_length": config.max_position_embeddings, "do_lower_case": False},
+        "config_sentence_transformers.json": {
+            "prompts": prompts,
+            "default_prompt_name": None,
+            "similarity_fn_name": "cosine",
+        },
+    }
+    (folder / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+
+from biphasic.data.rows import Row, cut_at, cut_stream, in_validation, pack_documents, padded, token_dtype
+
+
+def documents(seed: int) -> list[np.ndarray]:
+    """Documents of random kinds of lengths; every token of all of them is another number."""
+    generator = np.random.default_rng(seed)
+    count, longest = int(generator.integers(1, 300)), int(generator.choice([3, 20, 70, 400]))
+    lengths = generator.integers(0, longest + 1, count)
+    ends = np.cumsum(lengths)
+    return [np.arange(end - length, end, dtype=np.uint32) for end, length in zip(ends, lengths, strict=True)]
+
+
+def check_rows(rows: list[Row], sequence_length: int) -> None:
+    for row in rows:
+        assert row.lengths.dtype == np.uint32
+        assert len(row.lengths)
+        assert row.lengths.min() >= 1
+        assert row.lengths.sum() == len(row.tokens) <= sequence_length
+
+
+def tokens_of(rows: Iterable[Row]) -> list[int]:
+    return [token for row in rows for token in row.tokens.tolist()]
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packing_keeps_every_token_once_and_documents_apart(seed: int) -> None:
+    given = documents(seed)
+    generator = np.random.default_rng((seed, 1))
+    length, window = int(generator.choice([4, 16, 33, 64])), int(generator.choice([1, 7, 1000]))
+    rows = list(pack_documents(given, length, window))
+    check_rows(rows, length)
+    assert Counter(tokens_of(rows)) == Counter(token for document in given for token in document.tolist())
+    segments = [segment.tolist() for row in rows for segment in np.split(row.tokens, np.cumsum(row.lengths)[:-1])]
+    # A segment is a whole document, or a piece of one: full rows, then the rest.
+    pieces = [document[at : at + length].tolist() for document in given for at in range(0, len(document), length)]
+    assert sorted(segments) == sorted(pieces)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_cutting_keeps_every_token_once_in_order(seed: int) -> None:
+    given = documents(seed)
+    length, shortest = [(16, 2), (64, 12), (33, 16)][seed % 3]
+    rows = list(cut_stream(given, length, shortest, seed=seed))
+    check_rows(rows, length)
+    assert tokens_of(rows) == [token for document in given for token in document.tolist()]
+    for row in rows[:-1]:
+        assert len(row.tokens) == length
+        assert len(row.lengths) == 2
+        assert shortest <= row.lengths.min()
+
+
+def test_cuts_are_uniform_between_shortest_and_its_complement() -> None:
+    cuts = np.array([cut_at(seed=1, row=row, sequence_length=64, shortest=12) for row in range(20_000)])
+    counts = np.bincount(cuts, minlength=65)
+    assert counts[:12].sum() == counts[53:].sum() == 0
+    expected = 20_000 / 41
+    assert abs(counts[12:53] - expected).max() < 5 * expected**0.5
+
+
+def test_cuts_are_a_function_of_seed_and_row_alone() -> None:
+    # Written down, so that another numpy or machine that cut elsewhere would be noticed.
+    assert [cut_at(42, row, 2048, 12) for row in range(5)] == [1270, 1730, 1309, 2003, 1432]
+    few, many = ([np.arange(n, dtype=np.uint32) for n in lengths] for lengths in ([300, 20], [1] * 320))
+    assert [row.lengths.tolist() for row in cut_stream(few, 32, 4, 7)] == [
+        row.lengths.tolist() for row in cut_stream(many, 32, 4, 7)
+    ]
+    assert cut_at(42, 0, 2048, 12) != cut_at(43, 0, 2048, 12)
+
+
+def test_packing_is_deterministic() -> None:
+    first, second = ([row.tokens.tolist() for row in pack_documents(documents(5), 64, 20)] for _ in range(2))
+    assert first == second
+
+
+def test_packing_fills_rows_and_keeps_the_order_of_documents_roughly() -> None:
+    lengths = np.random.default_rng(0).lognormal(4, 1, 30_000).astype(int) + 8
+    given = [np.full(length, index, dtype=np.uint32) for index, length in enumerate(lengths)]
+    rows = list(pack_documents(given, 512, 1000))
+    assert lengths.sum() / (512 * len(rows)) > 0.995
+    starts = np.array([row.tokens[0] for row in rows[:-50]], dtype=np.int64)
+    # No document is left waiting while the ones after it go out; each row takes the oldest and a few others.
+    assert (np.maximum.accumulate(starts) - starts).max() < 5000
+
+
+def test_packing_waits_for_no_more_than_its_window() -> None:
+    read = 0
+
+    def given() -> Iterable[np.ndarray]:
+        nonlocal read
+        for _ in range(1000):
+            read += 1
+            yield np.zeros(3, dtype=np.uint16)
+
+    next(iter(pack_documents(given(), 64, 10)))
+    assert read == 11
+
+
+def test_padding_follows_the_last_segment() -> None:
+    row = Row(np.array([5, 6, 7], dtype=np.uint16), np.array([2, 1], dtype=np.uint32))
+    stored = padded(row, 6, pad_id=9)
+    assert stored["tokens"].tolist() == [5, 6, 7, 9, 9, 9]
+    assert stored["tokens"].dtype == np.uint16
+    assert stored["lengths"].tolist() == [2, 1]
+
+
+def test_the_split_is_a_hash_of_the_id() -> None:
+    ids = [f"<urn:uuid:{number}>" for number in range(20_000)]
+    held_out = {id for id in ids if in_validation(id, 0.1)}
+    assert 1800 < len(held_out) < 2200
+    assert held_out < {id for id in ids if in_validation(id, 0.2)}
+    assert not any(in_validation(id, 0.0) for id in ids)
+    assert [in_validation(str(number), 0.5) for number in range(8)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+        False,
+        True,
+        False,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "dtype"), [(300, "uint16"), (65_536, "uint16"), (65_537, "uint32"), (128_256, "uint32")]
+)
+def test_ids_are_stored_in_the_narrowest_type(words: int, dtype: str) -> None:
+    assert token_dtype(words) == dtype

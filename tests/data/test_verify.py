@@ -1,0 +1,195 @@
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from streaming import MDSWriter
+from streaming.base.hashing import get_hash
+
+from biphasic.config.conversion import ConvertConfig
+from biphasic.config.errors import UserError
+from biphasic.data.convert import convert
+from biphasic.data.rows import columns
+from biphasic.data.verify import row_as_text, sample_rows, tokenizer_of, verify
+from texts import sentences, write_tokenizer
+
+Change = Callable[[np.ndarray, np.ndarray], None]
+
+
+@pytest.fixture
+def output(config_for: Callable[..., ConvertConfig], tmp_path: Path) -> Path:
+    convert(config_for(sentences(200), validation_fraction=0.2))
+    return tmp_path / "out"
+
+
+def faults(output: Path) -> list[str]:
+    return verify(str(output), progress=False).faults
+
+
+def edit_record(output: Path, edit: Callable[[dict[str, Any]], None]) -> None:
+    path = output / "conversion.json"
+    record = json.loads(path.read_text())
+    edit(record)
+    path.write_text(json.dumps(record))
+
+
+def rewrite(output: Path, change: Change) -> None:
+    """Change the first row of the training split and make everything but its content consistent again."""
+    folder = output / "train"
+    index = json.loads((folder / "index.json").read_text())
+    rows = [row for _, row in sample_rows(str(output), "train", 10**9)]
+    row = {name: column.copy() for name, column in rows[0].items()}
+    change(row["tokens"], row["lengths"])
+    shutil.rmtree(folder)
+    with MDSWriter(
+        columns=columns(64, "uint16"), out=str(folder), compression="zstd", hashes=["xxh64"], size_limit=8192
+    ) as writer:
+        for stored in [row, *rows[1:]]:
+            writer.write(stored)
+    index = json.loads((folder / "index.json").read_text())
+
+    def edit(record: dict[str, Any]) -> None:
+        train = record["splits"]["train"]
+        train["index_sha256"] = hashlib.sha256((folder / "index.json").read_bytes()).hexdigest()
+        for shard, stated in zip(index["shards"], train["shards"], strict=True):
+            file = shard["zip_data"]
+            stated.update(bytes=file["bytes"], hash=file["hashes"]["xxh64"])
+        train["bytes"] = sum(stated["bytes"] for stated in train["shards"])
+
+    edit_record(output, edit)
+
+
+def test_a_whole_conversion(output: Path) -> None:
+    result = verify(str(output), progress=False)
+    assert result.faults == []
+    assert [line.split(":")[0] for line in result.summary] == ["train", "validation"]
+
+
+def test_a_rewritten_one_is_whole_too(output: Path) -> None:
+    """So that the faults below are the changes' own."""
+    rewrite(output, lambda tokens, lengths: None)
+    assert faults(output) == []
+
+
+def test_a_flipped_bit(output: Path) -> None:
+    shard = output / "train" / "shard.00001.mds.zstd"
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert faults(output) == ["train/shard.00001.mds.zstd: its content has changed (another hash)"]
+
+
+def test_a_missing_shard(output: Path) -> None:
+    (output / "validation" / "shard.00000.mds.zstd").unlink()
+    assert faults(output) == ["validation/shard.00000.mds.zstd: is missing"]
+
+
+def test_a_shard_cut_short(output: Path) -> None:
+    shard = output / "train" / "shard.00000.mds.zstd"
+    size = shard.stat().st_size
+    shard.write_bytes(shard.read_bytes()[:-5])
+    assert faults(output) == [f"train/shard.00000.mds.zstd: has {size - 5:,} bytes instead of {size:,}"]
+
+
+def test_a_file_too_many(output: Path) -> None:
+    (output / "train" / "shard.00099.mds.zstd").write_bytes(b"x")
+    assert faults(output) == ["train/shard.00099.mds.zstd: is not in the record"]
+
+
+@pytest.mark.parametrize("what", ["tokens", "rows", "documents"])
+def test_a_wrong_count(output: Path, what: str) -> None:
+    edit_record(output, lambda record: record["splits"]["train"].update({what: record["splits"]["train"][what] + 1}))
+    [fault] = faults(output)
+    assert fault.startswith("train: holds ")
+    assert f" {what}, but the record says " in fault
+
+
+def fill(value: int, at: int) -> Change:
+    def change(tokens: np.ndarray, lengths: np.ndarray) -> None:
+        tokens[at] = value
+
+    return change
+
+
+def set_length(at: int, value: int) -> Change:
+    def change(tokens: np.ndarray, lengths: np.ndarray) -> None:
+        lengths[at] = value
+
+    return change
+
+
+def shorten(tokens: np.ndarray, lengths: np.ndarray) -> None:
+    lengths[-1] -= 1
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (fill(300, 3), "row 0: holds id 300, and the vocabulary has 300"),
+        (fill(3, 3), "row 0: holds a mask token"),
+        (set_length(0, 0), "row 0: its segment lengths can't be: [0"),
+        (set_length(0, 65), "row 0: its segment lengths can't be: [65"),
+        (shorten, "row 0: holds something other than padding after its last segment"),
+    ],
+)
+def test_a_row_that_can_not_be(output: Path, change: Change, message: str) -> None:
+    rewrite(output, change)
+    [fault] = faults(output)
+    assert fault.startswith(f"train/shard.00000.mds.zstd: {message}")
+
+
+def test_a_document_that_lost_its_end(output: Path) -> None:
+    rewrite(output, lambda tokens, lengths: tokens.__setitem__(lengths[0] - 1, 9))
+    [fault] = faults(output)
+    assert fault.startswith("train: holds ")
+    assert "documents" in fault
+
+
+def test_an_index_that_was_changed(output: Path) -> None:
+    path = output / "train" / "index.json"
+    path.write_text(path.read_text().replace("xxh64", "xxh65"))
+    assert "train/index.json: is not the one that the record names (another sha256)" in faults(output)
+    path.write_text("{")
+    assert faults(output)[0].startswith("train/index.json: can't be read")
+
+
+def test_another_tokenizer(output: Path) -> None:
+    write_tokenizer(output / "tokenizer", words=290)
+    assert faults(output) == ["tokenizer/: is not the tokenizer that the record names (another sha256)"]
+    shutil.rmtree(output / "tokenizer")
+    assert faults(output)[0].startswith("tokenizer/: can't be loaded")
+
+
+def test_a_damaged_shard_whose_hash_is_right(output: Path) -> None:
+    shard = output / "train" / "shard.00000.mds.zstd"
+    content = b"\x00" * shard.stat().st_size
+    shard.write_bytes(content)
+    edit_record(output, lambda record: record["splits"]["train"]["shards"][0].update(hash=get_hash("xxh64", content)))
+    [fault] = faults(output)
+    assert fault.startswith("train/shard.00000.mds.zstd: can't be decoded")
+
+
+def test_no_conversion(output: Path, tmp_path: Path) -> None:
+    (output / "conversion.json").write_text("{")
+    with pytest.raises(UserError, match=r"conversion\.json: can't be read"):
+        verify(str(output))
+    (output / "conversion.json").unlink()
+    for folder in (output, tmp_path / "nowhere"):
+        with pytest.raises(UserError, match=r"holds no conversion\.json"):
+            verify(str(folder))
+
+
+def test_rows_as_text(output: Path) -> None:
+    tokenizer = tokenizer_of(str(output))
+    rows = dict(sample_rows(str(output), "train", 3))
+    total = json.loads((output / "conversion.json").read_text())["splits"]["train"]["rows"]
+    assert list(rows) == [0, round((total - 1) / 2), total - 1]
+    text = row_as_text(rows[0], tokenizer)
+    assert text.count("--- segment") == len(rows[0]["lengths"])
+    assert ("--- padding" in text) == (rows[0]["lengths"].sum() < 64)
