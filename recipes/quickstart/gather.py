@@ -199,7 +199,7 @@ def pair_of(document: Docstring) -> tuple[str, str] | None:
     alone = rest.startswith("\n") or first.rstrip().endswith(".")
     query, positive = first.strip().rstrip(".").strip(), rest.strip()
     one_sentence = re.search(r"[.!?]\s+[A-Z]", query) is None and not query.endswith(":")
-    words = re.findall(r"[A-Za-z]{2,}", query)
+    words = [word for word in query.split() if re.search("[A-Za-z]{2}", word)]
     if alone and one_sentence and len(words) >= _PAIR_WORDS and len(positive) >= _PAIR_CHARACTERS:
         return query, positive
     return None

@@ -152,15 +152,15 @@ def main() -> int:
         command = [str(last_checkpoint()) if part == LAST_CHECKPOINT else part for part in step.command]
         print(f"{heading}: {step.what}\n    {' '.join(command)}", flush=True)
         spent = done.get("spent", 0.0) if step.resumes and done.get("fingerprint") == mark else 0.0
-        write(step, {"fingerprint": mark, "command": command, "spent": spent})
+        write(step, {"fingerprint": mark, "number": number, "command": command, "spent": spent})
         start = time.monotonic()
         status = subprocess.run(command).returncode
         seconds = spent + time.monotonic() - start
         if status:
-            write(step, {"fingerprint": mark, "command": command, "spent": seconds})
+            write(step, {"fingerprint": mark, "number": number, "command": command, "spent": seconds})
             print(f"{heading}: failed (exit status {status}); run it again to go on from here", file=sys.stderr)
             return status
-        write(step, {"fingerprint": mark, "command": command, "seconds": seconds})
+        write(step, {"fingerprint": mark, "number": number, "command": command, "seconds": seconds})
     print((RUN / "scores" / "summary.txt").read_text(encoding="utf-8").rstrip())
     print(f"report: {RUN / 'report.md'}")
     return 0

@@ -19,6 +19,7 @@ from biphasic.config.load import dump
 from biphasic.data import convert as converting
 from biphasic.data.convert import convert
 from biphasic.data.rows import in_validation
+from biphasic.data.storage import FolderDestination
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.data.verify import verify
 from texts import sentences, write_parquet, write_tokenizer, write_wide_tokenizer
@@ -186,8 +187,11 @@ def test_an_output_with_something_else_is_refused(config_for: Make, tmp_path: Pa
     assert (tmp_path / "out" / "thesis.txt").read_text() == "dear to somebody"
 
 
-def test_what_fails_leaves_nothing(config_for: Make, tmp_path: Path) -> None:
+def test_what_fails_leaves_nothing(config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last of several files breaks, after shards have been written."""
+    monkeypatch.setattr(converting, "_BATCH_CHARACTERS", 5000)
+    shards: list[str] = []
+    monkeypatch.setattr(FolderDestination, "written", lambda self, name: shards.append(name))
     for number in range(3):
         write_parquet(tmp_path / f"{number}.parquet", sentences(300, seed=number))
     broken = tmp_path / "2.parquet"
@@ -195,7 +199,8 @@ def test_what_fails_leaves_nothing(config_for: Make, tmp_path: Path) -> None:
     content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
     broken.write_bytes(content)
     with pytest.raises(UserError, match=r"2\.parquet: is damaged"):
-        convert(config_for(f"{tmp_path}/*.parquet"))
+        convert(config_for(f"{tmp_path}/*.parquet", segments={"window": 5}))
+    assert shards
     assert not (tmp_path / "out").exists()
     assert not (tmp_path / "out.partial").exists()
 

@@ -3,30 +3,42 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
+import boto3
 import pytest
 
 from biphasic.config.conversion import ConvertConfig, FilesSource
 from biphasic.config.errors import UserError
+from biphasic.data import convert as converting
 from biphasic.data.convert import convert
 from biphasic.data.sources import find_files
+from biphasic.data.storage import destination
 from biphasic.data.verify import verify
-from texts import sentences, write_parquet
+from texts import Records, sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
 
 
+def put(bucket: Path, name: str, content: bytes) -> None:
+    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    client.put_object(Bucket=bucket.name, Key=name, Body=content)
+
+
+def jsonl(records: Records) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
 @pytest.fixture
-def bucket(s3: Path, request: pytest.FixtureRequest) -> Path:
-    """A bucket of the test's own, with two files of text."""
-    folder = s3 / request.node.name.replace("_", "-")[:60].strip("-")
-    (folder / "text" / "more").mkdir(parents=True)
-    write_parquet(folder / "text" / "a.parquet", sentences(150, seed=1))
-    lines = "".join(json.dumps(record) + "\n" for record in sentences(150, seed=2))
-    (folder / "text" / "more" / "b.jsonl").write_text(lines)
-    return folder
+def bucket(s3: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+    """A bucket of the test's own, with two files of text; where it lies on disk, to look at."""
+    name = request.node.name.replace("_", "-")[:60].strip("-")
+    boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"]).create_bucket(Bucket=name)
+    put(s3 / name, "text/a.parquet", write_parquet(tmp_path / "a.parquet", sentences(150, seed=1)).read_bytes())
+    put(s3 / name, "text/more/b.jsonl", jsonl(sentences(150, seed=2)))
+    return s3 / name
 
 
 def test_there_and_back(bucket: Path, config_for: Make, tmp_path: Path) -> None:
@@ -77,11 +89,13 @@ def test_done_once_is_enough(bucket: Path, config_for: Make, capsys: pytest.Capt
     assert "already converted" in capsys.readouterr().out
 
 
-def test_a_failed_conversion_has_no_index_and_the_next_one_replaces_it(bucket: Path, config_for: Make) -> None:
+def test_a_failed_conversion_has_no_index_and_the_next_one_replaces_it(
+    bucket: Path, config_for: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The second file breaks, after shards have been uploaded; then it is mended."""
-    url, lines = f"s3://{bucket.name}", bucket / "text" / "more" / "b.jsonl"
-    whole = lines.read_text()
-    lines.write_text("".join(json.dumps(record) + "\n" for record in sentences(2000, seed=3)) + "{broken\n")
+    url = f"s3://{bucket.name}"
+    monkeypatch.setattr(converting, "_BATCH_CHARACTERS", 5000)
+    put(bucket, "text/more/b.jsonl", jsonl(sentences(2000, seed=3)) + b"{broken\n")
     with pytest.raises(UserError, match=r"b\.jsonl, line 2001: is not JSON"):
         convert(config_for(f"{url}/text", output=f"{url}/out", segments={"window": 5}))
     left = {path.name for path in (bucket / "out").rglob("*") if path.is_file()}
@@ -89,7 +103,7 @@ def test_a_failed_conversion_has_no_index_and_the_next_one_replaces_it(bucket: P
     assert not left & {"index.json", "conversion.json"}
     with pytest.raises(UserError, match=r"holds no conversion\.json"):
         verify(f"{url}/out")
-    lines.write_text(whole)
+    put(bucket, "text/more/b.jsonl", jsonl(sentences(20, seed=2)))
     record = convert(config_for(f"{url}/text", output=f"{url}/out", segments={"window": 5}))
     assert len(record["splits"]["train"]["shards"]) < len([name for name in left if name.startswith("shard")])
     assert verify(f"{url}/out", progress=False).faults == []
@@ -111,26 +125,15 @@ def test_a_bucket_that_is_not_there(s3: Path, config_for: Make) -> None:
 
 
 def test_an_upload_that_fails(bucket: Path, config_for: Make) -> None:
-    """A folder of the store that can't be written to: a file lies where `train/` should be."""
-    (bucket / "out").mkdir()
+    """A file lies where the store must make a folder for the shards."""
     url = f"s3://{bucket.name}"
-    config = config_for(f"{url}/text", output=f"{url}/out")
-    (bucket / "out" / "conversion.started").write_text("{}")
-    blocked = bucket / "out"
-    blocked.chmod(0o555)
-    try:
-        if _writable(blocked):
-            pytest.skip("this user may write anywhere")
-        with pytest.raises(UserError, match="can't be written"):
-            convert(config)
-    finally:
-        blocked.chmod(0o755)
-
-
-def _writable(folder: Path) -> bool:
-    try:
-        (folder / "try").touch()
-    except OSError:
-        return False
-    (folder / "try").unlink()
-    return True
+    place = destination(f"{url}/out")
+    (bucket / "out" / "train").write_text("in the way")
+    (place.folder / "train").mkdir()
+    (place.folder / "train" / "shard.00000.mds").write_bytes(b"x")
+    place.written("train/shard.00000.mds")
+    with pytest.raises(OSError, match="Failed to upload"):
+        place.publish({})
+    place.abandon()
+    assert not place.folder.exists()
+    assert not (bucket / "out" / "conversion.json").exists()

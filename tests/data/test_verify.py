@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from streaming import MDSWriter
+from streaming.base.compression import decompress
 from streaming.base.hashing import get_hash
 
 from biphasic.config.conversion import ConvertConfig
@@ -17,15 +18,31 @@ from biphasic.config.errors import UserError
 from biphasic.data.convert import convert
 from biphasic.data.rows import columns
 from biphasic.data.verify import row_as_text, sample_rows, tokenizer_of, verify
-from texts import sentences, write_tokenizer
+from texts import sentences, write_parquet, write_tokenizer
 
+SHARD, EOS = 8192, 2
 Change = Callable[[np.ndarray, np.ndarray], None]
 
 
+@pytest.fixture(scope="session")
+def converted(tmp_path_factory: pytest.TempPathFactory, tokenizer_folder: Path) -> Path:
+    folder = tmp_path_factory.mktemp("verify")
+    keys = {
+        "job": "convert",
+        "source": {"kind": "files", "paths": [str(write_parquet(folder / "text.parquet", sentences(200)))]},
+        "output": str(folder / "out"),
+        "tokenizer": str(tokenizer_folder),
+        "sequence_length": 64,
+        "shard_bytes": SHARD,
+        "validation_fraction": 0.2,
+    }
+    convert(ConvertConfig.model_validate(keys))
+    return folder / "out"
+
+
 @pytest.fixture
-def output(config_for: Callable[..., ConvertConfig], tmp_path: Path) -> Path:
-    convert(config_for(sentences(200), validation_fraction=0.2))
-    return tmp_path / "out"
+def output(converted: Path, tmp_path: Path) -> Path:
+    return shutil.copytree(converted, tmp_path / "out")
 
 
 def faults(output: Path) -> list[str]:
@@ -42,13 +59,12 @@ def edit_record(output: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 def rewrite(output: Path, change: Change) -> None:
     """Change the first row of the training split and make everything but its content consistent again."""
     folder = output / "train"
-    index = json.loads((folder / "index.json").read_text())
     rows = [row for _, row in sample_rows(str(output), "train", 10**9)]
     row = {name: column.copy() for name, column in rows[0].items()}
     change(row["tokens"], row["lengths"])
     shutil.rmtree(folder)
     with MDSWriter(
-        columns=columns(64, "uint16"), out=str(folder), compression="zstd", hashes=["xxh64"], size_limit=8192
+        columns=columns(64, "uint16"), out=str(folder), compression="zstd", hashes=["xxh64"], size_limit=SHARD
     ) as writer:
         for stored in [row, *rows[1:]]:
             writer.write(stored)
@@ -95,6 +111,17 @@ def test_a_shard_cut_short(output: Path) -> None:
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-5])
     assert faults(output) == [f"train/shard.00000.mds.zstd: has {size - 5:,} bytes instead of {size:,}"]
+
+
+def test_an_unpacked_copy_that_was_changed(output: Path) -> None:
+    """Streaming unpacks a shard beside the compressed one, and reads that from then on."""
+    index = json.loads((output / "train" / "index.json").read_text())
+    [stored] = [shard for shard in index["shards"] if shard["raw_data"]["basename"] == "shard.00000.mds"]
+    content = decompress("zstd", (output / "train" / stored["zip_data"]["basename"]).read_bytes())
+    (output / "train" / "shard.00000.mds").write_bytes(content)
+    assert faults(output) == []
+    (output / "train" / "shard.00000.mds").write_bytes(content[:-1] + b"x")
+    assert faults(output) == ["train/shard.00000.mds.zstd: its unpacked copy shard.00000.mds has changed; remove it"]
 
 
 def test_a_file_too_many(output: Path) -> None:
@@ -144,8 +171,8 @@ def test_a_row_that_can_not_be(output: Path, change: Change, message: str) -> No
     assert fault.startswith(f"train/shard.00000.mds.zstd: {message}")
 
 
-def test_a_document_that_lost_its_end(output: Path) -> None:
-    rewrite(output, lambda tokens, lengths: tokens.__setitem__(lengths[0] - 1, 9))
+def test_an_end_of_document_too_many(output: Path) -> None:
+    rewrite(output, fill(EOS, 3))
     [fault] = faults(output)
     assert fault.startswith("train: holds ")
     assert "documents" in fault

@@ -164,6 +164,18 @@ def test_end_of_text_goes_on_learning_where_it_is_the_padding(tmp_path: Path, to
     assert model.embed_tokens.weight.grad[2].abs().sum() > 0
 
 
+def test_no_special_token_is_added_around_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """Llama 3's tokenizer would put a beginning-of-text token there, which training never saw."""
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    tokenizer.tokenizer.post_processor = TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", 1)])
+    tokenizer.save(tmp_path / "with")
+    assert AutoTokenizer.from_pretrained(tmp_path / "with")("w5 w6").input_ids[0] == 1
+    export_encoder(network().backbone, load_tokenizer(str(tmp_path / "with")), tmp_path / "out", "card")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("w5 w6").input_ids == tokenizer.encode(["w5 w6"])[0]
+
+
 def test_names_of_the_paper() -> None:
     def name(size: str | None, *phases: dict[str, object], whole: str = "42000ba") -> str:
         config = {"model": {"preset": size}, "objective": {"phases": list(phases)}, "max_duration": whole, "run_name": "mine"}

@@ -8,7 +8,9 @@ import os
 import posixpath
 import shutil
 import tempfile
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -238,14 +240,29 @@ class BucketDestination:
 
     def _upload(self, name: str) -> None:
         file = self.folder / name
-        self._client.upload_file(str(file), self._bucket, join(self._prefix, name))
+        with _as_os_error():
+            self._client.upload_file(str(file), self._bucket, join(self._prefix, name))
         file.unlink()
 
     def _put(self, name: str, content: bytes) -> None:
-        self._client.put_object(Bucket=self._bucket, Key=join(self._prefix, name), Body=content)
+        with _as_os_error():
+            self._client.put_object(Bucket=self._bucket, Key=join(self._prefix, name), Body=content)
 
     def _remove(self, name: str) -> None:
-        self._client.delete_object(Bucket=self._bucket, Key=join(self._prefix, name))
+        with _as_os_error():
+            self._client.delete_object(Bucket=self._bucket, Key=join(self._prefix, name))
+
+
+@contextmanager
+def _as_os_error() -> Iterator[None]:
+    """What boto3 can't do is an OSError, as it is with a disk."""
+    from boto3.exceptions import Boto3Error
+    from botocore.exceptions import BotoCoreError, ClientError
+
+    try:
+        yield
+    except (Boto3Error, BotoCoreError, ClientError) as error:
+        raise OSError(str(error)) from error
 
 
 def _text(record: dict[str, Any]) -> str:

@@ -158,6 +158,7 @@ def _sha256(tokenizer: tokenizers.Tokenizer) -> str:
     content = json.loads(tokenizer.to_str())
     content.pop("truncation", None)
     content.pop("padding", None)
+    content.pop("post_processor", None)  # adds special tokens around texts, which conversion does by itself
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 

@@ -65,7 +65,8 @@ def verify(output: str, *, progress: bool = True) -> Verification:
 def sample_rows(output: str, split: str, count: int) -> Iterator[tuple[int, StoredRow]]:
     """`count` rows of a split, evenly spaced, each with its number."""
     total = _record(output)["splits"][split]["rows"]
-    wanted = {round(at * (total - 1) / max(count - 1, 1)) for at in range(min(count, total))}
+    count = min(count, total)
+    wanted = {round(at * (total - 1) / max(count - 1, 1)) for at in range(count)}
     first = 0
     for shard in _index(output, split)["shards"]:
         here = sorted(number for number in wanted if first <= number < first + shard["samples"])

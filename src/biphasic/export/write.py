@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,14 @@ MARK = "biphasic.json"
 """In every export: says that the folder is one, and may be replaced by another."""
 LLAMA_SHAPED = ("llama", "eurobert", "mistral")
 """Families whose layers are EuroBERT's, parameter by parameter."""
+
+
+@dataclass(frozen=True)
+class _Sentences:
+    """What sentence-transformers does to texts."""
+
+    prompts: dict[str, str]
+    max_length: int
 
 
 def export_language_model(
@@ -43,7 +52,7 @@ def export_language_model(
         target = EuroBertForMaskedLM(config)
     weights = {f"model.{name}": weight for name, weight in model.backbone.state_dict().items()}
     weights["lm_head.weight"] = model.lm_head.weight
-    _write(target, weights, tokenizer, out, card, {}, dtype, force)
+    _write(target, weights, tokenizer, out, card, _Sentences({}, config.max_position_embeddings), dtype, force)
 
 
 def export_encoder(
@@ -53,17 +62,20 @@ def export_encoder(
     card: str,
     *,
     prompts: dict[str, str] | None = None,
+    max_length: int | None = None,
     dtype: torch.dtype = torch.float32,
     force: bool = False,
 ) -> None:
     """Write a fine-tuned encoder, without a head. Arguments and errors as for `export_language_model`.
 
-    `prompts` (`query`, `document`) are what sentence-transformers puts before texts.
+    `prompts` (`query`, `document`) are what sentence-transformers puts before texts, `max_length` (tokens) is where it
+    cuts them; default: the context's length.
     """
     config = eurobert_config(backbone.config, tokenizer)
     with torch.device("meta"):
         target = EuroBertModel(config)
-    _write(target, backbone.state_dict(), tokenizer, out, card, prompts or {}, dtype, force)
+    settings = _Sentences(prompts or {}, max_length or config.max_position_embeddings)
+    _write(target, backbone.state_dict(), tokenizer, out, card, settings, dtype, force)
 
 
 def eurobert_config(config: Any, tokenizer: Tokenizer) -> EuroBertConfig:
@@ -112,7 +124,7 @@ def _write(
     tokenizer: Tokenizer,
     out: Path,
     card: str,
-    prompts: dict[str, str],
+    sentences: _Sentences,
     dtype: torch.dtype,
     force: bool,
 ) -> None:
@@ -125,7 +137,8 @@ def _write(
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors writes for the owner only
         tokenizer.save(folder)
-        _sentence_transformers(folder, target.config, prompts)
+        _add_nothing(folder / "tokenizer.json")
+        _sentence_transformers(folder, target.config.hidden_size, sentences)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     whole_or_absent(out, fill)
@@ -157,19 +170,29 @@ def whole_or_absent(out: Path, fill: Callable[[Path], None]) -> None:
     partial.rename(out)
 
 
-def _sentence_transformers(folder: Path, config: Any, prompts: dict[str, str]) -> None:
+def _add_nothing(file: Path) -> None:
+    """Take out what would put special tokens around a text: training saw none (Llama 3's would add a beginning)."""
+    content = json.loads(file.read_text(encoding="utf-8"))
+    processor = content.get("post_processor") or {}
+    parts = processor.get("processors", [processor])
+    kept = [part for part in parts if part.get("type") == "ByteLevel"]
+    content["post_processor"] = kept[0] if kept else None
+    file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _sentence_transformers(folder: Path, width: int, sentences: _Sentences) -> None:
     """The module list that sentence-transformers reads: the encoder, then mean pooling."""
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     ]
-    pooling = {"word_embedding_dimension": config.hidden_size, "pooling_mode_mean_tokens": True}
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
     files = {
         "modules.json": modules,
         "1_Pooling/config.json": {**pooling, "pooling_mode_cls_token": False, "include_prompt": True},
-        "sentence_bert_config.json": {"max_seq_length": config.max_position_embeddings, "do_lower_case": False},
+        "sentence_bert_config.json": {"max_seq_length": sentences.max_length, "do_lower_case": False},
         "config_sentence_transformers.json": {
-            "prompts": prompts,
+            "prompts": sentences.prompts,
             "default_prompt_name": None,
             "similarity_fn_name": "cosine",
         },

@@ -5,31 +5,31 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import nn
 
 from biphasic.config.schema import OptimizerConfig
-from biphasic.model.language_model import LanguageModel
 
 
-def adamw(model: LanguageModel, config: OptimizerConfig) -> torch.optim.AdamW:
+def adamw(
+    module: nn.Module, config: OptimizerConfig, *, embedding: nn.Parameter, head: nn.Parameter | None = None
+) -> torch.optim.AdamW:
     """AdamW, decaying every parameter but those of the groups in `no_decay`.
 
-    `norm` is every one-dimensional parameter (the norms' scales; biases where a family has them), `embedding` the input
-    embedding (and a head tied to it), `head` the language-model head.
+    Args:
+        module: whose parameters are trained.
+        config: the YAML's `optimizer:` section.
+        embedding: the group `embedding` (a head tied to it included).
+        head: the group `head`. The group `norm` is every other one-dimensional parameter: the norms' scales, and biases
+            where a family has them.
     """
-    embedding, head = model.backbone.get_input_embeddings().weight, model.lm_head.weight  # pyright: ignore[reportCallIssue]
-    spared: list[torch.nn.Parameter] = []
-    decayed: list[torch.nn.Parameter] = []
-    for parameter in model.parameters():
-        kind = (
-            "embedding"
-            if parameter is embedding
-            else "head"
-            if parameter is head
-            else "norm"
-            if parameter.dim() < 2
-            else ""
-        )
-        (spared if kind in config.no_decay else decayed).append(parameter)
+
+    def group(parameter: nn.Parameter) -> str:
+        if parameter is embedding:
+            return "embedding"
+        return "head" if parameter is head else "norm" if parameter.dim() < 2 else "matrix"
+
+    decayed = [parameter for parameter in module.parameters() if group(parameter) not in config.no_decay]
+    spared = [parameter for parameter in module.parameters() if group(parameter) in config.no_decay]
     groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": config.weight_decay}]
     if spared:
         groups.append({"params": spared, "weight_decay": 0.0})

@@ -78,7 +78,8 @@ def prepare(config: PretrainConfig) -> Trainer:
     tokenizer = load_tokenizer(config.tokenizer)
     data = conversion_record(config, tokenizer)
     model = build(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
-    optimizer = adamw(model, config.optimizer)
+    embedding = model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
+    optimizer = adamw(model, config.optimizer, embedding=embedding, head=model.lm_head.weight)
     train = loader(config.data, config.data.train, config.global_batch_size // ranks, config.seed, train=True)
     vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids)
     schedule = ObjectiveSchedule(

@@ -1,0 +1,72 @@
+"""Score the quickstart's encoders on the held-out pairs: a docstring's first line should find the rest of it.
+
+Writes into runs/quickstart/scores/: scores.json (last), summary.txt, and mteb's own results and rankings.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from biphasic.config.errors import UserError
+from tqdm import tqdm
+
+RUN = Path("runs/quickstart")
+SYSTEMS = {
+    "BM25": None,
+    "untrained": RUN / "untrained",
+    "pretrained": RUN / "encoder",
+    "untrained, fine-tuned": RUN / "untrained-finetuned" / "model",
+    "pretrained, fine-tuned": RUN / "encoder-finetuned" / "model",
+}
+
+
+def main() -> int:
+    """Score all systems. Exit status 2 when something isn't there."""
+    from biphasic.evaluation.bootstrap import bootstrap_interval
+    from biphasic.evaluation.retrieval import MTEBEncoder, Scores, bm25, retrieval_from_pairs, score
+    from biphasic.model.encoder import load_encoder
+
+    folder = RUN / "scores"
+    folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, Scores] = {}
+    try:
+        task = retrieval_from_pairs("Docstrings", [str(RUN / "text" / "pairs_test.parquet")])
+        for name, path in tqdm(SYSTEMS.items(), desc="systems scored", unit="system"):
+            revision = name.replace(", ", "-")
+            system = bm25() if path is None else MTEBEncoder(load_encoder(str(path)), f"biphasic/{path.name}", revision)
+            found[name] = score(system, task, folder)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    queries = list(found["BM25"].by_query)
+    scores = {
+        name: {
+            "ndcg_at_10": scores.ndcg_at_10,
+            "interval": bootstrap_interval([scores.by_query[query] for query in queries]),
+            "mrr_at_10": scores.mrr_at_10,
+            "recall_at_100": scores.recall_at_100,
+        }
+        for name, scores in found.items()
+    }
+    trained, untrained = found["pretrained, fine-tuned"].by_query, found["untrained, fine-tuned"].by_query
+    differences = [trained[query] - untrained[query] for query in queries]
+    gain = {"mean": sum(differences) / len(differences), "interval": bootstrap_interval(differences)}
+    documents = len(task.content["corpus"])
+    content = {"queries": len(queries), "documents": documents, "scores": scores, "gain_of_pretraining": gain}
+    lines = [f"NDCG@10 of {len(queries):,} held-out queries over {documents:,} documents (95% bootstrap intervals):"]
+    for name, values in scores.items():
+        low, high = values["interval"]
+        lines.append(f"  {name:24} {values['ndcg_at_10']:.4f}  [{low:.4f}, {high:.4f}]")
+    low, high = gain["interval"]
+    lines.append(f"  {'gain of pretraining':24} {gain['mean']:+.4f}  [{low:+.4f}, {high:+.4f}], both fine-tuned")
+    (folder / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    partial = folder / "scores.partial"
+    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    partial.rename(folder / "scores.json")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
