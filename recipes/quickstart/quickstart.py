@@ -15,6 +15,7 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from biphasic.checkpointing.find import newest_checkpoint
 from biphasic.config.load import load
@@ -22,7 +23,11 @@ from biphasic.config.load import load
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
 HERE = "recipes/quickstart"
-PRETRAIN, FINETUNE, DATA = "yamls/quickstart.yaml", "yamls/finetune/quickstart_retrieval.yaml", "yamls/data/quickstart.yaml"
+PRETRAIN, FINETUNE, DATA = (
+    "yamls/quickstart.yaml",
+    "yamls/finetune/quickstart_retrieval.yaml",
+    "yamls/data/quickstart.yaml",
+)
 TRAINED = RUN / "quickstart-pretrain"
 PYTHON, COMPOSER = Path(sys.executable).name, "composer"
 LAST_CHECKPOINT = "<the last checkpoint>"
@@ -184,7 +189,7 @@ def last_checkpoint() -> Path:
     return found
 
 
-def read(step: Step) -> dict[str, object]:
+def read(step: Step) -> dict[str, Any]:
     """What is known of a step's last attempt."""
     path = RUN / "steps" / f"{step.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

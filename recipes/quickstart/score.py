@@ -9,8 +9,9 @@ import json
 import sys
 from pathlib import Path
 
-from biphasic.config.errors import UserError
 from tqdm import tqdm
+
+from biphasic.config.errors import UserError
 
 RUN = Path("runs/quickstart")
 SYSTEMS = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from biphasic.evaluation.bootstrap import bootstrap_interval
 
 

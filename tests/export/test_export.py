@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, LlamaConfig
+
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import __main__ as command
@@ -20,9 +23,7 @@ from biphasic.model.backbone import from_hf_config, load_language_model
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packed import encode, mean_pool
 from conftest import Write
-from safetensors.torch import save_file
 from tiny import LENGTH, MASK, PAD, WORDS, config_of, train
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, LlamaConfig
 
 TEXTS = [[5, 6, 7, 8, 9, 2], [10, 11, 2], [12, 13, 14, 15, 2]]
 
@@ -45,7 +46,7 @@ def network(**changes: object) -> LanguageModel:
     return from_hf_config(LlamaConfig(**{**values, **changes}), seed=1)  # pyright: ignore[reportArgumentType]
 
 
-@pytest.fixture()
+@pytest.fixture
 def tokenizer(dataset: Path) -> Tokenizer:
     return load_tokenizer(str(dataset / "tokenizer"))
 
@@ -126,7 +127,10 @@ def test_initial_weights_are_the_run_s_own(write_yaml: Write, tmp_path: Path) ->
     path = write_yaml(optimizer__lr=1e-30, optimizer__weight_decay=0.0, max_duration="8ba")
     folder = train(config_of(path))
     assert command.main(["--initial", str(path), str(tmp_path / "out")]) == 0
-    trained, initial = load_language_model(str(folder / "checkpoints" / "ba8-rank0.pt")), load_language_model(str(tmp_path / "out"))
+    trained, initial = (
+        load_language_model(str(folder / "checkpoints" / "ba8-rank0.pt")),
+        load_language_model(str(tmp_path / "out")),
+    )
     for name, weight in trained.state_dict().items():
         torch.testing.assert_close(weight, initial.state_dict()[name], atol=1e-7, rtol=0)
 
@@ -149,7 +153,11 @@ def test_an_export_that_fails_leaves_nothing(tmp_path: Path, tokenizer: Tokenize
 def test_checkpoints_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut off")
     torch.save({"state": {"model": {}}}, tmp_path / "other.pt")
-    for name, says in (("missing.pt", "no such file"), ("cut.pt", "damaged or incomplete"), ("other.pt", "not written by")):
+    for name, says in (
+        ("missing.pt", "no such file"),
+        ("cut.pt", "damaged or incomplete"),
+        ("other.pt", "not written by"),
+    ):
         assert command.main([str(tmp_path / name), str(tmp_path / "out")]) == 2
         assert says in capsys.readouterr().err
     assert not (tmp_path / "out").exists()
@@ -178,7 +186,12 @@ def test_no_special_token_is_added_around_a_text(tmp_path: Path, tokenizer: Toke
 
 def test_names_of_the_paper() -> None:
     def name(size: str | None, *phases: dict[str, object], whole: str = "42000ba") -> str:
-        config = {"model": {"preset": size}, "objective": {"phases": list(phases)}, "max_duration": whole, "run_name": "mine"}
+        config = {
+            "model": {"preset": size},
+            "objective": {"phases": list(phases)},
+            "max_duration": whole,
+            "run_name": "mine",
+        }
         return run_name_of(config, 42_000)
 
     mlm = {"name": "mlm", "masking_ratio": 0.4}
@@ -193,7 +206,7 @@ def test_importing_biphasic_is_light_and_registers_whenever_transformers_comes()
     light = "import sys, biphasic; assert not {'torch', 'transformers', 'composer'} & set(sys.modules)"
     orders = (
         "import biphasic; from transformers import AutoConfig; AutoConfig.for_model('eurobert')",
-        "from transformers import AutoModel; import biphasic; from transformers import AutoConfig; AutoConfig.for_model('eurobert')",
+        "from transformers import AutoModel, AutoConfig; import biphasic; AutoConfig.for_model('eurobert')",
         "import biphasic; from transformers import AutoModelForMaskedLM, AutoConfig;"
         "AutoModelForMaskedLM.from_config(AutoConfig.for_model('eurobert', hidden_size=8, num_hidden_layers=1, vocab_size=9,"
         "num_attention_heads=1, num_key_value_heads=1, pad_token_id=0, intermediate_size=8))",

@@ -13,6 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from transformers import LlamaConfig
+
 from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.data.tokenizer import load_tokenizer
@@ -23,7 +25,6 @@ from biphasic.finetuning.run import run
 from biphasic.model.backbone import from_hf_config
 from biphasic.model.encoder import Encoder, load_encoder
 from tiny import WORDS
-from transformers import LlamaConfig
 
 
 def test_info_nce_is_the_full_matrix_s() -> None:
@@ -54,7 +55,7 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
     assert found[0][1:].abs().sum() > 0
 
 
-@pytest.fixture()
+@pytest.fixture
 def start(dataset: Path, tmp_path: Path) -> Path:
     """An untrained encoder."""
     config = LlamaConfig(
@@ -84,7 +85,13 @@ def config_of(start: Path, train: Path, tmp_path: Path, **changes: object) -> Fi
         "run_name": "fine",
         "output": str(tmp_path / "runs"),
         "model": {"path": str(start)},
-        "task": {"name": "retrieval", "train": [str(train)], "query_prompt": "w0 ", "document_prompt": "", "max_length": 16},
+        "task": {
+            "name": "retrieval",
+            "train": [str(train)],
+            "query_prompt": "w0 ",
+            "document_prompt": "",
+            "max_length": 16,
+        },
         "max_duration": "60ba",
         "batch_size": 32,
         "optimizer": {"lr": 5e-3},
@@ -93,7 +100,9 @@ def config_of(start: Path, train: Path, tmp_path: Path, **changes: object) -> Fi
     return FinetuneConfig.model_validate({**content, **changes})
 
 
-def test_it_learns_what_the_untrained_model_cannot_know(start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_it_learns_what_the_untrained_model_cannot_know(
+    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     train, held_out = write_pairs(tmp_path / "train.parquet", 2000, 1), write_pairs(tmp_path / "test.parquet", 100, 2)
     config = config_of(start, train, tmp_path)
     folder = run(config)
@@ -147,11 +156,11 @@ def test_bad_input_is_one_line(start: Path, tmp_path: Path) -> None:
     ):
         with pytest.raises(UserError, match=says):
             run(config_of(start, path, tmp_path))
-    with pytest.raises(UserError, match="can't be loaded"):
+    with pytest.raises(UserError, match="be loaded"):
         run(config_of(tmp_path / "no-model", train, tmp_path))
     with pytest.raises(UserError, match="corpus is empty"):
         retrieval_task("Empty", {}, {"q": "a"}, {"q": {"d": 1}})
-    with pytest.raises(UserError, match="1 queries have no relevant document, e.g. q"):
+    with pytest.raises(UserError, match=r"1 queries have no relevant document, e\.g\. q"):
         retrieval_task("Lost", {"d": "a"}, {"q": "a"}, {})
 
 

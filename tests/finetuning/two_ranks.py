@@ -1,6 +1,6 @@
 """Helper of test_retrieval.py: the InfoNCE loss and gradient of each rank, averaged over ranks as DDP does.
 
-    composer -n N two_ranks.py OUT
+composer -n N two_ranks.py OUT
 """
 
 from __future__ import annotations
@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 
 import torch
-from biphasic.finetuning.retrieval import info_nce
 from composer.utils import dist, get_device
+
+from biphasic.finetuning.retrieval import info_nce
 
 
 def main(out: str) -> None:

@@ -74,7 +74,7 @@ class LocalRetrieval(AbsTaskRetrieval):
 
     def load_data(self, num_proc: int | None = None, **kwargs: Any) -> None:
         """Nothing to fetch."""
-        self.dataset = {"default": {SPLIT: self.content}}
+        self.dataset = {"default": {SPLIT: self.content}}  # pyright: ignore[reportAttributeAccessIssue]
         self.data_loaded = True
 
 

@@ -118,7 +118,7 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         "Learning rate": f"{optimizer['lr']}, {schedule['warmup']} warmup, {decay}",
         "AdamW": f"betas {optimizer['betas']}, eps {optimizer['eps']}, weight decay {optimizer['weight_decay']}",
         "Precision": config["precision"],
-        "Hardware": f"{record['ranks']} × {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
+        "Hardware": f"{record['ranks']} x {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
         "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
         "Command": f"`{record['command']}`",
     }

@@ -109,7 +109,7 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
         from torch.distributed.nn.functional import all_gather
 
         offset = torch.distributed.get_rank() * count
-        documents = torch.cat(list(all_gather(documents)))
+        documents = torch.cat(list(all_gather(documents)))  # pyright: ignore[reportArgumentType]
         gathered = [torch.empty_like(ids) for _ in range(torch.distributed.get_world_size())]
         torch.distributed.all_gather(gathered, ids)
         all_ids = torch.cat(gathered)

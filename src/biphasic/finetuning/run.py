@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from composer import Trainer
 from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor, SpeedMonitor
@@ -153,9 +152,7 @@ def run(config: FinetuneConfig) -> Path:
         card = finetuned_card(config.run_name, rows)
         longest = min(config.task.max_length, encoder.max_length)
         out = folder / "model"
-        export_encoder(
-            encoder.backbone, tokenizer, out, card, prompts=task.prompts, max_length=longest, force=True
-        )
+        export_encoder(encoder.backbone, tokenizer, out, card, prompts=task.prompts, max_length=longest, force=True)
         record = {"fingerprint": mark, "steps": steps, "tokens": tokens, "seconds": seconds, "loss": loss}
         partial = folder / f"{RECORD}.partial"
         partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
@@ -168,7 +165,9 @@ def _trainer(
     config: FinetuneConfig, folder: Path, encoder: Encoder, task: Task, batches: _Batches, steps: int
 ) -> Trainer:
     whole = Duration(steps, "ba")
-    warmup = config.warmup.of(whole) if config.warmup.unit == "dur" else Duration(_batches_in(config, config.warmup), "ba")
+    warmup = (
+        config.warmup.of(whole) if config.warmup.unit == "dur" else Duration(_batches_in(config, config.warmup), "ba")
+    )
     schedule = ScheduleConfig(warmup=warmup, decay=Duration(steps - warmup.value, "ba"))
     model = FinetuneModel(encoder.backbone, task)
     embedding = encoder.backbone.get_input_embeddings().weight  # pyright: ignore

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
@@ -80,7 +81,7 @@ def load_encoder(path: str, trust_remote_code: bool = False) -> Encoder:
         return Encoder(backbone, load_tokenizer(config["tokenizer"]), config["data"]["sequence_length"])
     backbone = _bare_encoder(path) or load_language_model(path, trust_remote_code).backbone
     tokenizer = load_tokenizer(path)
-    longest = backbone.config.max_position_embeddings  # pyright: ignore
+    longest: int = backbone.config.max_position_embeddings  # pyright: ignore
     settings = _json(Path(path) / "sentence_bert_config.json")
     prompts = _json(Path(path) / "config_sentence_transformers.json").get("prompts") or {}
     return Encoder(backbone, tokenizer, settings.get("max_seq_length") or longest, prompts)
@@ -99,5 +100,5 @@ def _bare_encoder(path: str) -> nn.Module | None:
         raise UserError(f"model {path}: can't be loaded ({str(error).strip().splitlines()[0]})") from None
 
 
-def _json(path: Path) -> dict[str, object]:
+def _json(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -19,7 +19,12 @@ from transformers import (
     LlamaModel,
     LlamaPreTrainedModel,
 )
-from transformers.modeling_outputs import BaseModelOutput, MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutput,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 
 from biphasic.model import attention
 from biphasic.model.eurobert_config import EuroBertConfig
@@ -59,7 +64,9 @@ class EuroBertModel(_PreTrained, LlamaModel):
             raise ValueError("this encoder takes input_ids; embeddings given as inputs_embeds are not supported")
         unknown = [name for name in ("position_ids", "past_key_values") if kwargs.get(name) is not None]
         if unknown:
-            raise ValueError(f"this encoder sets positions itself and keeps no cache: {', '.join(unknown)} can't be given")
+            raise ValueError(
+                f"this encoder sets positions itself and keeps no cache: {', '.join(unknown)} can't be given"
+            )
         return BaseModelOutput(last_hidden_state=encode_padded(self, input_ids, attention_mask))  # pyright: ignore
 
 

@@ -27,7 +27,9 @@ def loss_curve(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
         trained = [(entry["tokens"], entry[f"loss/train/{name}"]) for entry in metrics if f"loss/train/{name}" in entry]
         if trained:
             axes.plot(*zip(*trained, strict=True), color=color, alpha=0.35, linewidth=0.8)
-            axes.plot(*zip(*_smooth(trained), strict=True), color=color, linewidth=1.8, label=f"{name.upper()}, training")
+            axes.plot(
+                *zip(*_smooth(trained), strict=True), color=color, linewidth=1.8, label=f"{name.upper()}, training"
+            )
         found = [(e["tokens"], e[f"metrics/{name}/loss"]) for e in metrics if f"metrics/{name}/loss" in e]
         if found:
             style = {"marker": "o", "markersize": 4, "linestyle": ":"}
@@ -36,7 +38,9 @@ def loss_curve(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     for (at, before), (_, after) in pairwise(phases):
         if before != after:
             axes.axvline(at, color="black", linestyle="--", linewidth=1)
-            axes.annotate("switch", (at, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points")
+            axes.annotate(
+                "switch", (at, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points"
+            )
     axes.set(xlabel="tokens", ylabel="loss (nats per predicted token)", title=title)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from biphasic.config.schema import OptimizerConfig
 
 
 def adamw(
-    module: nn.Module, config: OptimizerConfig, *, embedding: nn.Parameter, head: nn.Parameter | None = None
+    module: nn.Module, config: OptimizerConfig, *, embedding: Tensor, head: Tensor | None = None
 ) -> torch.optim.AdamW:
     """AdamW, decaying every parameter but those of the groups in `no_decay`.
 
