@@ -13,6 +13,7 @@ import pytest
 
 from biphasic.config.conversion import ConvertConfig, FilesSource
 from biphasic.config.load import load
+from biphasic.config.schema import PretrainConfig
 from biphasic.data.convert import convert
 from biphasic.data.rows import in_validation
 from biphasic.data.tokenizer import load_tokenizer
@@ -153,3 +154,8 @@ def test_the_yaml_fits_the_steps() -> None:
     assert isinstance(config.source, FilesSource)
     assert config.source.paths == ["runs/quickstart/text/documents.parquet"]
     assert config.validation_fraction == FRACTION
+    training = load(ROOT / "yamls" / "quickstart.yaml")
+    assert isinstance(training, PretrainConfig)
+    assert training.data.sequence_length == config.sequence_length
+    assert training.data.train.local == f"{config.output}/train"
+    assert training.tokenizer in (config.tokenizer, f"{config.output}/tokenizer")

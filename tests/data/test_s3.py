@@ -124,16 +124,17 @@ def test_a_bucket_that_is_not_there(s3: Path, config_for: Make) -> None:
         convert(config_for("s3://no-such-bucket/text"))
 
 
-def test_an_upload_that_fails(bucket: Path, config_for: Make) -> None:
-    """A file lies where the store must make a folder for the shards."""
+def test_an_upload_that_fails(bucket: Path) -> None:
+    """A file lies where the store must make a folder for the shards of the second split."""
     url = f"s3://{bucket.name}"
     place = destination(f"{url}/out")
-    (bucket / "out" / "train").write_text("in the way")
-    (place.folder / "train").mkdir()
-    (place.folder / "train" / "shard.00000.mds").write_bytes(b"x")
-    place.written("train/shard.00000.mds")
+    (bucket / "out" / "validation").write_text("in the way")
+    for name in ("validation/shard.00000.mds", "train/index.json"):
+        (place.folder / name).parent.mkdir()
+        (place.folder / name).write_bytes(b"x")
+        place.written(name)
     with pytest.raises(OSError, match="Failed to upload"):
         place.publish({})
     place.abandon()
     assert not place.folder.exists()
-    assert not (bucket / "out" / "conversion.json").exists()
+    assert {path.name for path in (bucket / "out").iterdir()} == {"conversion.started", "validation"}

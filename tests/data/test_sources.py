@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 import zstandard
 
@@ -69,11 +70,22 @@ def test_folders_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> No
 
 
 def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:
-    records = [{**record, "url": "u", "score": 3.5} for record in RECORDS]
+    """Another column may even be damaged: it isn't read."""
+    records = [{**record, "url": record["id"] * 20} for record in RECORDS]
     file = write_parquet(tmp_path / "a.parquet", records)
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    [url] = [group.column(at) for at in range(3) if group.column(at).path_in_schema == "url"]
+    content = bytearray(file.read_bytes())
+    start = url.dictionary_page_offset
+    content[start : start + url.total_compressed_size] = bytes(url.total_compressed_size)
+    file.write_bytes(content)
     assert read(file) == documents(RECORDS)
+
+
+def test_documents_are_counted_where_the_files_say_how_many(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", RECORDS)
     assert count_documents(find_files(source(file)), COLUMNS) == 250
-    assert count_documents(find_files(source(write(tmp_path / "a.jsonl", RECORDS))), COLUMNS) is None
+    assert count_documents(find_files(source(file, write(tmp_path / "a.jsonl", RECORDS))), COLUMNS) is None
 
 
 def test_without_an_id_column_the_text_names_the_document(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture()
+@pytest.fixture
 def quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     spec = importlib.util.spec_from_file_location("quickstart", ROOT / "recipes" / "quickstart" / "quickstart.py")
     assert spec is not None
@@ -32,12 +32,16 @@ def test_what_the_steps_read_is_there_and_what_they_need_comes_before(quickstart
         seen.add(step.name)
 
 
-def test_done_changed_and_interrupted(quickstart: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:  # fmt: skip
+def test_done_changed_and_interrupted(
+    quickstart: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)  # main() changes folder; this puts it back
     Step = quickstart.Step
     source = tmp_path / "source.txt"
     source.write_text("1")
-    append = "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.write_text((p.read_text() if p.exists() else '') + 'x');"
+    append = (
+        "import pathlib, sys; p = pathlib.Path(sys.argv[1]); p.write_text((p.read_text() if p.exists() else '') + 'x');"
+    )
 
     def steps(second: str) -> list[object]:
         return [

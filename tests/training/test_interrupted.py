@@ -46,9 +46,16 @@ def test_only_memory_that_nobody_holds_is_freed(tmp_path: Path) -> None:
     memory.mkdir()
     for name in ("000000_locals", "000000_barrier", "000001_locals", "sem.other", "torch_123_4"):
         (memory / name).touch()
-    (processes / "12" / "maps").write_text(f"7f00-7f10 rw-s 00000000 00:1b 9  {memory}/000000_locals\n7f10-7f20 r-xp 0 0 0\n")
+    (processes / "12" / "maps").write_text(
+        f"7f00-7f10 rw-s 00000000 00:1b 9  {memory}/000000_locals\n7f10-7f20 r-xp 0 0 0\n"
+    )
     assert free_stale_shared_memory(memory, processes) == ["000001_locals"]
-    assert sorted(path.name for path in memory.iterdir()) == ["000000_barrier", "000000_locals", "sem.other", "torch_123_4"]
+    assert sorted(path.name for path in memory.iterdir()) == [
+        "000000_barrier",
+        "000000_locals",
+        "sem.other",
+        "torch_123_4",
+    ]
 
 
 def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:

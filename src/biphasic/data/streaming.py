@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,18 +30,9 @@ class RowDataset(StreamingDataset):
         return row if isinstance(row, list) else {**row, "row": int(at)}
 
 
-def collate(rows: Sequence[dict[str, Any]], sequence_length: int) -> Batch:
-    """Stack rows into a batch.
-
-    Raises:
-        UserError: a row has another length than `sequence_length`.
-    """
+def collate(rows: Sequence[dict[str, Any]]) -> Batch:
+    """Stack rows of one length into a batch."""
     tokens = np.stack([row["tokens"] for row in rows]).astype(np.int64)
-    if tokens.shape[1] != sequence_length:
-        raise UserError(
-            f"data.sequence_length is {sequence_length}, but the rows on disk have {tokens.shape[1]} tokens: they were "
-            "converted with another sequence_length"
-        )
     segment_ids = np.zeros(tokens.shape, dtype=np.int32)
     lengths = []
     for index, row in enumerate(rows):
@@ -123,6 +113,12 @@ def loader(config: DataConfig, stream: StreamConfig, batch_size: int, seed: int,
     except (OSError, ValueError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(f"dataset {stream.remote or stream.local}: can't be opened ({first})") from error
+    stored = _row_length(dataset)
+    if stored != config.sequence_length:
+        raise UserError(
+            f"data.sequence_length is {config.sequence_length}, but the rows in {stream.remote or stream.local} have "
+            f"{stored} tokens: they were converted with another sequence_length"
+        )
     if train and len(dataset) < batch_size:
         where = stream.remote or stream.local
         raise UserError(
@@ -133,7 +129,7 @@ def loader(config: DataConfig, stream: StreamConfig, batch_size: int, seed: int,
         batch_size=batch_size,
         drop_last=train,
         num_workers=config.num_workers,
-        collate_fn=partial(collate, sequence_length=config.sequence_length),
+        collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,
     )
@@ -143,6 +139,12 @@ def loader(config: DataConfig, stream: StreamConfig, batch_size: int, seed: int,
         get_num_samples_in_batch=rows_in_batch,
         get_num_tokens_in_batch=tokens_in_batch,
     )
+
+
+def _row_length(dataset: RowDataset) -> int:
+    """Tokens in a row, as the first shard declares its column (`ndarray:uint16:2048`)."""
+    shard: Any = dataset.shards[0]
+    return int(dict(zip(shard.column_names, shard.column_encodings, strict=True))["tokens"].rpartition(":")[2])
 
 
 def _hash_of(stream: StreamConfig) -> str | None:
