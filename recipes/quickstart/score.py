@@ -33,10 +33,17 @@ def main() -> int:
     folder.mkdir(parents=True, exist_ok=True)
     found: dict[str, Scores] = {}
     try:
+        longest = load_encoder(str(SYSTEMS["pretrained, fine-tuned"])).max_length
         task = retrieval_from_pairs("Docstrings", [str(RUN / "text" / "pairs_test.parquet")])
         for name, path in tqdm(SYSTEMS.items(), desc="systems scored", unit="system"):
             revision = name.replace(", ", "-")
-            system = bm25() if path is None else MTEBEncoder(load_encoder(str(path)), f"biphasic/{path.name}", revision)
+            if path is None:
+                system = bm25()
+            else:
+                # All encoders see as much of a text as fine-tuning showed; BM25 sees the whole.
+                encoder = load_encoder(str(path))
+                encoder.max_length = min(encoder.max_length, longest)
+                system = MTEBEncoder(encoder, f"biphasic/{path.name}", revision)
             found[name] = score(system, task, folder)
     except UserError as error:
         print(error, file=sys.stderr)
