@@ -116,6 +116,7 @@ def hf_config_of(text: str) -> PretrainedConfig:
 
 
 def _from_pretrained(path: str, trust_remote_code: bool) -> LanguageModel:
+    from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     attention.register()
@@ -131,7 +132,7 @@ def _from_pretrained(path: str, trust_remote_code: bool) -> LanguageModel:
             output_loading_info=True,
             **options,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
         raise UserError(f"model {path}: can't be loaded ({where}: {first})") from None

@@ -91,12 +91,13 @@ def _bare_encoder(path: str) -> nn.Module | None:
     """The backbone of an exported folder, which may lack a language-model head; None if the folder is something else."""
     if _json(Path(path) / "config.json").get("model_type") != "eurobert":
         return None
+    from safetensors import SafetensorError
     from transformers import AutoModel
 
     attention.register()
     try:
         return AutoModel.from_pretrained(path, attn_implementation=attention.NAME, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise UserError(f"model {path}: can't be loaded ({str(error).strip().splitlines()[0]})") from None
 
 
