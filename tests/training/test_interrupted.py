@@ -23,7 +23,8 @@ def test_killed_and_started_again_is_the_same_run(write_yaml: Write) -> None:
     command = [sys.executable, str(ROOT / "src" / "main.py"), str(path)]
     run = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while not (folder / "checkpoints" / "ba5-rank0.pt").exists():
+    # When the sixth is being written the fifth is whole.
+    while not (folder / "checkpoints" / "ba6-rank0.pt").exists():
         assert run.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
