@@ -1,7 +1,7 @@
 # The GPU image: CUDA runtime, the same lock as everywhere, flash-attn and liger-kernel on top.
 #
 #     docker build -t biphasic .
-#     docker run --gpus all --ipc=host -v $PWD/runs:/work/runs biphasic composer src/main.py yamls/210m_biphasic.yaml
+#     docker run --gpus all --ipc=host -v $PWD/runs:/app/runs biphasic composer src/main.py yamls/210m_biphasic.yaml
 #
 # flash-attn is compiled against the locked torch, which needs nvcc: hence two stages.
 ARG CUDA=12.6.3
@@ -14,7 +14,7 @@ RUN apt-get update && apt-get install -y --no-install-recommends \
     && rm -rf /var/lib/apt/lists/*
 RUN python3.11 -m venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH
-WORKDIR /work
+WORKDIR /app
 COPY requirements.lock pyproject.toml README.md ./
 RUN pip install --no-cache-dir "$(grep '^uv==' requirements.lock)" \
     && uv pip sync --no-cache --python /opt/venv/bin/python requirements.lock
@@ -30,9 +30,9 @@ RUN apt-get update && apt-get install -y --no-install-recommends python3.11 pyth
     && useradd --create-home --uid 1000 biphasic
 COPY --from=build /opt/venv /opt/venv
 ENV PATH=/opt/venv/bin:$PATH PYTHONUNBUFFERED=1
-WORKDIR /work
+WORKDIR /app
 COPY --chown=biphasic:biphasic . .
 RUN uv pip install --no-cache --python /opt/venv/bin/python --no-deps --no-build-isolation --editable . \
-    && mkdir -p runs && chown -R biphasic:biphasic /work
+    && mkdir -p runs && chown -R biphasic:biphasic /app
 USER biphasic
 CMD ["composer", "src/main.py", "--help"]
