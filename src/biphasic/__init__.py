@@ -4,12 +4,22 @@ Importing this makes the `eurobert` format known to transformers 4.57, which lac
 heavy is imported for that: the registration happens when transformers' auto classes are.
 """
 
+import sys
+from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+
+def _registering(name: str) -> Callable[[ModuleType], None]:
+    def hook(_: ModuleType) -> None:
+        if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
+            import_module(name)
+
+    return hook
+
+
 # The modules register what they hold when they are whole, also when a hook fires while they are still being imported.
-register_post_import_hook(
-    lambda _: import_module("biphasic.model.eurobert_config"), "transformers.models.auto.configuration_auto"
-)
-register_post_import_hook(lambda _: import_module("biphasic.model.eurobert"), "transformers.models.auto.modeling_auto")
+register_post_import_hook(_registering("biphasic.model.eurobert_config"), "transformers.models.auto.configuration_auto")
+register_post_import_hook(_registering("biphasic.model.eurobert"), "transformers.models.auto.modeling_auto")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import yaml
+
+from biphasic.config.durations import Duration, Elapsed
 
 _LOAD = """## Use
 
@@ -27,37 +30,35 @@ _LIMITS = """## Limits
 
 A pretrained encoder: fine-tune it for a task. It knows what its training text says, with that text's errors and biases.
 """
+_SHIFTED = """
+Its head was trained with `target: next`: the logits at a position predict the token after it.
+"""
+_CAUSAL = """
+It was trained to look back only. It looks both ways when it is loaded, which is a start for fine-tuning and not yet of use.
+"""
 
 
-def run_name_of(config: dict[str, Any], batches: int) -> str:
-    """The model's name in the scheme of the paper's released models, where its size is one of theirs.
+def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
+    """The model's name in the scheme of the paper's released models, where its size is one of theirs; else the run's.
 
-    `{size}-{objective}-{steps}`, `{size}-{first}-{its steps}-{second}-{total}` and so on: `610m-clm-10k-mlm40-42k`.
+    `{size}-{objective}-{steps}`, `{size}-{first}-{its end}-{second}-{total}` and so on (`610m-clm-10k-mlm40-42k`), and for
+    a checkpoint from within the run its step behind that (`610m-mlm40-42k-1000`).
     """
-    size = config["model"].get("preset")
-    if size is None:
-        return config["run_name"]
-    parts = [size]
-    phases = config["objective"]["phases"]
+    whole, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
+    parts = [config["run_name"]] if size is None else [size, *_phase_names(config["objective"]["phases"], whole)]
+    done = Elapsed(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
+    return "-".join(parts if done.reached(whole) else [*parts, str(done.batches)])
+
+
+def _phase_names(phases: list[dict[str, Any]], whole: Duration) -> list[str]:
+    names = []
     for phase in phases:
         ratio = phase.get("masking_ratio")
-        objective = phase["name"] + (f"{round(100 * ratio)}" if isinstance(ratio, float) else "")
-        until = phase.get("until")
-        end = _end(until, config["max_duration"]) if until else batches
-        parts += [objective, _steps(end) if isinstance(end, int) else str(end)]
-    return "-".join(parts)
-
-
-def _end(until: str, whole: str) -> int | str:
-    if until.endswith("ba"):
-        return int(until[:-2])
-    if until.endswith("dur") and whole.endswith("ba"):
-        return round(float(until[:-3]) * int(whole[:-2]))
-    return until
-
-
-def _steps(batches: int) -> str:
-    return f"{batches // 1000}k" if batches and batches % 1000 == 0 else str(batches)
+        end = Duration.parse(phase["until"]).of(whole) if phase.get("until") else whole
+        thousands = end.unit == "ba" and end.value % 1000 == 0
+        steps = f"{end.value / 1000:.0f}k" if thousands else str(end).removesuffix("ba")
+        names += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]
+    return names
 
 
 def pretrained_card(record: dict[str, Any], name: str | None = None) -> str:
@@ -68,32 +69,43 @@ def pretrained_card(record: dict[str, Any], name: str | None = None) -> str:
         name: the title; default: from the run.
     """
     config = yaml.safe_load(record["config"])
-    name = name or run_name_of(config, record["batches"])
-    parts = [_front("fill-mask"), f"# {name}\n", _summary(record)]
+    name = name or model_name(config, record)
+    parts = [_front(), f"# {name}\n", _summary(record)]
     parts.append(_table("Training", _training(record, config)))
     parts.append(_phases(record, config))
     if record["losses"]:
         losses = {key: f"{value:.4f}" for key, value in sorted(record["losses"].items())}
         parts.append(_table("Losses at the end (nats per predicted token)", losses))
     parts.append(f"The whole configuration:\n\n```yaml\n{record['config'].rstrip()}\n```\n")
-    return "\n".join([*parts, _LOAD.format(name=name), _LIMITS])
+    trained = [phase for phase in record["phases"] if phase["batches"]]
+    last = config["objective"]["phases"][len(trained) - 1]
+    shifted = _SHIFTED if last.get("target") == "next" else ""
+    causal = "" if any(phase["name"] == "mlm" for phase in trained) else _CAUSAL
+    return _public("\n".join([*parts, _LOAD.format(name=name), _LIMITS + shifted + causal]))
 
 
 def untrained_card(config: dict[str, Any], name: str | None = None) -> str:
     """The card of an architecture with its initial weights."""
     name = name or f"{config['run_name']}-initial"
-    text = f"The initial weights (seed {config['seed']}) of the run `{config['run_name']}`; nothing is trained.\n"
-    return "\n".join([_front("feature-extraction"), f"# {name}\n", text, _LOAD.format(name=name)])
+    start = config["model"].get("init_from")
+    weights = f"of `{start}`, from which it starts" if start else f"(seed {config['seed']}); nothing is trained"
+    text = f"The initial weights of the run `{config['run_name']}` {weights}.\n"
+    return _public("\n".join([_front(), f"# {name}\n", text, _LOAD.format(name=name)]))
 
 
 def finetuned_card(name: str, rows: dict[str, Any]) -> str:
     """The card of a fine-tuned encoder: its title and what is known of its training."""
     limits = "## Limits\n\nTrained for one task, on the data named above.\n"
     front = _front("sentence-similarity", library="sentence-transformers")
-    return "\n".join([front, f"# {name}\n", _table("Fine-tuning", rows), _LOAD.format(name=name), limits])
+    return _public("\n".join([front, f"# {name}\n", _table("Fine-tuning", rows), _LOAD.format(name=name), limits]))
 
 
-def _front(pipeline: str, library: str = "transformers") -> str:
+def _public(card: str) -> str:
+    """Without the logins that addresses in a configuration or command may hold."""
+    return re.sub(r"://[^/\s@]+@", "://", card)
+
+
+def _front(pipeline: str = "feature-extraction", library: str = "transformers") -> str:
     """The YAML block that the hub reads."""
     content = {
         "license": "apache-2.0",
@@ -123,9 +135,18 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         "Command": f"`{record['command']}`",
     }
     if data:
-        rows["Data"] = f"{data.get('source')}: {data['tokens']:,} tokens in {data['documents']:,} documents"
+        counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
+        rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"
         rows["Tokenizer"] = f"sha256 {data['tokenizer_sha256']}"
     return rows
+
+
+def _source(source: Any) -> str:
+    """The conversion's `source:` section in words."""
+    if not isinstance(source, dict):
+        return str(source)
+    parts = source.get("paths") or [source.get(name) for name in ("path", "name", "split", "revision")]
+    return ", ".join(str(part) for part in parts if part is not None)
 
 
 def _phases(record: dict[str, Any], config: dict[str, Any]) -> str:
@@ -138,5 +159,6 @@ def _phases(record: dict[str, Any], config: dict[str, Any]) -> str:
 
 
 def _table(title: str, rows: dict[str, Any]) -> str:
-    lines = [f"## {title}\n", "| | |", "|-|-|", *(f"| {name} | {value} |" for name, value in rows.items())]
+    cells = {name: str(value).replace("|", r"\|") for name, value in rows.items()}
+    lines = [f"## {title}\n", "| | |", "|-|-|", *(f"| {name} | {value} |" for name, value in cells.items())]
     return "\n".join([*lines, ""])

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from biphasic.config.errors import UserError
@@ -138,6 +139,7 @@ def _write(
             file.chmod(0o644)  # safetensors writes for the owner only
         tokenizer.save(folder)
         _add_nothing(folder / "tokenizer.json")
+        _plain_settings(folder, sentences.max_length)
         _sentence_transformers(folder, target.config.hidden_size, sentences)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
@@ -155,19 +157,27 @@ def refuse_taken(out: Path, force: bool) -> None:
 
 
 def whole_or_absent(out: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a folder beside `out`, and put it there when it is done."""
-    partial = out.with_name(f".{out.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    """Let `fill` write into a folder beside `out`, and put it there when it is done.
+
+    Raises:
+        UserError: the place can't be written to, or is full.
+    """
+    out = out.resolve()
+    partial, earlier = (out.with_name(f".{out.name}.{what}") for what in ("partial", "earlier"))
     try:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
         fill(partial)
         (partial / MARK).write_text(json.dumps({"format": 1}) + "\n", encoding="utf-8")
-    except BaseException:
+        if out.exists():
+            shutil.rmtree(earlier, ignore_errors=True)
+            out.rename(earlier)
+        partial.rename(out)
+        shutil.rmtree(earlier, ignore_errors=True)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{out} can't be written: {error}") from None
+    finally:
         shutil.rmtree(partial, ignore_errors=True)
-        raise
-    if out.exists():
-        shutil.rmtree(out)
-    partial.rename(out)
 
 
 def _add_nothing(file: Path) -> None:
@@ -178,6 +188,20 @@ def _add_nothing(file: Path) -> None:
     kept = [part for part in parts if part.get("type") == "ByteLevel"]
     content["post_processor"] = kept[0] if kept else None
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
+
+
+def _plain_settings(folder: Path, max_length: int) -> None:
+    """Replace what the tokenizer's first owner set (its own class, a beginning of text, a path, a chat's template)."""
+    names = json.loads((folder / "special_tokens_map.json").read_text(encoding="utf-8"))
+    settings = {
+        **names,
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": max_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
+    text = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True)
+    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
 def _sentence_transformers(folder: Path, width: int, sentences: _Sentences) -> None:

@@ -6,6 +6,7 @@ import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
@@ -58,16 +59,21 @@ def read_checkpoint(path: str) -> Checkpoint:
         raise UserError(f"checkpoint {path}: is damaged or incomplete ({str(error).splitlines()[0]})") from None
     except KeyError as error:
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it has no {error})") from None
+    except (TypeError, IndexError):
+        raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it is no dictionary)") from None
     return Checkpoint(weights, record)
 
 
 def _read_file(path: Path) -> dict[str, Any]:
+    if not is_zipfile(path):
+        raise OSError("it is not what torch.save writes, or was cut off")
     # Composer pickles plain objects of its own (timestamps, say) beside the tensors, so the whole can't be read with
     # weights_only. A checkpoint is as trusted as the code that it is resumed by; see docs/checkpoints.md.
     return torch.load(path, map_location="cpu", weights_only=False, mmap=True)["state"]
 
 
 def _read_sharded(path: Path) -> dict[str, Any]:
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
@@ -75,5 +81,9 @@ def _read_sharded(path: Path) -> dict[str, Any]:
     state: dict[str, Any] = {}
     # What torch's own dcp_to_torch_save does, less the optimizer's moments, which are twice the weights' size.
     planner = _EmptyStateDictLoadPlanner(keys={"state.model", "state.callbacks"})
-    _load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    try:
+        _load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
+    except CheckpointException as error:  # not an Exception: nobody above would catch it
+        cause, _ = next(iter(error.failures.values()))
+        raise OSError(str(cause)) from None
     return state["state"]

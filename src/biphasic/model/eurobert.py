@@ -30,10 +30,14 @@ from biphasic.model import attention
 from biphasic.model.eurobert_config import EuroBertConfig
 from biphasic.model.packed import encode_padded
 
+_REFUSED = ("position_ids", "inputs_embeds", "past_key_values", "output_hidden_states", "output_attentions")
+
 
 class _PreTrained(LlamaPreTrainedModel):
     config_class = EuroBertConfig
     base_model_prefix = "model"
+    # The losses are means; transformers' Trainer then divides them by its accumulation steps.
+    accepts_loss_kwargs = False
 
     def __init__(self, config: EuroBertConfig, *inputs: Any, **kwargs: Any):
         attention.register()
@@ -61,11 +65,12 @@ class EuroBertModel(_PreTrained, LlamaModel):
         if "segments" in kwargs:
             return super().forward(input_ids=input_ids, attention_mask=attention_mask, **kwargs)  # pyright: ignore
         if input_ids is None:
-            raise ValueError("this encoder takes input_ids; embeddings given as inputs_embeds are not supported")
-        unknown = [name for name in ("position_ids", "past_key_values") if kwargs.get(name) is not None]
+            raise ValueError("this encoder takes input_ids")
+        unknown = [name for name in _REFUSED if kwargs.get(name) is not None and kwargs[name] is not False]
         if unknown:
             raise ValueError(
-                f"this encoder sets positions itself and keeps no cache: {', '.join(unknown)} can't be given"
+                "this encoder sets positions itself, keeps no cache and gives the last hidden states only: "
+                f"{', '.join(unknown)} can't be given"
             )
         return BaseModelOutput(last_hidden_state=encode_padded(self, input_ids, attention_mask))  # pyright: ignore
 
@@ -99,7 +104,7 @@ class EuroBertForMaskedLM(_PreTrained):
         """Logits [batch, length, vocabulary]; with `labels` (-100 where nothing is predicted) the mean loss."""
         hidden = self.model(input_ids, attention_mask, **kwargs).last_hidden_state
         logits = self.lm_head(hidden)
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+        loss = None if labels is None else self.loss_function(logits, labels, self.config.vocab_size)
         return MaskedLMOutput(loss=loss, logits=logits)  # pyright: ignore
 
 
@@ -126,7 +131,7 @@ class EuroBertForSequenceClassification(_PreTrained):
         labels: Tensor | None = None,
         **kwargs: Any,
     ) -> SequenceClassifierOutput:
-        """Logits [batch, labels]; with `labels` [batch] the loss (regression with one label)."""
+        """Logits [batch, labels]; with `labels` the loss that `config.problem_type` says, or that their kind implies."""
         hidden = self.model(input_ids, attention_mask, **kwargs).last_hidden_state
         kept = torch.ones(hidden.shape[:2], device=hidden.device) if attention_mask is None else attention_mask
         kept = kept.to(hidden.dtype)[..., None]
@@ -139,11 +144,7 @@ class EuroBertForSequenceClassification(_PreTrained):
 
         pooling = self.config.classifier_pooling
         logits = mean(head(hidden)) if pooling == "late" else head(mean(hidden) if pooling == "mean" else hidden[:, 0])
-        loss = None
-        if labels is not None and self.num_labels == 1:
-            loss = nn.functional.mse_loss(logits.squeeze(), labels.squeeze().to(logits.dtype))
-        elif labels is not None:
-            loss = nn.functional.cross_entropy(logits, labels)
+        loss = None if labels is None else self.loss_function(labels, logits, self.config)
         return SequenceClassifierOutput(loss=loss, logits=logits)  # pyright: ignore
 
 
@@ -166,7 +167,7 @@ class EuroBertForTokenClassification(_PreTrained):
     ) -> TokenClassifierOutput:
         """Logits [batch, length, labels]; with `labels` (-100 where there is none) the mean loss."""
         logits = self.classifier(self.model(input_ids, attention_mask, **kwargs).last_hidden_state)
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = None if labels is None else self.loss_function(logits, labels, self.config)
         return TokenClassifierOutput(loss=loss, logits=logits)  # pyright: ignore
 
 

@@ -66,9 +66,13 @@ def encode_padded(backbone: nn.Module, tokens: Tensor, attention_mask: Tensor | 
         causal: whether a token sees only what is before it.
 
     Returns:
-        [batch, length, width].
+        [batch, length, width]; zeros, too, for a text without a token.
     """
     kept = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    segments = Segments.of([count for count in kept.sum(1).tolist() if count], tokens.device)
+    lengths = [count for count in kept.sum(1).tolist() if count]
+    if not lengths:
+        embedding = backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
+        return embedding.new_zeros((*tokens.shape, embedding.shape[1]))
+    segments = Segments.of(lengths, tokens.device)
     hidden = encode(backbone, tokens[kept], segments, causal)
     return hidden.new_zeros((*tokens.shape, hidden.shape[1])).masked_scatter(kept[..., None], hidden)
