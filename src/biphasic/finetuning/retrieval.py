@@ -56,7 +56,8 @@ class Retrieval:
             UserError: a file or a column is missing, or there are no pairs.
         """
         names = [self.config.query_column, self.config.document_column]
-        queries, documents = (read_columns(self.config.train, names)[name] for name in names)
+        columns = read_columns(self.config.train, names)
+        queries, documents = (columns[name] for name in names)
         encoder = Encoder(encoder.backbone, encoder.tokenizer, min(self.config.max_length, encoder.max_length))
         return [
             Pair(query, document, _number(text))

@@ -24,7 +24,6 @@ from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.config.schema import ScheduleConfig
-from biphasic.data.tokenizer import Tokenizer
 from biphasic.export.card import finetuned_card
 from biphasic.export.write import export_encoder
 from biphasic.finetuning.retrieval import Retrieval
@@ -148,11 +147,12 @@ def run(config: FinetuneConfig) -> Path:
             "Seed": config.seed,
             "Last loss": loss,
         }
-        tokenizer: Tokenizer = encoder.tokenizer
         card = finetuned_card(config.run_name, rows)
         longest = min(config.task.max_length, encoder.max_length)
         out = folder / "model"
-        export_encoder(encoder.backbone, tokenizer, out, card, prompts=task.prompts, max_length=longest, force=True)
+        export_encoder(
+            encoder.backbone, encoder.tokenizer, out, card, prompts=task.prompts, max_length=longest, force=True
+        )
         record = {"fingerprint": mark, "steps": steps, "tokens": tokens, "seconds": seconds, "loss": loss}
         partial = folder / f"{RECORD}.partial"
         partial.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
