@@ -14,11 +14,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("output", help="the conversion's folder or s3:// prefix")
     parser.add_argument("--sample", type=int, default=0, metavar="N", help="print N rows as text")
     parser.add_argument("--split", default="train", help="split to take the sample from (default: train)")
+    parser.add_argument(
+        "--again", type=int, default=0, metavar="N", help="convert N tasks again, and compare the bytes"
+    )
+    parser.add_argument("--no-sources", action="store_true", help="don't compare with the files that were read")
     chosen = parser.parse_args(arguments)
-    from biphasic.data.verify import row_as_text, sample_rows, tokenizer_of, verify
+    from biphasic.data.stored import row_as_text, sample_rows, tokenizer_of
+    from biphasic.data.verify import verify
 
     try:
-        result = verify(chosen.output)
+        result = verify(chosen.output, sources=not chosen.no_sources, again=chosen.again)
         for line in result.summary:
             print(line)
         for fault in result.faults:

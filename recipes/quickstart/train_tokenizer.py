@@ -10,7 +10,7 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 
 from biphasic.config.conversion import ConvertConfig, FilesSource
@@ -64,12 +64,13 @@ def _training_texts(config: ConvertConfig, source: FilesSource) -> Iterator[str]
     """The texts of the training split; what is held out is not looked at."""
     from tqdm import tqdm
 
+    from biphasic.data.reading import Document, Reading
     from biphasic.data.rows import in_validation
-    from biphasic.data.sources import Columns, find_files, read_files
+    from biphasic.data.sources import find_files, read_file
 
-    documents = read_files(find_files(source), Columns(config.text_column, config.id_column))
-    for document in tqdm(islice(documents, config.max_documents), desc="tokenizer's text", unit="doc"):
-        if not in_validation(document.id, config.validation_fraction):
+    found = chain.from_iterable(read_file(file, Reading.of(config)) for file in find_files(source))
+    for document in tqdm(islice(found, config.max_documents), desc="tokenizer's text", unit="doc"):
+        if isinstance(document, Document) and not in_validation(document.id, config.validation_fraction):
             yield document.text
 
 

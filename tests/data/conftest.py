@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +9,8 @@ from typing import Any
 import pytest
 
 from biphasic.config.conversion import ConvertConfig
+from s3_server import KEY, SECRET, free_port, serve_s3
 from texts import Records, write_parquet, write_tokenizer
-
-KEY, SECRET = "biphasic-test-key", "biphasic-test-secret"
 
 
 @pytest.fixture(scope="session")
@@ -51,18 +45,10 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     It remembers which files are where, so put them there through it.
     """
     root = tmp_path_factory.mktemp("s3")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    rclone = Path(sys.executable).parent / "rclone"
-    address = f"127.0.0.1:{port}"
-    server = subprocess.Popen(
-        [rclone, "serve", "s3", root, "--addr", address, "--auth-key", f"{KEY},{SECRET}", "--config", os.devnull],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
+    port = free_port()
+    server = serve_s3(root, port)
     environment = {
-        "S3_ENDPOINT_URL": f"http://{address}",
+        "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "AWS_DEFAULT_REGION": "us-east-1",
@@ -74,22 +60,8 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     for name, value in environment.items():
         patch.setenv(name, value)
     try:
-        _wait_for(port, server)
         yield root
     finally:
         patch.undo()
         server.terminate()
         server.wait(10)
-
-
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"rclone ended with status {server.returncode}")
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise TimeoutError("rclone serve s3 does not answer")

@@ -2,8 +2,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import signal
 import subprocess
 import sys
 import time
@@ -16,12 +14,12 @@ import pytest
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.errors import UserError
 from biphasic.config.load import dump
-from biphasic.data import convert as converting
+from biphasic.data import worker
 from biphasic.data.convert import convert
 from biphasic.data.rows import in_validation
-from biphasic.data.storage import FolderDestination
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.data.verify import verify
+from outputs import Stored, rows_in, same_bytes
 from texts import sentences, write_parquet, write_tokenizer, write_wide_tokenizer
 
 ROOT = Path(__file__).parents[2]
@@ -29,15 +27,6 @@ WINDOW, SHORTEST = "  window: 8192\n", "  shortest: 12\n"
 """What a dumped configuration says of the other kind of segments, which its own check refuses."""
 STREAM = {"kind": "stream"}
 Make = Callable[..., ConvertConfig]
-Stored = list[dict[str, np.ndarray]]
-
-
-def stored_rows(folder: Path) -> Stored:
-    """The rows as the training will read them."""
-    from streaming import StreamingDataset
-
-    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, validate_hash="xxh64")
-    return [dataset[number] for number in range(len(dataset))]
 
 
 def texts_in(rows: Stored, config: ConvertConfig) -> list[str]:
@@ -64,7 +53,7 @@ def test_round_trip_of_documents(config_for: Make, tmp_path: Path) -> None:
     config = config_for(records, validation_fraction=0.2)
     record = convert(config)
     for split, held_out in (("train", False), ("validation", True)):
-        rows = stored_rows(tmp_path / "out" / split)
+        rows = rows_in(tmp_path / "out" / split)
         expected = [r["text"] for r in records if in_validation(r["id"], 0.2) == held_out]
         assert sorted(texts_in(rows, config)) == sorted(expected)
         counts = record["splits"][split]
@@ -88,7 +77,7 @@ def test_round_trip_of_a_stream(config_for: Make, tmp_path: Path) -> None:
     segments = {"kind": "stream", "shortest": 10}
     config = config_for(records, segments=segments)
     record = convert(config)
-    rows = stored_rows(tmp_path / "out" / "train")
+    rows = rows_in(tmp_path / "out" / "train")
     assert texts_in(rows, config) == [r["text"] for r in records]
     for row in rows[:-1]:
         assert row["lengths"].sum() == 64
@@ -108,7 +97,7 @@ def test_bos_and_eos_as_the_yaml_says(config_for: Make, tmp_path: Path) -> None:
     ):
         text = write_parquet(tmp_path / "one.parquet", [{"id": "1", "text": "the model reads"}])
         convert(config_for(text, output=str(tmp_path / name), add_bos=bos, add_eos=eos))
-        [row] = stored_rows(tmp_path / name / "train")
+        [row] = rows_in(tmp_path / name / "train")
         assert row["tokens"][: row["lengths"].sum()].tolist() == expected
 
 
@@ -116,11 +105,11 @@ def test_a_wide_vocabulary_is_stored_in_32_bits(config_for: Make, tmp_path: Path
     folder = write_wide_tokenizer(tmp_path / "wide", 70_000)
     record = convert(config_for(sentences(5), tokenizer=str(folder)))
     assert (record["dtype"], record["tokenizer"]["vocab_size"]) == ("uint32", 70_000)
-    rows = stored_rows(tmp_path / "out" / "train")
+    rows = rows_in(tmp_path / "out" / "train")
     assert rows[0]["tokens"].dtype == np.uint32
     assert sum(int((row["tokens"] == 69_999).sum()) for row in rows) == 5
     # Reading unpacked the shards there; that is no fault.
-    assert (tmp_path / "out" / "train" / "shard.00000.mds").exists()
+    assert (tmp_path / "out" / "train" / record["tasks"][0] / "shard.00000.mds").exists()
     assert verify(str(tmp_path / "out"), progress=False).faults == []
 
 
@@ -130,15 +119,13 @@ def test_the_same_text_gives_the_same_files(config_for: Make, tmp_path: Path) ->
         convert(config_for(records, output=str(tmp_path / name), validation_fraction=0.1))
     one, two = (sorted(path for path in (tmp_path / name).rglob("*") if path.is_file()) for name in ("one", "two"))
     assert len(one) == len(two) > 6
-    for a, b in zip(one, two, strict=True):
-        if a.name != "conversion.json":
-            assert a.read_bytes() == b.read_bytes(), a.name
+    assert same_bytes(tmp_path / "one", tmp_path / "two")
 
 
 def test_size_of_batches_changes_nothing(config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     records = sentences(100)
     first = convert(config_for(records, output=str(tmp_path / "one")))
-    monkeypatch.setattr(converting, "_BATCH_CHARACTERS", 500)
+    monkeypatch.setattr(worker, "_BATCH_CHARACTERS", 500)
     assert convert(config_for(records, output=str(tmp_path / "two")))["splits"] == first["splits"]
 
 
@@ -146,8 +133,8 @@ def test_only_the_first_documents(config_for: Make, tmp_path: Path) -> None:
     records = [{"id": "empty", "text": ""}, *sentences(50, longest=10)]
     config = config_for(records, max_documents=11)
     record = convert(config)
-    assert record["empty_documents"] == 1
-    assert sorted(texts_in(stored_rows(tmp_path / "out" / "train"), config)) == sorted(r["text"] for r in records[1:11])
+    assert record["documents"] == {"read": 11, "filtered": 0, "skipped": {"without text": 1}, "repeated": 0}
+    assert sorted(texts_in(rows_in(tmp_path / "out" / "train"), config)) == sorted(r["text"] for r in records[1:11])
 
 
 def test_done_once_is_enough(config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -167,15 +154,15 @@ def test_a_finished_output_with_other_settings_is_refused(config_for: Make, tmp_
         convert(config_for(text, sequence_length=32, add_bos=True))
     with pytest.raises(UserError, match=r"other settings \(tokenizer\)"):
         convert(config_for(text, tokenizer=str(write_tokenizer(tmp_path / "other", words=290))))
-    with pytest.raises(UserError, match=r"other settings \(the files of the source\)"):
+    with pytest.raises(UserError, match=r"other settings \(the files of the source: .*text\.parquet\)"):
         convert(config_for(sentences(51)))
 
 
 def test_a_finished_output_that_lost_a_shard_is_refused(config_for: Make, tmp_path: Path) -> None:
     config = config_for(sentences(50))
     convert(config)
-    (tmp_path / "out" / "train" / "shard.00000.mds.zstd").unlink()
-    with pytest.raises(UserError, match=r"is damaged: train/shard\.00000\.mds\.zstd is missing; remove the folder"):
+    next((tmp_path / "out" / "train").glob("*/shard.00000.mds.zstd")).unlink()
+    with pytest.raises(UserError, match=r"is damaged: train/\w+/shard\.00000\.mds\.zstd is missing; remove the folder"):
         convert(config)
 
 
@@ -187,71 +174,17 @@ def test_an_output_with_something_else_is_refused(config_for: Make, tmp_path: Pa
     assert (tmp_path / "out" / "thesis.txt").read_text() == "dear to somebody"
 
 
-def test_what_fails_leaves_nothing(config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last of several files breaks, after shards have been written."""
-    monkeypatch.setattr(converting, "_BATCH_CHARACTERS", 5000)
-    shards: list[str] = []
-    monkeypatch.setattr(FolderDestination, "written", lambda self, name: shards.append(name))
-    for number in range(3):
-        write_parquet(tmp_path / f"{number}.parquet", sentences(300, seed=number))
-    broken = tmp_path / "2.parquet"
-    content = bytearray(broken.read_bytes())
-    content[len(content) // 2 : len(content) // 2 + 500] = bytes(500)
-    broken.write_bytes(content)
-    with pytest.raises(UserError, match=r"2\.parquet: is damaged"):
-        convert(config_for(f"{tmp_path}/*.parquet", segments={"window": 5}))
-    assert shards
-    assert not (tmp_path / "out").exists()
-    assert not (tmp_path / "out.partial").exists()
-
-
-def test_a_killed_conversion_is_not_there_and_the_next_one_starts_over(config_for: Make, tmp_path: Path) -> None:
-    text, source = tmp_path / "text.jsonl", tmp_path / "pipe"
-    records = [json.dumps(record) + "\n" for record in sentences(2000)]
-    text.write_text("".join(records))
-    # A pipe that is held open: the conversion has written shards and waits for more when it is killed.
-    os.mkfifo(source)
-    config = config_for(text, segments={"window": 5})
-    path = tmp_path / "convert.yaml"
-    path.write_text(dump(config).replace(SHORTEST, ""))
-    killing = f"""
-import sys
-import biphasic.data.convert as c
-read = c.read_files
-def stuck(files, names):
-    yield from read(files, names)
-    open({str(source)!r}).read()
-c.read_files = stuck
-c._BATCH_CHARACTERS = 2000
-from biphasic.config.load import load
-c.convert(load({str(path)!r}))
-"""
-    process = subprocess.Popen([sys.executable, "-c", killing], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    partial = tmp_path / "out.partial"
-    deadline = time.monotonic() + 60
-    while len(list(partial.glob("train/shard.*"))) < 2 and time.monotonic() < deadline:
-        assert process.poll() is None
-        time.sleep(0.05)
-    with pytest.raises(UserError, match="another conversion is writing it at this moment"):
-        convert(config)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert list(partial.glob("train/shard.*"))
-    assert not (tmp_path / "out").exists()
-    (partial / "train" / "shard.99999.mds.zstd").write_text("left over")
-    convert(config)
-    assert not partial.exists()
-    assert not verify(str(tmp_path / "out"), progress=False).faults
-
-
 def test_a_split_without_documents(config_for: Make, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"3 documents were read .* none is for validation: raise validation_fraction"):
         convert(config_for(sentences(3), validation_fraction=1e-6))
     with pytest.raises(
-        UserError, match=r"1 documents were read \(1 empty\), and none is for train: is the source empty"
+        UserError,
+        match=r"1 documents were read \(0 left out by filters, 1 skipped\), and none is for train: is the source",
     ):
-        convert(config_for([{"id": "1", "text": ""}]))
-    assert not (tmp_path / "out").exists()
+        convert(config_for([{"id": "1", "text": ""}], output=str(tmp_path / "two")))
+    for name in ("out", "two"):
+        assert not list((tmp_path / name).rglob("index.json"))
+        assert not (tmp_path / name / "conversion.json").exists()
 
 
 def test_eos_is_needed_where_it_is_asked_for(config_for: Make, tmp_path: Path) -> None:
@@ -272,23 +205,35 @@ def test_the_commands(config_for: Make, tmp_path: Path, capsys: pytest.CaptureFi
     assert "whole, and as its record says" in said
     assert said.count("=== train, row") == 2
     assert "<|eos|>" in said
-    (tmp_path / "out" / "train" / "shard.00000.mds.zstd").unlink()
+    shard = next((tmp_path / "out" / "train").glob("*/shard.00000.mds.zstd"))
+    shard.unlink()
     assert command("verify")([str(tmp_path / "out")]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].endswith("out: train/shard.00000.mds.zstd: is missing")
+    assert capsys.readouterr().err.splitlines()[-1].endswith(f"out: train/{shard.parent.name}/{shard.name}: is missing")
     assert command("verify")([str(tmp_path)]) == 2
 
 
-def test_the_plan_answers_at_once_and_touches_nothing(tmp_path: Path) -> None:
-    for file in sorted((ROOT / "yamls" / "data").glob("*.yaml")):
-        start = time.monotonic()
-        arguments = [str(ROOT / "data_prep" / "convert.py"), str(file), "--plan"]
-        planned = subprocess.run(
-            [sys.executable, *arguments], capture_output=True, text=True, cwd=tmp_path, check=False
-        )
-        assert time.monotonic() - start < 3
-        assert planned.returncode == 0, planned.stderr
-        assert "of documents, by id)" in planned.stdout
-    assert not list(tmp_path.iterdir())
+def test_the_plan_counts_and_estimates_and_writes_nothing(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    records = sentences(3000)
+    path = tmp_path / "convert.yaml"
+    path.write_text(dump(config_for(records, validation_fraction=0.2)))
+    before = sorted(tmp_path.rglob("*"))
+    start = time.monotonic()
+    planned = subprocess.run(
+        [sys.executable, ROOT / "data_prep" / "convert.py", path, "--plan"], capture_output=True, text=True, check=False
+    )
+    assert time.monotonic() - start < 5
+    assert planned.returncode == 0, planned.stderr
+    assert sorted(tmp_path.rglob("*")) == before
+    lines = dict(line.split(maxsplit=1) for line in planned.stdout.splitlines())
+    assert "20% of documents, by id" in lines["writes"]
+    assert "3,000 documents; 1 task" in lines["files"]
+    tokens = int(lines["tokens"].split()[1].replace(",", ""))
+    record = convert(config_for(records, validation_fraction=0.2))
+    assert tokens == pytest.approx(sum(split["tokens"] for split in record["splits"].values()), rel=0.1)
+    assert command("convert")([str(path), "--plan", "max_tokens=1000"]) == 0
+    assert "about 1,000, of" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

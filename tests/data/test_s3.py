@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
 
 from biphasic.config.conversion import ConvertConfig, FilesSource
 from biphasic.config.errors import UserError
-from biphasic.data import convert as converting
+from biphasic.data import worker
 from biphasic.data.convert import convert
 from biphasic.data.sources import find_files
-from biphasic.data.storage import destination
+from biphasic.data.tokenizer import load_tokenizer
 from biphasic.data.verify import verify
+from biphasic.data.work import as_bytes
 from texts import Records, sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
@@ -32,8 +35,9 @@ def jsonl(records: Records) -> bytes:
 
 
 @pytest.fixture
-def bucket(s3: Path, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
+def bucket(s3: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A bucket of the test's own, with two files of text; where it lies on disk, to look at."""
+    monkeypatch.chdir(tmp_path)
     name = request.node.name.replace("_", "-")[:60].strip("-")
     boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"]).create_bucket(Bucket=name)
     put(s3 / name, "text/a.parquet", write_parquet(tmp_path / "a.parquet", sentences(150, seed=1)).read_bytes())
@@ -47,13 +51,12 @@ def test_there_and_back(bucket: Path, config_for: Make, tmp_path: Path) -> None:
     url = f"s3://{bucket.name}"
     record = convert(config_for(f"{url}/text", output=f"{url}/deep/out", validation_fraction=0.2))
     local = convert(config_for(str(bucket / "text"), output=str(tmp_path / "local"), validation_fraction=0.2))
-    assert record["splits"] == local["splits"]
-    assert [file["path"] for file in record["source_files"]] == [f"{url}/text/a.parquet", f"{url}/text/more/b.jsonl"]
-    there = {
-        path.relative_to(bucket / "deep" / "out") for path in (bucket / "deep" / "out").rglob("*") if path.is_file()
-    }
-    here = {path.relative_to(tmp_path / "local") for path in (tmp_path / "local").rglob("*") if path.is_file()}
-    assert there == here
+    # The tasks are named after their files' paths, and these lie elsewhere.
+    for one, other in zip(record["splits"].values(), local["splits"].values(), strict=True):
+        assert [shard["hash"] for shard in one["shards"]] == [shard["hash"] for shard in other["shards"]]
+    assert [file["path"] for file in record["source"]["files"]] == [f"{url}/text/a.parquet", f"{url}/text/more/b.jsonl"]
+    log = (bucket / "deep" / "out" / "conversion.log").read_text()
+    assert log.count(" documents, ") == len(record["tasks"])
     assert verify(f"{url}/deep/out", progress=False).faults == []
     dataset = StreamingDataset(
         remote=f"{url}/deep/out/train",
@@ -89,25 +92,31 @@ def test_done_once_is_enough(bucket: Path, config_for: Make, capsys: pytest.Capt
     assert "already converted" in capsys.readouterr().out
 
 
-def test_a_failed_conversion_has_no_index_and_the_next_one_replaces_it(
+def test_a_failed_conversion_has_no_index_and_goes_on_once_the_file_is_mended(
     bucket: Path, config_for: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The second file breaks, after shards have been uploaded; then it is mended."""
+    monkeypatch.setattr(worker, "_BATCH_CHARACTERS", 5000)
     url = f"s3://{bucket.name}"
-    monkeypatch.setattr(converting, "_BATCH_CHARACTERS", 5000)
-    put(bucket, "text/more/b.jsonl", jsonl(sentences(2000, seed=3)) + b"{broken\n")
-    with pytest.raises(UserError, match=r"b\.jsonl, line 2001: is not JSON"):
-        convert(config_for(f"{url}/text", output=f"{url}/out", segments={"window": 5}))
+    good = gzip.compress(jsonl(sentences(40000, seed=3)))
+    put(bucket, "text/more/b.jsonl", b" ")
+    put(bucket, "text/more/c.jsonl.gz", good[: len(good) - 2000])
+    keys = {"segments": {"window": 5}, "task_bytes": 1 << 20, "shard_bytes": 1 << 16, "cluster": {"workers": 1}}
+    config = config_for(f"{url}/text", output=f"{url}/out", **keys)
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz: is damaged after line \d+ \(") as told:
+        convert(config)
+    assert str(told.value).splitlines()[1].endswith("1 of 2 tasks are finished and kept; no dataset is published yet")
     left = {path.name for path in (bucket / "out").rglob("*") if path.is_file()}
     assert "shard.00000.mds.zstd" in left
     assert not left & {"index.json", "conversion.json"}
-    with pytest.raises(UserError, match=r"holds no conversion\.json"):
+    with pytest.raises(UserError, match=r"unfinished conversion: 1 tasks are missing \(.*text/more/c\.jsonl\.gz\)"):
         verify(f"{url}/out")
-    put(bucket, "text/more/b.jsonl", jsonl(sentences(20, seed=2)))
-    record = convert(config_for(f"{url}/text", output=f"{url}/out", segments={"window": 5}))
-    assert len(record["splits"]["train"]["shards"]) < len([name for name in left if name.startswith("shard")])
+    put(bucket, "text/more/c.jsonl.gz", good)
+    record = convert(config)
     assert verify(f"{url}/out", progress=False).faults == []
     assert not (bucket / "out" / "conversion.started").exists()
+    undisturbed = convert(config_for(f"{url}/text", output=f"{url}/two", **keys))
+    assert record["splits"] == undisturbed["splits"]
 
 
 def test_a_prefix_with_something_else_is_refused(bucket: Path, config_for: Make) -> None:
@@ -118,23 +127,26 @@ def test_a_prefix_with_something_else_is_refused(bucket: Path, config_for: Make)
 
 
 def test_a_bucket_that_is_not_there(s3: Path, config_for: Make) -> None:
-    with pytest.raises(UserError, match="output s3://no-such-bucket/out: can't be written"):
+    with pytest.raises(UserError, match=r"output s3://no-such-bucket/out: can't be read .*does not exist"):
         convert(config_for(sentences(5), output="s3://no-such-bucket/out"))
     with pytest.raises(UserError, match="source s3://no-such-bucket/text"):
         convert(config_for("s3://no-such-bucket/text"))
 
 
-def test_an_upload_that_fails(bucket: Path) -> None:
+def test_an_upload_that_fails(bucket: Path, config_for: Make) -> None:
     """A file lies where the store must make a folder for the shards of the second split."""
     url = f"s3://{bucket.name}"
-    place = destination(f"{url}/out")
+    config = config_for(f"{url}/text", output=f"{url}/out", validation_fraction=0.5)
+    put(bucket, "out/conversion.started", as_bytes(started(config)))
     (bucket / "out" / "validation").write_text("in the way")
-    for name in ("validation/shard.00000.mds", "train/index.json"):
-        (place.folder / name).parent.mkdir()
-        (place.folder / name).write_bytes(b"x")
-        place.written(name)
-    with pytest.raises(OSError, match="Failed to upload"):
-        place.publish({})
-    place.abandon()
-    assert not place.folder.exists()
-    assert {path.name for path in (bucket / "out").iterdir()} == {"conversion.started", "validation"}
+    with pytest.raises(UserError, match=r"output s3://.*/out: can't be written \(.*what is finished is kept"):
+        convert(config)
+    assert not list((bucket / "out").rglob("index.json"))
+    (bucket / "out" / "validation").unlink()
+    convert(config)
+    assert verify(f"{url}/out", progress=False).faults == []
+
+
+def started(config: ConvertConfig) -> dict[str, Any]:
+    tokenizer = load_tokenizer(config.tokenizer).sha256
+    return {"config": config.model_dump(mode="json"), "tokenizer": tokenizer, "commit": None, "tasks": {}}

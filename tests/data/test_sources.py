@@ -3,14 +3,17 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from biphasic.config.conversion import FilesSource, HubSource
+from biphasic.config.conversion import FilesSource, FilterConfig, HubSource
 from biphasic.config.errors import UserError
-from biphasic.data.sources import Columns, Document, count_documents, find_files, read_files, read_hub
+from biphasic.data.reading import Columns, DamagedFile, Document, Reading, Skipped
+from biphasic.data.sources import find_files, find_hub_files, look_at, read_file
 from texts import Records, sentences, write_parquet
 
 COLUMNS = Columns("text", "id")
@@ -21,10 +24,21 @@ def source(*paths: Path | str) -> FilesSource:
     return FilesSource(kind="files", paths=[str(path) for path in paths])
 
 
-def read(*paths: Path | str, columns: Columns = COLUMNS) -> list[Document]:
+def read(*paths: Path | str, columns: Columns = COLUMNS, **keys: Any) -> list[Document | Skipped]:
     files = find_files(source(*paths))
-    count_documents(files, columns)
-    return list(read_files(files, columns))
+    faults = [
+        f"{file.path}: {look.fault}" for file, look in zip(files, look_at(files, columns), strict=True) if look.fault
+    ]
+    assert not faults
+    return [found for file in files for found in read_file(file, Reading(columns, **keys))]
+
+
+def texts(found: list[Document | Skipped]) -> list[str]:
+    return [document.text for document in found if isinstance(document, Document)]
+
+
+def skipped(found: list[Document | Skipped]) -> list[tuple[str, str]]:
+    return [(f"{Path(one.where).name}: {one.what}", one.kind) for one in found if isinstance(one, Skipped)]
 
 
 def documents(records: Records) -> list[Document]:
@@ -84,57 +98,73 @@ def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:
 
 def test_documents_are_counted_where_the_files_say_how_many(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", RECORDS)
-    assert count_documents(find_files(source(file)), COLUMNS) == 250
-    assert count_documents(find_files(source(file, write(tmp_path / "a.jsonl", RECORDS))), COLUMNS) is None
+    [look] = look_at(find_files(source(file)), COLUMNS)
+    assert look.rows == (100, 100, 50)
+    size = sum(len(record["text"]) for record in RECORDS)
+    assert size <= sum(look.text_bytes) < 1.2 * size + 1000
+    assert look_at(find_files(source(write(tmp_path / "a.jsonl", RECORDS))), COLUMNS)[0].rows == ()
 
 
 def test_without_an_id_column_the_text_names_the_document(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [{"body": "one"}, {"body": "two"}, {"body": "one"}])
     found = read(file, columns=Columns("body", None))
-    assert [document.text for document in found] == ["one", "two", "one"]
-    assert found[0].id == found[2].id != found[1].id
+    assert texts(found) == ["one", "two", "one"]
+    one, two, again = (document.id for document in found if isinstance(document, Document))
+    assert one == again != two
 
 
 def test_ids_that_are_numbers_and_texts_that_are_null(tmp_path: Path) -> None:
     for ending in ("parquet", "jsonl"):
         file = write(tmp_path / f"a.{ending}", [{"id": 7, "text": "a"}, {"id": 8, "text": None}])
-        assert read(file) == [Document("7", "a"), Document("8", "")]
+        found = read(file)
+        assert found[0] == Document("7", "a")
+        assert skipped(found)[0][1] == "without text"
+        assert skipped(found)[0][0].endswith("2: has no text")
 
 
 def test_half_a_character_in_json(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
     file.write_text('{"id": "1", "text": "half \\ud83d of one"}\n{"id": "2", "text": "whole \\ud83d\\ude00"}\n')
-    assert [document.text for document in read(file)] == ["half ? of one", "whole 😀"]
+    assert texts(read(file)) == ["half ? of one", "whole 😀"]
 
 
-def test_hub_reading_streams_a_dataset(tmp_path: Path) -> None:
-    """The hub's own reader, on a folder in place of a repository."""
-    write_parquet(tmp_path / "a.parquet", [{**record, "score": 1} for record in RECORDS])
-    assert list(read_hub(HubSource(kind="hub", path=str(tmp_path)), COLUMNS)) == documents(RECORDS)
-    with pytest.raises(UserError, match=r"has no column 'body' \(it has: id, score, text\)"):
-        list(read_hub(HubSource(kind="hub", path=str(tmp_path)), Columns("body", None)))
+def test_a_hub_dataset_s_files(tmp_path: Path) -> None:
+    """The hub's own reader of a dataset's card, on a folder in place of a repository."""
+    (tmp_path / "sample").mkdir()
+    for number in range(2):
+        write_parquet(tmp_path / "sample" / f"{number}.parquet", RECORDS[number : number + 1])
+    write_parquet(tmp_path / "other.parquet", RECORDS)
+    card = "configs:\n- config_name: small\n  data_files:\n  - split: train\n    path: sample/*.parquet\n"
+    (tmp_path / "README.md").write_text(f"---\n{card}---\n")
+    files, commit = find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small"))
+    assert commit is None
+    assert [Path(file.path).name for file in files] == ["0.parquet", "1.parquet"]
+    with pytest.raises(UserError, match=r"small: has no split 'nope' \(it has: train\); set source.split"):
+        find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small", split="nope"))
     with pytest.raises(UserError, match="can't be read from the hub"):
-        list(read_hub(HubSource(kind="hub", path=str(tmp_path), split="nope"), COLUMNS))
+        find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="large"))
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("no")
+    (tmp_path / "notes.doc").write_text("no")
     for path in ("nowhere.parquet", "*.parquet", "."):
         with pytest.raises(
             UserError, match=r"there is no such file, and no folder or pattern with files in it \(\.parquet"
         ):
             find_files(source(tmp_path / path))
-    with pytest.raises(UserError, match=r"notes\.txt: expected a file that ends in \.parquet, \.jsonl"):
-        find_files(source(tmp_path / "notes.txt"))
-    with pytest.raises(UserError, match="gs:// can't be read here; expected a local path or s3://"):
-        find_files(source("gs://bucket/a.parquet"))
+    with pytest.raises(UserError, match=r"notes\.doc: expected a file that ends in \.parquet, \.jsonl"):
+        find_files(source(tmp_path / "notes.doc"))
+    with pytest.raises(UserError, match="ftpx:// is not known here; expected a local path, s3://"):
+        find_files(source("ftpx://bucket/a.parquet"))
+    with pytest.raises(UserError, match="oci:// needs a package that is not installed"):
+        find_files(source("oci://bucket@space/a.parquet"))
 
 
 def test_a_missing_column_is_found_before_anything_is_read(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", RECORDS)
     write_parquet(tmp_path / "b.parquet", [{"id": "1", "content": "x"}])
     with pytest.raises(UserError, match=r"b\.parquet: has no column 'text' \(it has: content, id\); set text_column"):
-        count_documents(find_files(source(tmp_path)), COLUMNS)
+        look_at(find_files(source(tmp_path)), COLUMNS)
     file = write(tmp_path / "c.jsonl", [*RECORDS[:3], {"text": "no id"}])
     with pytest.raises(UserError, match=r"c\.jsonl, line 4: has no column 'id' \(it has: text\)"):
         read(file)
@@ -151,17 +181,25 @@ def test_a_column_that_is_no_text(tmp_path: Path) -> None:
 def test_an_empty_file(tmp_path: Path, ending: str) -> None:
     write(tmp_path / "good.parquet", RECORDS)
     (tmp_path / f"x.{ending}").touch()
-    with pytest.raises(UserError, match=rf"x\.{ending}: is empty \(0 bytes\)"):
-        read(tmp_path)
+    good, empty = look_at(find_files(source(tmp_path)), COLUMNS)
+    assert (good.fault, empty.fault) == (None, "is empty (0 bytes)")
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst"])
 def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
     file = write(tmp_path / f"a.{ending}", sentences(2000))
     content = file.read_bytes()
     file.write_bytes(content[: len(content) * 2 // 3 + 5])
-    with pytest.raises(UserError, match=rf"source .*a\.{ending}(: is|, line \d+: is not JSON)"):
+    with pytest.raises(DamagedFile, match=rf"source .*a\.{ending}: is damaged after line \d+"):
         read(file)
+
+
+def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", sentences(2000))
+    file.write_bytes(file.read_bytes()[:-100])
+    [look] = look_at(find_files(source(file)), COLUMNS)
+    assert look.fault is not None
+    assert look.fault.startswith("is no whole Parquet file")
 
 
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
@@ -170,15 +208,85 @@ def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
     middle = len(content) // 2
     content[middle : middle + 2000] = bytes(2000)
     file.write_bytes(content)
-    with pytest.raises(UserError, match=r"a\.parquet: is damaged"):
+    with pytest.raises(DamagedFile, match=r"a\.parquet: is damaged after row \d+00 "):
         read(file)
 
 
 def test_lines_that_are_no_records(tmp_path: Path) -> None:
     file = tmp_path / "a.jsonl"
-    file.write_text('{"id": "1", "text": "a"}\n\n[1]\n')
-    with pytest.raises(UserError, match=r"a\.jsonl, line 3: expected an object"):
-        read(file)
-    file.write_bytes(b'{"id": "1", "text": "\xff"}\n')
-    with pytest.raises(UserError, match=r"a\.jsonl: is damaged"):
-        read(file)
+    lines = [
+        b'{"id": "1", "text": "a"}',
+        b"",
+        b"[1]",
+        b'{"id": "2", "text": "\xff"}',
+        b'{"id": "3"',
+        b'{"id": "4", "text": "b"}',
+    ]
+    file.write_bytes(b"\n".join(lines))
+    found = read(file)
+    assert texts(found) == ["a", "b"]
+    assert [(what.split(" (")[0], kind) for what, kind in skipped(found)] == [
+        ("a.jsonl, line 3: is not JSON of the form {'text': …}", "not JSON"),
+        ("a.jsonl, line 4: is not UTF-8", "not UTF-8"),
+        ("a.jsonl, line 5: is not JSON", "not JSON"),
+    ]
+
+
+def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    texts_ = pa.array([b"good", b"bad \xff", None, b"fine"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"id": ["a", "b", "c", "d"], "text": texts_}), tmp_path / "a.parquet")
+    found = read(tmp_path / "a.parquet")
+    assert texts(found) == ["good", "fine"]
+    assert skipped(found) == [
+        ("a.parquet, row 2: its text is not UTF-8", "not UTF-8"),
+        ("a.parquet, row 3: has no text", "without text"),
+    ]
+
+
+def test_a_text_that_is_too_long(tmp_path: Path) -> None:
+    records = [{"id": "1", "text": "x" * 50}, {"id": "2", "text": "x" * 51}]
+    for ending in ("parquet", "jsonl"):
+        found = read(write(tmp_path / f"a.{ending}", records), longest=50)
+        assert texts(found) == ["x" * 50]
+        assert skipped(found)[0][0].endswith("2: its text has 51 characters, and max_text_characters is 50")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_filters(tmp_path: Path, ending: str) -> None:
+    records = [
+        {"id": str(number), "text": f"{score} {language}", "int_score": score, "language": language}
+        for number, (score, language) in enumerate(
+            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None)]
+        )
+    ]
+    file = write(tmp_path / f"a.{ending}", records)
+
+    def kept(*filters: dict[str, Any]) -> list[str]:
+        found = read(file, columns=Columns("text", "id", tuple(FilterConfig(**wanted) for wanted in filters)))
+        assert {one.kind for one in found if isinstance(one, Skipped)} <= {"filtered"}
+        return texts(found)
+
+    assert kept({"column": "int_score", "min": 3}) == ["3 en", "5 fr", "4 de", "3 None"]
+    assert kept({"column": "int_score", "min": 3, "max": 4}, {"column": "language", "any_of": ["en", "fr"]}) == ["3 en"]
+    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de"]
+    with pytest.raises(UserError, match=r"filters: column 'language' holds 'en', which is no number"):
+        kept({"column": "language", "min": 3})
+    with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
+        kept({"column": "dump", "any_of": ["x"]})
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_plain_text(tmp_path: Path, packed: str) -> None:
+    content = b"One line.\nAnother.\n\n  \nA paragraph\nof two lines.\n\n\nThe end"
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed]
+    (tmp_path / f"a.txt{packed}").write_bytes(compress(content))
+    assert texts(read(tmp_path, text_files="file")) == [content.decode()]
+    assert texts(read(tmp_path, text_files="paragraph")) == [
+        "One line.\nAnother.",
+        "A paragraph\nof two lines.",
+        "The end",
+    ]
+    lines = ["One line.", "Another.", "A paragraph", "of two lines.", "The end"]
+    assert texts(read(tmp_path, text_files="line")) == lines
+    ids = [document.id for document in read(tmp_path, text_files="line") if isinstance(document, Document)]
+    assert len(set(ids)) == 5

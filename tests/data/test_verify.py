@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +13,15 @@ import pytest
 from streaming import MDSWriter
 from streaming.base.compression import decompress
 from streaming.base.hashing import get_hash
+from streaming.base.util import merge_index
 
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.errors import UserError
+from biphasic.data import verify as verifying
 from biphasic.data.convert import convert
 from biphasic.data.rows import columns
-from biphasic.data.verify import row_as_text, sample_rows, tokenizer_of, verify
+from biphasic.data.stored import row_as_text, sample_rows, tokenizer_of
+from biphasic.data.verify import verify
 from texts import sentences, write_parquet, write_tokenizer
 
 SHARD, EOS = 8192, 2
@@ -49,6 +53,16 @@ def faults(output: Path) -> list[str]:
     return verify(str(output), progress=False).faults
 
 
+def task_of(output: Path) -> str:
+    """The only task's name."""
+    [name] = json.loads((output / "conversion.json").read_text())["tasks"]
+    return name
+
+
+def shard_of(output: Path, number: int, split: str = "train") -> Path:
+    return output / split / task_of(output) / f"shard.{number:05d}.mds.zstd"
+
+
 def edit_record(output: Path, edit: Callable[[dict[str, Any]], None]) -> None:
     path = output / "conversion.json"
     record = json.loads(path.read_text())
@@ -58,16 +72,19 @@ def edit_record(output: Path, edit: Callable[[dict[str, Any]], None]) -> None:
 
 def rewrite(output: Path, change: Change) -> None:
     """Change the first row of the training split and make everything but its content consistent again."""
+    task = task_of(output)
     folder = output / "train"
     rows = [row for _, row in sample_rows(str(output), "train", 10**9)]
     row = {name: column.copy() for name, column in rows[0].items()}
     change(row["tokens"], row["lengths"])
     shutil.rmtree(folder)
     with MDSWriter(
-        columns=columns(64, "uint16"), out=str(folder), compression="zstd", hashes=["xxh64"], size_limit=SHARD
+        columns=columns(64, "uint16"), out=str(folder / task), compression="zstd", hashes=["xxh64"], size_limit=SHARD
     ) as writer:
         for stored in [row, *rows[1:]]:
             writer.write(stored)
+    merge_index(str(folder), keep_local=True)
+    (folder / task / "index.json").unlink()
     index = json.loads((folder / "index.json").read_text())
 
     def edit(record: dict[str, Any]) -> None:
@@ -84,7 +101,8 @@ def rewrite(output: Path, change: Change) -> None:
 def test_a_whole_conversion(output: Path) -> None:
     result = verify(str(output), progress=False)
     assert result.faults == []
-    assert [line.split(":")[0] for line in result.summary] == ["train", "validation"]
+    assert [line.split(":")[0] for line in result.summary] == ["train", "validation", "sources"]
+    assert result.summary[-1] == "sources: 1 files, unchanged and their 200 documents were all read"
 
 
 def test_a_rewritten_one_is_whole_too(output: Path) -> None:
@@ -94,45 +112,53 @@ def test_a_rewritten_one_is_whole_too(output: Path) -> None:
 
 
 def test_a_flipped_bit(output: Path) -> None:
-    shard = output / "train" / "shard.00001.mds.zstd"
+    shard = shard_of(output, 1)
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
-    assert faults(output) == ["train/shard.00001.mds.zstd: its content has changed (another hash)"]
+    assert faults(output) == [f"train/{task_of(output)}/shard.00001.mds.zstd: its content has changed (another hash)"]
 
 
 def test_a_missing_shard(output: Path) -> None:
-    (output / "validation" / "shard.00000.mds.zstd").unlink()
-    assert faults(output) == ["validation/shard.00000.mds.zstd: is missing"]
+    shard_of(output, 0, "validation").unlink()
+    assert faults(output) == [f"validation/{task_of(output)}/shard.00000.mds.zstd: is missing"]
 
 
 def test_a_shard_cut_short(output: Path) -> None:
-    shard = output / "train" / "shard.00000.mds.zstd"
+    shard = shard_of(output, 0)
     size = shard.stat().st_size
     shard.write_bytes(shard.read_bytes()[:-5])
-    assert faults(output) == [f"train/shard.00000.mds.zstd: has {size - 5:,} bytes instead of {size:,}"]
+    assert faults(output) == [
+        f"train/{task_of(output)}/shard.00000.mds.zstd: has {size - 5:,} bytes instead of {size:,}"
+    ]
 
 
 def test_an_unpacked_copy_that_was_changed(output: Path) -> None:
     """Streaming unpacks a shard beside the compressed one, and reads that from then on."""
     index = json.loads((output / "train" / "index.json").read_text())
-    [stored] = [shard for shard in index["shards"] if shard["raw_data"]["basename"] == "shard.00000.mds"]
+    name = f"{task_of(output)}/shard.00000.mds"
+    [stored] = [shard for shard in index["shards"] if shard["raw_data"]["basename"] == name]
     content = decompress("zstd", (output / "train" / stored["zip_data"]["basename"]).read_bytes())
-    (output / "train" / "shard.00000.mds").write_bytes(content)
+    (output / "train" / name).write_bytes(content)
     assert faults(output) == []
-    (output / "train" / "shard.00000.mds").write_bytes(content[:-1] + b"x")
-    assert faults(output) == ["train/shard.00000.mds.zstd: its unpacked copy shard.00000.mds has changed; remove it"]
+    (output / "train" / name).write_bytes(content[:-1] + b"x")
+    assert faults(output) == [f"train/{name}.zstd: its unpacked copy {name} has changed; remove it"]
 
 
 def test_a_file_too_many(output: Path) -> None:
     (output / "train" / "shard.00099.mds.zstd").write_bytes(b"x")
-    assert faults(output) == ["train/shard.00099.mds.zstd: is not in the record"]
+    (output / "tasks" / "0123456789ab.json").write_text("{}")
+    assert faults(output) == [
+        "train/shard.00099.mds.zstd: is not in the record",
+        "tasks/0123456789ab.json: is not in the record",
+    ]
 
 
 @pytest.mark.parametrize("what", ["tokens", "rows", "documents"])
 def test_a_wrong_count(output: Path, what: str) -> None:
     edit_record(output, lambda record: record["splits"]["train"].update({what: record["splits"]["train"][what] + 1}))
-    [fault] = faults(output)
+    fault, *others = faults(output)
+    assert [other.split(":")[0] for other in others] == (["documents/"] if what == "documents" else [])
     assert fault.startswith("train: holds ")
     assert f" {what}, but the record says " in fault
 
@@ -168,7 +194,7 @@ def shorten(tokens: np.ndarray, lengths: np.ndarray) -> None:
 def test_a_row_that_can_not_be(output: Path, change: Change, message: str) -> None:
     rewrite(output, change)
     [fault] = faults(output)
-    assert fault.startswith(f"train/shard.00000.mds.zstd: {message}")
+    assert fault.startswith(f"train/{task_of(output)}/shard.00000.mds.zstd: {message}")
 
 
 def test_an_end_of_document_too_many(output: Path) -> None:
@@ -194,12 +220,12 @@ def test_another_tokenizer(output: Path) -> None:
 
 
 def test_a_damaged_shard_whose_hash_is_right(output: Path) -> None:
-    shard = output / "train" / "shard.00000.mds.zstd"
+    shard = shard_of(output, 0)
     content = b"\x00" * shard.stat().st_size
     shard.write_bytes(content)
     edit_record(output, lambda record: record["splits"]["train"]["shards"][0].update(hash=get_hash("xxh64", content)))
     [fault] = faults(output)
-    assert fault.startswith("train/shard.00000.mds.zstd: can't be decoded")
+    assert fault.startswith(f"train/{task_of(output)}/shard.00000.mds.zstd: can't be decoded")
 
 
 def test_no_conversion(output: Path, tmp_path: Path) -> None:
@@ -220,3 +246,69 @@ def test_rows_as_text(output: Path) -> None:
     text = row_as_text(rows[0], tokenizer)
     assert text.count("--- segment") == len(rows[0]["lengths"])
     assert ("--- padding" in text) == (rows[0]["lengths"].sum() < 64)
+
+
+def test_documents_that_come_twice(output: Path) -> None:
+    file = output / "documents" / f"{task_of(output)}.u64"
+    numbers = np.fromfile(file, "<u8")
+    numbers[1] = numbers[0]
+    numbers.tofile(file)
+    assert faults(output) == ["documents/: 1 documents have an id that came before; the source repeats them"]
+    numbers[:-1].tofile(file)
+    counted = "documents/: names 199 documents, "
+    assert faults(output)[0].startswith(counted)
+    file.unlink()
+    assert faults(output) == [f"documents/{file.name}: is missing"]
+
+
+def test_documents_of_the_other_split(output: Path) -> None:
+    """One that belongs to validation by its id is in the training split."""
+    file = output / "documents" / f"{task_of(output)}.u64"
+    numbers = np.fromfile(file, "<u8")
+    numbers[-1] = 5
+    np.sort(numbers).tofile(file)
+    [fault] = faults(output)
+    assert "documents/: names 200 documents, " in fault
+
+
+def test_sources_that_changed(converted: Path, output: Path) -> None:
+    text = converted.parent / "text.parquet"
+    before = text.stat()
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
+    assert faults(output) == [f"source {text}: has changed since"]
+    assert verify(str(output), sources=False, progress=False).faults == []
+    os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
+    text.rename(text.with_suffix(".away"))
+    result = verify(str(output), progress=False)
+    assert result.faults == []
+    assert result.summary[-1].startswith(f"sources: not compared (source {text}: there is no such file")
+    text.with_suffix(".away").rename(text)
+
+
+def test_tasks_that_are_converted_again(output: Path) -> None:
+    result = verify(str(output), again=3, progress=False)
+    assert result.faults == []
+    assert result.summary[-1] == "tasks: 1 of 1 converted again, with the same bytes"
+    rewrite(output, fill(7, 3))
+    [fault] = verify(str(output), again=1, progress=False).faults
+    assert fault.endswith("text.parquet): converted again it gives other bytes")
+
+
+def test_an_unfinished_conversion_names_what_is_missing(output: Path) -> None:
+    (output / "conversion.json").unlink()
+    started = {"tasks": {task_of_record: f"file {at}" for at, task_of_record in enumerate(["a", "b", "c", "d", "e"])}}
+    (output / "conversion.started").write_text(json.dumps(started))
+    (output / "tasks" / "b.json").write_text("{}")
+    with pytest.raises(
+        UserError, match=r"4 tasks are missing \(file 0; file 2; file 3 and others\); run data_prep/convert"
+    ):
+        verify(str(output))
+
+
+def test_many_shards_are_read_by_several_processes(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verifying, "_WORTH_PROCESSES", 1)
+    alone = verify(str(output), progress=False)
+    assert alone.faults == []
+    shard = shard_of(output, 2)
+    shard.write_bytes(shard.read_bytes()[:-1])
+    assert len(faults(output)) == 1

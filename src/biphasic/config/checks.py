@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from posixpath import normpath
 
 from biphasic.config.architecture import Architecture, preset
 from biphasic.config.base import Section
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.config.schema import MLMPhase, ModelConfig, PretrainConfig, RampConfig
+from biphasic.config.schema import DataConfig, MLMPhase, ModelConfig, PretrainConfig, RampConfig
 from biphasic.config.timeline import spans
 
 Found = Iterator[tuple[list[str], str]]
@@ -219,18 +220,59 @@ def _batches(config: PretrainConfig, ranks: int) -> Found:
 
 def _places(config: PretrainConfig) -> Found:
     data = config.data
-    if data.validation is not None and data.validation.local == data.train.local:
-        yield ["data.validation.local", "data.train.local"], "expected another folder than data.train.local"
-    if data.train.remote is None:
+    if (data.train is None) == (data.mix is None):
+        message = "expected exactly one of data.train (one dataset) and data.mix (several)"
+        got = "neither" if data.mix is None else "both; `data.train: null` takes away what a file below gives"
+        yield ["data.mix", "data.train"], f"{message}; got {got}"
+        return
+    yield from _mix(config)
+    yield from _folders(data)
+    remote = [key for key, stream in data.streams.items() if stream.remote is not None]
+    if not remote:
+        where = "data.train.remote" if data.mix is None else "a remote in data.mix"
         for name in ("cache_limit", "predownload", "download_retry", "download_timeout"):
             if _changed(data, name):
-                yield [f"data.{name}", "data.train.remote"], "has no effect without data.train.remote"
+                yield [f"data.{name}", *data.streams], f"has no effect without {where}"
+    elif data.cache_limit is not None:
+        for key in data.streams:
+            if key not in remote:
+                # Streaming drops shards of any dataset, whether it can be downloaded again or not.
+                yield ["data.cache_limit", key], f"would delete shards of {key}, which has no remote: give it one"
     if not data.shuffle:
         for name in ("shuffle_seed", "shuffle_algo", "shuffle_block_size"):
             if _changed(data, name):
                 yield [f"data.{name}", "data.shuffle"], "has no effect with data.shuffle: false"
     if config.checkpoint.keep == 0 and "://" not in (config.checkpoint.folder or ""):
         yield ["checkpoint.keep", "checkpoint.folder"], "0 keeps no checkpoint at all; expected -1 (all) or at least 1"
+
+
+def _mix(config: PretrainConfig) -> Found:
+    data = config.data
+    if data.mix is None:
+        if data.epoch_rows is not None:
+            yield ["data.epoch_rows", "data.mix"], "has no effect without data.mix"
+        return
+    total = sum(stream.proportion for stream in data.mix.values())
+    if abs(total - 1) > 1e-6:
+        shares = " + ".join(f"{stream.proportion:g}" for stream in data.mix.values())
+        yield ["data.mix"], f"expected proportions that add up to 1; got {shares} = {total:g}"
+    if data.epoch_rows is not None and data.epoch_rows < config.global_batch_size:
+        message = f"expected at least global_batch_size ({config.global_batch_size}); got {data.epoch_rows}"
+        yield ["data.epoch_rows", "global_batch_size"], message
+
+
+def _folders(data: DataConfig) -> Found:
+    """Each split and stream unpacks its shards, of the same names, in its own folder."""
+    taken: dict[str, str] = {}
+    validation = {} if data.validation is None else {"data.validation": data.validation}
+    for key, stream in {**data.streams, **validation}.items():
+        place = normpath(stream.local)
+        if place in taken:
+            message = f"expected another folder than {taken[place]}"
+            yield [f"{key}.local", taken[place]], message
+        elif stream.remote is not None and normpath(stream.remote) == place:
+            yield [f"{key}.remote", f"{key}.local"], "expected another folder than the local one; leave it out"
+        taken.setdefault(place, f"{key}.local")
 
 
 def _finetune(config: FinetuneConfig, ranks: int) -> Found:
@@ -252,13 +294,21 @@ def _finetune(config: FinetuneConfig, ranks: int) -> Found:
         yield ["optimizer.lr"], "is missing: give the learning rate beside the other optimizer keys"
 
 
+_OF_KIND = {"documents": ("window",), "stream": ("shortest",), "single": ("longer",)}
+"""Keys of `segments` that mean something for one kind alone."""
+
+
 def _conversion(config: ConvertConfig) -> Found:
     segments = config.segments
-    if segments.kind == "stream":
-        if 2 * segments.shortest >= config.sequence_length:
-            message = f"expected less than half of sequence_length ({config.sequence_length}); got {segments.shortest}"
-            yield ["segments.shortest", "sequence_length"], message
-        if _changed(segments, "window"):
-            yield ["segments.window", "segments.kind"], "has no effect with kind: stream"
-    elif _changed(segments, "shortest"):
-        yield ["segments.shortest", "segments.kind"], "has no effect with kind: documents"
+    if segments.kind == "stream" and 2 * segments.shortest >= config.sequence_length:
+        message = f"expected less than half of sequence_length ({config.sequence_length}); got {segments.shortest}"
+        yield ["segments.shortest", "sequence_length"], message
+    for kind, keys in _OF_KIND.items():
+        for key in keys:
+            if kind != segments.kind and _changed(segments, key):
+                yield [f"segments.{key}", "segments.kind"], f"has no effect with kind: {segments.kind}"
+    for number, wanted in enumerate(config.filters):
+        if all(getattr(wanted, name) is None for name in ("min", "max", "any_of", "none_of")):
+            yield [f"filters.{number}"], "keeps everything; expected one of min, max, any_of, none_of"
+        if wanted.min is not None and wanted.max is not None and wanted.min > wanted.max:
+            yield [f"filters.{number}.min", f"filters.{number}.max"], "is above max, so nothing would be kept"

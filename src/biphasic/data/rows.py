@@ -56,13 +56,23 @@ def padded(row: Row, sequence_length: int, pad_id: int) -> dict[str, np.ndarray]
     return {"tokens": tokens, "lengths": row.lengths}
 
 
+def document_number(document_id: str) -> int:
+    """A document's id as a number of 64 bits, spread evenly. Two of a billion and a half ids share one with odds of 1:16."""
+    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
 def in_validation(document_id: str, fraction: float) -> bool:
     """Whether a document belongs to the validation split: a function of its id alone.
 
     A larger fraction's validation split contains a smaller one's.
     """
-    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
-    return int.from_bytes(digest, "big") < fraction * 2**64
+    return held_out(document_number(document_id), fraction)
+
+
+def held_out(number: int, fraction: float) -> bool:
+    """`in_validation` of a document by its `document_number`."""
+    return number < fraction * 2**64
 
 
 _LOOKED_AT = 32
@@ -158,6 +168,24 @@ class DocumentPacker:
             if not left:
                 break
         return found
+
+
+class SingleRows:
+    """Rows of one document each. A longer document gives several rows, or (`truncate`) its beginning alone."""
+
+    def __init__(self, sequence_length: int, *, truncate: bool):
+        self.sequence_length = sequence_length
+        self.truncate = truncate
+
+    def add(self, tokens: Tokens) -> list[Row]:
+        """Take a document's token ids [n]; returns its rows."""
+        size = self.sequence_length
+        ends = size if self.truncate else len(tokens)
+        return [_row([tokens[at : at + size]]) for at in range(0, min(ends, len(tokens)), size)]
+
+    def finish(self) -> list[Row]:
+        """Nothing waits."""
+        return []
 
 
 class StreamCutter:

@@ -1,31 +1,48 @@
-"""Re-reading a conversion, to see that it is what its record says."""
+"""Re-reading a conversion, to see that it is what its record says and what its sources hold."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import multiprocessing
+import os
+import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from pathlib import Path
-from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from itertools import repeat
+from typing import Any
 
 import numpy as np
 
+from biphasic.config.conversion import ConvertConfig
 from biphasic.config.errors import UserError
-from biphasic.data.rows import columns
-from biphasic.data.storage import RECORD, files_below, join, read_bytes, short
-from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.data.convert import source_files
+from biphasic.data.merge import numbers_of, repeated
+from biphasic.data.output import LOG, RECORD
+from biphasic.data.reading import Reading
+from biphasic.data.rows import columns, held_out
+from biphasic.data.sources import SourceFile, look_at
+from biphasic.data.stored import (
+    StoredRow,
+    decompressed,
+    finished_record,
+    rows_of,
+    shard_reader,
+    tokenizer_of,
+)
+from biphasic.data.tokenizer import Tokenizer
+from biphasic.data.work import Limit, Piece, Task, Work, documents_name, record_name
+from biphasic.data.worker import HASH, convert_task
+from biphasic.storage import short, store
 
-if TYPE_CHECKING:
-    from streaming.base.format.mds import MDSReader
-
-StoredRow = dict[str, np.ndarray]
+_WORTH_PROCESSES = 32
 
 
 @dataclass
 class Verification:
-    """What was found: one line for each fault, and one for each split that was read."""
+    """What was found: one line for each fault, and one for each part that was looked at."""
 
     faults: list[str] = field(default_factory=list)
     summary: list[str] = field(default_factory=list)
@@ -41,67 +58,42 @@ class _Counts:
     longest: int = 0
     segments: int = 0
 
+    def add(self, other: _Counts) -> None:
+        for name in (each.name for each in fields(self)):
+            join = {"shortest": min, "longest": max}.get(name, lambda a, b: a + b)
+            setattr(self, name, join(getattr(self, name), getattr(other, name)))
 
-def verify(output: str, *, progress: bool = True) -> Verification:
+
+def verify(output: str, *, sources: bool = True, again: int = 0, progress: bool = True) -> Verification:
     """Read everything at `output`, a folder or a bucket's prefix, and compare it with its record.
 
-    Checked: every file's presence, bytes and hash; each row's length, segments, padding and ids; the counts of rows and
-    tokens; of documents too, where each ends with EOS; that no text holds a mask token; the tokenizer.
+    Checked: every file's presence, bytes and hash; each row's length, segments, padding and ids; the counts of rows,
+    tokens and documents; that no document comes twice or is in the wrong split; that no text holds a mask token; the
+    tokenizer. Shards are read by as many processes as there are cores.
+
+    Args:
+        output: the conversion.
+        sources: compare with the files that were read: are they there, unchanged, and with as many documents?
+        again: convert so many tasks once more, and compare the bytes.
+        progress: show bars.
 
     Raises:
-        UserError: there is no record, so nothing to compare with.
+        UserError: there is no finished conversion.
     """
-    record = _record(output)
+    record = finished_record(output)
     result = Verification()
     tokenizer = _tokenizer(output, result)
     if tokenizer is not None and tokenizer.sha256 != record["tokenizer"]["sha256"]:
         result.faults.append("tokenizer/: is not the tokenizer that the record names (another sha256)")
-    present = files_below(output)
+    present = {name: file.bytes for name, file in store(output).list().items()}
     for split, expected in record["splits"].items():
         _split(output, split, expected, record, present, result, progress)
+    _documents(output, record, present, result)
+    if sources:
+        _sources(record, result)
+    if again and tokenizer is not None:
+        _again(output, record, tokenizer, again, result, progress)
     return result
-
-
-def sample_rows(output: str, split: str, count: int) -> Iterator[tuple[int, StoredRow]]:
-    """`count` rows of a split, evenly spaced, each with its number."""
-    total = _record(output)["splits"][split]["rows"]
-    count = min(count, total)
-    wanted = {round(at * (total - 1) / max(count - 1, 1)) for at in range(count)}
-    first = 0
-    for shard in _index(output, split)["shards"]:
-        here = sorted(number for number in wanted if first <= number < first + shard["samples"])
-        rows = _rows(_shard_data(output, split, shard), _reader(shard), here, first) if here else iter(())
-        yield from zip(here, rows, strict=True)
-        first += shard["samples"]
-
-
-def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:
-    """A row's segments as text, each under a line with its length; special tokens are shown."""
-    lines, at = [], 0
-    for number, length in enumerate(row["lengths"].tolist(), start=1):
-        ids = row["tokens"][at : at + length].tolist()
-        lines += [f"--- segment {number}: {length} tokens", tokenizer.tokenizer.decode(ids, skip_special_tokens=False)]
-        at += length
-    if padding := len(row["tokens"]) - at:
-        lines.append(f"--- padding: {padding} tokens")
-    return "\n".join(lines)
-
-
-def tokenizer_of(output: str) -> Tokenizer:
-    """The tokenizer that lies in a conversion."""
-    with TemporaryDirectory() as folder:
-        for name in files_below(join(output, "tokenizer")):
-            (Path(folder) / Path(name).name).write_bytes(read_bytes(join(output, f"tokenizer/{name}")))
-        return load_tokenizer(folder)
-
-
-def _record(output: str) -> dict[str, Any]:
-    if RECORD not in files_below(output):
-        raise UserError(f"{output}: holds no {RECORD}, so it is no conversion, or an unfinished one")
-    try:
-        return json.loads(read_bytes(join(output, RECORD)))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{join(output, RECORD)}: can't be read ({short(error)})") from None
 
 
 def _tokenizer(output: str, result: Verification) -> Tokenizer | None:
@@ -110,10 +102,6 @@ def _tokenizer(output: str, result: Verification) -> Tokenizer | None:
     except (UserError, OSError) as error:
         result.faults.append(f"tokenizer/: can't be loaded ({short(error)})")
         return None
-
-
-def _index(output: str, split: str) -> dict[str, Any]:
-    return json.loads(read_bytes(join(output, f"{split}/index.json")))
 
 
 def _split(
@@ -125,11 +113,10 @@ def _split(
     result: Verification,
     progress: bool,
 ) -> None:
-    import streaming  # noqa: F401  # seconds, which the bar would count as the first shard's
     from tqdm import tqdm
 
     try:
-        content = read_bytes(join(output, f"{split}/index.json"))
+        content = store(output).read(f"{split}/index.json")
         index = json.loads(content)
     except (OSError, ValueError) as error:
         result.faults.append(f"{split}/index.json: can't be read ({short(error)})")
@@ -142,30 +129,24 @@ def _split(
     for name in sorted(present):
         if name.startswith(f"{split}/") and name.removeprefix(f"{split}/") not in listed:
             result.faults.append(f"{name}: is not in the record")
-    counts = _Counts()
-    shards = list(zip(index["shards"], expected["shards"], strict=False))
     if len(index["shards"]) != len(expected["shards"]):
         counted = f"{len(index['shards'])} shards, the record {len(expected['shards'])}"
         result.faults.append(f"{split}/index.json: lists {counted}")
-    for shard, stated in tqdm(shards, desc=f"{split} shards", unit="shard", disable=not progress):
-        name = f"{split}/{stated['file']}"
-        if name not in present:
-            result.faults.append(f"{name}: is missing")
-            continue
-        try:
-            fault = _shard(output, split, shard, stated, record, counts)
-            raw = shard["raw_data"]
-            if not fault and raw["basename"] != stated["file"] and f"{split}/{raw['basename']}" in present:
-                fault = _unpacked(output, split, raw, record)
-        except Exception as error:  # whatever a damaged file makes the decoder do
-            fault = f"can't be decoded ({short(error)})"
-        if fault:
-            result.faults.append(f"{name}: {fault}")
+    counts = _Counts()
+    pairs = list(zip(index["shards"], expected["shards"], strict=False))
+    known = {key: record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
+    there = [{name for name in (f"{split}/{stated['file']}", f"{split}/{shard['raw_data']['basename']}") if name in present}
+             for shard, stated in pairs]  # fmt: skip
+    with _mapping(len(pairs)) as mapping:
+        checks = mapping(_check, repeat(output), repeat(split), pairs, repeat(known), there)
+        for fault, found in tqdm(checks, f"{split} shards", len(pairs), unit="shard", disable=not progress):
+            counts.add(found)
+            result.faults += [fault] if fault else []
     if any(fault.startswith(f"{split}/") for fault in result.faults):
         result.summary.append(f"{split}: {counts.rows:,} of {expected['rows']:,} rows were read without fault")
         return
     measured = {"rows": counts.rows, "tokens": counts.tokens, "bytes": counts.bytes}
-    if record["config"]["add_eos"]:
+    if _whole_documents(record["config"]):
         measured["documents"] = counts.ends
     for what, number in measured.items():
         if number != expected[what]:
@@ -174,8 +155,48 @@ def _split(
     result.summary.append(
         f"{split}: {counts.rows:,} rows of {record['sequence_length']} ({record['dtype']}), {counts.tokens:,} tokens, "
         f"{100 * fill:.2f}% filled, {expected['documents']:,} documents, {counts.segments:,} segments of "
-        f"{counts.shortest} to {counts.longest} tokens, {len(shards)} shards, {counts.bytes / 1e6:,.1f} MB"
+        f"{counts.shortest} to {counts.longest} tokens, {len(pairs)} shards, {counts.bytes / 1e6:,.1f} MB"
     )
+
+
+def _whole_documents(config: dict[str, Any]) -> bool:
+    """Whether each document ends with EOS: not where documents are cut off."""
+    truncated = config["segments"]["kind"] == "single" and config["segments"]["longer"] == "truncate"
+    return config["add_eos"] and not truncated and config["max_tokens"] is None
+
+
+@contextmanager
+def _mapping(count: int) -> Iterator[Any]:
+    """`map`, over as many processes as there are cores where there is enough to do."""
+    cores = len(os.sched_getaffinity(0))
+    if count < _WORTH_PROCESSES or cores == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(cores, multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+def _check(
+    output: str,
+    split: str,
+    pair: tuple[dict[str, Any], dict[str, Any]],
+    record: dict[str, Any],
+    present: dict[str, int],
+) -> tuple[str | None, _Counts]:
+    """Read one shard: its first fault, and what was counted if there is none."""
+    shard, stated = pair
+    name = f"{split}/{stated['file']}"
+    if name not in present:
+        return f"{name}: is missing", _Counts()
+    counts = _Counts()
+    try:
+        fault = _shard(output, split, shard, stated, record, counts)
+        raw = shard["raw_data"]
+        if not fault and raw["basename"] != stated["file"] and f"{split}/{raw['basename']}" in present:
+            fault = _unpacked(output, split, raw, record)
+    except Exception as error:  # whatever a damaged file makes the decoder do
+        fault = f"can't be decoded ({short(error)})"
+    return (f"{name}: {fault}", _Counts()) if fault else (None, counts)
 
 
 def _shard(
@@ -192,17 +213,16 @@ def _shard(
     file = shard["zip_data"] or shard["raw_data"]
     if (file["basename"], shard["samples"]) != (stated["file"], stated["rows"]):
         return "the index and the record disagree about it"
-    stored = read_bytes(join(output, f"{split}/{file['basename']}"))
+    stored = store(output).read(f"{split}/{file['basename']}")
     if len(stored) != stated["bytes"]:
         return f"has {len(stored):,} bytes instead of {stated['bytes']:,}"
     if get_hash(record["hash"], stored) != stated["hash"]:
         return "its content has changed (another hash)"
-    reader = _reader(shard)
+    reader = shard_reader(shard)
     stored_columns = dict(zip(reader.column_names, reader.column_encodings, strict=True))
     if stored_columns != columns(record["sequence_length"], record["dtype"]):
         return f"holds the columns {stored_columns}"
-    data = _decompressed(shard, stored)
-    for number, row in enumerate(_rows(data, reader, range(shard["samples"]), 0)):
+    for number, row in enumerate(rows_of(decompressed(shard, stored), reader, range(shard["samples"]), 0)):
         if fault := _row(row, record, counts):
             return f"row {number}: {fault}"
     counts.bytes += len(stored)
@@ -213,7 +233,7 @@ def _unpacked(output: str, split: str, raw: dict[str, Any], record: dict[str, An
     """What is wrong with the unpacked copy of a shard, which a training on this folder would read."""
     from streaming.base.hashing import get_hash
 
-    content = read_bytes(join(output, f"{split}/{raw['basename']}"))
+    content = store(output).read(f"{split}/{raw['basename']}")
     right = get_hash(record["hash"], content) == raw["hashes"][record["hash"]]
     return None if right else f"its unpacked copy {raw['basename']} has changed; remove it"
 
@@ -240,30 +260,98 @@ def _row(row: StoredRow, record: dict[str, Any], counts: _Counts) -> str | None:
     return None
 
 
-def _reader(shard: dict[str, Any]) -> MDSReader:
-    """Streaming's own decoder of a shard's rows; it isn't given any files."""
-    from streaming.base.format import reader_from_json
+def _documents(output: str, record: dict[str, Any], present: dict[str, int], result: Verification) -> None:
+    """Is each document there once, and in the split that its id says?"""
+    place, tasks = store(output), record["tasks"]
+    if absent := [name for task in tasks for name in (record_name(task), documents_name(task)) if name not in present]:
+        result.faults.append(f"{absent[0]}: is missing")
+        return
+    beside = {RECORD, LOG} | {name for task in tasks for name in (record_name(task), documents_name(task))}
+    parts = ("tokenizer/", *(f"{split}/" for split in record["splits"]))
+    result.faults += [f"{name}: is not in the record" for name in present
+                      if name not in beside and not name.startswith(parts)]  # fmt: skip
+    fraction = record["config"]["validation_fraction"]
+    outside = sum(_held_out(some, fraction) for some in numbers_of(place, tasks))
+    total = sum(part["documents"] for part in record["splits"].values())
+    counted = sum(present[documents_name(task)] for task in tasks) // 8
+    expected = record["splits"].get("validation", {"documents": 0})["documents"]
+    if (counted, outside) != (total, expected):
+        result.faults.append(
+            f"documents/: names {counted:,} documents, {outside:,} for validation; the record {total:,} and {expected:,}"
+        )
+    if twice := repeated(numbers_of(place, tasks)):
+        result.faults.append(f"documents/: {twice:,} documents have an id that came before; the source repeats them")
 
-    return reader_from_json("", None, shard)  # pyright: ignore[reportReturnType]
+
+def _held_out(numbers: np.ndarray, fraction: float) -> int:
+    """How many of some documents' numbers, sorted, belong to validation."""
+    first, end = 0, len(numbers)
+    while first < end:
+        middle = (first + end) // 2
+        first, end = (middle + 1, end) if held_out(int(numbers[middle]), fraction) else (first, middle)
+    return first
 
 
-def _shard_data(output: str, split: str, shard: dict[str, Any]) -> bytes:
-    file = shard["zip_data"] or shard["raw_data"]
-    return _decompressed(shard, read_bytes(join(output, f"{split}/{file['basename']}")))
+def _sources(record: dict[str, Any], result: Verification) -> None:
+    """Are the files that were read still there, the same, and with as many documents as were taken?"""
+    config = ConvertConfig.model_validate(record["config"])
+    then = [SourceFile(**file) for file in record["source"]["files"]]
+    try:
+        now = {file.path: file for file in source_files(config)[0]}
+        changed = [file.path for file in then if now.get(file.path) != file]
+        if changed:
+            what = "is not there any more" if changed[0] not in now else "has changed since"
+            result.faults.append(f"source {changed[0]}: {what}" + (f" ({len(changed)} files)" if changed[1:] else ""))
+            return
+        looks = look_at(then, Reading.of(config).columns, progress=False)
+    except UserError as error:
+        result.summary.append(f"sources: not compared ({error})")
+        return
+    counted = sum(sum(look.rows) for look in looks)
+    known = all(look.rows or look.fault for look in looks)
+    limited = config.max_documents is not None or config.max_tokens is not None or record["source"]["left_out"]
+    read = record["documents"]["read"]
+    if known and not limited and counted != read:
+        result.faults.append(f"sources: hold {counted:,} documents, and {read:,} were read")
+    what = f" and their {counted:,} documents were all read" if known and not limited else ""
+    result.summary.append(f"sources: {len(then)} files, unchanged{what}")
 
 
-def _decompressed(shard: dict[str, Any], stored: bytes) -> bytes:
-    from streaming.base.compression import decompress
+def _again(
+    output: str, record: dict[str, Any], tokenizer: Tokenizer, count: int, result: Verification, progress: bool
+) -> None:
+    """Convert some tasks once more, and compare their bytes with what is stored."""
+    from tqdm import tqdm
 
-    return decompress(shard["compression"], stored) if shard["zip_data"] else stored
+    tasks, before = record["tasks"], len(result.faults)
+    count = min(count, len(tasks))
+    chosen = [tasks[round(at * (len(tasks) - 1) / max(count - 1, 1))] for at in range(count)]
+    for name in tqdm(chosen, "tasks again", unit="task", disable=not progress):
+        stored = json.loads(store(output).read(record_name(name)))
+        with tempfile.TemporaryDirectory() as folder:
+            config = ConvertConfig.model_validate({**record["config"], "output": folder})
+            pieces = tuple(
+                Piece(**{**piece, "row_groups": piece["row_groups"] and tuple(piece["row_groups"])})
+                for piece in stored["pieces"]
+            )
+            found = convert_task(
+                Work.of(config, tokenizer), Task(name, pieces, 0), Limit(**stored["limit"]), lambda *_: None
+            )
+            same = store(folder).read(documents_name(name)) == store(output).read(documents_name(name))
+        if _made(name, found) != _recorded(name, record) or not same:
+            result.faults.append(f"task {name} ({pieces[0].path}): converted again it gives other bytes")
+    if len(result.faults) == before:
+        result.summary.append(f"tasks: {count} of {len(tasks)} converted again, with the same bytes")
 
 
-def _rows(data: bytes, reader: MDSReader, numbers: Any, first: int) -> Iterator[StoredRow]:
-    """The rows with these numbers, counted from `first`, out of a shard's decompressed bytes.
+def _made(task: str, found: dict[str, Any]) -> dict[str, str]:
+    """The hash of each shard that a task gave just now."""
+    files = [(split, shard["zip_data"] or shard["raw_data"])
+             for split, part in found["splits"].items() for shard in part["shards"]]  # fmt: skip
+    return {f"{split}/{task}/{file['basename']}": file["hashes"][HASH] for split, file in files}
 
-    An MDS file: the number of rows, then one more offset than rows, all uint32; the offsets say where each row lies.
-    """
-    total = int(np.frombuffer(data, np.uint32, 1)[0])
-    offsets = np.frombuffer(data, np.uint32, total + 1, offset=4).tolist()
-    for number in numbers:
-        yield reader.decode_sample(data[offsets[number - first] : offsets[number - first + 1]])
+
+def _recorded(task: str, record: dict[str, Any]) -> dict[str, str]:
+    """The hash of each of a task's shards in the conversion's record."""
+    files = [(split, shard) for split, part in record["splits"].items() for shard in part["shards"]]
+    return {f"{split}/{shard['file']}": shard["hash"] for split, shard in files if shard["file"].startswith(task)}
