@@ -14,6 +14,7 @@ from biphasic.config.checks import architecture_of, nominal_batches
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.load import Config
 from biphasic.config.schema import MLMPhase, PretrainConfig, RampConfig
+from biphasic.config.sources_plan import SourcePlan, describe_sources, plan_sources
 from biphasic.config.timeline import Span, decay_start, learning_rate_factor, spans
 
 
@@ -59,6 +60,8 @@ class Plan:
     checkpoints: dict[str, Any]
     flops: float | None
     memory_per_rank: dict[str, int] | None
+    sources: list[SourcePlan]
+    warnings: list[str]
 
     def to_json(self) -> str:
         """For programs."""
@@ -66,14 +69,15 @@ class Plan:
 
 
 def plan(config: PretrainConfig, ranks: int) -> Plan:
-    """Compute the plan of a checked configuration for a run of `ranks` processes. Reads nothing but, with
-    `model.init_from` a local folder, its config.json."""
+    """Compute the plan of a checked configuration for a run of `ranks` processes. Reads nothing but the records of the
+    data's conversions and, with `model.init_from` a local folder, its config.json."""
     laid_out = spans(config.objective.phases, config.max_duration)
     size = _architecture(config)
     per_batch = config.global_batch_size * config.data.sequence_length
     total = _batch(config.max_duration, config)
     phases = [_phase(span, config, per_batch) for span in laid_out]
     units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
+    sources, warnings = plan_sources(config, total)
     return Plan(
         run=str(Path(config.output) / config.run_name),
         ranks=ranks,
@@ -89,6 +93,8 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
         checkpoints=_checkpoints(config, size, total),
         flops=None if size is None else _flops(size, laid_out, phases, config),
         memory_per_rank=None if size is None else _memory(size, config, ranks),
+        sources=sources,
+        warnings=warnings,
     )
 
 
@@ -219,6 +225,7 @@ def describe(found: Plan, config: PretrainConfig) -> str:
     )
     length = "open until the data is seen" if found.batches is None else f"{about}{found.batches:,} batches"
     lines.append(f"  length         {config.max_duration}: {length}" + _tokens(found.tokens, ", "))
+    lines += describe_sources(found.sources, "about " if config.max_duration.unit == "tok" else "")
     for index, phase in enumerate(found.phases):
         span = f"batch {_number(phase.first_batch)} to {_number(phase.last_batch)}"
         ratio = f", masking ratio {phase.masking_ratio}" if phase.masking_ratio else ""
@@ -240,6 +247,7 @@ def describe(found: Plan, config: PretrainConfig) -> str:
             f"  memory a rank  {_bytes(m['weights_gradients_optimizer'])} weights, gradients and optimizer; activations "
             f"roughly {_bytes(m['activations'])} at {m['microbatch_rows']} rows{auto}"
         )
+    lines += [f"  WARNING        {warning}" for warning in found.warnings]
     return "\n".join(lines)
 
 

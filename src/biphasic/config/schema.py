@@ -52,12 +52,27 @@ class StreamConfig(Section):
     """`s3://…`, `gs://…`, `oci://…`: where the shards lie, when they don't lie in `local`."""
 
 
+class MixedStreamConfig(StreamConfig):
+    """One dataset of a mix."""
+
+    proportion: Annotated[float, Field(gt=0, le=1)]
+    """Its share of the rows; those of a mix add up to 1."""
+
+
+StreamName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_-]*$")]
+
+
 class DataConfig(Section):
-    """Where the rows come from, and in which order."""
+    """Where the rows come from, and in which order. Either `train` or `mix`."""
 
     sequence_length: Positive
     """Tokens in a row, as converted."""
-    train: StreamConfig
+    train: StreamConfig | None = None
+    """One converted dataset."""
+    mix: Annotated[dict[StreamName, MixedStreamConfig], Field(min_length=1)] | None = None
+    """Several, by name; each row of a batch is drawn from them in their proportions."""
+    epoch_rows: Positive | None = None
+    """Rows of an epoch of the mix. Default: as many as its datasets have together."""
     validation: StreamConfig | None = None
     shuffle: bool = True
     shuffle_seed: Count | None = None
@@ -68,16 +83,25 @@ class DataConfig(Section):
     num_canonical_nodes: Positive = 64
     """Fixed, so that the order of rows does not depend on the number of nodes."""
     predownload: Positive | None = None
-    """Rows to fetch ahead of training. Default: Streaming's, eight batches."""
+    """Rows that each loader process fetches ahead of training. Default: Streaming's, eight batches of a rank."""
     cache_limit: str | None = None
-    """Largest local cache, e.g. `200gb`; old shards are dropped. Default: keep all."""
-    download_retry: Count = 5
+    """Largest local cache on a node, e.g. `200gb`, of the training data, and as much again of the validation data; the
+    shards that were not read for longest are dropped. Default: keep all."""
+    download_retry: Positive = 5
+    """Attempts to fetch a shard."""
     download_timeout: Positive = 120
     """Seconds."""
     num_workers: Count = 2
     """Loader processes a rank."""
     check_hashes: bool = True
-    """Compare each shard with the hash that the conversion recorded, once, when it is first opened."""
+    """Compare each downloaded or unpacked shard with the hash that the conversion recorded."""
+
+    @property
+    def streams(self) -> dict[str, StreamConfig]:
+        """What is trained on, by its key in the YAML, in a mix's case sorted by name: the order decides the rows' ids."""
+        if self.mix is not None:
+            return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
+        return {} if self.train is None else {"data.train": self.train}
 
 
 class RampConfig(Section):

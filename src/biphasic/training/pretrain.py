@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,20 @@ from biphasic.checkpointing.find import FILENAME, newest_checkpoint
 from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
 from biphasic.config.load import dump
+from biphasic.config.records import record_of
 from biphasic.config.schema import LoggingConfig, PretrainConfig
 from biphasic.config.timeline import decay_start
+from biphasic.data.shards import ShardError
 from biphasic.data.shared_memory import free_stale_shared_memory
 from biphasic.data.streaming import loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model.backbone import build
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
+from biphasic.storage import join
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.jsonl_logger import JSONLLogger
+from biphasic.training.loader_meter import LoaderMeter
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
 from biphasic.training.optimizer import adamw
 from biphasic.training.record import RunRecord
@@ -42,7 +46,7 @@ def run(config: PretrainConfig) -> Path:
         The run's folder.
 
     Raises:
-        UserError: data, tokenizer or a checkpoint are missing or don't fit.
+        UserError: data, tokenizer or a checkpoint are missing or don't fit, or a shard turns out to be damaged.
     """
     trainer = prepare(config)
     try:
@@ -50,6 +54,11 @@ def run(config: PretrainConfig) -> Path:
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
             trainer.fit()
+    except ShardError as error:
+        # The first rank says what stops all of them; a shard can stop any one.
+        if dist.get_global_rank():
+            print(error, file=sys.stderr, flush=True)
+        raise
     finally:
         trainer.close()
     return folder_of(config)
@@ -80,7 +89,7 @@ def prepare(config: PretrainConfig) -> Trainer:
     model = build(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
     embedding = model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
     optimizer = adamw(model, config.optimizer, embedding=embedding, head=model.lm_head.weight)
-    train = loader(config.data, config.data.train, config.global_batch_size // ranks, config.seed, train=True)
+    train = loader(config.data, config.data.streams, config.global_batch_size // ranks, config.seed, train=True)
     vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids)
     schedule = ObjectiveSchedule(
         config.objective.phases, config.max_duration, vocabulary, config.seed, config.evaluation.masking_ratio
@@ -149,7 +158,7 @@ def evaluators(config: PretrainConfig, ranks: int) -> list[Evaluator]:
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // ranks
-    spec = loader(config.data, config.data.validation, rows, config.seed, train=False)
+    spec = loader(config.data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
     microbatch = config.microbatch_size if config.microbatch_size != "auto" or torch.cuda.is_available() else None
     return [
         Evaluator(
@@ -165,7 +174,7 @@ def evaluators(config: PretrainConfig, ranks: int) -> list[Evaluator]:
 
 def callbacks(config: PretrainConfig, model: LanguageModel, data: dict[str, Any]) -> list[Callback]:
     """Composer's meters and the run's record."""
-    meters: list[Callback] = [SpeedMonitor(window_size=10), LRMonitor(), RuntimeEstimator()]
+    meters: list[Callback] = [SpeedMonitor(window_size=10), LRMonitor(), RuntimeEstimator(), LoaderMeter()]
     if torch.cuda.is_available():
         meters.append(MemoryMonitor())
     return [RunRecord(config, model, data), *meters]
@@ -205,21 +214,39 @@ def parallelism(config: PretrainConfig) -> dict[str, Any] | None:
 
 
 def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the conversion recorded of the training rows, for the run's own record; empty when it isn't on this machine.
+    """What the conversions recorded of the training rows, for the run's own record; empty where no record can be read.
 
     Raises:
-        UserError: the rows were made with another tokenizer.
+        UserError: the rows of a stream were made with another tokenizer or sequence length.
     """
-    path = Path(config.data.train.local).parent / "conversion.json"
-    if config.data.train.remote is not None or not path.is_file():
+    found: dict[str, dict[str, Any]] = {}
+    for key, stream in config.data.streams.items():
+        one = record_of(stream)
+        if one is None:
+            continue
+        theirs, length = one.record["tokenizer"]["sha256"], one.record["sequence_length"]
+        if theirs != tokenizer.sha256:
+            raise UserError(
+                f"tokenizer: {config.tokenizer} is not the one that {key}, {one.folder}, was converted with "
+                f"(sha256 {tokenizer.sha256[:12]} against {theirs[:12]}): use {join(one.folder, 'tokenizer')}"
+            )
+        if length != config.data.sequence_length:
+            raise UserError(
+                f"data.sequence_length is {config.data.sequence_length}, but {key}, {one.folder}, was converted with "
+                f"sequence_length: {length}"
+            )
+        counts = {name: one.split[name] for name in ("tokens", "rows", "documents") if name in one.split}
+        found[key] = {"source": one.record.get("config", {}).get("source"), **counts}
+    if not found:
         return {}
-    record = json.loads(path.read_text(encoding="utf-8"))
-    theirs = record["tokenizer"]["sha256"]
-    if theirs != tokenizer.sha256:
-        raise UserError(
-            f"tokenizer: {config.tokenizer} is not the one that {path.parent} was converted with "
-            f"(sha256 {tokenizer.sha256[:12]} against {theirs[:12]}): use {path.parent / 'tokenizer'}"
-        )
-    train = record["splits"]["train"]
-    kept = {name: train[name] for name in ("tokens", "rows", "documents") if name in train}
-    return {"tokenizer_sha256": theirs, "source": record["config"]["source"], **kept}
+    if config.data.mix is None:
+        return {"tokenizer_sha256": tokenizer.sha256, **found["data.train"]}
+    names = {key: key.rpartition(".")[2] for key in found}
+    shares = [f"{names[key]} ({config.data.mix[names[key]].proportion:.4g})" for key in found]
+    counted = set.intersection(*(set(counts) for counts in found.values())) - {"source"}
+    return {
+        "tokenizer_sha256": tokenizer.sha256,
+        "source": f"a mix of {', '.join(shares)}",
+        **{name: sum(counts[name] for counts in found.values()) for name in sorted(counted)},
+        "mix": {names[key]: counts for key, counts in found.items()},
+    }

@@ -1,0 +1,38 @@
+"""Datasets in the buckets of the S3 server that the fixture `s3` runs."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import boto3
+
+
+def client() -> Any:
+    return boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+
+
+def bucket_for(s3: Path, name: str) -> str:
+    """A bucket of a test's own; returns its name."""
+    bucket = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:60].strip("-")
+    if not (s3 / bucket).exists():
+        client().create_bucket(Bucket=bucket)
+    return bucket
+
+
+def upload(folder: Path, bucket: str, prefix: str) -> str:
+    """Put a folder's files into the bucket; returns their address."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            key = f"{prefix}/{path.relative_to(folder).as_posix()}"
+            client().put_object(Bucket=bucket, Key=key, Body=path.read_bytes())
+    return f"s3://{bucket}/{prefix}"
+
+
+def flip_a_bit(bucket: str, key: str) -> None:
+    """Damage an object, without a change of its size."""
+    content = bytearray(client().get_object(Bucket=bucket, Key=key)["Body"].read())
+    content[len(content) // 2] ^= 1
+    client().put_object(Bucket=bucket, Key=key, Body=bytes(content))

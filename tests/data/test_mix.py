@@ -1,0 +1,175 @@
+"""Several datasets at once: in their proportions, each row with an id of its own, in an order of the mix's own."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from streaming import MDSWriter
+from streaming.base.batching import generate_work
+from streaming.base.world import World
+
+from biphasic.config.errors import UserError
+from biphasic.config.schema import DataConfig
+from biphasic.data.streaming import loader
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.training.pretrain import conversion_record
+from buckets import bucket_for, flip_a_bit, upload
+from conftest import Write
+from tiny import LENGTH, config_of, losses, train
+
+
+@pytest.fixture(autouse=True)
+def free_shared_memory() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def write(folder: Path, rows: int, first: int, dtype: str = "uint16", length: int = LENGTH) -> str:
+    """Rows whose tokens are all the row's number, from `first`."""
+    columns = {"tokens": f"ndarray:{dtype}:{length}", "lengths": "ndarray:uint32"}
+    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=2000) as out:
+        for number in range(first, first + rows):
+            out.write({"tokens": np.full(length, number, dtype), "lengths": np.array([length], np.uint32)})
+    return str(folder)
+
+
+def mixed(folders: dict[str, tuple[str, float]], **keys: Any) -> DataConfig:
+    streams = {name: {"local": folder, "proportion": share} for name, (folder, share) in folders.items()}
+    defaults = {"num_workers": 0, "num_canonical_nodes": 4, "shuffle_block_size": 64}
+    return DataConfig.model_validate({"sequence_length": LENGTH, "mix": streams, **defaults, **keys})
+
+
+def epoch(config: DataConfig, batch: int = 8) -> list[tuple[int, int]]:
+    """(id, number) of each row."""
+    batches: Any = loader(config, config.streams, batch, seed=3, train=True).dataloader
+    return [
+        (int(row), int(number))
+        for found in batches
+        for row, number in zip(found["rows"], found["tokens"][:, 0], strict=True)
+    ]
+
+
+def test_proportions_and_ids(tmp_path: Path) -> None:
+    """Code, with 100 rows, gives 200 of 1,000; its ids come first, since names are in order."""
+    config = mixed(
+        {
+            "web": (write(tmp_path / "web", 1000, first=1000), 0.8),
+            "code": (write(tmp_path / "code", 100, first=5000, dtype="uint32"), 0.2),
+        },
+        epoch_rows=1000,
+    )
+    rows = epoch(config)
+    assert len(rows) == 1000
+    code = [number for _, number in rows if number >= 5000]
+    assert len(code) == 200 and sorted(code) == sorted(2 * list(range(5000, 5100)))
+    web = [number for _, number in rows if number < 5000]
+    assert len(set(web)) == len(web) == 800
+    assert all(row == (number - 5000 if number >= 5000 else number - 1000 + 100) for row, number in rows)
+    # In each batch of the epoch's quarters, not one after the other.
+    for at in range(0, 1000, 250):
+        assert 25 <= sum(number >= 5000 for _, number in rows[at : at + 250]) <= 75
+
+
+def test_an_epoch_has_the_rows_of_all_by_default(tmp_path: Path) -> None:
+    folders = {"a": (write(tmp_path / "a", 120, first=0), 0.5), "b": (write(tmp_path / "b", 40, first=1000), 0.5)}
+    rows = epoch(mixed(folders))
+    assert len(rows) == 160
+    assert sum(number >= 1000 for _, number in rows) == 80
+    backwards = mixed(dict(reversed(folders.items())))
+    gc.collect()
+    assert epoch(backwards) == rows
+
+
+@pytest.mark.parametrize("done", [0, 12])
+def test_the_order_of_a_mix_does_not_depend_on_the_nodes(tmp_path: Path, done: int) -> None:
+    folders = {"a": (write(tmp_path / "a", 300, first=0), 0.7), "b": (write(tmp_path / "b", 90, first=1000), 0.3)}
+    config, size, found = mixed(folders, epoch_rows=480), 16, []
+    for nodes, ranks in ((1, 1), (1, 2), (2, 2), (4, 1)):
+        batches: Any = loader(config, config.streams, size // nodes // ranks, seed=3, train=True).dataloader
+        work = generate_work("random", batches.dataset, World(nodes, ranks, 1, 0), 0, done * size)
+        found.append(work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
+        del batches
+        gc.collect()
+    assert found[0].shape == (480 // size - done, size)
+    assert all(np.array_equal(order, found[0]) for order in found[1:])
+
+
+def test_a_stream_of_another_length_is_named(tmp_path: Path) -> None:
+    folders = {
+        "a": (write(tmp_path / "a", 30, first=0), 0.5),
+        "b": (write(tmp_path / "b", 30, first=0, length=2 * LENGTH), 0.5),
+    }
+    with pytest.raises(UserError, match=r"data\.sequence_length is 32, but the rows of data\.mix\.b in .* have 64"):
+        epoch(mixed(folders))
+
+
+def test_a_damaged_stream_of_a_mix(s3: Path, tmp_path: Path) -> None:
+    bucket = bucket_for(s3, "mix")
+    remote = upload(Path(write(tmp_path / "b", 40, first=0)), bucket, "b/train")
+    flip_a_bit(bucket, "b/train/shard.00001.mds.zstd")
+    config = mixed({"a": (write(tmp_path / "a", 120, first=0), 0.5), "b": (str(tmp_path / "cache"), 0.5)})
+    assert config.mix is not None
+    config.mix["b"] = config.mix["b"].model_copy(update={"remote": remote})
+    with pytest.raises(UserError, match=rf"^shard {remote}/shard\.00001\.mds\.zstd: is damaged"):
+        epoch(config)
+
+
+def write_record(folder: Path, folder_of_tokenizer: Path, **changes: Any) -> None:
+    record = {
+        "config": {"source": {"paths": ["x"]}},
+        "tokenizer": {"sha256": load_tokenizer(str(folder_of_tokenizer)).sha256},
+        "sequence_length": LENGTH,
+        "splits": {"train": {"rows": 10, "tokens": 300, "documents": 5}},
+        **changes,
+    }
+    (folder / "conversion.json").write_text(json.dumps(record))
+
+
+def test_every_stream_must_fit_the_tokenizer(s3: Path, tmp_path: Path, write_yaml: Write) -> None:
+    """One record lies in a folder, the other in a bucket alone."""
+    bucket = bucket_for(s3, "records")
+    path = write_yaml()
+    (tmp_path / "there").mkdir()
+    tokenizer = tmp_path / "data" / "tokenizer"
+    write_record(tmp_path / "data", tokenizer)
+    mix = {
+        "here": {"local": str(tmp_path / "data" / "train"), "proportion": 0.75},
+        "there": {"local": str(tmp_path / "c"), "remote": f"s3://{bucket}/there/train", "proportion": 0.25},
+    }
+    path = write_yaml(data__train=None, data__mix=mix)
+    config, mine = config_of(path), load_tokenizer(str(tokenizer))
+    for changes, said in (
+        (
+            {"tokenizer": {"sha256": "0" * 64}},
+            rf"the one that data\.mix\.there, s3://{bucket}/there, was converted with",
+        ),
+        (
+            {"sequence_length": 64},
+            rf"but data\.mix\.there, s3://{bucket}/there, was converted with sequence_length: 64",
+        ),
+    ):
+        write_record(tmp_path / "there", tokenizer, **changes)
+        upload(tmp_path / "there", bucket, "there")
+        with pytest.raises(UserError, match=said):
+            conversion_record(config, mine)
+    write_record(tmp_path / "there", tokenizer)
+    upload(tmp_path / "there", bucket, "there")
+    found = conversion_record(config, mine)
+    assert found["source"] == "a mix of here (0.75), there (0.25)"
+    assert (found["tokens"], found["rows"], found["documents"]) == (600, 20, 10)
+
+
+def test_a_tiny_run_over_a_mix(tmp_path: Path, write_yaml: Write) -> None:
+    write_yaml()
+    mix = {
+        "a": {"local": str(tmp_path / "data" / "train"), "proportion": 0.5},
+        "b": {"local": write(tmp_path / "b", 60, first=4), "proportion": 0.5},
+    }
+    path = write_yaml("mixed", data__train=None, data__mix=mix, data__epoch_rows=400, checkpoint__interval="100ba")
+    assert len(losses(train(config_of(path)))) == 12

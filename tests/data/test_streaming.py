@@ -1,0 +1,349 @@
+"""Rows from shards: each once, none damaged, within the cache, in an order that does not depend on the machines."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import re
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from streaming import MDSWriter
+from streaming.base import dataset as streaming_dataset
+from streaming.base.batching import generate_work
+from streaming.base.world import World
+
+from biphasic.config.errors import UserError
+from biphasic.config.schema import DataConfig
+from biphasic.data.shards import ShardError
+from biphasic.data.streaming import loader
+from biphasic.storage import store
+from buckets import bucket_for, client, flip_a_bit, upload
+from conftest import Write
+from tiny import LENGTH, config_of, launch, losses, train
+
+BATCH = 8
+
+
+@pytest.fixture(autouse=True)
+def free_shared_memory() -> Iterator[None]:
+    yield
+    gc.collect()
+
+
+def write_numbered(folder: Path, rows: int, *, in_shard: int = 20, compression: str | None = "zstd") -> Path:
+    """Rows that hold their number, `in_shard` of them in a shard."""
+    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
+    # A row's bytes, and what the format adds to them.
+    size = (2 * LENGTH + 4 + 12) * in_shard + 200
+    noise = np.random.default_rng(0)
+    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression=compression, size_limit=size) as out:
+        for number in range(rows):
+            tokens = noise.integers(0, 1 << 16, LENGTH, dtype=np.uint16)
+            tokens[0] = number
+            out.write({"tokens": tokens, "lengths": np.array([LENGTH], np.uint32)})
+    return folder
+
+
+def data(place: Path | str, **keys: Any) -> DataConfig:
+    """A remote place gets a `local` among the keys."""
+    stream = {"local": keys.pop("local"), "remote": place} if "local" in keys else {"local": str(place)}
+    defaults = {"num_workers": 0, "num_canonical_nodes": 2, "shuffle_block_size": 64}
+    return DataConfig.model_validate({"sequence_length": LENGTH, "train": stream, **defaults, **keys})
+
+
+def open_rows(config: DataConfig, batch: int = BATCH, *, train: bool = True) -> Any:
+    return loader(config, config.streams, batch, seed=3, train=train).dataloader
+
+
+def numbers(batches: Any) -> list[int]:
+    return [int(number) for batch in batches for number in batch["tokens"][:, 0]]
+
+
+def folder_bytes(folder: Path) -> int:
+    total = 0
+    for path in folder.rglob("*"):
+        try:
+            total += path.stat().st_size
+        except FileNotFoundError:
+            continue
+    return total
+
+
+class Watch:
+    """The most that a folder held while this was open."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.peak, self._done = folder, 0, threading.Event()
+        self._thread = threading.Thread(target=self._look)
+
+    def _look(self) -> None:
+        while not self._done.is_set():
+            self.peak = max(self.peak, folder_bytes(self.folder))
+            time.sleep(0.002)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+
+def smallest_limit(config: DataConfig) -> int:
+    """What the refusal of a limit of 1 KB names."""
+    try:
+        open_rows(config.model_copy(update={"cache_limit": "1kb"}))
+    except UserError as error:
+        message = str(error)
+    else:
+        raise AssertionError("1kb was accepted")
+    # The error held the dataset, and with it Streaming's claim to the folder.
+    gc.collect()
+    found = re.match(r"data\.cache_limit: 1kb is too small: .* expected at least ([\d,]+)b", message)
+    assert found, message
+    return int(found[1].replace(",", ""))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_small_cache_delivers_every_row_of_an_epoch_once(s3: Path, tmp_path: Path, workers: int) -> None:
+    rows, cache = 1600, tmp_path / "cache"
+    bucket = bucket_for(s3, f"small-cache-{workers}")
+    made = write_numbered(tmp_path / "made", rows, in_shard=40)
+    remote = upload(made, bucket, "out/train")
+    unpacked = sum(shard["raw_data"]["bytes"] for shard in json.loads((made / "index.json").read_text())["shards"])
+    config = data(remote, local=str(cache), predownload=8, num_workers=workers, shuffle_block_size=32)
+    limit = smallest_limit(config)
+    config = config.model_copy(update={"cache_limit": f"{limit}b"})
+    assert limit < unpacked / 2
+    batches = open_rows(config)
+    largest = max(shard.get_max_size() for shard in batches.dataset.shards)
+    with Watch(cache) as watch:
+        epochs = [numbers(batches) for _ in range(2)]
+    for epoch in epochs:
+        assert sorted(epoch) == list(range(rows))
+    assert epochs[0] != epochs[1]
+    # Streaming counts a download when it is done: what several threads fetch at the same time comes on top.
+    assert watch.peak <= limit + 3 * max(workers, 1) * largest
+    assert folder_bytes(cache) <= limit + 3 * max(workers, 1) * largest < unpacked
+
+
+def test_a_limit_below_what_is_in_hand_is_refused(tmp_path: Path) -> None:
+    """Two canonical nodes, each with 32 + 3 rows in a block, over shards of 20 rows: 2 x (2 + 1) shards, and the index."""
+    made = write_numbered(tmp_path / "made", 1200)
+    config = data(str(made), local=str(tmp_path / "cache"), predownload=2, shuffle_block_size=32)
+    index = json.loads((made / "index.json").read_text())["shards"]
+    largest = max(shard["raw_data"]["bytes"] + shard["zip_data"]["bytes"] for shard in index)
+    size = (made / "index.json").stat().st_size
+    # One process has 8 + 2 + 1 rows in hand, half of them from each canonical node.
+    assert smallest_limit(config) == size + 6 * largest
+    # More processes and rows ahead: more shards, until each row has its own, or all shards are in hand.
+    # 109 rows: 2 x (86.5 / 20 rounded up, and 1).
+    assert smallest_limit(config.model_copy(update={"predownload": 100})) == size + 12 * largest
+    assert smallest_limit(config.model_copy(update={"predownload": 100, "num_workers": 50})) == size + 60 * largest
+    assert smallest_limit(config.model_copy(update={"shuffle_algo": "py1s"})) == size + 11 * largest
+    assert smallest_limit(config.model_copy(update={"shuffle": False})) == size + 4 * largest
+    with pytest.raises(UserError, match="expected a size such as 200gb; got '10 gigs'"):
+        open_rows(config.model_copy(update={"cache_limit": "10 gigs"}))
+
+
+def test_a_local_dataset_is_never_a_cache(tmp_path: Path) -> None:
+    """The limit of a remote training split must not delete a local validation split."""
+    made = write_numbered(tmp_path / "made", 100)
+    config = data(made).model_copy(update={"cache_limit": "1kb"})
+    assert sorted(numbers(open_rows(config, train=False))) == list(range(100))
+    assert len(list(made.glob("*.zstd"))) == 5
+
+
+@pytest.mark.parametrize("compression", ["zstd", None])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_damaged_shard_in_a_bucket_stops_the_loader(
+    s3: Path, tmp_path: Path, workers: int, compression: str | None
+) -> None:
+    bucket = bucket_for(s3, f"damaged-{workers}-{compression}")
+    remote = upload(write_numbered(tmp_path / "made", 200, compression=compression), bucket, "out/train")
+    file = "shard.00007.mds" + (".zstd" if compression else "")
+    flip_a_bit(bucket, f"out/train/{file}")
+    config = data(remote, local=str(tmp_path / "cache"), num_workers=workers, predownload=4)
+    for _ in range(2):  # The second time from the cache of the first.
+        got: list[int] = []
+        batches = open_rows(config, 4)
+        with pytest.raises(ShardError) as caught:
+            got.extend(number for batch in batches for number in numbers([batch]))
+        del batches
+        assert len(str(caught.value).splitlines()) == 1
+        assert str(caught.value).startswith(f"shard {remote}/{file}: is damaged: its xxh64 is not the one in")
+        assert not set(got) & set(range(140, 160))
+        assert got
+        gc.collect()
+        assert not (tmp_path / "cache" / "shard.00007.mds").exists()
+
+
+def test_without_the_check_it_would_have_been_used(s3: Path, tmp_path: Path) -> None:
+    bucket = bucket_for(s3, "unchecked")
+    remote = upload(write_numbered(tmp_path / "made", 200, compression=None), bucket, "out/train")
+    flip_a_bit(bucket, "out/train/shard.00007.mds")
+    config = data(remote, local=str(tmp_path / "cache"), check_hashes=False)
+    assert len(numbers(open_rows(config))) == 200
+
+
+def test_a_damaged_local_shard_stops_the_loader_and_stays(tmp_path: Path) -> None:
+    made = write_numbered(tmp_path / "made", 200)
+    path = made / "shard.00007.mds.zstd"
+    content = bytearray(path.read_bytes())
+    content[50] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(ShardError, match=r"shard .*made/shard\.00007\.mds\.zstd: is damaged"):
+        numbers(open_rows(data(made)))
+    assert path.read_bytes() == content
+
+
+def test_a_shard_that_is_gone(s3: Path, tmp_path: Path) -> None:
+    bucket = bucket_for(s3, "gone")
+    remote = upload(write_numbered(tmp_path / "made", 200), bucket, "out/train")
+    client().delete_object(Bucket=bucket, Key="out/train/shard.00003.mds.zstd")
+    config = data(remote, local=str(tmp_path / "cache"), download_retry=1)
+    with pytest.raises(
+        ShardError, match=rf"shard {remote}/shard\.00003\.mds\.zstd: can't be read into .*cache"
+    ) as error:
+        numbers(open_rows(config))
+    assert len(str(error.value).splitlines()) == 1
+
+
+def test_a_damaged_shard_stops_a_run_of_two_ranks_in_one_line(s3: Path, tmp_path: Path, write_yaml: Write) -> None:
+    bucket = bucket_for(s3, "damaged-run")
+    path = write_yaml(data__num_workers=1)
+    remote = upload(tmp_path / "data" / "train", bucket, "out/train")
+    last = sorted((s3 / bucket / "out" / "train").glob("shard.*"))[-1].name
+    flip_a_bit(bucket, f"out/train/{last}")
+    given = {
+        "data.train.remote": remote,
+        "data.train.local": tmp_path / "cache",
+        "max_duration": "1ep",
+        "schedule.decay": "0ba",
+        "objective.phases": "[{name: clm}]",
+        "checkpoint.interval": "100ba",
+    }
+    run = launch(path, *(f"{key}={value}" for key, value in given.items()), processes=2)
+    assert run.returncode != 0
+    assert f"shard {remote}/{last}: is damaged" in run.stderr + run.stdout
+    assert "Traceback" not in run.stderr
+
+
+def test_an_unfinished_conversion(s3: Path, tmp_path: Path) -> None:
+    bucket = bucket_for(s3, "unfinished")
+    made = write_numbered(tmp_path / "made" / "train", 60)
+    (made / "index.json").unlink()
+    (tmp_path / "made" / "conversion.started").write_text("")
+    remote = upload(tmp_path / "made", bucket, "out")
+    said = "its conversion is not finished; run data_prep/verify.py on it to see which tasks are missing"
+    with pytest.raises(UserError, match=f"^{tmp_path / 'made'}: {said}"):
+        open_rows(data(made))
+    with pytest.raises(UserError, match=f"^{remote}: {said}"):
+        open_rows(data(f"{remote}/train", local=str(tmp_path / "cache")))
+    for place in (str(tmp_path / "made"), remote):
+        store(place).remove(["conversion.started"])
+    with pytest.raises(UserError, match=f"^no dataset in {made}"):
+        open_rows(data(made))
+    with pytest.raises(UserError, match=f"^no dataset in {remote}/train"):
+        open_rows(data(f"{remote}/train", local=str(tmp_path / "cache")))
+
+
+def test_a_tiny_run_from_a_bucket_with_a_small_cache(s3: Path, tmp_path: Path, write_yaml: Write) -> None:
+    """It trains on the same rows, in the same order, as from the folder itself."""
+    bucket = bucket_for(s3, "tiny-run")
+    expected = losses(train(config_of(write_yaml("local", checkpoint__interval="100ba"))))
+    original = tmp_path / "original"
+    shutil.copytree(tmp_path / "data" / "train", original, ignore=shutil.ignore_patterns("*.mds"))
+    remote = upload(original, bucket, "out/train")
+    cache = tmp_path / "cache"
+    data_config = data(remote, local=str(cache), predownload=2)
+    limit = smallest_limit(data_config)
+    shutil.rmtree(cache)
+    path = write_yaml(
+        "remote",
+        data__train={"local": str(cache), "remote": remote},
+        data__predownload=2,
+        data__cache_limit=f"{limit}b",
+        checkpoint__interval="100ba",
+    )
+    assert losses(train(config_of(path))) == expected
+    assert len(expected) == 12
+    assert 0 < folder_bytes(cache) <= limit
+
+
+def order(config: DataConfig, world: World, global_batch: int, *, start: int = 0, began_on: int | None = None) -> Any:
+    """The rows of each global batch [batches, rows] as these ranks' loaders deliver them, in canonical order.
+
+    The canonical order gives its rows to the nodes in turn, and each node's to its ranks in turn.
+    """
+    dataset = open_rows(config, global_batch // world.num_ranks).dataset
+    dataset.initial_physical_nodes = began_on
+    dataset._set_shuffle_block_size(world)
+    work = generate_work(dataset.batching_method, dataset, world, 0, start)
+    nodes, ranks, workers, batches, rows = work.shape
+    # A rank's loader takes a batch from each of its workers in turn.
+    in_turn = work.transpose(3, 2, 0, 1, 4).reshape(batches * workers, nodes, ranks, rows)
+    del dataset
+    gc.collect()
+    return in_turn.transpose(0, 3, 2, 1).reshape(batches * workers, -1)
+
+
+WORLDS = [(1, 1, 0), (1, 2, 2), (1, 8, 1), (2, 2, 2), (2, 4, 1), (4, 2, 1), (4, 1, 3)]
+"""Nodes, ranks a node, workers a rank."""
+
+
+def world(nodes: int, ranks: int, workers: int) -> World:
+    return World(nodes, ranks, max(workers, 1), 0)
+
+
+def test_the_order_does_not_depend_on_the_number_of_nodes(tmp_path: Path) -> None:
+    """With the defaults each global batch holds the same rows, whatever the ranks, and in the same canonical order."""
+    made, rows, size = write_numbered(tmp_path / "made", 1003), 1003, 16
+    config = DataConfig.model_validate({"sequence_length": LENGTH, "train": {"local": str(made)}})
+    assert (config.num_canonical_nodes, config.shuffle_algo) == (64, "py1e")
+    expected = order(config, world(*WORLDS[0]), size)[: rows // size]
+    # Streaming fills each canonical node up to the longest one's rows, and so repeats some at the end of the epoch.
+    assert len(np.unique(expected)) > rows // size * size - config.num_canonical_nodes
+    for shape in WORLDS[1:]:
+        found = order(config, world(*shape), size)[: rows // size]
+        assert np.array_equal(found, expected), shape
+
+
+def test_the_order_goes_on_after_a_change_of_nodes(tmp_path: Path) -> None:
+    """Resumed after 20 of 62 batches, also on 3 nodes, which a run could not have begun on."""
+    made, rows, size, done = write_numbered(tmp_path / "made", 1003), 1003, 24, 20
+    config = DataConfig.model_validate({"sequence_length": LENGTH, "train": {"local": str(made)}})
+    expected = order(config, world(1, 2, 1), size)[: rows // size]
+    for began_on, shape in itertools.product([1, 2, 4], [(1, 2, 1), (2, 2, 2), (4, 2, 1)]):
+        found = order(config, world(*shape), size, start=done * size, began_on=began_on)
+        assert np.array_equal(found[: rows // size - done], expected[done:]), (began_on, shape)
+    # As many ranks a node as at the beginning, as Streaming assumes here: the same sets of rows.
+    found = order(config, world(3, 2, 1), size, start=done * size, began_on=2)[: rows // size - done]
+    assert np.array_equal(np.sort(found), np.sort(expected[done:]))
+
+
+@pytest.mark.parametrize("shape", WORLDS)
+def test_an_epoch_has_as_many_batches_on_any_machines(
+    tmp_path: Path, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, size = write_numbered(tmp_path / "made", 1003), 16
+    here = world(*shape)
+    monkeypatch.setattr(streaming_dataset.World, "detect", classmethod(lambda _: here))
+    assert len(open_rows(data(made), size // here.num_ranks)) == 1003 // 16
+
+
+def test_nodes_that_a_run_cannot_begin_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = write_numbered(tmp_path / "made", 300)
+    monkeypatch.setattr(streaming_dataset.World, "detect", classmethod(lambda _: world(3, 1, 1)))
+    monkeypatch.setattr(streaming_dataset.World, "detect_workers", lambda self: self)
+    with pytest.raises(UserError, match=r"a multiple or a divisor of the number of nodes \(3\); got 64"):
+        next(iter(open_rows(data(made, num_canonical_nodes=64), 4)))
