@@ -1,0 +1,275 @@
+"""How fast text becomes shards: `make bench-data`.
+
+One text for all: the docstrings of the installed packages, repeated under other ids up to the asked size, and a tokenizer
+of 32,768 words that is trained on them. In one run, each part in a process of its own, with two threads or workers:
+
+    encode      `tokenizers`' own `encode_batch` over texts in memory, nothing else
+    convert     the whole of `data_prep/convert.py`: reading Parquet, tokenizing, packing, compressing, writing, hashing
+    plain       what most projects write: one process, a text at a time, concatenate and chop, MDSWriter
+    memory      the largest memory of all of convert's processes together, at the asked size and at ten times that
+
+Rates count the tokens of the text. The start of the processes is told apart: it is the same for any size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from tables import save
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "runs" / "bench-data"
+WORDS, LENGTH, FILE_BYTES, TASK_BYTES = 32768, 2048, 16_000_000, 32 * 2**20
+THREADS = 2
+
+
+def make_text(megabytes: int) -> Path:
+    """Parquet files of about `megabytes` of text, in FineWeb-Edu's columns."""
+    import pyarrow.parquet as pq
+
+    folder = FOLDER / f"text-{megabytes}"
+    if folder.exists():
+        return folder
+    documents = FOLDER / "docstrings" / "documents.parquet"
+    if not documents.exists():
+        sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
+        from gather import gather
+
+        gather(documents.parent, 0.1)
+    table = pq.read_table(documents, columns=["id", "text"]).to_pydict()
+    partial = folder.with_suffix(".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    size = number = round_ = 0
+    ids: list[str] = []
+    texts: list[str] = []
+    while size < megabytes * 1e6:
+        held = 0
+        for id, text in zip(table["id"], table["text"], strict=True):
+            ids.append(f"{id}-{round_}")
+            texts.append(text)
+            held += len(text)
+            size += len(text)
+            if held >= FILE_BYTES or size >= megabytes * 1e6:
+                _write(partial / f"{number:05d}.parquet", ids, texts)
+                number, held, ids, texts = number + 1, 0, [], []
+            if size >= megabytes * 1e6:
+                break
+        round_ += 1
+    partial.rename(folder)
+    return folder
+
+
+def _write(path: Path, ids: list[str], texts: list[str]) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"id": ids, "text": texts}), path, row_group_size=1000, compression="zstd")
+
+
+def make_tokenizer(text: Path) -> Path:
+    """A byte-level BPE of 32,768 words."""
+    folder = FOLDER / "tokenizer"
+    if not folder.exists():
+        sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
+        from train_tokenizer import train_tokenizer
+
+        from biphasic.config.conversion import ConvertConfig
+
+        source = {"kind": "files", "paths": [str(sorted(text.iterdir())[0])]}
+        keys = {"job": "convert", "source": source, "tokenizer": str(folder), "output": str(FOLDER / "unused")}
+        train_tokenizer(ConvertConfig.model_validate(keys), WORDS)
+    return folder
+
+
+def batches(text: Path) -> Iterator[list[str]]:
+    """All texts, a thousand at a time."""
+    import pyarrow.parquet as pq
+
+    for path in sorted(text.iterdir()):
+        for batch in pq.ParquetFile(path).iter_batches(1000, columns=["text"]):
+            yield batch.column("text").to_pylist()
+
+
+def encode(text: Path, tokenizer: Path) -> dict[str, float]:
+    """`encode_batch` alone; the texts are in memory before the clock starts."""
+    from tokenizers import Tokenizer
+
+    found = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    tokens, seconds = 0, 0.0
+    for batch in batches(text):
+        start = time.perf_counter()
+        encoded = found.encode_batch(batch, add_special_tokens=False)
+        seconds += time.perf_counter() - start
+        tokens += sum(len(one) for one in encoded) + len(encoded)
+    return {"tokens": tokens, "seconds": seconds, "start": 0.0}
+
+
+def convert(text: Path, tokenizer: Path) -> dict[str, float]:
+    """The whole command, from its first line to its last."""
+    output = FOLDER / "converted"
+    shutil.rmtree(output, ignore_errors=True)
+    yaml = FOLDER / "convert.yaml"
+    yaml.write_text(
+        f"job: convert\nsource: {{kind: files, paths: ['{text}']}}\noutput: {output}\ntokenizer: {tokenizer}\n"
+        f"sequence_length: {LENGTH}\nvalidation_fraction: 0.01\ntask_bytes: {TASK_BYTES}\n"
+        f"cluster: {{workers: {THREADS}}}\n"
+    )
+    start = time.time()
+    command = [sys.executable, str(ROOT / "data_prep" / "convert.py"), str(yaml)]
+    peak, status = _watched(command, start)
+    assert status == 0
+    total = time.time() - start
+    record = json.loads((output / "conversion.json").read_text())
+    # Until the first worker begins with its first task there is nothing but imports.
+    begins = min((output / "tasks" / f"{name}.json").stat().st_mtime - seconds for name, seconds in _tasks(output))
+    tokens = sum(split["tokens"] for split in record["splits"].values())
+    stored = sum(split["bytes"] for split in record["splits"].values())
+    shutil.rmtree(output)
+    return {
+        "tokens": tokens,
+        "seconds": total,
+        "start": begins - start,
+        "peak_bytes": peak,
+        "fill": record["splits"]["train"]["fill"],
+        "stored_bytes_per_token": stored / tokens,
+        "text_bytes_per_token": record["text_bytes"] / tokens,
+        "core_tokens_per_second": tokens / record["cpu_seconds"],
+    }
+
+
+def _tasks(output: Path) -> Iterator[tuple[str, float]]:
+    for path in (output / "tasks").iterdir():
+        yield path.stem, json.loads(path.read_text())["seconds"]
+
+
+def _watched(command: list[str], start: float) -> tuple[int, int]:
+    """Run a command; returns the largest memory of its processes together (shared pages counted once), and its status."""
+    import psutil
+
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+    peak = 0
+    while process.poll() is None:
+        try:
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            peak = max(peak, sum(_memory(one) for one in family))
+        except psutil.Error:
+            pass
+        time.sleep(0.5)
+    return peak, process.returncode
+
+
+def _memory(process: Any) -> int:
+    import psutil
+
+    try:
+        return process.memory_full_info().pss
+    except psutil.Error:
+        return 0
+
+
+def plain(text: Path, tokenizer: Path) -> dict[str, float]:
+    """Concatenate and chop, as pretraining repositories' converters do it."""
+    import numpy as np
+    from streaming import MDSWriter
+    from transformers import AutoTokenizer
+
+    found: Callable[..., Any] = AutoTokenizer.from_pretrained(str(tokenizer))
+    output = FOLDER / "plain"
+    shutil.rmtree(output, ignore_errors=True)
+    end = found.eos_token_id  # pyright: ignore[reportFunctionMemberAccess]
+    start = time.perf_counter()
+    tokens, buffer = 0, []
+    columns = {"tokens": f"ndarray:uint16:{LENGTH}"}
+    with MDSWriter(out=str(output), columns=columns, compression="zstd", hashes=["xxh64"]) as writer:
+        for batch in batches(text):
+            for one in batch:
+                ids = found(one, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+                buffer += [*ids, end]
+                tokens += len(ids) + 1
+                while len(buffer) >= LENGTH:
+                    writer.write({"tokens": np.array(buffer[:LENGTH], np.uint16)})
+                    buffer = buffer[LENGTH:]
+    seconds = time.perf_counter() - start
+    shutil.rmtree(output)
+    return {"tokens": tokens, "seconds": seconds, "start": 0.0}
+
+
+PARTS: dict[str, Callable[[Path, Path], dict[str, float]]] = {"encode": encode, "convert": convert, "plain": plain}
+
+
+def part(name: str, text: Path, tokenizer: Path) -> dict[str, float]:
+    """Run one part in a process of its own."""
+    environment = {**os.environ, "RAYON_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "true"}
+    print(f"{name} over {text.name} …", file=sys.stderr, flush=True)
+    found = subprocess.run(
+        [sys.executable, __file__, "--part", name, str(text), str(tokenizer)],
+        env=environment, stdout=subprocess.PIPE, text=True, check=True,
+    )  # fmt: skip
+    return json.loads(found.stdout.splitlines()[-1])
+
+
+def rate(found: dict[str, float]) -> float:
+    """Tokens a second, once the processes have started."""
+    return found["tokens"] / (found["seconds"] - found["start"])
+
+
+def main() -> None:
+    """Measure, and write the table."""
+    parser = argparse.ArgumentParser(description="Conversion against the tokenizer alone and a plain converter.")
+    parser.add_argument("--megabytes", type=int, default=200, help="text; memory is also measured at ten times as much")
+    parser.add_argument("--repeats", type=int, default=2, help="of encode, convert and plain; the fastest counts")
+    parser.add_argument("--no-memory", action="store_true", help="leave out the ten times as large conversion")
+    parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
+    chosen = parser.parse_args()
+    if chosen.part:
+        name, text, tokenizer = chosen.part
+        print(json.dumps(PARTS[name](Path(text), Path(tokenizer))))
+        return
+    text = make_text(chosen.megabytes)
+    tokenizer = make_tokenizer(text)
+    # By turns, so that a slow minute of the machine doesn't hit one of them alone.
+    runs = [{name: part(name, text, tokenizer) for name in PARTS} for _ in range(chosen.repeats)]
+    best = {name: max((run[name] for run in runs), key=rate) for name in PARTS}
+    large = None if chosen.no_memory else part("convert", make_text(10 * chosen.megabytes), tokenizer)
+    numbers: dict[str, Any] = {
+        "megabytes": chosen.megabytes,
+        "threads": THREADS,
+        "runs": runs,
+        "over_encode_batch": rate(best["convert"]) / rate(best["encode"]),
+        "over_plain": rate(best["convert"]) / rate(best["plain"]),
+        "over_encode_batch_with_start": best["convert"]["tokens"] / best["convert"]["seconds"] / rate(best["encode"]),
+    }
+
+    def row(what: str, found: dict) -> list[str]:
+        measured = rate(found)
+        over = [f"{measured / rate(best[name]):.2f}" for name in ("encode", "plain")]
+        return [what, f"{measured:,.0f}", f"{measured / THREADS:,.0f}", *over]
+
+    rows = [
+        row("`encode_batch` alone, 2 threads", best["encode"]),
+        row("`data_prep/convert.py`, 2 workers", best["convert"]),
+        row("plain converter, 1 process", best["plain"]),
+    ]
+    header = ["", "tokens/s", "tokens/s a core of 2", "over `encode_batch`", "over plain"]
+    if large is not None:
+        small = best["convert"]
+        numbers["memory_ratio"] = large["peak_bytes"] / small["peak_bytes"]
+        numbers["large"] = large
+        for megabytes, found in ((chosen.megabytes, small), (10 * chosen.megabytes, large)):
+            peak = f"{found['peak_bytes'] / 2**30:.2f} GiB"
+            rows.append(row(f"convert, {megabytes:,} MB: peak memory {peak}, start {found['start']:.1f} s", found))
+    print(save("data", "Conversion", "make bench-data", header, rows, numbers))
+
+
+if __name__ == "__main__":
+    main()

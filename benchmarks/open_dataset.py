@@ -1,0 +1,100 @@
+"""How long a dataset takes to open and give its first batch, at the start of an epoch and at 90% of it.
+
+    python benchmarks/open_dataset.py [--rows 50000] [--repeats 5]
+
+A resumed run must find its place without going through the rows before it: the two times are to lie within 20% of each
+other. Each is measured in a fresh process, in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+LENGTH, BATCH, SHARE = 512, 16, 0.9
+
+
+def write_rows(folder: Path, rows: int) -> None:
+    """Rows of 512 random tokens, in the columns that a conversion writes."""
+    import numpy as np
+    from streaming import MDSWriter
+
+    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
+    noise = np.random.default_rng(0)
+    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=1 << 22) as out:
+        for _ in range(rows):
+            tokens = noise.integers(0, 1 << 16, LENGTH, dtype=np.uint16)
+            out.write({"tokens": tokens, "lengths": np.array([LENGTH], np.uint32)})
+
+
+def open_once(folder: Path, share: float) -> float:
+    """Seconds from opening the dataset to its first batch, in this process."""
+    from biphasic.config.schema import DataConfig
+    from biphasic.data.streaming import loader
+
+    content = {"sequence_length": LENGTH, "train": {"local": str(folder)}, "num_workers": 0}
+    config = DataConfig.model_validate(content)
+    start = time.perf_counter()
+    batches: Any = loader(config, config.streams, BATCH, seed=1, train=True).dataloader
+    if share:
+        dataset = batches.dataset
+        state = dataset.state_dict(0, True)
+        done = int(len(dataset) * share) // BATCH * BATCH
+        dataset.load_state_dict({**state, "epoch": 0, "sample_in_epoch": done, "num_canonical_nodes": 64})
+    next(iter(batches))
+    return time.perf_counter() - start
+
+
+def measure(rows: int = 50_000, repeats: int = 5) -> dict[str, Any]:
+    """Seconds at the start and at 90% of an epoch, all repeats and their medians, and the medians' ratio."""
+    found: dict[str, list[float]] = {"start": [], "resumed": []}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "train"
+        write_rows(folder, rows)
+        for repeat in range(repeats + 1):
+            for name, share in (("start", 0.0), ("resumed", SHARE)):
+                command = [sys.executable, __file__, "--open", str(folder), "--share", str(share)]
+                run = subprocess.run(command, capture_output=True, text=True, check=True)
+                # The first of each unpacks its shards and fills the machine's file cache.
+                if repeat:
+                    found[name].append(float(run.stdout.split()[-1]))
+    medians = {name: statistics.median(seconds) for name, seconds in found.items()}
+    return {
+        "rows": rows,
+        "sequence_length": LENGTH,
+        "batch": BATCH,
+        "share": SHARE,
+        "seconds": {name: [round(value, 4) for value in seconds] for name, seconds in found.items()},
+        "median_seconds": {name: round(value, 4) for name, value in medians.items()},
+        "ratio": round(medians["resumed"] / medians["start"], 3),
+    }
+
+
+def main() -> None:
+    """Print the table and, as JSON, all numbers."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--rows", type=int, default=50_000)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--open", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share", type=float, default=0.0, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.open is not None:
+        print(open_once(given.open, given.share))
+        return
+    found = measure(given.rows, given.repeats)
+    print("| first batch | median seconds |\n|-|-|")
+    print(f"| at the start | {found['median_seconds']['start']:.3f} |")
+    print(f"| at {SHARE:.0%} of the epoch | {found['median_seconds']['resumed']:.3f} |")
+    print(f"| ratio | {found['ratio']:.2f} |\n")
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
