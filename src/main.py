@@ -53,7 +53,7 @@ def _run(config: Config) -> None:
     elif config.job == "finetune":
         from biphasic.finetuning.run import run as job
     else:
-        raise UserError("a conversion runs without Composer: python data_prep/convert.py FILE.yaml")
+        raise UserError(f"job: {config.job} runs without Composer: python data_prep/{config.job}.py FILE.yaml")
     print(f"written to {job(config)}")  # pyright: ignore[reportArgumentType]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from posixpath import normpath
 
@@ -11,8 +12,10 @@ from biphasic.config.conversion import ConvertConfig
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.schema import DataConfig, MLMPhase, ModelConfig, PretrainConfig, RampConfig
+from biphasic.config.tasks import DatasetConfig, RetrievalData, SplitTask, TableConfig, TasksConfig
 from biphasic.config.timeline import spans
 
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 Found = Iterator[tuple[list[str], str]]
 _DIMENSIONS = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
 _ONLY_NEW = (
@@ -26,7 +29,7 @@ _ONLY_NEW = (
 )
 
 
-def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig, ranks: int) -> Found:
+def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig, ranks: int) -> Found:
     """Everything in `config` that can't be, for a run of `ranks` processes: the keys concerned, the first one first,
     and what was expected."""
     if isinstance(config, PretrainConfig):
@@ -37,8 +40,10 @@ def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig, ranks: 
         yield from _places(config)
     elif isinstance(config, FinetuneConfig):
         yield from _finetune(config, ranks)
-    else:
+    elif isinstance(config, ConvertConfig):
         yield from _conversion(config)
+    else:
+        yield from _tasks(config)
 
 
 def _changed(section: Section, name: str) -> bool:
@@ -312,3 +317,39 @@ def _conversion(config: ConvertConfig) -> Found:
             yield [f"filters.{number}"], "keeps everything; expected one of min, max, any_of, none_of"
         if wanted.min is not None and wanted.max is not None and wanted.min > wanted.max:
             yield [f"filters.{number}.min", f"filters.{number}.max"], "is above max, so nothing would be kept"
+    if config.cluster.shared_folder and config.cluster.address is None:
+        yield ["cluster.shared_folder", "cluster.address"], "has no effect on one machine: cluster.address is null"
+
+
+def _tasks(config: TasksConfig) -> Found:
+    for name, task in config.tasks.items():
+        above = f"tasks.{name}"
+        if not _NAME.fullmatch(name):
+            yield [above], "expected a name of letters, digits, `.`, `_` and `-`"
+        for key, place, splits in _datasets(above, task):
+            if place.path is None and place.files is None:
+                yield [key], "expected `path` (a hub id or a folder), `files`, or both"
+            elif place.path is None and (place.name is not None or place.revision is not None):
+                wrong = "name" if place.name is not None else "revision"
+                yield [f"{key}.{wrong}", f"{key}.path"], "has no effect without `path`"
+            for split in splits if place.files is not None else []:
+                if split not in place.files:
+                    yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {', '.join(place.files)})"
+        if isinstance(task, RetrievalData):
+            for split, qrels in task.qrels.items():
+                if qrels.list_column is not None and qrels.score_column is not None:
+                    key = f"{above}.qrels.{split}"
+                    yield [f"{key}.list_column", f"{key}.score_column"], "expected score_column: null beside it"
+
+
+def _datasets(above: str, task: SplitTask | RetrievalData) -> Iterator[tuple[str, DatasetConfig, list[str]]]:
+    """All datasets that a task reads: the key, the dataset, and the splits."""
+    if not isinstance(task, RetrievalData):
+        yield f"{above}.source", task.source, list(task.splits.values())
+        return
+    tables: dict[str, TableConfig] = {"corpus": task.corpus}
+    tables |= {} if task.train is None else {"train": task.train}
+    tables |= {f"queries.{number}": table for number, table in enumerate(task.queries)}
+    tables |= {f"qrels.{split}": table for split, table in task.qrels.items()}
+    for key, table in tables.items():
+        yield f"{above}.{key}", table, [table.split]

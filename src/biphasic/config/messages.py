@@ -116,6 +116,8 @@ def _children(types_here: list[Any], part: int | str) -> list[Any]:
     for here in types_here:
         if get_origin(here) is list and isinstance(part, int):
             below += _members(get_args(here)[0])
+        if get_origin(here) is dict:
+            below += _members(get_args(here)[1])
     return below
 
 

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from biphasic.amounts import in_bytes
 from biphasic.config.architecture import Architecture
 from biphasic.config.checks import architecture_of, nominal_batches
 from biphasic.config.durations import Duration, Elapsed
@@ -233,7 +234,7 @@ def describe(found: Plan, config: PretrainConfig) -> str:
     for corner in found.learning_rate:
         lines.append(f"  learning rate  {corner.lr:.3g} at batch {_number(corner.batch)} ({corner.what})")
     kept = found.checkpoints
-    size = "" if kept["bytes_each"] is None else f", {_bytes(kept['bytes_each'])} each"
+    size = "" if kept["bytes_each"] is None else f", {in_bytes(kept['bytes_each'])} each"
     lines.append(
         f"  checkpoints    {kept['count'] or '?'} in {kept['folder']}, every {config.checkpoint.interval}, "
         f"{'all' if config.checkpoint.keep < 0 else kept['kept']} kept{size}"
@@ -244,8 +245,8 @@ def describe(found: Plan, config: PretrainConfig) -> str:
         m = found.memory_per_rank
         auto = " if the whole rank batch is one microbatch" if found.microbatch == "auto" else ""
         lines.append(
-            f"  memory a rank  {_bytes(m['weights_gradients_optimizer'])} weights, gradients and optimizer; activations "
-            f"roughly {_bytes(m['activations'])} at {m['microbatch_rows']} rows{auto}"
+            f"  memory a rank  {in_bytes(m['weights_gradients_optimizer'])} weights, gradients and optimizer; activations "
+            f"roughly {in_bytes(m['activations'])} at {m['microbatch_rows']} rows{auto}"
         )
     lines += [f"  WARNING        {warning}" for warning in found.warnings]
     return "\n".join(lines)
@@ -264,12 +265,3 @@ def _number(batch: int | None) -> str:
 
 def _tokens(tokens: int | None, before: str) -> str:
     return "" if tokens is None else f"{before}{tokens:,} tokens"
-
-
-def _bytes(count: int) -> str:
-    value = float(count)
-    for unit in ("B", "KB", "MB", "GB"):
-        if value < 1000:
-            return f"{value:.3g} {unit}"
-        value /= 1000
-    return f"{value:.3g} TB"

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from biphasic.amounts import in_bytes, in_time
 from biphasic.config.conversion import ConvertConfig
 from biphasic.data.convert import source_files
 from biphasic.data.reading import FILTERED, Document, Reading
@@ -104,13 +105,12 @@ def estimate(config: ConvertConfig) -> Estimate:
 def describe(found: Estimate, config: ConvertConfig) -> dict[str, str]:
     """The estimate as a person reads it, by what it is about."""
     documents = "" if found.documents is None else f", {found.documents:,} documents"
-    hours = found.core_seconds / 3600
     where = "the disks of the workers together" if is_remote(config.output) else f"the disk of {Path(config.output)}"
+    alone, together = in_time(found.core_seconds), in_time(found.core_seconds / found.workers)
     return {
-        "files": f"{found.files:,} files, {found.file_bytes / 1e9:,.3f} GB{documents}; {found.tasks:,} tasks",
-        "tokens": f"about {found.tokens:,}, of {found.text_bytes / 1e9:,.3f} GB of text (from {found.sampled:,} documents)",
-        "bytes": f"about {found.stored_bytes / 1e9:,.3f} GB stored",
-        "time": f"about {hours:,.2f} core hours of tokenizing at this machine's rate; {hours / found.workers:,.2f} hours "
-        f"with {found.workers} workers",
-        "peak disk": f"about {found.peak_disk_bytes / 1e9:,.3f} GB on {where}",
+        "files": f"{found.files:,} files, {in_bytes(found.file_bytes)}{documents}; {found.tasks:,} tasks",
+        "tokens": f"about {found.tokens:,}, of {in_bytes(found.text_bytes)} of text (from {found.sampled:,} documents)",
+        "bytes": f"about {in_bytes(found.stored_bytes)} stored",
+        "time": f"about {alone} of one core's tokenizing at this machine's rate; {together} with {found.workers} workers",
+        "peak disk": f"about {in_bytes(found.peak_disk_bytes)} on {where}",
     }

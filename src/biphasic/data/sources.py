@@ -117,9 +117,7 @@ def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
 
     name = source.path if source.name is None else f"{source.path}, {source.name}"
     try:
-        commit = None
-        if not Path(source.path).is_dir():
-            commit = HfApi().dataset_info(source.path, revision=source.revision).sha
+        commit = None if Path(source.path).is_dir() else hub_commit(source.path, source.revision)
         builder = datasets.load_dataset_builder(source.path, source.name, revision=commit)
         lists = dict(builder.config.data_files or {})
         if source.split not in lists:
@@ -138,6 +136,23 @@ def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
     except (DatasetsError, HfHubHTTPError, OSError, ValueError, KeyError) as error:
         raise UserError(f"source {name}: can't be read from the hub ({short(error)})") from None
     return files, commit
+
+
+def hub_commit(path: str, revision: str | None) -> str:
+    """The commit that a revision of a hub dataset is at this moment; without a revision, its newest.
+
+    Raises:
+        UserError: the hub can't be reached, or there is no such dataset or revision.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+    try:
+        commit = HfApi().dataset_info(path, revision=revision).sha
+    except (HfHubHTTPError, HFValidationError, OSError) as error:
+        raise UserError(f"{path}: can't be read from the hub ({short(error)})") from None
+    assert commit is not None
+    return commit
 
 
 def look_at(files: list[SourceFile], columns: Columns, progress: bool = True) -> list[Looked]:

@@ -46,7 +46,8 @@ def run(config: PretrainConfig) -> Path:
         The run's folder.
 
     Raises:
-        UserError: data, tokenizer or a checkpoint are missing or don't fit, or a shard turns out to be damaged.
+        UserError: data, tokenizer or a checkpoint are missing or don't fit, a shard turns out to be damaged, or another
+            rank has ended.
     """
     trainer = prepare(config)
     try:
@@ -54,13 +55,19 @@ def run(config: PretrainConfig) -> Path:
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
             trainer.fit()
-    except ShardError as error:
+    except BaseException as error:
         # The first rank says what stops all of them; a shard can stop any one.
-        if dist.get_global_rank():
+        if isinstance(error, ShardError) and dist.get_global_rank():
             print(error, file=sys.stderr, flush=True)
+        # Not `trainer.close()`: it waits for the other ranks, and they wait for this one's batch.
+        trainer.engine.close()
+        if isinstance(error, RuntimeError) and "by peer" in str(error):
+            rank = dist.get_global_rank()
+            raise UserError(
+                f"rank {rank}: another rank ended in the middle of a step; its own message says why"
+            ) from error
         raise
-    finally:
-        trainer.close()
+    trainer.close()
     return folder_of(config)
 
 
