@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test lint lock clean
+.PHONY: env quickstart test lint bench-data lock clean
 
 env: $(READY)
 
@@ -29,6 +29,11 @@ lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright
+
+# About a quarter of an hour on two cores: nothing else may run beside it. Writes benchmarks/results/.
+bench-data: env
+	$(BIN)/python benchmarks/data.py
+	$(BIN)/python benchmarks/open_dataset.py
 
 # Resolves again; needed when pyproject.toml changes.
 lock: env

@@ -9,7 +9,6 @@ other. Each is measured in a fresh process, in turn.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import subprocess
 import sys
@@ -17,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+from tables import save
 
 LENGTH, BATCH, SHARE = 512, 16, 0.9
 
@@ -78,7 +79,7 @@ def measure(rows: int = 50_000, repeats: int = 5) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print the table and, as JSON, all numbers."""
+    """Measure, and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rows", type=int, default=50_000)
     parser.add_argument("--repeats", type=int, default=5)
@@ -89,11 +90,13 @@ def main() -> None:
         print(open_once(given.open, given.share))
         return
     found = measure(given.rows, given.repeats)
-    print("| first batch | median seconds |\n|-|-|")
-    print(f"| at the start | {found['median_seconds']['start']:.3f} |")
-    print(f"| at {SHARE:.0%} of the epoch | {found['median_seconds']['resumed']:.3f} |")
-    print(f"| ratio | {found['ratio']:.2f} |\n")
-    print(json.dumps(found))
+    median = found["median_seconds"]
+    rows = [
+        ["at the start", f"{median['start']:.3f}", "1.00"],
+        [f"at {SHARE:.0%} of the epoch", f"{median['resumed']:.3f}", f"{found['ratio']:.2f}"],
+    ]
+    header = ["first batch", "seconds (median)", "over the start"]
+    print(save("open_dataset", "Opening a dataset", "make bench-data", header, rows, found))
 
 
 if __name__ == "__main__":

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 from pathlib import Path
 from typing import Any
 
 import boto3
+
+from biphasic.config.errors import UserError
+from biphasic.config.schema import DataConfig
+from biphasic.data.streaming import loader
 
 
 def client() -> Any:
@@ -36,3 +41,19 @@ def flip_a_bit(bucket: str, key: str) -> None:
     content = bytearray(client().get_object(Bucket=bucket, Key=key)["Body"].read())
     content[len(content) // 2] ^= 1
     client().put_object(Bucket=bucket, Key=key, Body=bytes(content))
+
+
+def smallest_limit(config: DataConfig) -> int:
+    """What the refusal of a limit of 1 KB names."""
+    try:
+        limited = config.model_copy(update={"cache_limit": "1kb"})
+        loader(limited, limited.streams, 8, seed=3, train=True)
+    except UserError as error:
+        message = str(error)
+    else:
+        raise AssertionError("1kb was accepted")
+    # The error held the dataset, and with it Streaming's claim to the folder.
+    gc.collect()
+    found = re.match(r"data\.cache_limit: 1kb is too small: .* expected at least ([\d,]+)b", message)
+    assert found, message
+    return int(found[1].replace(",", ""))

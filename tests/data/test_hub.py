@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
 from typing import Any
-from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.load import dump
+from hub_server import Repository, serve_hub
 from texts import sentences, write_parquet
 from tiny import ROOT
 
@@ -36,7 +32,6 @@ configs:
     path: sample/10BT/*
 ---
 """
-REVISIONS = {COMMIT: COMMIT, "v1": COMMIT, "main": NEWER, NEWER: NEWER}
 
 
 def records(count: int, seed: int) -> list[dict[str, Any]]:
@@ -58,103 +53,10 @@ def records(count: int, seed: int) -> list[dict[str, Any]]:
     ]
 
 
-class Hub(BaseHTTPRequestHandler):
-    """What of the hub's interface reading a dataset needs. `folders` has a repository's content for each commit."""
-
-    folders: dict[str, Path]
-    asked: list[str]
-    protocol_version = "HTTP/1.1"
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_POST(self) -> None:
-        content = self.rfile.read(int(self.headers["Content-Length"])).decode()
-        wanted = json.loads(content) if content.startswith("{") else parse_qs(content)
-        commit = REVISIONS[self.path.rpartition("/")[2]]
-        self._json([self._entry(commit, path) for path in wanted["paths"] if (self.folders[commit] / path).exists()])
-
-    def do_GET(self) -> None:
-        parts = urlsplit(self.path)
-        path = unquote(parts.path)
-        self.asked.append(path)
-        start, resolve = f"/api/datasets/{NAME}", f"/datasets/{NAME}/resolve/"
-        if path == start or path.startswith(f"{start}/revision/"):
-            revision = path.rpartition("/")[2] if path != start else "main"
-            if revision not in REVISIONS:
-                self._none("RevisionNotFound")
-                return
-            commit = REVISIONS[revision]
-            names = [{"rfilename": name} for name in self._names(commit)]
-            self._json({"id": NAME, "sha": commit, "siblings": names, "tags": [], "private": False, "downloads": 0})
-        elif path.startswith(f"{start}/tree/"):
-            revision, _, below = path.removeprefix(f"{start}/tree/").partition("/")
-            self._tree(
-                REVISIONS[revision], below, "recursive" in parts.query and "ecursive=true" in parts.query.lower()
-            )
-        elif path.startswith(resolve):
-            revision, _, name = path.removeprefix(resolve).partition("/")
-            self._file(REVISIONS[revision], name)
-        else:
-            self._none("RepoNotFound")
-
-    def _names(self, commit: str) -> list[str]:
-        folder = self.folders[commit]
-        return sorted(path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file())
-
-    def _entry(self, commit: str, name: str) -> dict[str, Any]:
-        path = self.folders[commit] / name
-        if path.is_dir():
-            return {"type": "directory", "oid": "0" * 40, "size": 0, "path": name}
-        content = path.read_bytes()
-        return {"type": "file", "oid": hashlib.sha1(content).hexdigest(), "size": len(content), "path": name}
-
-    def _tree(self, commit: str, below: str, recursive: bool) -> None:
-        folder = self.folders[commit] / below
-        if not folder.exists():
-            self._none("EntryNotFound")
-            return
-        found = sorted(folder.rglob("*") if recursive else folder.iterdir())
-        self._json([self._entry(commit, path.relative_to(self.folders[commit]).as_posix()) for path in found])
-
-    def _file(self, commit: str, name: str) -> None:
-        path = self.folders[commit] / name
-        if not path.is_file():
-            self._none("EntryNotFound")
-            return
-        content = path.read_bytes()
-        about = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha1(content).hexdigest()}"', "Accept-Ranges": "bytes"}
-        wanted = self.headers.get("Range")
-        if wanted:
-            first, _, last = wanted.removeprefix("bytes=").partition("-")
-            end = min(int(last or len(content) - 1), len(content) - 1)
-            about["Content-Range"] = f"bytes {first}-{end}/{len(content)}"
-            content = content[int(first) : end + 1]
-        self._send(206 if wanted else 200, content, {**about, "Content-Type": "application/octet-stream"})
-
-    def _json(self, content: Any) -> None:
-        self._send(200, json.dumps(content).encode(), {"Content-Type": "application/json"})
-
-    def _none(self, code: str) -> None:
-        self._send(404, b"{}", {"X-Error-Code": code, "Content-Type": "application/json"})
-
-    def _send(self, status: int, content: bytes, about: dict[str, str]) -> None:
-        self.send_response(status)
-        for name, value in {**about, "Content-Length": str(len(content))}.items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
-
-
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[type[Hub]]:
-    Hub.folders = {COMMIT: tmp_path / "pinned", NEWER: tmp_path / "newer"}
-    Hub.asked = []
-    for commit, folder in Hub.folders.items():
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    folders = {COMMIT: tmp_path / "pinned", NEWER: tmp_path / "newer"}
+    for commit, folder in folders.items():
         for name in ("sample/10BT", "data/CC-MAIN-2013-20"):
             (folder / name).mkdir(parents=True)
         (folder / "README.md").write_text(CARD)
@@ -162,22 +64,21 @@ def hub(tmp_path: Path) -> Iterator[type[Hub]]:
             write_parquet(folder / "sample" / "10BT" / f"{number:03d}_00000.parquet", records(300, seed=number))
         write_parquet(folder / "data" / "CC-MAIN-2013-20" / "train-0.parquet", records(50, seed=len(commit)))
     write_parquet(tmp_path / "newer" / "sample" / "10BT" / "002_00000.parquet", records(300, seed=9))
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    Thread(target=server.serve_forever, daemon=True).start()
-    yield type("Running", (Hub,), {"port": server.server_port})
-    server.shutdown()
+    repository = Repository(folders, {"v1": COMMIT, "main": NEWER})
+    with serve_hub({NAME: repository}, tmp_path / "home") as environment:
+        yield environment
 
 
-def run(hub: Any, tmp_path: Path, config: ConvertConfig, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(
+    hub: dict[str, str], tmp_path: Path, config: ConvertConfig, *arguments: str
+) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config))
-    # In a process of its own: the hub's client reads its address when it is imported.
-    environment = {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{hub.port}", "HF_HOME": str(tmp_path / "home")}
     command = [sys.executable, str(ROOT / "data_prep" / "convert.py"), str(path), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=hub)
 
 
-def test_a_pinned_dataset_of_the_hub(hub: Any, config_for: Make, tmp_path: Path) -> None:
+def test_a_pinned_dataset_of_the_hub(hub: dict[str, str], config_for: Make, tmp_path: Path) -> None:
     source = {"kind": "hub", "path": NAME, "name": "sample-10BT", "revision": COMMIT}
     config = config_for([], source=source, cluster={"workers": 1}, filters=[{"column": "int_score", "min": 4}])
     planned = run(hub, tmp_path, config, "--plan")
@@ -197,7 +98,7 @@ def test_a_pinned_dataset_of_the_hub(hub: Any, config_for: Make, tmp_path: Path)
     assert "nothing to do" in again.stdout, again.stdout + again.stderr
 
 
-def test_the_newest_commit_is_looked_up_and_recorded(hub: Any, config_for: Make, tmp_path: Path) -> None:
+def test_the_newest_commit_is_looked_up_and_recorded(hub: dict[str, str], config_for: Make, tmp_path: Path) -> None:
     source = {"kind": "hub", "path": NAME, "name": "sample-10BT"}
     found = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
     assert found.returncode == 0, found.stdout + found.stderr
@@ -224,7 +125,7 @@ def test_the_newest_commit_is_looked_up_and_recorded(hub: Any, config_for: Make,
     ],
 )
 def test_what_the_hub_does_not_have(
-    hub: Any, config_for: Make, tmp_path: Path, source: dict[str, str], message: str
+    hub: dict[str, str], config_for: Make, tmp_path: Path, source: dict[str, str], message: str
 ) -> None:
     found = run(hub, tmp_path, config_for([], source={"kind": "hub", **source}))
     assert found.returncode == 2

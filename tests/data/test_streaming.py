@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import re
 import shutil
 import threading
 import time
@@ -25,7 +24,7 @@ from biphasic.config.schema import DataConfig
 from biphasic.data.shards import ShardError
 from biphasic.data.streaming import loader
 from biphasic.storage import store
-from buckets import bucket_for, client, flip_a_bit, upload
+from buckets import bucket_for, client, flip_a_bit, smallest_limit, upload
 from conftest import Write
 from tiny import LENGTH, config_of, launch, losses, train
 
@@ -96,21 +95,6 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._done.set()
         self._thread.join()
-
-
-def smallest_limit(config: DataConfig) -> int:
-    """What the refusal of a limit of 1 KB names."""
-    try:
-        open_rows(config.model_copy(update={"cache_limit": "1kb"}))
-    except UserError as error:
-        message = str(error)
-    else:
-        raise AssertionError("1kb was accepted")
-    # The error held the dataset, and with it Streaming's claim to the folder.
-    gc.collect()
-    found = re.match(r"data\.cache_limit: 1kb is too small: .* expected at least ([\d,]+)b", message)
-    assert found, message
-    return int(found[1].replace(",", ""))
 
 
 @pytest.mark.parametrize("workers", [0, 2])

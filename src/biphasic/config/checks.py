@@ -332,9 +332,10 @@ def _tasks(config: TasksConfig) -> Found:
             elif place.path is None and (place.name is not None or place.revision is not None):
                 wrong = "name" if place.name is not None else "revision"
                 yield [f"{key}.{wrong}", f"{key}.path"], "has no effect without `path`"
-            for split in splits if place.files is not None else []:
-                if split not in place.files:
-                    yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {', '.join(place.files)})"
+            files = dict.fromkeys(splits) if place.files is None else place.files
+            for split in splits:
+                if split not in files:
+                    yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {', '.join(files)})"
         if isinstance(task, RetrievalData):
             for split, qrels in task.qrels.items():
                 if qrels.list_column is not None and qrels.score_column is not None:

@@ -142,15 +142,12 @@ def hub_commit(path: str, revision: str | None) -> str:
     """The commit that a revision of a hub dataset is at this moment; without a revision, its newest.
 
     Raises:
-        UserError: the hub can't be reached, or there is no such dataset or revision.
+        OSError: the hub can't be reached, or there is no such dataset or revision.
+        ValueError: `path` can't be a dataset's name.
     """
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    try:
-        commit = HfApi().dataset_info(path, revision=revision).sha
-    except (HfHubHTTPError, HFValidationError, OSError) as error:
-        raise UserError(f"{path}: can't be read from the hub ({short(error)})") from None
+    commit = HfApi().dataset_info(path, revision=revision).sha
     assert commit is not None
     return commit
 

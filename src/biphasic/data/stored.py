@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -78,11 +76,7 @@ def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:
 
 def tokenizer_of(output: str) -> Tokenizer:
     """The tokenizer that lies in a conversion."""
-    place = store(output)
-    with TemporaryDirectory() as folder:
-        for name in place.list("tokenizer"):
-            (Path(folder) / Path(name).name).write_bytes(place.read(name))
-        return load_tokenizer(folder)
+    return load_tokenizer(join(output, "tokenizer"))
 
 
 def shard_reader(shard: dict[str, Any]) -> MDSReader:

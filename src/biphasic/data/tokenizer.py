@@ -12,7 +12,9 @@ from typing import Any
 import tokenizers
 
 from biphasic.config.errors import UserError
+from biphasic.storage import is_remote, short, store
 
+FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 ROLES = ("pad", "bos", "eos", "mask")
 ADDED_MASK = "<|mask|>"
 """What a tokenizer without a mask token gets; EuroBERT's name for it."""
@@ -70,19 +72,21 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str) -> Tokenizer:
-    """Read a tokenizer from a folder or from the hub.
+    """Read a tokenizer from a folder, a bucket or the hub.
 
     A tokenizer without a mask token gets one, `<|mask|>`, after its last id; without a pad token, eos does for it (as in
     EuroBERT's tokenizer: padding is never looked at).
 
     Args:
-        path: a folder with `tokenizer.json` and `tokenizer_config.json`, or a hub id.
+        path: a folder or a bucket's prefix with `tokenizer.json` and `tokenizer_config.json`, or a hub id.
 
     Raises:
         UserError: nothing usable is there, or it has neither pad nor eos.
     """
     if Path(path).is_dir():
         return _read(Path(path), path)
+    if is_remote(path):
+        return _read_remote(path)
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"tokenizer {path}: there is no such folder")
     from transformers import AutoTokenizer
@@ -90,9 +94,21 @@ def load_tokenizer(path: str) -> Tokenizer:
     try:
         found = AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {_first_line(error)}") from None
+        raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {short(error)}") from None
     with tempfile.TemporaryDirectory() as folder:
         found.save_pretrained(folder)
+        return _read(Path(folder), path)
+
+
+def _read_remote(path: str) -> Tokenizer:
+    place = store(path)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for name in FILES:
+                if place.stat(name) is not None:
+                    (Path(folder) / name).write_bytes(place.read(name))
+        except OSError as error:
+            raise UserError(f"tokenizer {path}: can't be read ({short(error)})") from None
         return _read(Path(folder), path)
 
 
@@ -106,7 +122,7 @@ def _read(folder: Path, source: str) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise UserError(f"tokenizer {source}: tokenizer.json can't be read ({_first_line(error)})") from None
+        raise UserError(f"tokenizer {source}: tokenizer.json can't be read ({short(error)})") from None
     # Their saved values are for other uses: here every text is encoded whole, and rows are padded after packing.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -168,9 +184,5 @@ def _json(file: Path, source: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"tokenizer {source}: {file.name} can't be read ({_first_line(error)})") from None
+        raise UserError(f"tokenizer {source}: {file.name} can't be read ({short(error)})") from None
     return content if isinstance(content, dict) else {}
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

@@ -1,0 +1,57 @@
+"""A conversion on a Ray cluster that is already running, of two machines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.config.conversion import ConvertConfig
+from biphasic.config.errors import UserError
+from biphasic.data.convert import convert
+from outputs import same_bytes
+from texts import sentences, write_parquet
+
+Make = Callable[..., ConvertConfig]
+STORE = 100 * 2**20
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    from ray.cluster_utils import Cluster
+
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE}
+    found = Cluster(initialize_head=True, head_node_args=head)
+    found.add_node(num_cpus=1, object_store_memory=STORE)
+    found.wait_for_nodes()
+    yield found
+    found.shutdown()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> dict[str, Any]:
+    (tmp_path / "text").mkdir()
+    for number in range(4):
+        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(4500, seed=number))
+    return {"task_bytes": 1 << 20, "shard_bytes": 1 << 16, "validation_fraction": 0.05}
+
+
+def test_two_machines_write_what_one_does(
+    cluster: Any, keys: dict[str, Any], config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = {"address": cluster.address}
+    with pytest.raises(UserError, match=r"a folder of one machine, and the cluster has 2: name a bucket, or set"):
+        convert(config_for(tmp_path / "text", **keys, cluster=place))
+    shared = {**place, "shared_folder": True}
+    record = convert(config_for(tmp_path / "text", **keys, cluster=shared))
+    assert len(record["tasks"]) == 4
+    convert(config_for(tmp_path / "text", **keys, cluster={"workers": 1}, output=str(tmp_path / "alone")))
+    assert same_bytes(tmp_path / "out", tmp_path / "alone")
+
+
+def test_no_cluster(keys: dict[str, Any], config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_GCS_RPC_TIMEOUT_S", "2")
+    with pytest.raises(UserError, match=r"^cluster.address 127.0.0.1:1: no Ray cluster can be reached \("):
+        convert(config_for(tmp_path / "text", **keys, cluster={"address": "127.0.0.1:1"}))
