@@ -38,6 +38,12 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     return {"task_bytes": 1 << 20, "shard_bytes": 1 << 16, "validation_fraction": 0.05}
 
 
+def test_auto_without_a_cluster(keys: dict[str, Any], config_for: Make, tmp_path: Path) -> None:
+    """Before the module's cluster starts."""
+    with pytest.raises(UserError, match=r"^cluster.address auto: no Ray cluster can be reached \("):
+        convert(config_for(tmp_path / "text", **keys, cluster={"address": "auto"}))
+
+
 def test_two_machines_write_what_one_does(
     cluster: Any, keys: dict[str, Any], config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -51,7 +57,7 @@ def test_two_machines_write_what_one_does(
     assert same_bytes(tmp_path / "out", tmp_path / "alone")
 
 
-def test_no_cluster(keys: dict[str, Any], config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_GCS_RPC_TIMEOUT_S", "2")
-    with pytest.raises(UserError, match=r"^cluster.address 127.0.0.1:1: no Ray cluster can be reached \("):
-        convert(config_for(tmp_path / "text", **keys, cluster={"address": "127.0.0.1:1"}))
+@pytest.mark.parametrize("address", ["127.0.0.1:1", "nowhere.invalid:6379", "head"])
+def test_no_cluster(keys: dict[str, Any], config_for: Make, tmp_path: Path, address: str) -> None:
+    with pytest.raises(UserError, match=rf"^cluster.address {address}: no Ray cluster can be reached \("):
+        convert(config_for(tmp_path / "text", **keys, cluster={"address": address}))

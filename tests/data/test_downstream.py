@@ -154,9 +154,11 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     import datasets
 
+    datasets.disable_progress_bars()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
         yield
+    datasets.enable_progress_bars()
 
 
 def config_of(sets: dict[str, str], output: Path | str, *more: str) -> TasksConfig:
@@ -407,7 +409,7 @@ def test_judgments_of_what_is_not_there(sets: dict[str, str], tmp_path: Path) ->
         ({"files": {"train": ["{tmp}/none.parquet"]}}, "{tmp}/none.parquet: there is no such file"),
         ({"files": {"train": ["{tmp}/damaged.parquet"]}}, "{tmp}/damaged.parquet: can't be read ("),
         ({"files": {"train": ["{tmp}/rows.txt"]}}, "{tmp}/rows.txt: expected files of one kind: .parquet, "),
-        ({"files": {"train": ["{tmp}/rows.jsonl"]}}, "{tmp}/rows.jsonl: has no column 'tokens' (it has: text)"),
+        ({"files": {"train": ["{tmp}/rows.jsonl"]}}, "{tmp}/rows.jsonl: has no column 'tags' (it has: text)"),
     ],
 )
 def test_sources_that_cannot_be_read(

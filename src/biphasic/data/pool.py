@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from ray import ObjectRef
 
 _LOOK_EVERY = 0.5
+_ANSWER_SECONDS = 10
 _OBJECT_STORE_BYTES = 150 * 2**20
 
 
@@ -175,6 +177,7 @@ def open_pool(work: Work, tasks: int, report: Report, say: Callable[[str], None]
         settings |= {"object_store_memory": _OBJECT_STORE_BYTES}
     else:
         settings |= {"address": cluster.address}
+        _require_answer(cluster.address)
     try:
         ray.init(logging_level=logging.ERROR, **settings)
     except (ConnectionError, RuntimeError, ValueError) as error:
@@ -187,6 +190,20 @@ def open_pool(work: Work, tasks: int, report: Report, say: Callable[[str], None]
         yield RayPool(work, cluster, wanted, report, say)
     finally:
         ray.shutdown()
+
+
+def _require_answer(address: str) -> None:
+    """Ray itself tries for a quarter of an hour."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    try:
+        socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()
+    except (OSError, ValueError, OverflowError) as error:
+        expected = "expected auto, or the head's HOST:PORT that `ray start` has printed"
+        raise UserError(
+            f"cluster.address {address}: no Ray cluster can be reached ({short(error)}); {expected}"
+        ) from None
 
 
 def _require_shared(work: Work, machines: int) -> None:

@@ -15,6 +15,8 @@ from biphasic.storage import short
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 _PACKED = (".gz", ".zst")
 _BATCH = 1000
+_ANY = "train"
+"""The library reserves some names of splits; those of a YAML's `files` are free."""
 
 
 Row = dict[str, Any]
@@ -75,7 +77,7 @@ class Table:
         """Part of the rows and the rest, drawn by the `datasets` library's own split, as the paper's evaluation does."""
         if len(self) < 2:
             raise UserError(f"{self.where}: {len(self)} rows are too few to take a validation split from")
-        split = self.rows.train_test_split(train_size=first, seed=seed, keep_in_memory=True)
+        split = self.rows.train_test_split(train_size=first, seed=seed)
         return tuple(Table(split[name], self.where, self.commit) for name in ("train", "test"))  # pyright: ignore
 
 
@@ -97,11 +99,12 @@ def open_table(config: DatasetConfig, split: str) -> Table:
             files, builder = _local_files(config.files[split])
             where = ", ".join(config.files[split])
             more: dict[str, Any] = {"sep": "\t"} if _kind(files[0]) == ".tsv" else {}
-            rows = datasets.load_dataset(builder, data_files={split: files}, split=split, **more)
+            rows = datasets.load_dataset(builder, data_files={_ANY: files}, split=_ANY, **more)
         else:
             commit = None if Path(config.path).is_dir() else hub_commit(config.path, config.revision)
-            patterns = None if config.files is None else {split: config.files[split]}
-            rows = datasets.load_dataset(config.path, config.name, revision=commit, data_files=patterns, split=split)
+            given = None if config.files is None else {_ANY: config.files[split]}
+            name = split if given is None else _ANY
+            rows = datasets.load_dataset(config.path, config.name, revision=commit, data_files=given, split=name)
     except UserError:
         raise
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
