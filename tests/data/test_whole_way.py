@@ -72,7 +72,8 @@ def test_the_whole_way(
     assert f"{out}: its conversion is not finished; run data_prep/verify.py on it" in too_early.stderr
     missing = run("verify", out)
     assert missing.returncode == 2
-    assert f"{TASKS - finished} of {TASKS} tasks" in missing.stderr
+    assert f"{out}: is an unfinished conversion: {TASKS - finished} task" in missing.stderr
+    assert f"{text}/{TASKS - 1}.parquet); run data_prep/convert.py again" in missing.stderr
 
     # Resumed: what is finished is kept, and all is as if nothing had happened.
     resumed = run("convert", str(path))
@@ -90,12 +91,12 @@ def test_the_whole_way(
     # Trained on through a cache that is smaller than the data, with the tokenizer from the bucket too.
     index = json.loads((undisturbed / "train" / "index.json").read_text())
     size = sum(shard["raw_data"]["bytes"] for shard in index["shards"])
-    small = {**remote, "data__predownload": 8, "data__shuffle_block_size": 64}
+    small = {**remote, "data__predownload": 8}
     limit = smallest_limit(config_of(write_yaml("limit", **small)).data)
     assert limit < size / 2
     given = {**small, "data__cache_limit": f"{limit}b"}
     found = losses(train(config_of(write_yaml("through-the-cache", **given))))
-    at_once = {**small, "data__train": {"local": str(undisturbed / "train")}}
+    at_once = {**remote, "data__train": {"local": str(undisturbed / "train")}}
     at_once["data__validation"] = {"local": str(undisturbed / "validation")}
     assert found == losses(train(config_of(write_yaml("from-the-folder", **at_once))))
     assert len(found) == 12
