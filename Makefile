@@ -15,7 +15,8 @@ $(READY): requirements.lock pyproject.toml
 	@echo "environment: installing the locked requirements into $(VENV) (about 7 GB on disk, a minute or two)"
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)"
-	$(BIN)/uv pip sync --quiet --python $(BIN)/python requirements.lock
+	# Compiled here once: where Python may not write its bytecode, each start would take seconds more.
+	$(BIN)/uv pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.lock
 	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
 	@touch $(READY)
 

@@ -39,6 +39,9 @@ class Progress:
         """Count what a worker has done."""
         if not size:
             return
+        if not self.bytes:
+            # What the workers needed to start is no part of the rate.
+            self._bar.unpause()
         self.tokens += tokens
         self.bytes += size
         self._bar.total = max(self._estimate(), self._bar.n + tokens)
