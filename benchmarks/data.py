@@ -223,6 +223,37 @@ def rate(found: dict[str, float]) -> float:
     return found["tokens"] / (found["seconds"] - found["start"])
 
 
+def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+    """The table's header and rows, from all numbers; adds the ratios to these."""
+    best = {name: max((run[name] for run in numbers["runs"]), key=rate) for name in PARTS}
+    large, megabytes = numbers["large"], numbers["megabytes"]
+
+    def row(what: str, found: dict[str, float], measured: float) -> list[str]:
+        over = {name: measured / rate(best[name]) for name in ("encode", "plain")}
+        numbers.setdefault("ratios", {})[what] = over
+        peak = f"{found['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in found else ""
+        return [
+            what,
+            f"{measured:,.0f}",
+            f"{measured / THREADS:,.0f}",
+            *(f"{ratio:.2f}" for ratio in over.values()),
+            peak,
+        ]
+
+    rows = [
+        row("`encode_batch` alone, 2 threads", best["encode"], rate(best["encode"])),
+        row("plain converter, 1 process", best["plain"], rate(best["plain"])),
+    ]
+    for size, found in ((megabytes, best["convert"]), (10 * megabytes, large)):
+        if found is not None:
+            name, start = f"`convert.py`, {size:,} MB, 2 workers", found["start"]
+            rows.append(row(name, found, rate(found)))
+            rows.append(row(f"{name}, its start of {start:.0f} s included", found, found["tokens"] / found["seconds"]))
+    if large is not None:
+        numbers["memory_ratio"] = large["peak_bytes"] / best["convert"]["peak_bytes"]
+    return ["", "tokens/s", "tokens/s a core of 2", "over `encode_batch`", "over plain", "peak GiB"], rows
+
+
 def main() -> None:
     """Measure, and write the table."""
     parser = argparse.ArgumentParser(description="Conversion against the tokenizer alone and a plain converter.")
@@ -239,35 +270,9 @@ def main() -> None:
     tokenizer = make_tokenizer(text)
     # By turns, so that a slow minute of the machine doesn't hit one of them alone.
     runs = [{name: part(name, text, tokenizer) for name in PARTS} for _ in range(chosen.repeats)]
-    best = {name: max((run[name] for run in runs), key=rate) for name in PARTS}
     large = None if chosen.no_memory else part("convert", make_text(10 * chosen.megabytes), tokenizer)
-    numbers: dict[str, Any] = {
-        "megabytes": chosen.megabytes,
-        "threads": THREADS,
-        "runs": runs,
-        "over_encode_batch": rate(best["convert"]) / rate(best["encode"]),
-        "over_plain": rate(best["convert"]) / rate(best["plain"]),
-        "over_encode_batch_with_start": best["convert"]["tokens"] / best["convert"]["seconds"] / rate(best["encode"]),
-    }
-
-    def row(what: str, found: dict) -> list[str]:
-        measured = rate(found)
-        over = [f"{measured / rate(best[name]):.2f}" for name in ("encode", "plain")]
-        return [what, f"{measured:,.0f}", f"{measured / THREADS:,.0f}", *over]
-
-    rows = [
-        row("`encode_batch` alone, 2 threads", best["encode"]),
-        row("`data_prep/convert.py`, 2 workers", best["convert"]),
-        row("plain converter, 1 process", best["plain"]),
-    ]
-    header = ["", "tokens/s", "tokens/s a core of 2", "over `encode_batch`", "over plain"]
-    if large is not None:
-        small = best["convert"]
-        numbers["memory_ratio"] = large["peak_bytes"] / small["peak_bytes"]
-        numbers["large"] = large
-        for megabytes, found in ((chosen.megabytes, small), (10 * chosen.megabytes, large)):
-            peak = f"{found['peak_bytes'] / 2**30:.2f} GiB"
-            rows.append(row(f"convert, {megabytes:,} MB: peak memory {peak}, start {found['start']:.1f} s", found))
+    numbers = {"megabytes": chosen.megabytes, "threads": THREADS, "runs": runs, "large": large}
+    header, rows = table(numbers)
     print(save("data", "Conversion", "make bench-data", header, rows, numbers))
 
 

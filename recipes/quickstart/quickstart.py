@@ -19,6 +19,7 @@ from typing import Any
 
 from biphasic.checkpointing.find import newest_checkpoint
 from biphasic.config.load import load
+from biphasic.storage import store
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
@@ -197,11 +198,7 @@ def read(step: Step) -> dict[str, Any]:
 
 def write(step: Step, record: dict[str, object]) -> None:
     """Remember an attempt; `seconds` stands in it only when it succeeded."""
-    path = RUN / "steps" / f"{step.name}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    partial.write_text(json.dumps(record, indent=1), encoding="utf-8")
-    partial.rename(path)
+    store(str(RUN / "steps")).write(f"{step.name}.json", json.dumps(record, indent=1).encode())
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.report.curves import loss_curve
+from biphasic.storage import store
 from biphasic.training.jsonl_logger import read_metrics
 
 RUN = Path("runs/quickstart")
@@ -38,9 +39,7 @@ def main() -> int:
         *(shlex.join(record["command"]) for record in in_order(steps)),
         "```\n",
     ]
-    partial = RUN / "report.partial"
-    partial.write_text("\n".join(parts), encoding="utf-8")
-    partial.rename(RUN / "report.md")
+    store(str(RUN)).write("report.md", "\n".join(parts).encode())
     return 0
 
 

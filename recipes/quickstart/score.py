@@ -12,6 +12,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from biphasic.config.errors import UserError
+from biphasic.storage import store
 
 RUN = Path("runs/quickstart")
 SYSTEMS = {
@@ -70,9 +71,7 @@ def main() -> int:
     low, high = gain["interval"]
     lines.append(f"  {'gain of pretraining':24} {gain['mean']:+.4f}  [{low:+.4f}, {high:+.4f}], both fine-tuned")
     (folder / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    partial = folder / "scores.partial"
-    partial.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    partial.rename(folder / "scores.json")
+    store(str(folder)).write("scores.json", (json.dumps(content, indent=1) + "\n").encode())
     return 0
 
 
