@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import dataclass
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -13,15 +13,15 @@ import numpy as np
 from biphasic.amounts import in_bytes, in_time
 from biphasic.config.conversion import ConvertConfig
 from biphasic.data.convert import source_files
-from biphasic.data.reading import FILTERED, Document, Reading
+from biphasic.data.reading import FILTERED, Document, Piece, Reading, read_documents
 from biphasic.data.rows import token_dtype
-from biphasic.data.sources import look_at, read_file
+from biphasic.data.sources import Looked, SourceFile, look_at
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.data.work import plan_tasks
 from biphasic.data.worker import document_ends, encode
 from biphasic.storage import is_remote
 
-_FILES, _DOCUMENTS = 8, 250
+_PARTS, _DOCUMENTS = 8, 250
 _SHARDS_WAITING = 9
 """Shards of a worker that lie on its disk at most: one that is being written, and those that wait for their upload."""
 
@@ -44,7 +44,7 @@ class Estimate:
 
 
 def estimate(config: ConvertConfig) -> Estimate:
-    """Look at a conversion's sources, and tokenize a few hundred documents of up to eight of its files.
+    """Look at a conversion's sources, and tokenize a few hundred documents of up to eight places in them.
 
     Raises:
         UserError: sources or tokenizer can't be used.
@@ -58,33 +58,36 @@ def estimate(config: ConvertConfig) -> Estimate:
     looks = look_at(files, reading.columns)
     tasks = plan_tasks(files, looks, config.task_bytes)
     usable = [(file, look) for file, look in zip(files, looks, strict=True) if look.fault is None]
-    spread = np.unique(np.linspace(0, len(usable) - 1, min(_FILES, len(usable))).round().astype(int)) if usable else []
     texts: list[str] = []
+    ends_of_parts: list[int] = []
     seen = 0
-    for at in spread:
-        for found in islice(read_file(usable[at][0], reading), _DOCUMENTS):
+    for part in _spread(usable):
+        for found in islice(read_documents(part, reading), _DOCUMENTS):
             seen += 1
             if isinstance(found, Document):
                 texts.append(found.text)
             elif found.kind != FILTERED:
                 seen -= 1
+        ends_of_parts.append(len(texts))
     encode(tokenizer, texts[:10])
     start = time.process_time()
     encoded = encode(tokenizer, texts)
     seconds = max(time.process_time() - start, 1e-9)
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     found = sum(len(ids) + ends for ids in encoded)
-    ids = np.array([id for some in encoded for id in some], dtype=token_dtype(tokenizer.vocab_size))
-    stored = ids.tobytes()
-    packed = len(zstandard.compress(stored)) if config.compression else len(stored)
+    # Each part's by themselves, as shards are: what parts have in common is not stored once.
+    samples = [encoded[first:last] for first, last in pairwise([0, *ends_of_parts])]
+    parts = [_as_stored(sample, tokenizer.vocab_size) for sample in samples]
+    raw = sum(len(part) for part in parts)
+    packed = sum(len(zstandard.compress(part)) for part in parts) if config.compression else raw
     kept = len(texts) / max(seen, 1)
     text_bytes = round(sum(task.bytes for task in tasks) * kept)
     tokens = round(text_bytes * found / max(size, 1))
     if config.max_tokens is not None and config.max_tokens < tokens:
         text_bytes, tokens = round(text_bytes * config.max_tokens / tokens), config.max_tokens
     workers = config.cluster.workers or max(len(os.sched_getaffinity(0)) // config.cluster.cpus_per_worker, 1)
-    stored_bytes = round(tokens * packed / max(len(ids), 1))
-    shard = round(config.shard_bytes * packed / max(len(stored), 1))
+    stored_bytes = round(tokens * packed / max(sum(len(ids) for ids in encoded), 1))
+    shard = round(config.shard_bytes * packed / max(raw, 1))
     scratch = min(workers, max(len(tasks), 1)) * _SHARDS_WAITING * shard
     counted = None if any(not look.rows for _, look in usable) else sum(sum(look.rows) for _, look in usable)
     return Estimate(
@@ -100,6 +103,22 @@ def estimate(config: ConvertConfig) -> Estimate:
         peak_disk_bytes=scratch if is_remote(config.output) else stored_bytes,
         sampled=len(texts),
     )
+
+
+def _spread(files: list[tuple[SourceFile, Looked]]) -> list[Piece]:
+    """Up to eight places in the text, evenly far apart: row groups of Parquet files, the beginnings of others."""
+    places = [
+        Piece(file.path, file.bytes, file.version, None if group is None else (group, group + 1))
+        for file, look in files
+        for group in (range(len(look.rows)) if look.rows else [None])
+    ]
+    return [
+        places[at] for at in np.unique(np.linspace(0, len(places) - 1, min(_PARTS, len(places))).round().astype(int))
+    ]
+
+
+def _as_stored(encoded: list[list[int]], vocab_size: int) -> bytes:
+    return np.array([id for ids in encoded for id in ids], dtype=token_dtype(vocab_size)).tobytes()
 
 
 def describe(found: Estimate, config: ConvertConfig) -> dict[str, str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import glob
 import posixpath
 import re
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 from biphasic.config.conversion import FilesSource, HubSource
 from biphasic.config.errors import UserError
-from biphasic.data.reading import Columns, Document, Piece, Reading, Skipped, missing_column, read_documents
+from biphasic.data.reading import Columns, missing_column
 from biphasic.storage import filesystem, is_remote, short, store
 
 _KINDS = (".parquet", *(kind + packed for kind in (".jsonl", ".txt") for packed in ("", ".gz", ".zst")))
@@ -193,8 +192,3 @@ def _look_at(file: SourceFile, columns: Columns) -> Looked:
         rows=tuple(group.num_rows for group in groups),
         text_bytes=tuple(group.column(text).total_uncompressed_size for group in groups),
     )
-
-
-def read_file(file: SourceFile, reading: Reading) -> Iterator[Document | Skipped]:
-    """All of a file's documents in order, and the records that give none; see `read_documents`."""
-    return read_documents(Piece(file.path, file.bytes, file.version), reading)
