@@ -64,11 +64,11 @@ def _training_texts(config: ConvertConfig, source: FilesSource) -> Iterator[str]
     """The texts of the training split; what is held out is not looked at."""
     from tqdm import tqdm
 
-    from biphasic.data.reading import Document, Reading
+    from biphasic.data.reading import Document, Reading, read_documents
     from biphasic.data.rows import in_validation
-    from biphasic.data.sources import find_files, read_file
+    from biphasic.data.sources import find_files
 
-    found = chain.from_iterable(read_file(file, Reading.of(config)) for file in find_files(source))
+    found = chain.from_iterable(read_documents(file.piece(), Reading.of(config)) for file in find_files(source))
     for document in tqdm(islice(found, config.max_documents), desc="tokenizer's text", unit="doc"):
         if isinstance(document, Document) and not in_validation(document.id, config.validation_fraction):
             yield document.text

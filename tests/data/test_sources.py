@@ -12,7 +12,7 @@ import zstandard
 
 from biphasic.config.conversion import FilesSource, FilterConfig, HubSource
 from biphasic.config.errors import UserError
-from biphasic.data.reading import Columns, DamagedFile, Document, Piece, Reading, Skipped, read_documents
+from biphasic.data.reading import Columns, DamagedFile, Document, Reading, Skipped, read_documents
 from biphasic.data.sources import find_files, find_hub_files, look_at
 from texts import Records, sentences, write_parquet
 
@@ -30,8 +30,7 @@ def read(*paths: Path | str, columns: Columns = COLUMNS, **keys: Any) -> list[Do
         f"{file.path}: {look.fault}" for file, look in zip(files, look_at(files, columns), strict=True) if look.fault
     ]
     assert not faults
-    pieces = [Piece(file.path, file.bytes, file.version) for file in files]
-    return [found for piece in pieces for found in read_documents(piece, Reading(columns, **keys))]
+    return [found for file in files for found in read_documents(file.piece(), Reading(columns, **keys))]
 
 
 def texts(found: list[Document | Skipped]) -> list[str]:

@@ -108,7 +108,7 @@ def estimate(config: ConvertConfig) -> Estimate:
 def _spread(files: list[tuple[SourceFile, Looked]]) -> list[Piece]:
     """Up to eight places in the text, evenly far apart: row groups of Parquet files, the beginnings of others."""
     places = [
-        Piece(file.path, file.bytes, file.version, None if group is None else (group, group + 1))
+        file.piece(None if group is None else (group, group + 1))
         for file, look in files
         for group in (range(len(look.rows)) if look.rows else [None])
     ]

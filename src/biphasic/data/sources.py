@@ -11,7 +11,7 @@ from pathlib import Path
 
 from biphasic.config.conversion import FilesSource, HubSource
 from biphasic.config.errors import UserError
-from biphasic.data.reading import Columns, missing_column
+from biphasic.data.reading import Columns, Piece, missing_column
 from biphasic.storage import filesystem, is_remote, short, store
 
 _KINDS = (".parquet", *(kind + packed for kind in (".jsonl", ".txt") for packed in ("", ".gz", ".zst")))
@@ -25,6 +25,10 @@ class SourceFile:
     path: str
     bytes: int
     version: str
+
+    def piece(self, row_groups: tuple[int, int] | None = None) -> Piece:
+        """The whole file, or some row groups of it, for `read_documents`."""
+        return Piece(self.path, self.bytes, self.version, row_groups)
 
 
 @dataclass(frozen=True)

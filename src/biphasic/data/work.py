@@ -98,12 +98,11 @@ def plan_tasks(files: list[SourceFile], looks: list[Looked], task_bytes: int) ->
         if size > task_bytes and look.rows:
             close()
             for first, end in _groups(look.text_bytes, task_bytes):
-                piece = Piece(file.path, file.bytes, file.version, (first, end))
-                tasks.append(_task((piece,), sum(look.text_bytes[first:end])))
+                tasks.append(_task((file.piece((first, end)),), sum(look.text_bytes[first:end])))
             continue
         if sum(held for _, held in waiting) + size > task_bytes:
             close()
-        waiting.append((Piece(file.path, file.bytes, file.version), size))
+        waiting.append((file.piece(), size))
     close()
     return tasks
 
