@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,28 @@ def test_two_machines_write_what_one_does(
     shared = {**place, "shared_folder": True}
     record = convert(config_for(tmp_path / "text", **keys, cluster=shared))
     assert len(record["tasks"]) == 4
+    convert(config_for(tmp_path / "text", **keys, cluster={"workers": 1}, output=str(tmp_path / "alone")))
+    assert same_bytes(tmp_path / "out", tmp_path / "alone")
+
+
+def test_a_machine_that_leaves(
+    cluster: Any, keys: dict[str, Any], config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a task of its own in hand, which goes to the one that stays."""
+    leaving = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    cluster.wait_for_nodes()
+    place = {"address": cluster.address, "shared_folder": True, "workers": 4}
+
+    def leave() -> None:
+        while not list((tmp_path / "out").glob("train/*/*")):
+            time.sleep(0.05)
+        cluster.remove_node(leaving, allow_graceful=False)
+
+    thread = threading.Thread(target=leave)
+    thread.start()
+    convert(config_for(tmp_path / "text", **keys, cluster=place))
+    thread.join()
+    assert "its worker died; the task is given to another one" in capsys.readouterr().out
     convert(config_for(tmp_path / "text", **keys, cluster={"workers": 1}, output=str(tmp_path / "alone")))
     assert same_bytes(tmp_path / "out", tmp_path / "alone")
 

@@ -266,7 +266,9 @@ def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tm
     folder.mkdir()
     for number in range(2):
         # Parquet stores equal texts once, and so little text would be one task.
-        records = [{"id": f"{number}-{at}", "text": f"{at} " + "the <|mask|> model <|eos|> " * 1500} for at in range(40)]
+        records = [
+            {"id": f"{number}-{at}", "text": f"{at} " + "the <|mask|> model <|eos|> " * 1500} for at in range(40)
+        ]
         write_parquet(folder / f"{number}.parquet", records)
     keys = {"task_bytes": MIB, "shard_bytes": 1 << 17}
     record = convert(config_for(folder, output=str(tmp_path / "both"), cluster=TWO, **keys))

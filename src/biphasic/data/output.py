@@ -143,6 +143,9 @@ def claim(work: Work, tasks: list[Task], commit: str | None) -> Iterator[Claim]:
             # A bucket that is gone is told by what it stopped, not by the log.
             with suppress(OSError):
                 log.flush()
+            if isinstance(place, LocalStore):
+                # Of workers that died.
+                place.clear_unfinished()
     finally:
         if lock is not None:
             os.close(lock)

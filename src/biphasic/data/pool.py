@@ -90,11 +90,14 @@ class RayPool:
 
     def __init__(self, work: Work, cluster: ClusterConfig, size: int, report: Report, say: Callable[[str], None]):
         import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         self.size = size
         self._cluster, self._report, self._say = cluster, report, say
         self._work = ray.put(work)
-        self._counter: Any = ray.remote(num_cpus=0)(_Counter).remote()
+        # Beside the command: another machine may leave.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self._counter: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(_Counter).remote()
         self._convert = ray.remote(num_cpus=cluster.cpus_per_worker, max_retries=0)(_convert)
         self._running: dict[ObjectRef, tuple[Task, Limit, int]] = {}
 
@@ -106,7 +109,7 @@ class RayPool:
     def next(self) -> Outcome:
         """See `Pool`."""
         import ray
-        from ray.exceptions import NodeDiedError, OutOfMemoryError, RayTaskError, WorkerCrashedError
+        from ray.exceptions import NodeDiedError, ObjectLostError, OutOfMemoryError, RayTaskError, WorkerCrashedError
 
         while True:
             done, _ = ray.wait(list(self._running), num_returns=1, timeout=_LOOK_EVERY)
@@ -115,7 +118,7 @@ class RayPool:
                 task, limit, attempt = self._running.pop(reference)
                 try:
                     return ray.get(reference)
-                except (WorkerCrashedError, OutOfMemoryError, NodeDiedError) as error:
+                except (WorkerCrashedError, OutOfMemoryError, NodeDiedError, ObjectLostError) as error:
                     why = "ran out of memory" if isinstance(error, OutOfMemoryError) else "died"
                     if attempt >= self._cluster.retries:
                         advice = "is there memory for each worker (cluster.workers)?"
