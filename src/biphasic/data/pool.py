@@ -96,7 +96,7 @@ class RayPool:
         self._cluster, self._report, self._say = cluster, report, say
         self._work = ray.put(work)
         # Beside the command: another machine may leave.
-        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._counter: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(_Counter).remote()
         self._convert = ray.remote(num_cpus=cluster.cpus_per_worker, max_retries=0)(_convert)
         self._running: dict[ObjectRef, tuple[Task, Limit, int]] = {}
