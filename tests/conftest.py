@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,8 @@ import yaml
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tiny import LENGTH, WORDS, write_rows
+from s3_server import KEY, SECRET, free_port, serve_s3
+from tiny import LENGTH, WORDS, release_streaming, write_rows
 
 
 @pytest.fixture(scope="session")
@@ -27,6 +28,12 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=True))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "tokenizer")
     return folder
+
+
+@pytest.fixture(autouse=True)
+def files_are_given_back() -> Iterator[None]:
+    yield
+    release_streaming()
 
 
 Write = Callable[..., Path]
@@ -80,3 +87,32 @@ def write_yaml(dataset: Path, tmp_path: Path) -> Write:
         return path
 
     return write
+
+
+@pytest.fixture(scope="session")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An S3 server over a folder, whose folders are its buckets; the environment points to it while it runs.
+
+    It remembers which files are where, so put them there through it.
+    """
+    root = tmp_path_factory.mktemp("s3")
+    port = free_port()
+    server = serve_s3(root, port)
+    environment = {
+        "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
+        "AWS_ACCESS_KEY_ID": KEY,
+        "AWS_SECRET_ACCESS_KEY": SECRET,
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_MAX_ATTEMPTS": "1",
+        # rclone gives a part of a file the checksum of the whole, which pyarrow then finds wrong.
+        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
+    }
+    patch = pytest.MonkeyPatch()
+    for name, value in environment.items():
+        patch.setenv(name, value)
+    try:
+        yield root
+    finally:
+        patch.undo()
+        server.terminate()
+        server.wait(10)

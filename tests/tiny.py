@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import json
 import os
@@ -14,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from streaming import MDSWriter
+from streaming.base.shared.memory import SharedMemory
 
 from biphasic.config.load import load
 from biphasic.config.schema import PretrainConfig
@@ -62,7 +64,7 @@ def train(config: PretrainConfig) -> Path:
     try:
         return run(config)
     finally:
-        gc.collect()
+        release_streaming()
 
 
 def launch(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -89,9 +91,36 @@ def weights(folder: Path, batch: int) -> dict[str, torch.Tensor]:
 def keep_checkpoints_up_to(folder: Path, batch: int) -> None:
     """As if the run had died right after saving that batch."""
     for path in (folder / "checkpoints").iterdir():
-        found = int(path.name.split("ba")[1].split("-")[0])
+        found = int(path.name.split("ba")[1].split("-")[0].removesuffix(".json"))
         if found > batch:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+_held: list[SharedMemory] = []
+_claim = SharedMemory.__init__
+
+
+def _claim_and_remember(self: SharedMemory, *arguments: Any, **keys: Any) -> None:
+    _claim(self, *arguments, **keys)
+    _held.append(self)
+
+
+SharedMemory.__init__ = _claim_and_remember
+
+
+def release_streaming() -> None:
+    """Give back the memory of datasets that are no more. Streaming does it when the process ends, and each new dataset
+    opens all that there is: a process that tests many would run out of files."""
+    if not _held:
+        return
+    gc.collect()
+    for memory in list(_held):
+        try:
+            memory.cleanup()
+        except BufferError:  # somebody's still
+            continue
+        atexit.unregister(memory.cleanup)
+        _held.remove(memory)
 
 
 def dump_json(path: Path, content: Any) -> None:

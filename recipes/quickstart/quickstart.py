@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from biphasic.checkpointing.find import newest_checkpoint
+from biphasic.checkpointing.manifest import newest
 from biphasic.config.load import load
 from biphasic.storage import store
 
@@ -184,7 +184,7 @@ def fingerprint(step: Step, earlier: dict[str, str]) -> str:
 
 def last_checkpoint() -> Path:
     """Where pretraining ended."""
-    found = newest_checkpoint(TRAINED / "checkpoints")
+    found = newest(store(str(TRAINED / "checkpoints")), TRAINED / "checkpoints")
     if found is None:
         raise SystemExit(f"{TRAINED / 'checkpoints'} has no checkpoint: remove {TRAINED} and run this again")
     return found

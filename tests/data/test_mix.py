@@ -21,7 +21,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.training.pretrain import conversion_record
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
-from tiny import LENGTH, config_of, losses, train
+from tiny import LENGTH, config_of, losses, release_streaming, train
 
 
 @pytest.fixture(autouse=True)
@@ -95,7 +95,7 @@ def test_the_order_of_a_mix_does_not_depend_on_the_nodes(tmp_path: Path, done: i
         work = generate_work("random", batches.dataset, World(nodes, ranks, 1, 0), 0, done * size)
         found.append(work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
         del batches
-        gc.collect()
+        release_streaming()
     assert found[0].shape == (480 // size - done, size)
     assert all(np.array_equal(order, found[0]) for order in found[1:])
 

@@ -8,7 +8,6 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,15 +25,9 @@ from biphasic.data.streaming import loader
 from biphasic.storage import store
 from buckets import bucket_for, client, flip_a_bit, smallest_limit, upload
 from conftest import Write
-from tiny import LENGTH, config_of, launch, losses, train
+from tiny import LENGTH, config_of, launch, losses, release_streaming, train
 
 BATCH = 8
-
-
-@pytest.fixture(autouse=True)
-def free_shared_memory() -> Iterator[None]:
-    yield
-    gc.collect()
 
 
 def write_numbered(folder: Path, rows: int, *, in_shard: int = 20, compression: str | None = "zstd") -> Path:
@@ -277,7 +270,7 @@ def order(config: DataConfig, world: World, global_batch: int, *, start: int = 0
     # A rank's loader takes a batch from each of its workers in turn.
     in_turn = work.transpose(3, 2, 0, 1, 4).reshape(batches * workers, nodes, ranks, rows)
     del dataset
-    gc.collect()
+    release_streaming()
     return in_turn.transpose(0, 3, 2, 1).reshape(batches * workers, -1)
 
 

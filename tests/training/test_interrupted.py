@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from biphasic.checkpointing.find import newest_checkpoint
+from biphasic.checkpointing.manifest import newest
 from biphasic.data.shared_memory import free_stale_shared_memory
+from biphasic.storage import store
 from conftest import Write
 from tiny import ROOT, config_of, losses, train, weights
 
@@ -23,14 +24,13 @@ def test_killed_and_started_again_is_the_same_run(write_yaml: Write) -> None:
     command = [sys.executable, str(ROOT / "src" / "main.py"), str(path)]
     run = subprocess.Popen(command, env=environment, start_new_session=True, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    # When the sixth is being written the fifth is whole.
-    while not (folder / "checkpoints" / "ba6-rank0.pt").exists():
+    while not (folder / "checkpoints" / "ba5.json").exists():
         assert run.poll() is None, "the run ended before it could be killed"
         assert time.monotonic() < deadline
         time.sleep(0.005)
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
-    done = newest_checkpoint(folder / "checkpoints")
+    done = newest(store(str(folder / "checkpoints")), folder / "checkpoints")
     assert done is not None
     assert 5 <= int(done.name.split("-")[0][2:]) < 40
     # As if it had died while writing the next one.
@@ -57,17 +57,3 @@ def test_only_memory_that_nobody_holds_is_freed(tmp_path: Path) -> None:
         "sem.other",
         "torch_123_4",
     ]
-
-
-def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
-    import torch
-
-    assert newest_checkpoint(tmp_path / "nothing") is None
-    torch.save({"a": 1}, tmp_path / "ba9-rank0.pt")
-    torch.save({"a": 1}, tmp_path / "ba10-rank0.pt")
-    (tmp_path / "ba11-rank0.pt").write_bytes((tmp_path / "ba10-rank0.pt").read_bytes()[:-30])
-    (tmp_path / "ep0-ba12").mkdir()
-    (tmp_path / "latest-rank0.pt").touch()
-    assert newest_checkpoint(tmp_path) == tmp_path / "ba10-rank0.pt"
-    (tmp_path / "ep0-ba12" / ".metadata").touch()
-    assert newest_checkpoint(tmp_path) == tmp_path / "ep0-ba12"

@@ -2,42 +2,52 @@
 
 from __future__ import annotations
 
-import logging
-import re
-import zipfile
 from pathlib import Path
+from typing import Any
 
-FILENAME = "ba{batch}-rank{rank}.pt"
-"""Name of a monolithic checkpoint; a sharded one is a folder that Composer names `ep…-ba…`."""
-_NAME = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:-rank0\.pt)?$")
-_log = logging.getLogger(__name__)
+from composer.utils import dist
+
+from biphasic.checkpointing.manifest import Manifest, bring, newest
+from biphasic.config.errors import UserError
+from biphasic.storage import short, store
 
 
-def newest_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of the latest batch that is complete; a damaged or unfinished one is passed over with a warning.
-
-    The folder is listed, rather than a `latest` link followed: a link can point to what was never finished.
+def resume_point(place: str, folder: Path) -> Path | None:
+    """The newest complete checkpoint, the same one for all ranks, on every machine's disk.
 
     Args:
-        folder: where a run saves; it need not exist.
+        place: where the run saves: a folder, or a bucket's prefix.
+        folder: where a machine keeps what it brings from there.
+
+    Raises:
+        UserError: the place can't be read, or not from every machine.
     """
-    if not folder.is_dir():
-        return None
-    found = [(int(match[1]), path) for path in folder.iterdir() if (match := _NAME.match(path.name))]
-    for _, path in sorted(found, reverse=True):
-        if (reason := _incomplete(path)) is None:
-            return path
-        _log.warning("checkpoint %s is passed over: %s", path, reason)
-    return None
+    told: list[Any] = [None, None]
+    if dist.get_global_rank() == 0:
+        try:
+            found = newest(store(place), folder)
+            told = [None if found is None else found.relative_to(folder).as_posix(), None]
+        except OSError as error:
+            told = [None, f"checkpoint.folder {place}: can't be read ({short(error)})"]
+    dist.broadcast_object_list(told, src=0)
+    name, fault = told
+    if fault is None and name is not None and dist.get_local_rank() == 0 and dist.get_global_rank():
+        fault = _bring_too(place, folder, name)
+    faults = dist.all_gather_object(fault)
+    if any(faults):
+        raise UserError(next(fault for fault in faults if fault))
+    return None if name is None else folder / name
 
 
-def _incomplete(path: Path) -> str | None:
-    if path.is_dir():
-        # Torch's distributed checkpoints write this file last, when every rank's part is there.
-        return None if (path / ".metadata").is_file() else "it has no .metadata, so it was not finished"
+def _bring_too(place: str, folder: Path, name: str) -> str | None:
+    """On another machine than the first rank's."""
+    batch = name.partition("ba")[2].split("-")[0]
     try:
-        # torch.save writes a zip archive, whose directory comes last.
-        with zipfile.ZipFile(path):
-            return None
-    except (zipfile.BadZipFile, OSError) as error:
-        return f"it was not finished ({error})"
+        files = store(place)
+        fault = bring(Manifest.of(files.read(f"ba{batch}.json")), files, folder)
+    except (OSError, ValueError) as error:
+        fault = short(error)
+    return None if fault is None else (
+        f"checkpoint.folder {place}: rank {dist.get_global_rank()} can't get {name} ({fault}); with several machines it "
+        "has to be a bucket, or a folder that all of them see"
+    )  # fmt: skip

@@ -197,10 +197,11 @@ class CheckpointConfig(Section):
     """What is saved, and how a run finds its way back."""
 
     folder: str | None = None
-    """Local folder or `s3://…` prefix. Default: `<output>/checkpoints`."""
+    """Local folder, or a bucket's prefix: `s3://…`, `gs://…`, `az://…`, `oci://…`. Default: `checkpoints` in the run's
+    folder, where the newest one lies in a bucket's case too."""
     interval: Duration = Duration(1000, "ba")
     keep: Annotated[int, Field(ge=-1)] = -1
-    """How many local checkpoints stay. -1: all."""
+    """How many complete checkpoints stay. -1: all. Older ones go once a newer one is complete."""
     autoresume: bool = True
     """Go on from the newest checkpoint of this run, if there is one."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from composer.loggers import LoggerDestination, TensorboardLogger
 from composer.utils import dist, get_device, reproducibility
 from composer.utils.parallelism import FSDP2Config
 
-from biphasic.checkpointing.find import FILENAME, newest_checkpoint
+from biphasic.checkpointing.find import resume_point
+from biphasic.checkpointing.saver import Saver
 from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
 from biphasic.config.load import dump
@@ -29,7 +31,7 @@ from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model.backbone import build
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
-from biphasic.storage import join
+from biphasic.storage import is_remote, join
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.jsonl_logger import JSONLLogger
 from biphasic.training.loader_meter import LoaderMeter
@@ -81,9 +83,10 @@ def prepare(config: PretrainConfig) -> Trainer:
     dist.initialize_dist(get_device(None))
     reproducibility.seed_all(config.seed)
     folder, ranks = folder_of(config), dist.get_world_size()
-    saves = config.checkpoint.folder or str(folder / "checkpoints")
-    remote = "://" in saves
-    resume = None if remote else newest_checkpoint(Path(saves))
+    here = folder / "checkpoints"
+    saves = config.checkpoint.folder or str(here)
+    here = here if is_remote(saves) else Path(saves)
+    resume = resume_point(saves, here)
     if resume is not None and not config.checkpoint.autoresume:
         raise UserError(f"{saves} holds checkpoints (the newest: {resume.name}) and checkpoint.autoresume is false: "
                         "choose another run_name, or remove them")  # fmt: skip
@@ -123,7 +126,7 @@ def prepare(config: PretrainConfig) -> Trainer:
         schedulers=WarmupStableDecay(config.schedule, config.max_duration),
         step_schedulers_every_batch=True,
         algorithms=[schedule, *clipping],
-        callbacks=callbacks(config, model, data),
+        callbacks=[*callbacks(config, model, data), _saver(config, here, saves)],
         loggers=loggers(config.logging, folder, config.run_name),
         precision=config.precision,
         device_train_microbatch_size=microbatch,
@@ -131,21 +134,20 @@ def prepare(config: PretrainConfig) -> Trainer:
         progress_bar=config.logging.progress_bar,
         log_to_console=config.logging.console_interval is not None,
         console_log_interval=str(config.logging.console_interval or "1ep"),
-        save_folder=saves,
-        save_filename=FILENAME,
-        save_latest_filename="latest-rank{rank}.pt" if remote else None,
-        save_interval=str(config.checkpoint.interval),
-        save_num_checkpoints_to_keep=config.checkpoint.keep,
-        # What a dead attempt left behind must not stop the next one hours later; a folder that is not ours to go on
-        # from was refused above.
-        save_overwrite=not remote,
-        autoresume=remote and config.checkpoint.autoresume,
         load_path=str(resume) if resume is not None else config.schedule.decay_from,
         auto_log_hparams=False,
     )
     if resume is None and config.schedule.decay_from is not None:
         _check_branch(trainer, config)
     return trainer
+
+
+def _saver(config: PretrainConfig, here: Path, place: str) -> Saver:
+    # Of this attempt: what a dead one left behind must not be taken for a part of its checkpoints.
+    attempt = [secrets.token_hex(4)]
+    dist.broadcast_object_list(attempt, src=0)
+    about = {"name": config.run_name, "attempt": attempt[0]}
+    return Saver(here, place, str(config.checkpoint.interval), config.checkpoint.keep, about)
 
 
 def _check_branch(trainer: Trainer, config: PretrainConfig) -> None:

@@ -1,0 +1,156 @@
+"""What makes a checkpoint complete: a manifest, written last, that names its files with their sizes and hashes.
+
+A run's folder, on disk or in a bucket, holds for the checkpoint of batch 1000
+
+    ba1000-rank0.pt                 one file, or with FSDP a folder: ep0-ba1000/.metadata, ep0-ba1000/__0_0.distcp, …
+    ba1000.rank3.json               while it is saved: what rank 3 has stored
+    ba1000.json                     the manifest, which takes their place
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from biphasic.storage import Store, StoredFile, hash_of, short
+
+_MANIFEST = re.compile(r"^ba(\d+)\.json$")
+_FILES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:-rank\d+\.pt$|/)")
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A complete checkpoint.
+
+    `path` is what Composer loads, relative to the folder; `files` has for each file its size in bytes and its xxh64;
+    `run` says what it is of: the run's name, tokens, phase.
+    """
+
+    batch: int
+    path: str
+    files: dict[str, tuple[int, str]]
+    run: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Its own file."""
+        return f"ba{self.batch}.json"
+
+    def as_bytes(self) -> bytes:
+        """As it is stored."""
+        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+
+    @staticmethod
+    def of(content: bytes) -> Manifest:
+        """From what is stored.
+
+        Raises:
+            ValueError: it is no manifest.
+        """
+        try:
+            found = json.loads(content)
+            files = {str(name): (int(size), str(hash_)) for name, (size, hash_) in found["files"].items()}
+            return Manifest(int(found["batch"]), str(found["path"]), files, dict(found["run"]))
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"it is no manifest ({error})") from None
+
+
+@dataclass(frozen=True)
+class Found:
+    """A checkpoint in a folder: its manifest, or why it can't be used."""
+
+    batch: int
+    manifest: Manifest | None
+    fault: str | None = None
+
+
+def checkpoints_in(place: Store) -> list[Found]:
+    """All checkpoints of a folder, the newest first; sizes are compared, contents are not read.
+
+    Raises:
+        OSError: the folder can't be listed.
+    """
+    there = place.list()
+    batches = {int(match[1]) for name in there if (match := _MANIFEST.match(name) or _FILES.match(name))}
+    return [_look(place, there, batch) for batch in sorted(batches, reverse=True)]
+
+
+def _look(place: Store, there: dict[str, StoredFile], batch: int) -> Found:
+    name = f"ba{batch}.json"
+    if name not in there:
+        return Found(batch, None, f"it has no {name}, so it was not finished")
+    try:
+        manifest = Manifest.of(place.read(name))
+    except (ValueError, OSError) as error:
+        return Found(batch, None, f"{name} can't be read ({short(error)})")
+    if manifest.batch != batch:
+        return Found(batch, None, f"{name} is the manifest of batch {manifest.batch}")
+    for file, (size, _) in manifest.files.items():
+        if file not in there:
+            return Found(batch, None, f"{file} is missing")
+        if there[file].bytes != size:
+            return Found(batch, None, f"{file} has {there[file].bytes:,} bytes instead of {size:,}")
+    return Found(batch, manifest)
+
+
+def newest(place: Store, folder: Path) -> Path | None:
+    """The newest complete checkpoint, on this machine.
+
+    Others are passed over with a warning that says why, down to the previous good one.
+
+    Args:
+        place: where the run saves.
+        folder: where a checkpoint that lies elsewhere is brought to. A file that is there already is kept if it is the
+            right one.
+
+    Returns:
+        What Composer loads: a file or a folder; None when there is nothing to go on from.
+
+    Raises:
+        OSError: the place can't be listed.
+    """
+    for found in checkpoints_in(place):
+        fault = found.fault
+        if found.manifest is not None:
+            fault = bring(found.manifest, place, folder)
+            if fault is None:
+                return folder / found.manifest.path
+        _log.warning("checkpoint ba%d in %s is passed over: %s", found.batch, place.root, fault)
+    return None
+
+
+def bring(manifest: Manifest, place: Store, folder: Path) -> str | None:
+    """Have a checkpoint's files on this machine, each compared with its hash; returns what is wrong with them."""
+    here = Path(place.root).resolve() == folder.resolve()
+    for name, (size, hash_) in manifest.files.items():
+        file = folder / name
+        if file.is_file() and file.stat().st_size == size and hash_of(file) == hash_:
+            continue
+        if here:
+            return f"{name} is damaged: its hash is not the manifest's"
+        try:
+            place.fetch(name, file)
+        except OSError as error:
+            return f"{name} can't be read ({short(error)})"
+        if file.stat().st_size != size or hash_of(file) != hash_:
+            file.unlink()
+            return f"{name} is damaged: its hash is not the manifest's"
+    return None
+
+
+def forget(manifest: Manifest, place: Store) -> None:
+    """Remove a checkpoint, its manifest first: what is half removed is no complete one."""
+    place.remove([manifest.name])
+    place.remove(manifest.files)
+
+
+def outdated(place: Store, keep: int) -> Iterator[Manifest]:
+    """The complete checkpoints beyond the newest `keep`; none when `keep` is negative."""
+    complete = [found.manifest for found in checkpoints_in(place) if found.manifest is not None]
+    yield from complete[keep:] if keep >= 0 else []

@@ -1,0 +1,136 @@
+"""Which checkpoints are complete, and what becomes of the others."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from biphasic.checkpointing.manifest import Manifest, checkpoints_in, forget, newest, outdated
+from biphasic.storage import Store, hash_of, store
+from buckets import bucket_for, flip_a_bit
+
+
+def write(folder: Path, batch: int, *, sharded: bool = False) -> Manifest:
+    """A complete checkpoint."""
+    names = [f"ep0-ba{batch}/.metadata", f"ep0-ba{batch}/__0_0.distcp"] if sharded else [f"ba{batch}-rank0.pt"]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(f"{name} ".encode() * 100)
+    files = {name: ((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
+    manifest = Manifest(batch, f"ep0-ba{batch}" if sharded else names[0], files, {"name": "run", "tokens": batch})
+    (folder / manifest.name).write_bytes(manifest.as_bytes())
+    return manifest
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-9])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[7] ^= 1
+    path.write_bytes(content)
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "not finished": (lambda f: (f / "ba9.json").unlink(), "it has no ba9.json, so it was not finished"),
+    "cut off": (lambda f: cut(f / "ba9-rank0.pt"), "ba9-rank0.pt has 1,291 bytes instead of 1,300"),
+    "damaged": (lambda f: flip(f / "ba9-rank0.pt"), "ba9-rank0.pt is damaged: its hash is not the manifest's"),
+    "missing": (lambda f: (f / "ba9-rank0.pt").unlink(), "ba9-rank0.pt is missing"),
+    "no manifest": (
+        lambda f: (f / "ba9.json").write_text("{}"),
+        "ba9.json can't be read (it is no manifest ('files'))",
+    ),
+    "no JSON": (lambda f: cut(f / "ba9.json"), "ba9.json can't be read ("),
+    "another's": (lambda f: (f / "ba9.json").write_bytes((f / "ba8.json").read_bytes()), "the manifest of batch 8"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_one_that_is_not_right_is_passed_over(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+    for batch in (7, 8, 9):
+        write(tmp_path, batch)
+    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ba9-rank0.pt"
+    assert not caplog.records
+    make, reason = FAULTS[fault]
+    make(tmp_path)
+    with caplog.at_level(logging.WARNING):
+        assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ba8-rank0.pt"
+    [said] = [record.getMessage() for record in caplog.records]
+    assert said.startswith(f"checkpoint ba9 in {tmp_path} is passed over: ")
+    assert reason in said
+
+
+def test_a_folder_of_a_sharded_one(tmp_path: Path) -> None:
+    write(tmp_path, 10)
+    write(tmp_path, 20, sharded=True)
+    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
+    (tmp_path / "ep0-ba30").mkdir()
+    (tmp_path / "ep0-ba30" / "__0_0.distcp").touch()
+    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
+    (tmp_path / "ep0-ba20" / ".metadata").unlink()
+    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ba10-rank0.pt"
+
+
+def test_nothing_there(tmp_path: Path) -> None:
+    assert newest(store(str(tmp_path / "none")), tmp_path / "none") is None
+    (tmp_path / "latest-rank0.pt").touch()
+    (tmp_path / "notes.txt").touch()
+    assert checkpoints_in(store(str(tmp_path))) == []
+
+
+def in_bucket(s3: Path, name: str, folder: Path) -> tuple[Store, str]:
+    bucket = bucket_for(s3, name)
+    place = store(f"s3://{bucket}/run")
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            place.put(path, path.relative_to(folder).as_posix())
+    return place, bucket
+
+
+def test_from_a_bucket(s3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    made, here = tmp_path / "made", tmp_path / "here"
+    for batch in (1, 2, 3):
+        write(made, batch, sharded=True)
+    place, bucket = in_bucket(s3, "manifests", made)
+    assert newest(place, here) == here / "ep0-ba3"
+    assert (here / "ep0-ba3" / "__0_0.distcp").read_bytes() == (made / "ep0-ba3" / "__0_0.distcp").read_bytes()
+    # What is here already and right isn't fetched again; what isn't right is.
+    before = (here / "ep0-ba3" / ".metadata").stat().st_mtime_ns
+    flip(here / "ep0-ba3" / "__0_0.distcp")
+    assert newest(place, here) == here / "ep0-ba3"
+    assert (here / "ep0-ba3" / ".metadata").stat().st_mtime_ns == before
+    assert (here / "ep0-ba3" / "__0_0.distcp").read_bytes() == (made / "ep0-ba3" / "__0_0.distcp").read_bytes()
+    # Damaged in the bucket: the previous one, and nothing damaged stays here.
+    flip_a_bit(bucket, "run/ep0-ba3/__0_0.distcp")
+    (here / "ep0-ba3" / "__0_0.distcp").unlink()
+    with caplog.at_level(logging.WARNING):
+        assert newest(place, here) == here / "ep0-ba2"
+    assert "checkpoint ba3 in s3://" in caplog.text and "__0_0.distcp is damaged" in caplog.text
+    assert not (here / "ep0-ba3" / "__0_0.distcp").exists()
+
+
+def test_what_is_outdated_goes_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for batch in (1, 2, 3, 4):
+        write(tmp_path, batch, sharded=True)
+    (tmp_path / "ba4.json").unlink()
+    place = store(str(tmp_path))
+    assert [one.batch for one in outdated(place, 2)] == [1]
+    assert list(outdated(place, -1)) == []
+    [old] = outdated(place, 2)
+    forget(old, place)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["ba2.json", "ba3.json", "ep0-ba2", "ep0-ba3", "ep0-ba4"]
+    removed: list[str] = []
+    monkeypatch.setattr(type(place), "remove", lambda self, names: removed.extend(names))
+    forget(next(outdated(place, 1)), place)
+    assert removed[0] == "ba2.json"
+
+
+def test_a_manifest_there_and_back(tmp_path: Path) -> None:
+    manifest = write(tmp_path, 5, sharded=True)
+    assert Manifest.of(manifest.as_bytes()) == manifest
+    assert json.loads(manifest.as_bytes())["run"] == {"name": "run", "tokens": 5}

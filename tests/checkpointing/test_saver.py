@@ -1,0 +1,119 @@
+"""Runs that save to a bucket: complete checkpoints, whatever happens to the bucket or the machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.checkpointing.manifest import checkpoints_in
+from biphasic.config.errors import UserError
+from biphasic.storage import S3Store, store
+from buckets import bucket_for
+from conftest import Write
+from tiny import config_of, launch, losses, train, weights
+
+
+def complete(place: str) -> list[int]:
+    return [found.batch for found in checkpoints_in(store(place)) if found.manifest is not None]
+
+
+def test_a_run_goes_on_from_a_bucket_alone(s3: Path, write_yaml: Write) -> None:
+    """The first machine is lost with all that it had."""
+    place = f"s3://{bucket_for(s3, 'saver-one')}/runs/one"
+    whole = train(config_of(write_yaml("whole")))
+    path = write_yaml("lost", checkpoint__folder=place, checkpoint__interval="2ba", checkpoint__keep=3)
+    folder = train(config_of(path))
+    assert losses(folder) == losses(whole)
+    assert complete(place) == [12, 10, 8]
+    assert sorted(name for name in store(place).list() if name.endswith(".pt")) == [
+        "ba10-rank0.pt", "ba12-rank0.pt", "ba8-rank0.pt"]  # fmt: skip
+    # In a bucket's case this machine keeps the newest.
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["ba12-rank0.pt"]
+    manifest = json.loads(store(place).read("ba12.json"))
+    assert manifest["run"]["name"] == "lost" and manifest["run"]["ranks"] == 1
+    assert 0 < manifest["run"]["tokens"] < 12 * 8 * 32
+
+    shutil.rmtree(folder)
+    store(place).remove(["ba12.json"])
+    again = train(config_of(path))
+    assert losses(again) == losses(whole)[10:]
+    assert complete(place) == [12, 10, 8]
+    ours, theirs = weights(again, 12), weights(whole, 12)
+    assert all((weight == theirs[name]).all() for name, weight in ours.items())
+
+
+def test_two_ranks_in_a_bucket(s3: Path, write_yaml: Write) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-two')}/two"
+    keys: dict[str, Any] = {"parallelism__strategy": "fsdp", "checkpoint__folder": place, "checkpoint__interval": "4ba"}
+    path = write_yaml("two", **keys)
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    folder = Path(config_of(path).output) / "two"
+    expected = losses(folder)
+    assert complete(place) == [12, 8, 4]
+    names = list(store(place).list("ep0-ba8"))
+    assert names == ["ep0-ba8/.metadata", "ep0-ba8/__0_0.distcp", "ep0-ba8/__1_0.distcp"]
+    assert not [name for name in store(place).list() if ".rank" in name]
+    shutil.rmtree(folder)
+    # One rank's file of the newest is gone.
+    store(place).remove(["ep0-ba12/__1_0.distcp"])
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "checkpoint ba12 in" in run.stderr + run.stdout
+    assert losses(folder) == expected[8:]
+
+
+class Away:
+    """A bucket that can't be written to for the next calls."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, calls: int):
+        self.left = calls
+        put = S3Store.put
+
+        def refuse(place: S3Store, file: Path, name: str) -> None:
+            if self.left:
+                self.left -= 1
+                raise OSError("503 SlowDown")
+            put(place, file, name)
+
+        monkeypatch.setattr(S3Store, "put", refuse)
+
+
+def test_a_bucket_that_is_away_for_a_while(
+    s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-away')}/away"
+    Away(monkeypatch, 3)
+    folder = train(config_of(write_yaml("away", checkpoint__folder=place, checkpoint__interval="2ba")))
+    assert len(losses(folder)) == 12
+    # It caught up: those that had to wait are there too.
+    assert complete(place) == [12, 10, 8, 6, 4, 2]
+    assert caplog.text.count("can't be stored in") == 3
+    assert "503 SlowDown" in caplog.text
+
+
+def test_a_bucket_that_stays_away(s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-gone')}/gone"
+    away = Away(monkeypatch, 1000)
+    path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba")
+    with pytest.raises(UserError, match=r"can't be written; ba6-rank0.pt, ba12-rank0.pt stayed in "):
+        train(config_of(path))
+    folder = Path(config_of(path).output) / "gone" / "checkpoints"
+    assert sorted(path.name for path in folder.iterdir()) == ["ba12-rank0.pt", "ba6-rank0.pt"]
+    assert complete(place) == []
+    assert away.left < 1000
+
+
+def test_a_bucket_that_is_not_there(s3: Path, write_yaml: Write) -> None:
+    with pytest.raises(UserError, match=r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read \("):
+        train(config_of(write_yaml("none", checkpoint__folder="s3://no-such-bucket-here/x")))
+
+
+def test_only_the_newest_stay(write_yaml: Write) -> None:
+    folder = train(config_of(write_yaml("few", checkpoint__keep=2)))
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
+        "ba11-rank0.pt", "ba11.json", "ba12-rank0.pt", "ba12.json"]  # fmt: skip
