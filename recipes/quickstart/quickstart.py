@@ -187,7 +187,7 @@ def last_checkpoint() -> Path:
     found = newest(store(str(TRAINED / "checkpoints")), TRAINED / "checkpoints")
     if found is None:
         raise SystemExit(f"{TRAINED / 'checkpoints'} has no checkpoint: remove {TRAINED} and run this again")
-    return found
+    return TRAINED / "checkpoints" / found.path
 
 
 def read(step: Step) -> dict[str, Any]:

@@ -26,6 +26,11 @@ def write(folder: Path, batch: int, *, sharded: bool = False) -> Manifest:
     return manifest
 
 
+def newest_path(place: Store, folder: Path) -> Path | None:
+    found = newest(place, folder)
+    return None if found is None else folder / found.path
+
+
 def cut(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
@@ -54,12 +59,12 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_one_that_is_not_right_is_passed_over(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     for batch in (7, 8, 9):
         write(tmp_path, batch)
-    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ba9-rank0.pt"
+    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ba9-rank0.pt"
     assert not caplog.records
     make, reason = FAULTS[fault]
     make(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ba8-rank0.pt"
+        assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ba8-rank0.pt"
     [said] = [record.getMessage() for record in caplog.records]
     assert said.startswith(f"checkpoint ba9 in {tmp_path} is passed over: ")
     assert reason in said
@@ -68,16 +73,16 @@ def test_one_that_is_not_right_is_passed_over(tmp_path: Path, fault: str, caplog
 def test_a_folder_of_a_sharded_one(tmp_path: Path) -> None:
     write(tmp_path, 10)
     write(tmp_path, 20, sharded=True)
-    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
+    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
     (tmp_path / "ep0-ba30").mkdir()
     (tmp_path / "ep0-ba30" / "__0_0.distcp").touch()
-    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
+    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
     (tmp_path / "ep0-ba20" / ".metadata").unlink()
-    assert newest(store(str(tmp_path)), tmp_path) == tmp_path / "ba10-rank0.pt"
+    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ba10-rank0.pt"
 
 
 def test_nothing_there(tmp_path: Path) -> None:
-    assert newest(store(str(tmp_path / "none")), tmp_path / "none") is None
+    assert newest_path(store(str(tmp_path / "none")), tmp_path / "none") is None
     (tmp_path / "latest-rank0.pt").touch()
     (tmp_path / "notes.txt").touch()
     assert checkpoints_in(store(str(tmp_path))) == []
@@ -97,19 +102,19 @@ def test_from_a_bucket(s3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     for batch in (1, 2, 3):
         write(made, batch, sharded=True)
     place, bucket = in_bucket(s3, "manifests", made)
-    assert newest(place, here) == here / "ep0-ba3"
+    assert newest_path(place, here) == here / "ep0-ba3"
     assert (here / "ep0-ba3" / "__0_0.distcp").read_bytes() == (made / "ep0-ba3" / "__0_0.distcp").read_bytes()
     # What is here already and right isn't fetched again; what isn't right is.
     before = (here / "ep0-ba3" / ".metadata").stat().st_mtime_ns
     flip(here / "ep0-ba3" / "__0_0.distcp")
-    assert newest(place, here) == here / "ep0-ba3"
+    assert newest_path(place, here) == here / "ep0-ba3"
     assert (here / "ep0-ba3" / ".metadata").stat().st_mtime_ns == before
     assert (here / "ep0-ba3" / "__0_0.distcp").read_bytes() == (made / "ep0-ba3" / "__0_0.distcp").read_bytes()
     # Damaged in the bucket: the previous one, and nothing damaged stays here.
     flip_a_bit(bucket, "run/ep0-ba3/__0_0.distcp")
     (here / "ep0-ba3" / "__0_0.distcp").unlink()
     with caplog.at_level(logging.WARNING):
-        assert newest(place, here) == here / "ep0-ba2"
+        assert newest_path(place, here) == here / "ep0-ba2"
     assert "checkpoint ba3 in s3://" in caplog.text and "__0_0.distcp is damaged" in caplog.text
     assert not (here / "ep0-ba3" / "__0_0.distcp").exists()
 

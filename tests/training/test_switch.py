@@ -13,7 +13,7 @@ from biphasic.config.errors import UserError
 from biphasic.config.plan import plan
 from biphasic.training.jsonl_logger import read_metrics
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, losses, train, weights
+from tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -79,12 +79,33 @@ def test_a_finished_phase_cannot_move(write_yaml: Write) -> None:
     )
     folder = train(config)
     assert Path(folder).is_dir()
+    phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
+    longer = write_yaml(max_duration="16ba", objective__phases=phases, checkpoint__allow=["max_duration"])
     with pytest.raises(UserError, match=r"clm until 4ba.*clm until 8ba"):
-        train(
-            config_of(
-                write_yaml(max_duration="16ba", objective__phases=[{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}])
-            )
-        )
+        train(config_of(longer))
+
+
+def test_a_run_goes_on_as_the_same_run_only(write_yaml: Write, tmp_path: Path) -> None:
+    folder = train(config_of(write_yaml()))
+    keep_checkpoints_up_to(folder, 8)
+    before = losses(folder)[:8]
+    with pytest.raises(UserError) as refused:
+        train(config_of(write_yaml(optimizer__lr=1e-3, global_batch_size=16, logging__tensorboard=True)))
+    assert str(refused.value).splitlines() == [
+        "run: its checkpoint ba8-rank0.pt was trained with another configuration:",
+        "  global_batch_size: 8 until now, 16 here",
+        "  optimizer.lr: 0.005 until now, 0.001 here",
+        "change that back, choose another run_name, or let it differ: "
+        "checkpoint.allow=[global_batch_size, optimizer.lr]",
+    ]
+    # Other rows under the same name.
+    write_rows(tmp_path / "other" / "train", 700, seed=3)
+    moved = write_yaml(data__train__local=str(tmp_path / "other" / "train"))
+    with pytest.raises(UserError, match=r"\n  data.train.index: '\w+' until now, '\w+' here\n"):
+        train(config_of(moved))
+    train(config_of(write_yaml(optimizer__lr=1e-3, checkpoint__allow=["optimizer"], logging__tensorboard=True)))
+    assert len(losses(folder)) >= 12
+    assert losses(folder)[:8] == before
 
 
 def test_a_decay_branch_is_the_run_that_decayed_from_the_start(write_yaml: Write) -> None:

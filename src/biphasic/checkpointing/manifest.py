@@ -99,7 +99,7 @@ def _look(place: Store, there: dict[str, StoredFile], batch: int) -> Found:
     return Found(batch, manifest)
 
 
-def newest(place: Store, folder: Path) -> Path | None:
+def newest(place: Store, folder: Path) -> Manifest | None:
     """The newest complete checkpoint, on this machine.
 
     Others are passed over with a warning that says why, down to the previous good one.
@@ -110,7 +110,7 @@ def newest(place: Store, folder: Path) -> Path | None:
             right one.
 
     Returns:
-        What Composer loads: a file or a folder; None when there is nothing to go on from.
+        Its manifest; `folder / manifest.path` is what Composer loads. None when there is nothing to go on from.
 
     Raises:
         OSError: the place can't be listed.
@@ -120,7 +120,7 @@ def newest(place: Store, folder: Path) -> Path | None:
         if found.manifest is not None:
             fault = bring(found.manifest, place, folder)
             if fault is None:
-                return folder / found.manifest.path
+                return found.manifest
         _log.warning("checkpoint ba%d in %s is passed over: %s", found.batch, place.root, fault)
     return None
 

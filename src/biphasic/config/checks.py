@@ -247,8 +247,25 @@ def _places(config: PretrainConfig) -> Found:
         for name in ("shuffle_seed", "shuffle_algo", "shuffle_block_size"):
             if _changed(data, name):
                 yield [f"data.{name}", "data.shuffle"], "has no effect with data.shuffle: false"
-    if config.checkpoint.keep == 0 and "://" not in (config.checkpoint.folder or ""):
-        yield ["checkpoint.keep", "checkpoint.folder"], "0 keeps no checkpoint at all; expected -1 (all) or at least 1"
+    if config.checkpoint.keep == 0:
+        yield ["checkpoint.keep"], "0 keeps no checkpoint at all; expected -1 (all) or at least 1"
+    for number, name in enumerate(config.checkpoint.allow):
+        # A dataset's index is what is compared of it.
+        if not _is_key(config, name.removesuffix(".index").split(".")):
+            yield [f"checkpoint.allow.{number}"], f"expected a key of this configuration, or a section; got {name!r}"
+
+
+def _is_key(value: object, parts: list[str]) -> bool:
+    for part in parts:
+        if isinstance(value, Section) and part in type(value).model_fields:
+            value = getattr(value, part)
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdigit() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return False
+    return True
 
 
 def _mix(config: PretrainConfig) -> Found:

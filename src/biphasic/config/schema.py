@@ -204,6 +204,8 @@ class CheckpointConfig(Section):
     """How many complete checkpoints stay. -1: all. Older ones go once a newer one is complete."""
     autoresume: bool = True
     """Go on from the newest checkpoint of this run, if there is one."""
+    allow: list[str] = []
+    """Keys, or sections, that decide the weights and may nevertheless differ from the checkpoint's when the run goes on."""
 
 
 class ParallelismConfig(Section):

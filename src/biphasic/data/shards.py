@@ -11,7 +11,7 @@ from streaming import Stream
 from biphasic.config.errors import UserError
 from biphasic.config.records import parent_of
 from biphasic.config.schema import DataConfig, MixedStreamConfig, StreamConfig
-from biphasic.storage import Store, short, store
+from biphasic.storage import Store, hash_of, short, store
 
 INDEX, STARTED = "index.json", "conversion.started"
 
@@ -76,6 +76,11 @@ def check_hashes(stream: CheckedStream) -> None:
     """From now on compare each shard with its hash in the index, which Streaming has fetched by now."""
     shards = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))["shards"]
     stream.validate_hash = next(iter(shards[0]["hashes"]), None) if shards else None
+
+
+def indexes(streams: dict[str, StreamConfig]) -> dict[str, str]:
+    """The hash of each opened dataset's index, which names all of its shards: wherever they lie, the rows are the same."""
+    return {f"{key}.index": hash_of(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
 def _require_dataset(stream: StreamConfig) -> None:

@@ -17,14 +17,16 @@ from composer.utils import dist, get_device, reproducibility
 from composer.utils.parallelism import FSDP2Config
 
 from biphasic.checkpointing.find import resume_point
+from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.saver import Saver
 from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
 from biphasic.config.load import dump
 from biphasic.config.records import record_of
+from biphasic.config.same_run import deciding, differences
 from biphasic.config.schema import LoggingConfig, PretrainConfig
 from biphasic.config.timeline import decay_start
-from biphasic.data.shards import ShardError
+from biphasic.data.shards import ShardError, indexes
 from biphasic.data.shared_memory import free_stale_shared_memory
 from biphasic.data.streaming import loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
@@ -88,7 +90,7 @@ def prepare(config: PretrainConfig) -> Trainer:
     here = here if is_remote(saves) else Path(saves)
     resume = resume_point(saves, here)
     if resume is not None and not config.checkpoint.autoresume:
-        raise UserError(f"{saves} holds checkpoints (the newest: {resume.name}) and checkpoint.autoresume is false: "
+        raise UserError(f"{saves} holds checkpoints (the newest: {resume.path}) and checkpoint.autoresume is false: "
                         "choose another run_name, or remove them")  # fmt: skip
     if dist.get_local_rank() == 0:
         free_stale_shared_memory()
@@ -100,6 +102,9 @@ def prepare(config: PretrainConfig) -> Trainer:
     embedding = model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
     optimizer = adamw(model, config.optimizer, embedding=embedding, head=model.lm_head.weight)
     train = loader(config.data, config.data.streams, config.global_batch_size // ranks, config.seed, train=True)
+    decides = {**deciding(config), **indexes(config.data.streams)}
+    if resume is not None:
+        _require_same(resume, decides, config)
     vocabulary = Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids)
     schedule = ObjectiveSchedule(
         config.objective.phases, config.max_duration, vocabulary, config.seed, config.evaluation.masking_ratio
@@ -126,7 +131,7 @@ def prepare(config: PretrainConfig) -> Trainer:
         schedulers=WarmupStableDecay(config.schedule, config.max_duration),
         step_schedulers_every_batch=True,
         algorithms=[schedule, *clipping],
-        callbacks=[*callbacks(config, model, data), _saver(config, here, saves)],
+        callbacks=[*callbacks(config, model, data), _saver(config, here, saves, decides)],
         loggers=loggers(config.logging, folder, config.run_name),
         precision=config.precision,
         device_train_microbatch_size=microbatch,
@@ -134,7 +139,7 @@ def prepare(config: PretrainConfig) -> Trainer:
         progress_bar=config.logging.progress_bar,
         log_to_console=config.logging.console_interval is not None,
         console_log_interval=str(config.logging.console_interval or "1ep"),
-        load_path=str(resume) if resume is not None else config.schedule.decay_from,
+        load_path=str(here / resume.path) if resume is not None else config.schedule.decay_from,
         auto_log_hparams=False,
     )
     if resume is None and config.schedule.decay_from is not None:
@@ -142,11 +147,27 @@ def prepare(config: PretrainConfig) -> Trainer:
     return trainer
 
 
-def _saver(config: PretrainConfig, here: Path, place: str) -> Saver:
+def _require_same(resume: Manifest, decides: dict[str, Any], config: PretrainConfig) -> None:
+    """Go on only as the same run.
+
+    Raises:
+        UserError: naming each key that decides the weights and has changed.
+    """
+    lines = differences(resume.run["decides"], decides, config.checkpoint.allow)
+    if lines:
+        keys = ", ".join(line.partition(":")[0] for line in lines)
+        raise UserError(
+            f"{config.run_name}: its checkpoint {resume.path} was trained with another configuration:\n  "
+            + "\n  ".join(lines)
+            + f"\nchange that back, choose another run_name, or let it differ: checkpoint.allow=[{keys}]"
+        )
+
+
+def _saver(config: PretrainConfig, here: Path, place: str, decides: dict[str, Any]) -> Saver:
     # Of this attempt: what a dead one left behind must not be taken for a part of its checkpoints.
     attempt = [secrets.token_hex(4)]
     dist.broadcast_object_list(attempt, src=0)
-    about = {"name": config.run_name, "attempt": attempt[0]}
+    about = {"name": config.run_name, "attempt": attempt[0], "decides": decides}
     return Saver(here, place, str(config.checkpoint.interval), config.checkpoint.keep, about)
 
 
