@@ -19,7 +19,7 @@ from typing import Any
 
 from biphasic.checkpointing.manifest import newest
 from biphasic.config.load import load
-from biphasic.storage import store
+from biphasic.storage import as_bytes, store
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
@@ -198,7 +198,7 @@ def read(step: Step) -> dict[str, Any]:
 
 def write(step: Step, record: dict[str, object]) -> None:
     """Remember an attempt; `seconds` stands in it only when it succeeded."""
-    store(str(RUN / "steps")).write(f"{step.name}.json", json.dumps(record, indent=1).encode())
+    store(str(RUN / "steps")).write(f"{step.name}.json", as_bytes(record))
 
 
 if __name__ == "__main__":

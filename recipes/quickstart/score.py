@@ -5,14 +5,13 @@ Writes into runs/quickstart/scores/: scores.json (last), summary.txt, and mteb's
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
 from biphasic.config.errors import UserError
-from biphasic.storage import store
+from biphasic.storage import as_bytes, store
 
 RUN = Path("runs/quickstart")
 SYSTEMS = {
@@ -71,7 +70,7 @@ def main() -> int:
     low, high = gain["interval"]
     lines.append(f"  {'gain of pretraining':24} {gain['mean']:+.4f}  [{low:+.4f}, {high:+.4f}], both fine-tuned")
     (folder / "summary.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    store(str(folder)).write("scores.json", (json.dumps(content, indent=1) + "\n").encode())
+    store(str(folder)).write("scores.json", as_bytes(content))
     return 0
 
 

@@ -19,7 +19,7 @@ from biphasic.data.convert import convert
 from biphasic.data.sources import find_files
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.data.verify import verify
-from biphasic.data.work import as_bytes
+from biphasic.storage import as_bytes
 from texts import Records, sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]

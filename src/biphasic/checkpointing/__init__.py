@@ -1,1 +1,1 @@
-"""Finding a run's checkpoints."""
+"""Saving a run's checkpoints, and finding them again."""

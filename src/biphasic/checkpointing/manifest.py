@@ -17,10 +17,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from biphasic.storage import Store, StoredFile, hash_of, short
+from biphasic.storage import Store, StoredFile, as_bytes, hash_of, short
 
-_MANIFEST = re.compile(r"^ba(\d+)\.json$")
-_FILES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:-rank\d+\.pt$|/)")
+_NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|-rank\d+\.pt$|/)")
 _log = logging.getLogger(__name__)
 
 
@@ -44,7 +43,7 @@ class Manifest:
 
     def as_bytes(self) -> bytes:
         """As it is stored."""
-        return (json.dumps(asdict(self), indent=1) + "\n").encode()
+        return as_bytes(asdict(self))
 
     @staticmethod
     def of(content: bytes) -> Manifest:
@@ -76,9 +75,21 @@ def checkpoints_in(place: Store) -> list[Found]:
     Raises:
         OSError: the folder can't be listed.
     """
+    return list(_newest_first(place))
+
+
+def batch_of(name: str) -> int | None:
+    """Of which checkpoint a file is, by its name; None: of none."""
+    match = _NAMES.match(name)
+    return None if match is None else int(match[1])
+
+
+def _newest_first(place: Store) -> Iterator[Found]:
+    """A manifest is read when it is asked for."""
     there = place.list()
-    batches = {int(match[1]) for name in there if (match := _MANIFEST.match(name) or _FILES.match(name))}
-    return [_look(place, there, batch) for batch in sorted(batches, reverse=True)]
+    batches = {batch for name in there if (batch := batch_of(name)) is not None}
+    for batch in sorted(batches, reverse=True):
+        yield _look(place, there, batch)
 
 
 def _look(place: Store, there: dict[str, StoredFile], batch: int) -> Found:
@@ -115,7 +126,7 @@ def newest(place: Store, folder: Path) -> Manifest | None:
     Raises:
         OSError: the place can't be listed.
     """
-    for found in checkpoints_in(place):
+    for found in _newest_first(place):
         fault = found.fault
         if found.manifest is not None:
             fault = bring(found.manifest, place, folder)
@@ -152,5 +163,6 @@ def forget(manifest: Manifest, place: Store) -> None:
 
 def outdated(place: Store, keep: int) -> Iterator[Manifest]:
     """The complete checkpoints beyond the newest `keep`; none when `keep` is negative."""
-    complete = [found.manifest for found in checkpoints_in(place) if found.manifest is not None]
-    yield from complete[keep:] if keep >= 0 else []
+    if keep >= 0:
+        complete = [found.manifest for found in checkpoints_in(place) if found.manifest is not None]
+        yield from complete[keep:]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 from typing import Any
@@ -15,7 +15,7 @@ from composer.core import State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.checkpointing.manifest import Manifest, forget, outdated
+from biphasic.checkpointing.manifest import Manifest, batch_of, forget, outdated
 from biphasic.config.errors import UserError
 from biphasic.storage import Store, hash_of, is_remote, short, store
 
@@ -56,7 +56,8 @@ class Saver(CheckpointSaver):
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
         self._closing = Event()
         self._last: Future[None] | None = None
-        self._waiting: list[Manifest] = []
+        self._waiting: list[tuple[Manifest, int]] = []
+        """Of this rank's files, and how many ranks have some."""
 
     def _save_checkpoint(self, state: State, logger: Logger) -> None:
         super()._save_checkpoint(state, logger)
@@ -76,8 +77,9 @@ class Saver(CheckpointSaver):
         }
         ranks = dist.get_world_size() if state.fsdp_sharded_state_dict_enabled else 1
         if rank < ranks:
-            mine = Manifest(batch, path, dict.fromkeys(names, (0, "")), about)
-            self._last = self._pool.submit(self._complete, mine, rank, ranks)
+            self._last = self._pool.submit(
+                self._complete, Manifest(batch, path, dict.fromkeys(names, (0, "")), about), ranks
+            )
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last checkpoint is complete.
@@ -90,7 +92,7 @@ class Saver(CheckpointSaver):
             self._last.result()
         self._pool.submit(self._again).result()
         if self._waiting:
-            names = ", ".join(one.path for one in self._waiting)
+            names = ", ".join(one.path for one, _ in self._waiting)
             raise UserError(f"checkpoint.folder {self._place}: can't be written; {names} stayed in {self._here}")
 
     def close(self, state: State, logger: Logger) -> None:
@@ -98,39 +100,37 @@ class Saver(CheckpointSaver):
         self._closing.set()
         self._pool.shutdown(wait=True)
 
-    def _complete(self, mine: Manifest, rank: int, ranks: int) -> None:
+    def _complete(self, mine: Manifest, ranks: int) -> None:
         """In the background: store this rank's files, and on the first rank the manifest."""
         files = {name: ((self._here / name).stat().st_size, hash_of(self._here / name)) for name in mine.files}
-        self._waiting.append(Manifest(mine.batch, mine.path, files, {**mine.run, "rank": rank, "of": ranks}))
+        self._waiting.append((replace(mine, files=files), ranks))
         self._again()
 
     def _again(self) -> None:
         """Try all that waits, the oldest first, until one fails."""
         while self._waiting:
             try:
-                self._store(self._waiting[0])
+                self._store(*self._waiting[0])
             except OSError as error:
                 later = "training goes on, and it is tried again later"
                 _log.warning("checkpoint %s can't be stored in %s (%s); %s",
-                             self._waiting[0].path, self._place, short(error), later)  # fmt: skip
+                             self._waiting[0][0].path, self._place, short(error), later)  # fmt: skip
                 return
             self._waiting.pop(0)
 
-    def _store(self, mine: Manifest) -> None:
-        place = store(self._place)
-        rank, ranks = mine.run["rank"], mine.run["of"]
-        about = {name: value for name, value in mine.run.items() if name not in ("rank", "of")}
+    def _store(self, mine: Manifest, ranks: int) -> None:
+        place, rank = store(self._place), dist.get_global_rank()
         for name in mine.files:
             place.put(self._here / name, name)
         if rank:
-            place.write(_part(mine.batch, rank), Manifest(mine.batch, mine.path, mine.files, about).as_bytes())
+            place.write(_part(mine.batch, rank), mine.as_bytes())
             return
         files = dict(mine.files)
         for other in range(1, ranks):
-            if (part := self._wait_for(place, _part(mine.batch, other), about)) is None:
+            if (part := self._wait_for(place, _part(mine.batch, other), mine.run)) is None:
                 return
             files |= part.files
-        whole = Manifest(mine.batch, mine.path, dict(sorted(files.items())), about)
+        whole = replace(mine, files=dict(sorted(files.items())))
         place.write(whole.name, whole.as_bytes())
         place.remove(_part(mine.batch, other) for other in range(1, ranks))
         for old in outdated(place, self._keep_newest):
@@ -146,7 +146,7 @@ class Saver(CheckpointSaver):
                 # What a dead attempt left has the same name.
                 if part.run == about:
                     return part
-            except (FileNotFoundError, ValueError, json.JSONDecodeError):
+            except (FileNotFoundError, ValueError):
                 pass
             if self._closing.is_set():
                 _log.warning("checkpoint without %s: the run ended before all ranks had stored their part", name)
@@ -156,14 +156,11 @@ class Saver(CheckpointSaver):
     def _clear_here(self, newest: Manifest) -> None:
         """Of the checkpoints that lie in a bucket, this machine keeps the newest."""
         here = store(str(self._here))
-        still = {name for one in self._waiting for name in one.files} | newest.files.keys()
-        here.remove([name for name in here.list() if name not in still and _batch_of(name) < newest.batch])
+        still = {name for one, _ in self._waiting for name in one.files} | newest.files.keys()
+        here.remove(
+            [name for name in here.list() if name not in still and (batch_of(name) or newest.batch) < newest.batch]
+        )
 
 
 def _part(batch: int, rank: int) -> str:
     return f"ba{batch}.rank{rank}.json"
-
-
-def _batch_of(name: str) -> int:
-    digits = name.partition("ba")[2].split("-")[0].split("/")[0].split(".")[0]
-    return int(digits) if digits.isdigit() else 0

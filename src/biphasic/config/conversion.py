@@ -124,3 +124,8 @@ class ConvertConfig(Section):
     """Size of a shard before compression. MDS counts bytes with 32 bits."""
     compression: Annotated[str, AfterValidator(_compression)] | None = "zstd"
     """`zstd`, or `zstd:LEVEL` (1 to 22). Null: none."""
+
+    @property
+    def splits(self) -> list[str]:
+        """The splits that the output gets."""
+        return ["train", *(["validation"] if self.validation_fraction else [])]

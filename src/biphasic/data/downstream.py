@@ -34,7 +34,7 @@ from biphasic.config.tasks import (
 )
 from biphasic.data.beir import corpus, pairs, qrels, queries
 from biphasic.data.tables import BadRow, Row, Table, open_table
-from biphasic.storage import Store, join, short, store
+from biphasic.storage import Store, as_bytes, join, short, store
 
 RECORD = "task.json"
 _TEXTS = pa.list_(pa.string())
@@ -119,8 +119,7 @@ class _Folder:
 
     def finish(self, content: dict[str, Any]) -> None:
         """Write the record."""
-        text = json.dumps(content, indent=2, ensure_ascii=False) + "\n"
-        self.store.write(RECORD, text.encode())
+        self.store.write(RECORD, as_bytes(content))
 
     def close(self) -> None:
         """Remove what is not needed any more."""
@@ -136,9 +135,9 @@ def convert_task(name: str, config: TasksConfig) -> dict[str, Any]:
     Raises:
         UserError: a source can't be read, isn't what the YAML says, or the folder holds something else.
     """
-    task, place = config.tasks[name], join(config.output, name)
+    task, place, settings = config.tasks[name], join(config.output, name), _settings(config, name)
     try:
-        if (found := _finished(place, _settings(config, name))) is not None:
+        if (found := _finished(place, settings)) is not None:
             return found
         folder = _Folder(config.output, name, config)
         try:
@@ -153,7 +152,7 @@ def convert_task(name: str, config: TasksConfig) -> dict[str, Any]:
                 "rows": written.rows,
                 "left_out": written.left_out,
                 "commits": written.commits,
-                "settings": _settings(config, name),
+                "settings": settings,
             }
             folder.finish(record)
         finally:

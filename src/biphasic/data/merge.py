@@ -21,9 +21,9 @@ from biphasic.data.output import LOG, RECORD, STARTED, Claim
 from biphasic.data.rows import token_dtype
 from biphasic.data.sources import SourceFile
 from biphasic.data.tokenizer import ROLES, Tokenizer
-from biphasic.data.work import Record, Task, Work, as_bytes, documents_name, record_name
+from biphasic.data.work import Record, Task, Work, documents_name, record_name
 from biphasic.data.worker import HASH
-from biphasic.storage import Store
+from biphasic.storage import Store, as_bytes
 
 _IN_MEMORY = 1 << 24
 _READERS = 16
@@ -39,12 +39,11 @@ def merged(
         UserError: a split has got no documents.
     """
     config, tokenizer = work.config, work.tokenizer
-    names = ["train", *(["validation"] if config.validation_fraction else [])]
     skipped: Counter[str] = Counter()
     for _, record in records:
         skipped.update(record["documents"]["skipped"])
     read, filtered = (sum(record["documents"][key] for _, record in records) for key in ("read", "filtered"))
-    splits = {name: _split(name, records, config.sequence_length) for name in names}
+    splits = {name: _split(name, records, config.sequence_length) for name in config.splits}
     for name, split in splits.items():
         if not split["documents"]:
             hint = "raise validation_fraction or add documents" if name == "validation" else "is the source empty?"

@@ -17,8 +17,8 @@ from typing import Any
 
 from biphasic.config.errors import UserError
 from biphasic.data.sources import SourceFile
-from biphasic.data.work import FREE, LIMITS, Record, Task, Work, as_bytes
-from biphasic.storage import LocalStore, Store, is_remote, join, short, store
+from biphasic.data.work import FREE, LIMITS, Record, Task, Work
+from biphasic.storage import LocalStore, Store, as_bytes, is_remote, join, short, store
 
 RECORD = "conversion.json"
 """What a conversion says about itself; written last, so that its presence means that the output is whole."""

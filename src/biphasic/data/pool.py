@@ -15,7 +15,7 @@ from biphasic.config.errors import UserError
 from biphasic.data.reading import DamagedFile
 from biphasic.data.work import Limit, Record, Task, Work
 from biphasic.data.worker import convert_task
-from biphasic.storage import short
+from biphasic.storage import is_remote, short
 
 if TYPE_CHECKING:
     from ray import ObjectRef
@@ -211,7 +211,7 @@ def _require_answer(address: str) -> None:
 
 def _require_shared(work: Work, machines: int) -> None:
     output = work.config.output
-    if machines > 1 and "://" not in output and not work.config.cluster.shared_folder:
+    if machines > 1 and not is_remote(output) and not work.config.cluster.shared_folder:
         raise UserError(
             f"output {output}: a folder of one machine, and the cluster has {machines}: name a bucket, or set "
             "cluster.shared_folder: true when all of them see this folder"

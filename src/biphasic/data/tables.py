@@ -52,7 +52,7 @@ class Table:
             if column not in there:
                 raise UserError(f"{self.where}: has no column {column!r} (it has: {', '.join(there)})")
 
-    def batches(self, columns: list[str], progress: bool = True) -> Iterator[dict[str, list[Any]]]:
+    def batches(self, columns: list[str]) -> Iterator[dict[str, list[Any]]]:
         """Some of the columns, a thousand rows at a time, with a bar where it takes long.
 
         Raises:
@@ -62,7 +62,7 @@ class Table:
 
         self.require(columns)
         rows = self.rows.select_columns(columns)
-        with tqdm(total=len(rows), desc=self.where, unit="row", delay=5, disable=None if progress else True) as bar:
+        with tqdm(total=len(rows), desc=self.where, unit="row", delay=5, disable=None) as bar:
             for batch in rows.iter(_BATCH):
                 yield batch
                 bar.update(len(batch[columns[0]]))
@@ -105,8 +105,6 @@ def open_table(config: DatasetConfig, split: str) -> Table:
             given = None if config.files is None else {_ANY: config.files[split]}
             name = split if given is None else _ANY
             rows = datasets.load_dataset(config.path, config.name, revision=commit, data_files=given, split=name)
-    except UserError:
-        raise
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{where}: can't be read ({short(_cause(error))})") from error
     return Table(rows, where, commit)

@@ -146,8 +146,3 @@ def is_of(record: Record, task: Task, work: Work) -> bool:
     if record["damaged"] and work.config.on_bad_file == "stop":
         return False
     return not (record["documents"]["skipped"] and work.config.on_bad_document == "stop")
-
-
-def as_bytes(content: Any) -> bytes:
-    """JSON as it is written everywhere in an output."""
-    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()

@@ -30,8 +30,8 @@ from biphasic.data.rows import (
     token_dtype,
 )
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.data.work import Limit, Record, Task, Work, as_bytes, documents_name, pieces_as_json, record_name
-from biphasic.storage import Store, store
+from biphasic.data.work import Limit, Record, Task, Work, documents_name, pieces_as_json, record_name
+from biphasic.storage import Store, as_bytes, store
 
 HASH = "xxh64"
 """Hash of the shard files; Streaming compares it when it opens them."""
@@ -130,8 +130,7 @@ class _Conversion:
         self.numbers: list[int] = []
         self.text_bytes = 0
         self.uploads = _Uploads(place, scratch)
-        names = ["train", *(["validation"] if self.config.validation_fraction else [])]
-        self.splits = {name: _Split(name, work, task, self.uploads) for name in names}
+        self.splits = {name: _Split(name, work, task, self.uploads) for name in self.config.splits}
 
     def run(self) -> Record:
         start, cpu = time.monotonic(), time.process_time()

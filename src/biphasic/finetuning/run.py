@@ -28,7 +28,7 @@ from biphasic.export.card import finetuned_card
 from biphasic.export.write import export_encoder
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.model.encoder import Encoder, load_encoder
-from biphasic.storage import store
+from biphasic.storage import as_bytes, store
 from biphasic.training.optimizer import adamw
 from biphasic.training.pretrain import loggers
 from biphasic.training.wsd import WarmupStableDecay
@@ -155,7 +155,7 @@ def run(config: FinetuneConfig) -> Path:
             encoder.backbone, encoder.tokenizer, out, card, prompts=task.prompts, max_length=longest, force=True
         )
         record = {"fingerprint": mark, "steps": steps, "tokens": tokens, "seconds": seconds, "loss": loss}
-        store(str(folder)).write(RECORD, (json.dumps(record, indent=1) + "\n").encode())
+        store(str(folder)).write(RECORD, as_bytes(record))
     dist.barrier()
     return folder
 

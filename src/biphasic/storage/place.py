@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import posixpath
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 UNFINISHED = ".unfinished-"
 """How the names of files and folders begin that are not whole yet; `list` does not show them."""
@@ -76,3 +77,8 @@ def short(error: BaseException) -> str:
     """The first line of what went wrong."""
     text = getattr(error, "strerror", None) or str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+def as_bytes(content: Any) -> bytes:
+    """JSON as every record is written."""
+    return (json.dumps(content, indent=1, ensure_ascii=False) + "\n").encode()
