@@ -17,7 +17,7 @@ from biphasic.config.schema import PretrainConfig
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0 done, 1 the run failed, 2 the configuration or what it names can't be used."""
+    """Exit status: 0 done, 1 the run failed, 2 something has to be changed first, 75 preempted and saved: start it again."""
     parser = argparse.ArgumentParser(prog="main.py", description="Run what a YAML describes, or print its plan.")
     parser.add_argument("file", help="the YAML")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value, e.g. optimizer.lr=1e-4")
@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.plan:
             print(_plan(config, given.ranks, given.json))
         else:
-            _run(config)
+            return _run(config)
     except (ConfigError, UserError) as error:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
@@ -46,7 +46,7 @@ def _plan(config: Config, ranks: int, as_json: bool) -> str:
     return found.to_json() if as_json else describe(found, config)
 
 
-def _run(config: Config) -> None:
+def _run(config: Config) -> int:
     # Imported here: torch and Composer take seconds, which nobody should wait for to read a plan or an error.
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job
@@ -54,7 +54,15 @@ def _run(config: Config) -> None:
         from biphasic.finetuning.run import run as job
     else:
         raise UserError(f"job: {config.job} runs without Composer: python data_prep/{config.job}.py FILE.yaml")
-    print(f"written to {job(config)}")  # pyright: ignore[reportArgumentType]
+    from biphasic.checkpointing.stopping import PREEMPTED, Preempted
+
+    try:
+        print(f"written to {job(config)}")  # pyright: ignore[reportArgumentType]
+    except Preempted as stop:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{stop}; status {PREEMPTED}: start the same command again and it goes on")
+        return PREEMPTED
+    return 0
 
 
 if __name__ == "__main__":

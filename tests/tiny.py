@@ -17,6 +17,7 @@ import torch
 from streaming import MDSWriter
 from streaming.base.shared.memory import SharedMemory
 
+from biphasic.checkpointing.manifest import batch_of
 from biphasic.config.load import load
 from biphasic.config.schema import PretrainConfig
 from biphasic.training.jsonl_logger import read_metrics
@@ -91,8 +92,8 @@ def weights(folder: Path, batch: int) -> dict[str, torch.Tensor]:
 def keep_checkpoints_up_to(folder: Path, batch: int) -> None:
     """As if the run had died right after saving that batch."""
     for path in (folder / "checkpoints").iterdir():
-        found = int(path.name.split("ba")[1].split("-")[0].removesuffix(".json"))
-        if found > batch:
+        found = batch_of(f"{path.name}/" if path.is_dir() else path.name)
+        if found is not None and found > batch:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import dist, get_device
 
+from biphasic.checkpointing.attempt import begin
 from biphasic.config.load import load
 from biphasic.config.schema import PretrainConfig
 from biphasic.training.pretrain import prepare
@@ -33,13 +34,16 @@ class Dump(Callback):
 
 
 def dump(out: Path, files: list[Path]) -> None:
+    dist.initialize_dist(get_device(None))
     for file in files:
         config = load(file, [], dist.get_world_size())
         assert isinstance(config, PretrainConfig)
-        trainer = prepare(config)
+        attempt = begin(f"{config.output}/{config.run_name}", out / config.run_name)
+        trainer = prepare(config, attempt)
         trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
         trainer.fit()
         trainer.close()
+        attempt.end("finished")
         del trainer
         gc.collect()
 

@@ -8,8 +8,9 @@ from typing import Any
 from composer.utils import dist
 
 from biphasic.checkpointing.manifest import Manifest, bring, newest
+from biphasic.checkpointing.uploads import catch_up, complete_parts
 from biphasic.config.errors import UserError
-from biphasic.storage import short, store
+from biphasic.storage import is_remote, short, store
 
 
 def resume_point(place: str, folder: Path) -> Manifest | None:
@@ -25,9 +26,11 @@ def resume_point(place: str, folder: Path) -> Manifest | None:
     Raises:
         UserError: the place can't be read, or not from every machine.
     """
+    _store_what_is_left(place, folder)
     told: list[Any] = [None, None]
     if dist.get_global_rank() == 0:
         try:
+            complete_parts(store(place))
             found = newest(store(place), folder)
             told = [None if found is None else found.as_bytes(), None]
         except OSError as error:
@@ -46,3 +49,17 @@ def resume_point(place: str, folder: Path) -> Manifest | None:
     if any(faults):
         raise UserError(next(fault for fault in faults if fault))
     return manifest
+
+
+def _store_what_is_left(place: str, folder: Path) -> None:
+    """What an earlier attempt has written to this machine and could not store; all ranks wait for it."""
+    if is_remote(place):
+        fault = None
+        if dist.get_local_rank() == 0:
+            try:
+                catch_up(folder, store(place))
+            except OSError as error:
+                fault = f"checkpoint.folder {place}: can't be reached ({short(error)})"
+        faults = dist.all_gather_object(fault)
+        if any(faults):
+            raise UserError(next(fault for fault in faults if fault))

@@ -19,7 +19,7 @@ from typing import Any
 
 from biphasic.storage import Store, StoredFile, as_bytes, hash_of, short
 
-_NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|-rank\d+\.pt$|/)")
+_NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|-rank\d+\.pt$|/)")
 _log = logging.getLogger(__name__)
 
 
@@ -162,7 +162,30 @@ def forget(manifest: Manifest, place: Store) -> None:
 
 
 def outdated(place: Store, keep: int) -> Iterator[Manifest]:
-    """The complete checkpoints beyond the newest `keep`; none when `keep` is negative."""
+    """The complete checkpoints beyond the newest `keep`, less those that stay; none when `keep` is negative."""
     if keep >= 0:
         complete = [found.manifest for found in checkpoints_in(place) if found.manifest is not None]
-        yield from complete[keep:]
+        yield from (one for one in complete[keep:] if not one.run.get("kept"))
+
+
+def orphans(place: Store, before: int) -> list[str]:
+    """Files of checkpoints older than batch `before` that have no manifest: a dead attempt's, never to be finished."""
+    there = place.list()
+    return [
+        name
+        for name in there
+        if (batch := batch_of(name)) is not None and batch < before and f"ba{batch}.json" not in there
+    ]
+
+
+def newest_batch(place: Store) -> int:
+    """Of the newest manifest; -1 when there is none."""
+    there = place.list()
+    return max(
+        (batch for name in there if (batch := batch_of(name)) is not None and name == f"ba{batch}.json"), default=-1
+    )
+
+
+def part_name(batch: int, rank: int) -> str:
+    """What a rank has stored of a checkpoint that is not complete yet."""
+    return f"ba{batch}.rank{rank}.json"

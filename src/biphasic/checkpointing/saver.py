@@ -1,85 +1,88 @@
-"""Composer's saver, and after it, in the background: hashes, uploads, the manifest, and what is kept."""
+"""Saving: the state is copied off the device while training waits; everything else happens in the background."""
 
 from __future__ import annotations
 
-import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import replace
 from pathlib import Path
-from threading import Event
 from typing import Any
 
-from composer.callbacks import CheckpointSaver
-from composer.core import State
+import torch
+from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from composer.utils import dist
+from composer.utils import dist, reproducibility
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, forget, outdated
+from biphasic.checkpointing.claim import Claim
+from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.stopping import Preempted, Stopping, side_group
+from biphasic.checkpointing.uploads import Uploads, write_part
 from biphasic.config.errors import UserError
-from biphasic.storage import Store, hash_of, is_remote, short, store
+from biphasic.storage import hash_of, short, unfinished
 
-FILENAME = "ba{batch}-rank{rank}.pt"
-"""Name of a monolithic checkpoint; a sharded one is a folder that Composer names `ep…-ba…`."""
-_LOOK_EVERY = 0.5
-_log = logging.getLogger(__name__)
+FILENAME = "ba{batch}-rank0.pt"
+"""Name of a monolithic checkpoint; a sharded one is a folder, `ep…-ba…`."""
 
 
-class Saver(CheckpointSaver):
-    """Saves to a folder of this machine, and completes each checkpoint in `place`, which may be a bucket.
+class Saver(Callback):
+    """Saves to a folder of this machine, and completes each checkpoint where the run saves, which may be a bucket.
 
-    Training waits for Composer to write the state to the disk, and for nothing else. A checkpoint is complete with its
-    manifest, which the first rank writes when every rank's files are stored; see `biphasic.checkpointing.manifest`. When
-    the place can't be reached, training goes on: what could not be stored is tried again with the next checkpoint and at
-    the end of the training, and stays on this machine.
+    Checkpoints are Composer's own, in content and in names, and so can be loaded by any Composer Trainer. Training waits
+    while the state is copied to host memory. A thread then writes it to the disk, with collectives of its own where it
+    is sharded, and another one stores it (`biphasic.checkpointing.uploads`). A checkpoint is complete with its manifest.
 
     Args:
-        folder: on this machine.
-        place: where the run saves: the same folder, or a bucket's prefix.
-        interval: a Composer duration.
-        keep: how many checkpoints stay in `place`; negative: all. In a bucket's case this machine keeps the newest.
-        run: says what the checkpoints are of, as the manifest tells it.
+        here: a folder on this machine.
+        uploads: takes each checkpoint from there.
+        due: whether to save now, and whether that checkpoint is one to keep; see `biphasic.training.moments`.
+        describe: what the manifest says of the run at this moment.
+        patience: seconds to wait, at the end of the training, for a place that can't be reached.
+        stopping: what ends the run early.
+        claim: the run's hold on its folder.
     """
 
-    def __init__(self, folder: Path, place: str, interval: str, keep: int, run: dict[str, Any]):
-        super().__init__(
-            folder=str(folder),
-            filename=FILENAME,
-            remote_file_name=None,
-            latest_filename=None,
-            latest_remote_file_name=None,
-            save_interval=interval,
-            # What a dead attempt left behind must not stop the next one hours later.
-            overwrite=True,
-        )
-        self._here, self._place, self._keep_newest, self._run = folder, place, keep, run
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoints")
-        self._closing = Event()
-        self._last: Future[None] | None = None
-        self._waiting: list[tuple[Manifest, int]] = []
-        """Of this rank's files, and how many ranks have some."""
+    def __init__(
+        self,
+        here: Path,
+        uploads: Uploads,
+        due: Callable[[State, Event], tuple[bool, bool]],
+        describe: Callable[[State], dict[str, Any]],
+        patience: float,
+        stopping: Stopping,
+        claim: Claim,
+    ):
+        self._here, self._uploads, self._due, self._describe = here, uploads, due, describe
+        self._patience, self._stopping, self._claim = patience, stopping, claim
+        self._group = side_group()
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self._writing: Future[None] | None = None
+        self._saved: int | None = None
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+        self._staged_as: Any = None
 
-    def _save_checkpoint(self, state: State, logger: Logger) -> None:
-        super()._save_checkpoint(state, logger)
-        timestamp = state.timestamp
-        batch, rank = int(timestamp.batch), dist.get_global_rank()
-        if state.fsdp_sharded_state_dict_enabled:
-            path = f"ep{int(timestamp.epoch)}-ba{batch}"
-            names = [f"{path}/__{rank}_0.distcp", *([f"{path}/.metadata"] if rank == 0 else [])]
-        else:
-            path = FILENAME.format(batch=batch, rank=0)
-            names = [path] if rank == 0 else []
-        about = {
-            **self._run,
-            "tokens": int(timestamp.token),
-            "rows": int(timestamp.sample),
-            "ranks": dist.get_world_size(),
-        }
-        ranks = dist.get_world_size() if state.fsdp_sharded_state_dict_enabled else 1
-        if rank < ranks:
-            self._last = self._pool.submit(
-                self._complete, Manifest(batch, path, dict.fromkeys(names, (0, "")), about), ranks
-            )
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Let the claim know how far the run is."""
+        self._claim.reached(int(state.timestamp.batch), int(state.timestamp.token))
+        if (fault := self._claim.lost or self._uploads.fault) is not None:
+            self._stopping.fault(fault)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save if it is time; stop if it was agreed on."""
+        self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
+        self._stop_if_asked(state, logger)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save if an epoch's end is the time."""
+        self._save_if_due(state, logger, Event.EPOCH_CHECKPOINT)
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Stop within a validation, too."""
+        self._stop_if_asked(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until the last checkpoint is complete.
@@ -87,80 +90,109 @@ class Saver(CheckpointSaver):
         Raises:
             UserError: it can't be stored; it stays on this machine.
         """
-        super().fit_end(state, logger)
-        if self._last is not None:
-            self._last.result()
-        self._pool.submit(self._again).result()
-        if self._waiting:
-            names = ", ".join(one.path for one, _ in self._waiting)
-            raise UserError(f"checkpoint.folder {self._place}: can't be written; {names} stayed in {self._here}")
+        self._finish()
 
     def close(self, state: State, logger: Logger) -> None:
-        """Store what is at hand, without waiting for ranks that may be gone."""
-        self._closing.set()
-        self._pool.shutdown(wait=True)
+        """End the threads."""
+        # A writer that waits for a rank that is gone would never end.
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._uploads.close()
 
-    def _complete(self, mine: Manifest, ranks: int) -> None:
-        """In the background: store this rank's files, and on the first rank the manifest."""
-        files = {name: ((self._here / name).stat().st_size, hash_of(self._here / name)) for name in mine.files}
-        self._waiting.append((replace(mine, files=files), ranks))
-        self._again()
+    def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
+        now, kept = self._due(state, event)
+        if (now or kept) and self._saved != int(state.timestamp.batch):
+            self._save(state, logger, kept)
 
-    def _again(self) -> None:
-        """Try all that waits, the oldest first, until one fails."""
-        while self._waiting:
-            try:
-                self._store(*self._waiting[0])
-            except OSError as error:
-                later = "training goes on, and it is tried again later"
-                _log.warning("checkpoint %s can't be stored in %s (%s); %s",
-                             self._waiting[0][0].path, self._place, short(error), later)  # fmt: skip
-                return
-            self._waiting.pop(0)
-
-    def _store(self, mine: Manifest, ranks: int) -> None:
-        place, rank = store(self._place), dist.get_global_rank()
-        for name in mine.files:
-            place.put(self._here / name, name)
-        if rank:
-            place.write(_part(mine.batch, rank), mine.as_bytes())
+    def _stop_if_asked(self, state: State, logger: Logger) -> None:
+        stopping = self._stopping
+        if stopping.asked is None:
             return
-        files = dict(mine.files)
-        for other in range(1, ranks):
-            if (part := self._wait_for(place, _part(mine.batch, other), mine.run)) is None:
-                return
-            files |= part.files
-        whole = replace(mine, files=dict(sorted(files.items())))
-        place.write(whole.name, whole.as_bytes())
-        place.remove(_part(mine.batch, other) for other in range(1, ranks))
-        for old in outdated(place, self._keep_newest):
-            forget(old, place)
-        if is_remote(self._place):
-            self._clear_here(whole)
+        if stopping.broken:
+            if self._writing is not None:
+                self._writing.result()
+            stopping.require_sound()
+        if self._saved != int(state.timestamp.batch):
+            self._save(state, logger, kept=False)
+        said = "saved"
+        try:
+            self._finish()
+        except UserError as error:
+            said = f"saved on this machine only ({error})"
+        stopping.saved = True
+        stopping.together()
+        raise Preempted(f"{stopping.asked}: {said} at batch {self._saved}, {stopping.seconds():.1f} s after it")
 
-    def _wait_for(self, place: Store, name: str, about: dict[str, Any]) -> Manifest | None:
-        """Another rank's part of this checkpoint; None when the run ends without it."""
-        while True:
-            try:
-                part = Manifest.of(place.read(name))
-                # What a dead attempt left has the same name.
-                if part.run == about:
-                    return part
-            except (FileNotFoundError, ValueError):
-                pass
-            if self._closing.is_set():
-                _log.warning("checkpoint without %s: the run ended before all ranks had stored their part", name)
-                return None
-            time.sleep(_LOOK_EVERY)
+    def _finish(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+        if self._uploads.fault is not None:
+            raise UserError(self._uploads.fault)
+        if not self._uploads.drain(self._patience):
+            raise UserError(
+                f"checkpoint.folder: can't be written ({', '.join(self._uploads.waiting())} stayed in {self._here}): start "
+                "again on this machine when it can be reached, and they are stored first"
+            )
 
-    def _clear_here(self, newest: Manifest) -> None:
-        """Of the checkpoints that lie in a bucket, this machine keeps the newest."""
-        here = store(str(self._here))
-        still = {name for one, _ in self._waiting for name in one.files} | newest.files.keys()
-        here.remove(
-            [name for name in here.list() if name not in still and (batch_of(name) or newest.batch) < newest.batch]
-        )
+    def _save(self, state: State, logger: Logger, kept: bool) -> None:
+        start = time.perf_counter()
+        if self._writing is not None:
+            self._writing.result()
+        waited = time.perf_counter() - start
+        self._saved = int(state.timestamp.batch)
+        sharded, rank = state.fsdp_sharded_state_dict_enabled, dist.get_global_rank()
+        content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+        if sharded and rank:
+            content.pop("rng")
+        path = f"ep{int(state.timestamp.epoch)}-ba{self._saved}" if sharded else FILENAME.format(batch=self._saved)
+        about = {**self._describe(state), "kept": kept, "parts": dist.get_world_size() if sharded else 1}
+        if sharded or rank == 0:
+            mine = Manifest(self._saved, path, {}, about)
+            write = self._write_sharded if sharded else self._write_whole
+            self._writing = self._writer.submit(self._write, write, self._stage(content), mine)
+        blocked = time.perf_counter() - start
+        logger.log_metrics({"checkpoint/blocked_seconds": blocked, "checkpoint/waited_seconds": waited})
+
+    def _stage(self, content: dict[str, Any]) -> dict[str, Any]:
+        """A copy in host memory; on a GPU in pinned memory, which is kept while the state has the same shapes."""
+        shapes = _shapes(content)
+        if shapes != self._staged_as:
+            self._stager.state_dict_cache, self._staged_as = None, shapes
+        return self._stager.stage(content)
+
+    def _write(
+        self, write: Callable[[dict[str, Any], Path], list[Path]], content: dict[str, Any], mine: Manifest
+    ) -> None:
+        """On the writer's thread."""
+        try:
+            written = write(content, self._here / mine.path)
+            files = {file.relative_to(self._here).as_posix(): (file.stat().st_size, hash_of(file)) for file in written}
+            whole = Manifest(mine.batch, mine.path, files, mine.run)
+            write_part(whole, self._here)
+        except (OSError, RuntimeError, CheckpointException) as error:
+            self._uploads.fault = (
+                f"checkpoint {mine.path} can't be written to {self._here} ({short(error)}): make room, or mend what it "
+                "says, and start again: the run goes on from the checkpoint before it"
+            )
+            return
+        self._uploads.add(whole)
+
+    def _write_whole(self, content: dict[str, Any], path: Path) -> list[Path]:
+        with unfinished(path) as partial:
+            torch.save(content, partial)
+        return [path]
+
+    def _write_sharded(self, content: dict[str, Any], folder: Path) -> list[Path]:
+        rank = dist.get_global_rank()
+        for old in folder.glob(f"__{rank}_*.distcp"):
+            old.unlink()
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save_shards(content, storage_writer=FileSystemWriter(folder), planner=planner, process_group=self._group)
+        return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
 
 
-def _part(batch: int, rank: int) -> str:
-    return f"ba{batch}.rank{rank}.json"
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _shapes(child) for key, child in value.items()}
+    return [_shapes(child) for child in value] if isinstance(value, list | tuple) else None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+
+from biphasic.amounts import bytes_of
 
 
 class Section(BaseModel):
@@ -16,3 +18,12 @@ class Section(BaseModel):
 Share = Annotated[float, Field(gt=0, lt=1)]
 Positive = Annotated[int, Field(gt=0)]
 Count = Annotated[int, Field(ge=0)]
+
+
+def _size(text: str) -> str:
+    bytes_of(text)
+    return text
+
+
+Size = Annotated[str, AfterValidator(_size)]
+"""Bytes, such as `200gb`."""

@@ -32,11 +32,14 @@ _ONLY_NEW = (
 def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig, ranks: int) -> Found:
     """Everything in `config` that can't be, for a run of `ranks` processes: the keys concerned, the first one first,
     and what was expected."""
+    yield from _secrets(config)
     if isinstance(config, PretrainConfig):
         yield from _model(config)
         yield from _phases(config)
         yield from _schedule(config)
         yield from _batches(config, ranks)
+        yield from _parallelism(config, ranks)
+        yield from _checkpoints(config)
         yield from _places(config)
     elif isinstance(config, FinetuneConfig):
         yield from _finetune(config, ranks)
@@ -218,9 +221,44 @@ def _batches(config: PretrainConfig, ranks: int) -> Found:
         for name in type(config.evaluation).model_fields:
             if _changed(config.evaluation, name):
                 yield [f"evaluation.{name}", "data.validation"], "has no effect without data.validation"
-    if config.parallelism.activation_checkpointing and config.parallelism.strategy != "fsdp":
+
+
+def _parallelism(config: PretrainConfig, ranks: int) -> Found:
+    ours = config.parallelism
+    if ours.strategy == "ddp":
+        for name in ("fsdp_version", "shard_degree", "reshard_after_forward"):
+            if _changed(ours, name):
+                yield [f"parallelism.{name}", "parallelism.strategy"], "has no effect with parallelism.strategy: ddp"
+    if ours.activation_checkpointing and ours.strategy != "fsdp":
         message = "expected false, or parallelism.strategy: fsdp, which is where Composer applies it"
         yield ["parallelism.activation_checkpointing", "parallelism.strategy"], message
+    if ours.strategy == "fsdp" and ours.fsdp_version == 2 and config.microbatch_size == "auto":
+        message = "expected a number with FSDP2, which finds none by itself; or set parallelism.fsdp_version: 1"
+        yield ["microbatch_size", "parallelism.fsdp_version"], message
+    if isinstance(ours.shard_degree, int) and ranks % ours.shard_degree:
+        message = f"expected a divisor of the number of ranks ({ranks}); got {ours.shard_degree}"
+        yield ["parallelism.shard_degree"], message
+
+
+def _secrets(value: object, key: str = "") -> Found:
+    """Passwords in addresses: a configuration is written to the run's folder, its checkpoints and its card."""
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from _secrets(getattr(value, name), f"{key}.{name}".lstrip("."))
+    elif isinstance(value, dict | list):
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from _secrets(child, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, str) and re.match(r"[a-z0-9+]+://[^/]*@", value):
+        yield [key], "expected an address without user and password: credentials come from the environment"
+
+
+def _checkpoints(config: PretrainConfig) -> Found:
+    if config.checkpoint.disk_limit is not None and "://" not in (config.checkpoint.folder or ""):
+        yield ["checkpoint.disk_limit", "checkpoint.folder"], "has no effect unless checkpoint.folder is in a bucket"
+    for index, moment in enumerate(config.checkpoint.keep_at):
+        if not _not_before(config.max_duration, moment, config) or not moment.value:
+            message = f"expected a moment within the run ({config.max_duration}); got {moment}"
+            yield [f"checkpoint.keep_at.{index}", "max_duration"], message
 
 
 def _places(config: PretrainConfig) -> Found:

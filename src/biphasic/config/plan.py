@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -197,7 +198,10 @@ def _flops(size: Architecture, laid_out: list[Span], phases: list[PhasePlan], co
 
 
 def _memory(size: Architecture, config: PretrainConfig, ranks: int) -> dict[str, int]:
-    shards = ranks if config.parallelism.strategy == "fsdp" else 1
+    degree = config.parallelism.shard_degree
+    around = {"all": ranks, "node": int(os.environ.get("LOCAL_WORLD_SIZE", ranks))}
+    shards = around.get(str(degree), degree) if config.parallelism.strategy == "fsdp" else 1
+    assert isinstance(shards, int)
     rows = config.global_batch_size // ranks if config.microbatch_size == "auto" else config.microbatch_size
     width = 2 if config.precision == "amp_bf16" else 4
     tokens = rows * config.data.sequence_length

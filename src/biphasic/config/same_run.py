@@ -15,6 +15,7 @@ _FREE = (
     "checkpoint",
     "parallelism",
     "logging",
+    "optimizer.skip_nonfinite",
     "data.validation",
     "data.predownload",
     "data.cache_limit",

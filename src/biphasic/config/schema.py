@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Count, Positive, Section, Share
+from biphasic.config.base import Count, Positive, Section, Share, Size
 from biphasic.config.durations import Duration
 
 
@@ -175,6 +175,9 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     no_decay: list[Literal["norm", "embedding", "head"]] = []
     """Groups of parameters that are not decayed."""
+    skip_nonfinite: Count = 0
+    """Batches of a run that may be left out for a loss or a gradient that is NaN or infinite. One more ends the run, with
+    the weights as they were before it."""
     clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
     """Largest norm of the gradient. Null: no clipping."""
 
@@ -201,18 +204,33 @@ class CheckpointConfig(Section):
     folder, where the newest one lies in a bucket's case too."""
     interval: Duration = Duration(1000, "ba")
     keep: Annotated[int, Field(ge=-1)] = -1
-    """How many complete checkpoints stay. -1: all. Older ones go once a newer one is complete."""
+    """How many complete checkpoints stay. -1: all. Older ones go once a newer one is complete, but those at a switch, at
+    the start of the decay and at `keep_at` stay."""
+    keep_at: list[Duration] = []
+    """More moments, such as `18000ba`, at which the run saves and whose checkpoints stay: for branches."""
     autoresume: bool = True
     """Go on from the newest checkpoint of this run, if there is one."""
+    disk_limit: Size | None = None
+    """Bytes of checkpoints, e.g. `500gb`, that may wait on a machine's disk while the bucket can't be reached. A run that
+    needs more stops. Default: what the disk has."""
+    patience: Count = 900
+    """Seconds that the end of a run waits for a bucket that can't be reached."""
     allow: list[str] = []
     """Keys, or sections, that decide the weights and may nevertheless differ from the checkpoint's when the run goes on."""
 
 
 class ParallelismConfig(Section):
-    """How ranks share the model."""
+    """How ranks share the model. Nothing here says how many there are."""
 
-    strategy: Literal["ddp", "fsdp"] = "ddp"
-    """`ddp`: each rank holds everything. `fsdp`: weights, gradients and optimizer state are split (FSDP2, by layer)."""
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """`ddp`: each rank holds everything. `fsdp`: weights, gradients and optimizer state are split, by decoder layer.
+    `auto`: ddp while the states take at most half of a GPU's memory."""
+    fsdp_version: Literal[1, 2] = 2
+    """Of PyTorch's FSDP. 1 finds the microbatch by itself (`microbatch_size: auto`), and needs GPUs."""
+    shard_degree: Positive | Literal["all", "node"] = "all"
+    """Ranks that hold the model once among them. `node`: a machine's ranks, with a copy on every machine (HSDP)."""
+    reshard_after_forward: bool = True
+    """False keeps a layer's gathered weights from forward to backward: less traffic, more memory."""
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass. Needs `fsdp`, which is where Composer applies it."""
 
@@ -241,6 +259,8 @@ class LoggingConfig(Section):
     tensorboard: bool = True
     wandb: WandBConfig | None = None
     mlflow: MLflowConfig | None = None
+    loss_spike: Annotated[float, Field(gt=1)] | None = 1.5
+    """A batch whose loss is this many times the running median is logged, with its rows' ids. Null: none."""
     progress_bar: bool = True
     console_interval: Duration | None = None
     """Also print the metrics as lines, this often."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,9 @@ TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", 
 """Families for which the suite shows that no token sees what it must not, in either direction."""
 
 
-def build(config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0) -> LanguageModel:
+def build(
+    config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0, on_meta: bool = False
+) -> LanguageModel:
     """The network of a YAML, on the CPU in fp32; the same weights for the same seed.
 
     Args:
@@ -31,6 +34,8 @@ def build(config: ModelConfig, sequence_length: int, seed: int, vocabulary: int 
         seed: decides the initial weights.
         vocabulary: tokens that must have an embedding (the tokenizer's, its mask token included); a model taken from
             elsewhere is widened to it.
+        on_meta: only shapes, for a rank that is given its weights by the first one. A model taken from elsewhere is
+            loaded all the same.
 
     Raises:
         UserError: the folder or checkpoint can't be used, or the vocabulary is larger than a new model's.
@@ -68,7 +73,8 @@ def build(config: ModelConfig, sequence_length: int, seed: int, vocabulary: int 
         bos_token_id=None,  # pyright: ignore[reportArgumentType]
         eos_token_id=None,  # pyright: ignore[reportArgumentType]
     )
-    return from_hf_config(hf_config, seed)
+    with torch.device("meta") if on_meta else nullcontext():
+        return from_hf_config(hf_config, seed)
 
 
 def from_hf_config(hf_config: PretrainedConfig, seed: int) -> LanguageModel:

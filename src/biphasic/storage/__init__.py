@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from biphasic.storage.buckets import ArrowStore, S3Store
 from biphasic.storage.filesystems import filesystem
-from biphasic.storage.local import LocalStore, hash_of
+from biphasic.storage.local import LocalStore, hash_of, unfinished
 from biphasic.storage.place import UNFINISHED, Store, StoredFile, as_bytes, is_remote, join, short
 
 __all__ = [
     "UNFINISHED", "LocalStore", "Store", "StoredFile", "as_bytes", "filesystem", "hash_of", "is_remote", "join",
-    "short", "store",
+    "short", "store", "unfinished",
 ]  # fmt: skip
 
 

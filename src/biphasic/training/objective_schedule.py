@@ -59,6 +59,11 @@ class ObjectiveSchedule(Algorithm):
         self.current: int | None = None
         """Index of the phase that the last batch was in; stored with checkpoints."""
 
+    @property
+    def phase_now(self) -> str:
+        """Name of the last batch's phase."""
+        return self.spans[self.current or 0].phase.name
+
     def match(self, event: Event, state: State) -> bool:
         """Before each batch is cut into microbatches, in training and in validation."""
         return event in (Event.BATCH_START, Event.EVAL_BATCH_START)

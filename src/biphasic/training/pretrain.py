@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
-import secrets
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from composer import Trainer
-from composer.algorithms import GradientClipping
 from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator, SpeedMonitor
-from composer.core import Callback, Evaluator
+from composer.core import Callback, Evaluator, Event, State
 from composer.loggers import LoggerDestination, TensorboardLogger
-from composer.utils import dist, get_device, reproducibility
-from composer.utils.parallelism import FSDP2Config
+from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 
-from biphasic.checkpointing.find import resume_point
+from biphasic.amounts import bytes_of
+from biphasic.checkpointing.attempt import Attempt, begin
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.saver import Saver
+from biphasic.checkpointing.stopping import Preempted, Stopping
+from biphasic.checkpointing.uploads import Uploads
+from biphasic.config.checks import architecture_of
 from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
 from biphasic.config.load import dump
@@ -33,12 +35,15 @@ from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model.backbone import build
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
-from biphasic.storage import is_remote, join
+from biphasic.storage import is_remote, join, short
 from biphasic.training.composer_model import PretrainModel
+from biphasic.training.gradients import Gradients
 from biphasic.training.jsonl_logger import JSONLLogger
 from biphasic.training.loader_meter import LoaderMeter
+from biphasic.training.moments import saves
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
 from biphasic.training.optimizer import adamw
+from biphasic.training.parallel import Strategy, parallelism, save_sharded, strategy_of
 from biphasic.training.record import RunRecord
 from biphasic.training.wsd import WarmupStableDecay
 
@@ -53,25 +58,33 @@ def run(config: PretrainConfig) -> Path:
         UserError: data, tokenizer or a checkpoint are missing or don't fit, a shard turns out to be damaged, or another
             rank has ended.
     """
-    trainer = prepare(config)
+    dist.initialize_dist(get_device(None))
+    attempt = begin(*_places(config))
+    trainer = None
     try:
+        trainer = prepare(config, attempt)
         if trainer.state.max_duration is not None and trainer.state.timestamp >= trainer.state.max_duration:
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
             trainer.fit()
+        trainer.close()
     except BaseException as error:
         # The first rank says what stops all of them; a shard can stop any one.
         if isinstance(error, ShardError) and dist.get_global_rank():
             print(error, file=sys.stderr, flush=True)
         # Not `trainer.close()`: it waits for the other ranks, and they wait for this one's batch.
-        trainer.engine.close()
+        if trainer is not None:
+            trainer.engine.close()
+        attempt.end(
+            short(error) if isinstance(error, UserError | Preempted) else f"{type(error).__name__}: {short(error)}"
+        )
         if isinstance(error, RuntimeError) and "by peer" in str(error):
             rank = dist.get_global_rank()
             raise UserError(
                 f"rank {rank}: another rank ended in the middle of a step; its own message says why"
             ) from error
         raise
-    trainer.close()
+    attempt.end("finished")
     return folder_of(config)
 
 
@@ -80,17 +93,19 @@ def folder_of(config: PretrainConfig) -> Path:
     return Path(config.output) / config.run_name
 
 
-def prepare(config: PretrainConfig) -> Trainer:
+def _places(config: PretrainConfig) -> tuple[str, Path]:
+    """Where the run saves, and this machine's folder of checkpoints."""
+    here = folder_of(config) / "checkpoints"
+    place = config.checkpoint.folder or str(here)
+    return place, here if is_remote(place) else Path(place)
+
+
+def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     """Build the run and load the checkpoint that it starts from; nothing is trained yet."""
-    dist.initialize_dist(get_device(None))
     reproducibility.seed_all(config.seed)
-    folder, ranks = folder_of(config), dist.get_world_size()
-    here = folder / "checkpoints"
-    saves = config.checkpoint.folder or str(here)
-    here = here if is_remote(saves) else Path(saves)
-    resume = resume_point(saves, here)
+    folder, ranks, resume, stopping = folder_of(config), dist.get_world_size(), attempt.resume, attempt.stopping
     if resume is not None and not config.checkpoint.autoresume:
-        raise UserError(f"{saves} holds checkpoints (the newest: {resume.path}) and checkpoint.autoresume is false: "
+        raise UserError(f"{attempt.place} holds checkpoints (the newest: {resume.path}) and checkpoint.autoresume is false: "
                         "choose another run_name, or remove them")  # fmt: skip
     if dist.get_local_rank() == 0:
         free_stale_shared_memory()
@@ -98,7 +113,8 @@ def prepare(config: PretrainConfig) -> Trainer:
 
     tokenizer = load_tokenizer(config.tokenizer)
     data = conversion_record(config, tokenizer)
-    model = build(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    start = resume.path if resume is not None else config.schedule.decay_from
+    model, strategy = _model(config, tokenizer, start)
     embedding = model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
     optimizer = adamw(model, config.optimizer, embedding=embedding, head=model.lm_head.weight)
     train = loader(config.data, config.data.streams, config.global_batch_size // ranks, config.seed, train=True)
@@ -114,7 +130,10 @@ def prepare(config: PretrainConfig) -> Trainer:
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     dist.barrier()
 
-    clipping = [GradientClipping("norm", config.optimizer.clip_norm)] if config.optimizer.clip_norm else []
+    gradients = Gradients(
+        config.optimizer.clip_norm, config.optimizer.skip_nonfinite, config.logging.loss_spike, folder
+    )
+    saver = _saver(config, attempt, decides, schedule)
     on_gpu = torch.cuda.is_available()
     microbatch = (
         config.microbatch_size if config.microbatch_size != "auto" or on_gpu else config.global_batch_size // ranks
@@ -124,27 +143,39 @@ def prepare(config: PretrainConfig) -> Trainer:
         run_name=config.run_name,
         seed=config.seed,
         train_dataloader=train,
-        eval_dataloader=evaluators(config, ranks),
-        eval_interval=str(config.evaluation.interval or "1dur"),
+        eval_dataloader=evaluators(config, ranks, stopping),
         max_duration=str(config.max_duration),
         optimizers=optimizer,
         schedulers=WarmupStableDecay(config.schedule, config.max_duration),
         step_schedulers_every_batch=True,
-        algorithms=[schedule, *clipping],
-        callbacks=[*callbacks(config, model, data), _saver(config, here, saves, decides)],
+        algorithms=[schedule, gradients],
+        # The saver comes before the agreement to stop, for which it may have a reason.
+        callbacks=[*callbacks(config, model, data), saver, stopping],
         loggers=loggers(config.logging, folder, config.run_name),
         precision=config.precision,
         device_train_microbatch_size=microbatch,
-        parallelism_config=parallelism(config),
+        parallelism_config=parallelism(config, strategy, whole=start is not None and start.endswith(".pt")),
         progress_bar=config.logging.progress_bar,
         log_to_console=config.logging.console_interval is not None,
         console_log_interval=str(config.logging.console_interval or "1ep"),
-        load_path=str(here / resume.path) if resume is not None else config.schedule.decay_from,
+        load_path=str(attempt.here / resume.path) if resume is not None else config.schedule.decay_from,
         auto_log_hparams=False,
     )
+    save_sharded(trainer.state)
     if resume is None and config.schedule.decay_from is not None:
         _check_branch(trainer, config)
     return trainer
+
+
+def _model(config: PretrainConfig, tokenizer: Tokenizer, start: str | None) -> tuple[LanguageModel, Strategy]:
+    given = (config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    size = architecture_of(config.model)
+    if size is None:
+        model = build(*given)
+        return model, strategy_of(config, model.architecture(), start)
+    strategy = strategy_of(config, size, start)
+    # With FSDP the first rank's weights are everybody's: the others need no memory for a copy.
+    return build(*given, on_meta=strategy == "fsdp" and dist.get_global_rank() > 0), strategy
 
 
 def _require_same(resume: Manifest, decides: dict[str, Any], config: PretrainConfig) -> None:
@@ -163,12 +194,24 @@ def _require_same(resume: Manifest, decides: dict[str, Any], config: PretrainCon
         )
 
 
-def _saver(config: PretrainConfig, here: Path, place: str, decides: dict[str, Any]) -> Saver:
-    # Of this attempt: what a dead one left behind must not be taken for a part of its checkpoints.
-    attempt = [secrets.token_hex(4)]
-    dist.broadcast_object_list(attempt, src=0)
-    about = {"name": config.run_name, "attempt": attempt[0], "decides": decides}
-    return Saver(here, place, str(config.checkpoint.interval), config.checkpoint.keep, about)
+def _saver(config: PretrainConfig, attempt: Attempt, decides: dict[str, Any], schedule: ObjectiveSchedule) -> Saver:
+    ours = config.checkpoint
+    limit = None if ours.disk_limit is None else bytes_of(ours.disk_limit)
+    attempt.here.mkdir(parents=True, exist_ok=True)
+
+    def describe(state: State) -> dict[str, Any]:
+        return {
+            "name": config.run_name,
+            "attempt": attempt.name,
+            "decides": decides,
+            "phase": schedule.phase_now,
+            "tokens": int(state.timestamp.token),
+            "rows": int(state.timestamp.sample),
+            "ranks": dist.get_world_size(),
+        }
+
+    uploads = Uploads(attempt.here, attempt.place, ours.keep, limit)
+    return Saver(attempt.here, uploads, saves(config), describe, ours.patience, attempt.stopping, attempt.claim)
 
 
 def _check_branch(trainer: Trainer, config: PretrainConfig) -> None:
@@ -183,16 +226,22 @@ def _check_branch(trainer: Trainer, config: PretrainConfig) -> None:
         )
 
 
-def evaluators(config: PretrainConfig, ranks: int) -> list[Evaluator]:
+def evaluators(config: PretrainConfig, ranks: int, stopping: Stopping) -> list[Evaluator]:
     """The validation split, once for each objective."""
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // ranks
     spec = loader(config.data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
     microbatch = config.microbatch_size if config.microbatch_size != "auto" or torch.cuda.is_available() else None
+
+    def interval() -> Callable[[State, Event], bool]:
+        every = str(config.evaluation.interval or "1dur")
+        return create_interval_scheduler(every, checkpoint_events=False, final_events={Event.FIT_END})
+
     return [
         Evaluator(
             label=label,
+            eval_interval=stopping.unless_stopping(interval()),
             dataloader=spec,
             metric_names=["loss"],
             subset_num_batches=config.evaluation.batches,
@@ -234,13 +283,6 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
     except ImportError as error:
         raise UserError(f"logging: {error.name or error} isn't installed: pip install 'biphasic[loggers]'") from None
     return found
-
-
-def parallelism(config: PretrainConfig) -> dict[str, Any] | None:
-    """Composer's parallelism configuration; none for DDP, which it does by itself."""
-    if config.parallelism.strategy == "ddp":
-        return None
-    return {"fsdp": FSDP2Config(activation_checkpointing=config.parallelism.activation_checkpointing)}
 
 
 def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:

@@ -1,0 +1,61 @@
+"""One start of a run: its hold on the folder, where it goes on from, and what may end it early."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from composer.utils import dist
+
+from biphasic.checkpointing.claim import Claim
+from biphasic.checkpointing.find import resume_point
+from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.stopping import Stopping
+from biphasic.config.errors import UserError
+
+
+@dataclass
+class Attempt:
+    """`name` is the same on all ranks; `here` is this machine's folder of checkpoints, `place` where the run saves;
+    `resume` is the checkpoint that it goes on from."""
+
+    name: str
+    place: str
+    here: Path
+    claim: Claim
+    stopping: Stopping
+    resume: Manifest | None
+
+    def end(self, reason: str) -> None:
+        """Let the folder and the signals go, and remember why."""
+        self.stopping.release()
+        self.claim.release(reason)
+
+
+def begin(place: str, here: Path) -> Attempt:
+    """Claim the folder for this run, listen for signals, and find the newest complete checkpoint.
+
+    Raises:
+        UserError: another run holds the folder, or it can't be read or written to.
+    """
+    stopping, claim = Stopping(), Claim(place)
+    stopping.listen()
+    told: list[Any] = [None, None]
+    try:
+        if dist.get_global_rank() == 0:
+            try:
+                told[0] = claim.take(dist.get_world_size())
+            except UserError as error:
+                told[1] = str(error)
+        dist.broadcast_object_list(told, src=0)
+        if told[1] is not None:
+            raise UserError(told[1])
+        resume = resume_point(place, here)
+    except BaseException as error:
+        stopping.release()
+        claim.release(f"could not start: {error}")
+        raise
+    if dist.get_global_rank() == 0:
+        claim.starts_from(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
+    return Attempt(told[0], place, here, claim, stopping, resume)

@@ -1,0 +1,112 @@
+"""How ranks share the model: which strategy, and what Composer is told of it."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from composer.utils import dist
+from composer.utils.parallelism import FSDP2Config, FSDPConfig
+from torch.distributed.device_mesh import init_device_mesh
+
+from biphasic.amounts import in_bytes
+from biphasic.config.architecture import Architecture
+from biphasic.config.errors import UserError
+from biphasic.config.schema import PretrainConfig
+
+Strategy = Literal["ddp", "fsdp"]
+STATES_SHARE = 0.5
+"""Of a device's memory that weights, gradients and optimizer state may take under DDP; activations need the rest."""
+
+
+def strategy_of(config: PretrainConfig, size: Architecture, checkpoint: str | None) -> Strategy:
+    """DDP or FSDP. `auto` is DDP while the model's states fit a device, and FSDP where the checkpoint is sharded.
+
+    Args:
+        config: of the run.
+        size: of the model.
+        checkpoint: name of the one that the run goes on from.
+
+    Raises:
+        UserError: the checkpoint is sharded and the YAML says `ddp`; FSDP is needed and the YAML's other keys forbid it.
+    """
+    sharded = checkpoint is not None and not checkpoint.endswith(".pt")
+    asked = config.parallelism.strategy
+    if asked == "ddp" and sharded:
+        raise UserError(
+            f"parallelism.strategy: ddp can't load {checkpoint}, which is sharded: expected fsdp (with any number of ranks) "
+            "or auto"
+        )
+    if asked != "auto":
+        return asked
+    memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+    states = size.state_bytes(shards=1)
+    if not sharded and (memory is None or states <= STATES_SHARE * memory):
+        return "ddp"
+    if config.microbatch_size == "auto" and config.parallelism.fsdp_version == 2:
+        raise UserError(
+            f"parallelism.strategy: auto chose fsdp (the states take {in_bytes(states)}), and FSDP2 finds no microbatch by "
+            "itself: set microbatch_size to a number, or parallelism.fsdp_version: 1"
+        )
+    return "fsdp"
+
+
+def parallelism(config: PretrainConfig, strategy: Strategy, *, whole: bool) -> dict[str, Any] | None:
+    """Composer's parallelism configuration; none for DDP, which it does by itself.
+
+    Weights, gradients and moments are fp32; with `precision: amp_bf16` layers compute in bf16 from gathered bf16 copies,
+    and gradients are reduced in fp32 (Composer's `DEFAULT`).
+
+    Args:
+        config: of the run.
+        strategy: as chosen.
+        whole: load a monolithic checkpoint. Sharded ones are saved after it; see `save_sharded`.
+    """
+    if strategy == "ddp":
+        return None
+    ours, form = config.parallelism, "full" if whole else "sharded"
+    replicas, shards = _mesh(config)
+    if ours.fsdp_version == 1:
+        strategies = {(False, True): "FULL_SHARD", (False, False): "SHARD_GRAD_OP",
+                      (True, True): "HYBRID_SHARD", (True, False): "_HYBRID_SHARD_ZERO2"}  # fmt: skip
+        degrees: dict[str, Any] = {}
+        if replicas > 1:
+            degrees = {"data_parallel_shard_degree": shards, "data_parallel_replicate_degree": replicas}
+        return {
+            "fsdp": FSDPConfig(
+                sharding_strategy=strategies[replicas > 1, ours.reshard_after_forward],
+                mixed_precision="DEFAULT",
+                activation_checkpointing=ours.activation_checkpointing,
+                activation_checkpointing_reentrant=False,
+                state_dict_type=form,
+                **degrees,
+            )
+        }
+    mesh = None
+    if replicas > 1:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    return {
+        "fsdp": FSDP2Config(
+            device_mesh=mesh,
+            reshard_after_forward=ours.reshard_after_forward,
+            activation_checkpointing=ours.activation_checkpointing,
+            state_dict_type=form,
+            mixed_precision="DEFAULT",
+        )
+    }
+
+
+def save_sharded(state: Any) -> None:
+    """After a monolithic checkpoint was loaded into a sharded model, save sharded ones."""
+    if state.fsdp_config is not None:
+        state.fsdp_config.state_dict_type = "sharded"
+
+
+def _mesh(config: PretrainConfig) -> tuple[int, int]:
+    ranks, degree = dist.get_world_size(), config.parallelism.shard_degree
+    shards = {"all": ranks, "node": dist.get_local_world_size()}.get(str(degree), degree)
+    assert isinstance(shards, int)
+    if ranks % shards:
+        raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
+    return ranks // shards, shards
