@@ -12,6 +12,7 @@ import pytest
 from biphasic.checkpointing.manifest import checkpoints_in
 from biphasic.config.errors import UserError
 from biphasic.storage import S3Store, store
+from biphasic.training.jsonl_logger import read_metrics
 from buckets import bucket_for
 from conftest import Write
 from tiny import config_of, launch, losses, train, weights
@@ -28,9 +29,10 @@ def test_a_run_goes_on_from_a_bucket_alone(s3: Path, write_yaml: Write) -> None:
     path = write_yaml("lost", checkpoint__folder=place, checkpoint__interval="2ba", checkpoint__keep=3)
     folder = train(config_of(path))
     assert losses(folder) == losses(whole)
-    assert complete(place) == [12, 10, 8]
+    # Three, and the one at the switch.
+    assert complete(place) == [12, 10, 8, 6]
     assert sorted(name for name in store(place).list() if name.endswith(".pt")) == [
-        "ba10-rank0.pt", "ba12-rank0.pt", "ba8-rank0.pt"]  # fmt: skip
+        "ba10-rank0.pt", "ba12-rank0.pt", "ba6-rank0.pt", "ba8-rank0.pt"]  # fmt: skip
     # In a bucket's case this machine keeps the newest.
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["ba12-rank0.pt"]
     manifest = json.loads(store(place).read("ba12.json"))
@@ -41,7 +43,7 @@ def test_a_run_goes_on_from_a_bucket_alone(s3: Path, write_yaml: Write) -> None:
     store(place).remove(["ba12.json"])
     again = train(config_of(path))
     assert losses(again) == losses(whole)[10:]
-    assert complete(place) == [12, 10, 8]
+    assert complete(place) == [12, 10, 8, 6]
     ours, theirs = weights(again, 12), weights(whole, 12)
     assert all((weight == theirs[name]).all() for name, weight in ours.items())
 
@@ -54,7 +56,7 @@ def test_two_ranks_in_a_bucket(s3: Path, write_yaml: Write) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     folder = Path(config_of(path).output) / "two"
     expected = losses(folder)
-    assert complete(place) == [12, 8, 4]
+    assert complete(place) == [12, 8, 6, 4]
     names = list(store(place).list("ep0-ba8"))
     assert names == ["ep0-ba8/.metadata", "ep0-ba8/__0_0.distcp", "ep0-ba8/__1_0.distcp"]
     assert not [name for name in store(place).list() if ".rank" in name]
@@ -65,6 +67,9 @@ def test_two_ranks_in_a_bucket(s3: Path, write_yaml: Write) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     assert "checkpoint ba12 in" in run.stderr + run.stdout
     assert losses(folder) == expected[8:]
+    # Neither rank's attempts left anything half done, there or here.
+    assert not [name for name in store(place).list() if ".rank" in name or name == "claim.json"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["ep0-ba12"]
 
 
 class Away:
@@ -92,28 +97,59 @@ def test_a_bucket_that_is_away_for_a_while(
     assert len(losses(folder)) == 12
     # It caught up: those that had to wait are there too.
     assert complete(place) == [12, 10, 8, 6, 4, 2]
-    assert caplog.text.count("can't be stored in") == 3
+    assert caplog.text.count("can't be stored in") == 1
     assert "503 SlowDown" in caplog.text
+    assert "ba2-rank0.pt is stored in" in caplog.text
 
 
 def test_a_bucket_that_stays_away(s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     place = f"s3://{bucket_for(s3, 'saver-gone')}/gone"
     away = Away(monkeypatch, 1000)
-    path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba")
-    with pytest.raises(UserError, match=r"can't be written; ba6-rank0.pt, ba12-rank0.pt stayed in "):
+    path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba", checkpoint__patience=1)
+    with pytest.raises(UserError, match=r"can't be written \(ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt stayed in "):
         train(config_of(path))
     folder = Path(config_of(path).output) / "gone" / "checkpoints"
-    assert sorted(path.name for path in folder.iterdir()) == ["ba12-rank0.pt", "ba6-rank0.pt"]
+    assert {"ba12-rank0.pt", "ba6-rank0.pt", "ba12.rank0.json"} <= {path.name for path in folder.iterdir()}
     assert complete(place) == []
-    assert away.left < 1000
+    # Started again when the bucket is back, it stores what waited, and has nothing left to train.
+    away.left = 0
+    train(config_of(path))
+    assert complete(place) == [12, 8, 6]
+    assert len(losses(folder.parent)) == 12
+
+
+def test_a_disk_limit_while_the_bucket_is_away(s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-full')}/full"
+    away = Away(monkeypatch, 1000)
+    keys: dict[str, Any] = {"checkpoint__interval": "1ba", "checkpoint__disk_limit": "1mb"}
+    path = write_yaml("full", checkpoint__folder=place, **keys)
+    with pytest.raises(UserError, match=r"^checkpoint.disk_limit: .* wait for s3://.* and another one would not fit"):
+        train(config_of(path))
+    folder = Path(config_of(path).output) / "full"
+    done = len(losses(folder))
+    assert 1 < done < 12
+    away.left = 0
+    train(config_of(path))
+    assert complete(place) == list(range(12, 0, -1))
+    assert len(losses(folder)) == 12
 
 
 def test_a_bucket_that_is_not_there(s3: Path, write_yaml: Write) -> None:
-    with pytest.raises(UserError, match=r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read \("):
+    with pytest.raises(UserError, match=r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read and written \("):
         train(config_of(write_yaml("none", checkpoint__folder="s3://no-such-bucket-here/x")))
 
 
 def test_only_the_newest_stay(write_yaml: Write) -> None:
-    folder = train(config_of(write_yaml("few", checkpoint__keep=2)))
-    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == [
-        "ba11-rank0.pt", "ba11.json", "ba12-rank0.pt", "ba12.json"]  # fmt: skip
+    folder = train(config_of(write_yaml("few", checkpoint__keep=2, checkpoint__keep_at=["3ba"])))
+    # And those that others may branch off: as asked, at the switch, where the decay begins.
+    kept = [f"ba{batch}{end}" for batch in (3, 6, 8, 11, 12) for end in ("-rank0.pt", ".json")]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == sorted([*kept, "attempts"])
+
+
+def test_a_moment_between_two_intervals(write_yaml: Write) -> None:
+    folder = train(
+        config_of(write_yaml("between", checkpoint__interval="5ba", checkpoint__keep_at=["0.25dur", "1500tok"]))
+    )
+    tokens = [entry["tokens"] for entry in read_metrics(folder / "metrics.jsonl")]
+    crossing = next(index for index, count in enumerate(tokens) if count >= 1500) + 1
+    assert complete(str(folder / "checkpoints")) == sorted({3, 5, 6, 8, 10, 12, crossing}, reverse=True)

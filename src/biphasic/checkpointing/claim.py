@@ -64,7 +64,7 @@ class Claim:
                 _end(place, before, SILENT, until=None)
             place.write(f"{ATTEMPTS}/{name}.json", as_bytes(about))
         except OSError as error:
-            raise UserError(f"checkpoint.folder {self._place}: can't be written to ({short(error)})") from error
+            raise UserError(f"checkpoint.folder {self._place}: can't be read and written ({short(error)})") from error
         self._mine = about
         self._thread = Thread(target=self._beat, name="claim", daemon=True)
         self._thread.start()

@@ -119,8 +119,10 @@ class Saver(Callback):
         except UserError as error:
             said = f"saved on this machine only ({error})"
         stopping.saved = True
+        reason = f"{stopping.asked}: {said} at batch {self._saved}, {stopping.seconds():.1f} s after it"
+        self._claim.release(reason)
         stopping.together()
-        raise Preempted(f"{stopping.asked}: {said} at batch {self._saved}, {stopping.seconds():.1f} s after it")
+        raise Preempted(reason)
 
     def _finish(self) -> None:
         if self._writing is not None:

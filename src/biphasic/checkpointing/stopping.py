@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import mmap
 import os
 import signal
 import time
@@ -16,6 +15,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.config.errors import UserError
+from biphasic.data.loader_signals import keep_loaders, let_loaders_go
 
 PREEMPTED = 75
 """Exit status of a run that was asked to stop and has saved: start the same command again. (sysexits' EX_TEMPFAIL)"""
@@ -55,19 +55,19 @@ class Stopping(Callback):
         self._here: tuple[int, str] = (0, "")
         self._group = side_group()
         self._owner = os.getpid()
-        # Seen by loader processes, which are forked from this one.
-        self._closing = mmap.mmap(-1, 1)
         self._before: dict[int, Any] = {}
 
     def listen(self) -> None:
         """Take the signals over from Composer, whose handler exits in the middle of a batch."""
+        keep_loaders()
         self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
     def release(self) -> None:
         """Give the signals back."""
-        self._closing[0] = 1
+        let_loaders_go()
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # The launcher sends its signal to all that are left when the first process has ended.
+            signal.signal(number, signal.SIG_IGN if self.saved else handler)
         self._before = {}
 
     def fault(self, why: str) -> None:
@@ -112,8 +112,6 @@ class Stopping(Callback):
 
     def _on_signal(self, number: int, frame: object) -> None:
         if os.getpid() != self._owner:
-            if self._closing[0]:
-                os._exit(128 + number)
             return
         name = signal.Signals(number).name
         if not self._here[0]:

@@ -256,7 +256,7 @@ def _checkpoints(config: PretrainConfig) -> Found:
     if config.checkpoint.disk_limit is not None and "://" not in (config.checkpoint.folder or ""):
         yield ["checkpoint.disk_limit", "checkpoint.folder"], "has no effect unless checkpoint.folder is in a bucket"
     for index, moment in enumerate(config.checkpoint.keep_at):
-        if not _not_before(config.max_duration, moment, config) or not moment.value:
+        if not _not_before(config.max_duration, moment.of(config.max_duration), config) or not moment.value:
             message = f"expected a moment within the run ({config.max_duration}); got {moment}"
             yield [f"checkpoint.keep_at.{index}", "max_duration"], message
 

@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from biphasic.config.errors import UserError
 from biphasic.config.schema import DataConfig, StreamConfig
 from biphasic.data.cache_limit import require_room
+from biphasic.data.loader_signals import in_loader
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
 from biphasic.storage import short
 
@@ -172,6 +173,7 @@ def loader(
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,
+        worker_init_fn=in_loader,
     )
     return DataSpec(
         batches,
