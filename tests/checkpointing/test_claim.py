@@ -25,8 +25,10 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def of_elsewhere(folder: Path, **changes: object) -> None:
     """A claim that another machine left."""
-    about = {"attempt": "20260101T000000-aaaaaa", "host": "node7", "pid": 4, "process": ["boot", "pid", "4", "9"],
-             "since": "2026-01-01T00:00:00+00:00", "ranks": 8, "beat": 3, "batch": 70, "tokens": 7000, "from": None}  # fmt: skip
+    about = {
+        "attempt": "20260101T000000-aaaaaa", "host": "node7", "pid": 4, "process": ["other boot", "pid:[1]", "4", "9"],
+        "since": "2026-01-01T00:00:00+00:00", "ranks": 8, "beat": 3, "batch": 70, "tokens": 7000, "from": None,
+    }  # fmt: skip
     folder.mkdir(exist_ok=True)
     (folder / CLAIM).write_text(json.dumps({**about, **changes}))
 

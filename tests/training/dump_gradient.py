@@ -13,11 +13,16 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist, get_device
+from torch.distributed.tensor import DTensor
 
 from biphasic.checkpointing.attempt import begin
 from biphasic.config.load import load
 from biphasic.config.schema import PretrainConfig
 from biphasic.training.pretrain import prepare
+
+
+def whole(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 class Dump(Callback):
@@ -28,7 +33,7 @@ class Dump(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         module = getattr(state.model, "module", state.model)
-        gradients = {name: parameter.grad.clone() for name, parameter in module.named_parameters()}
+        gradients = {name: whole(parameter.grad).clone() for name, parameter in module.named_parameters()}
         if dist.get_global_rank() == 0:
             torch.save(gradients, self.path)
 

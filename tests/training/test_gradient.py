@@ -28,11 +28,12 @@ def launch(out: Path, files: list[Path], processes: int) -> dict[str, torch.Tens
 
 
 def test_same_for_every_microbatch_size_and_for_two_ranks(write_yaml: Write, tmp_path: Path) -> None:
-    def files(microbatches: tuple[int, ...], ranks: int) -> list[Path]:
+    def files(microbatches: tuple[int, ...], ranks: int, strategy: str = "ddp") -> list[Path]:
         # No clipping, so that what is compared is the gradient itself.
         return [
             write_yaml(
-                f"{objective}-{microbatch}-{ranks}",
+                f"{objective}-{microbatch}-{ranks}-{strategy}",
+                parallelism__strategy=strategy,
                 objective__phases=[{"name": objective}],
                 microbatch_size=microbatch,
                 optimizer__clip_norm=None,
@@ -44,9 +45,10 @@ def test_same_for_every_microbatch_size_and_for_two_ranks(write_yaml: Write, tmp
             for microbatch in microbatches
         ]
 
-    found = launch(tmp_path, files((8, 4, 1), 1), 1) | launch(tmp_path, files((4, 2), 2), 2)
+    two = [*files((4, 2), 2), *files((4, 2), 2, "fsdp")]
+    found = launch(tmp_path, files((8, 4, 1), 1), 1) | launch(tmp_path, two, 2)
     for objective in OBJECTIVES:
-        reference = found[f"{objective}-8-1"]
+        reference = found[f"{objective}-8-1-ddp"]
         assert reference.norm() > 0.1
         for name, gradient in found.items():
             if name.startswith(objective):

@@ -7,7 +7,7 @@ from typing import Any
 
 from composer.utils import dist
 
-from biphasic.checkpointing.manifest import Manifest, bring, newest
+from biphasic.checkpointing.manifest import Manifest, batch_of, bring, newest
 from biphasic.checkpointing.uploads import catch_up, complete_parts
 from biphasic.config.errors import UserError
 from biphasic.storage import is_remote, short, store
@@ -49,6 +49,28 @@ def resume_point(place: str, folder: Path) -> Manifest | None:
     if any(faults):
         raise UserError(next(fault for fault in faults if fault))
     return manifest
+
+
+def local_copy(path: str | None, folder: Path) -> str | None:
+    """A named checkpoint on this machine: itself, or what is brought from a bucket to `folder/from`; all ranks wait.
+
+    Raises:
+        UserError: it isn't there, is not complete, or is damaged.
+    """
+    if path is None or not is_remote(path):
+        return path
+    parent, _, name = path.rstrip("/").rpartition("/")
+    batch = batch_of(name) if name.endswith(".pt") else batch_of(f"{name}/")
+    fault = None if batch is not None else "its name is none of a checkpoint's: ba18000-rank0.pt or ep0-ba18000"
+    if batch is not None and dist.get_local_rank() == 0:
+        try:
+            fault = bring(Manifest.of(store(parent).read(f"ba{batch}.json")), store(parent), folder / "from")
+        except (OSError, ValueError) as error:
+            fault = f"{short(error)}; its manifest is ba{batch}.json"
+    faults = dist.all_gather_object(fault)
+    if any(faults):
+        raise UserError(f"checkpoint {path}: can't be used ({next(fault for fault in faults if fault)})")
+    return str(folder / "from" / name)
 
 
 def _store_what_is_left(place: str, folder: Path) -> None:

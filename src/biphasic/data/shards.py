@@ -83,6 +83,28 @@ def indexes(streams: dict[str, StreamConfig]) -> dict[str, str]:
     return {f"{key}.index": hash_of(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
+def require_first_shard(stream: StreamConfig) -> None:
+    """Read a dataset's index and its first shard where they lie, and compare the shard with its hash.
+
+    Raises:
+        UserError: one can't be read, or the shard is damaged.
+    """
+    import xxhash
+
+    place = stream.remote or stream.local
+    _require_dataset(StreamConfig(local=place))
+    files = store(place)
+    try:
+        shard = json.loads(files.read(INDEX))["shards"][0]
+        file = shard["zip_data"] or shard["raw_data"]
+        content = files.read(file["basename"])
+    except (OSError, ValueError, LookupError) as error:
+        raise UserError(f"dataset {place}: its first shard can't be read ({short(error)})") from error
+    expected = file["hashes"].get("xxh64")
+    if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
+        raise UserError(f"shard {place}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
+
+
 def _require_dataset(stream: StreamConfig) -> None:
     if (Path(stream.local) / INDEX).is_file():
         return

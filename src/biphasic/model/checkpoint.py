@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import importlib
+import io
 import pickle
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +19,14 @@ from biphasic.config.errors import UserError
 RECORD = "RunRecord"
 """The callback that puts the run's own record into every checkpoint."""
 _PREFIX = "model."
+_PLAIN = {
+    "numpy.dtype",
+    "numpy.ndarray",
+    "numpy._core.multiarray._reconstruct",
+    "datetime.timedelta",
+    "torch.torch_version.TorchVersion",
+}
+"""What Composer's checkpoints hold beside tensors: random states, wall-clock times, a version."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +62,7 @@ def read_checkpoint(path: str) -> Checkpoint:
     """
     if not is_checkpoint(path):
         raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
+    require_plain(path)
     try:
         state = _read_sharded(Path(path)) if Path(path).is_dir() else _read_file(Path(path))
         record = dict(state["callbacks"])[RECORD]
@@ -67,9 +79,8 @@ def read_checkpoint(path: str) -> Checkpoint:
 def _read_file(path: Path) -> dict[str, Any]:
     if not is_zipfile(path):
         raise OSError("it is not what torch.save writes, or was cut off")
-    # Composer pickles plain objects of its own (timestamps, say) beside the tensors, so the whole can't be read with
-    # weights_only. A checkpoint is as trusted as the code that it is resumed by; see docs/checkpoints.md.
-    return torch.load(path, map_location="cpu", weights_only=False, mmap=True)["state"]
+    with torch.serialization.safe_globals(_plain_objects()):
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
 
 
 def _read_sharded(path: Path) -> dict[str, Any]:
@@ -87,3 +98,82 @@ def _read_sharded(path: Path) -> dict[str, Any]:
         cause, _ = next(iter(error.failures.values()))
         raise OSError(str(cause)) from None
     return state["state"]
+
+
+def require_plain(path: str) -> None:
+    """See that a checkpoint holds tensors and plain values only, without loading it: a pickle can run any code.
+
+    Composer loads whatever is there, and PyTorch's sharded format unpickles its index and its small values, so this comes
+    before either.
+
+    Raises:
+        UserError: it names something else, or can't be read.
+    """
+    place = Path(path)
+    try:
+        found = _globals_of_shards(place) if place.is_dir() else _globals_of(place)
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
+        text = str(error).strip() or type(error).__name__
+        raise UserError(f"checkpoint {path}: is damaged or incomplete ({text.splitlines()[0]})") from None
+    if found:
+        raise UserError(f"checkpoint {path}: would run {', '.join(sorted(found))} when it is loaded; it isn't, and was not "
+                        "written by a Biphasic run")  # fmt: skip
+
+
+def _globals_of(file: Path | io.BytesIO) -> set[str]:
+    """What a file of torch.save's names beside tensors and what Composer's own checkpoints hold."""
+    if not is_zipfile(file):
+        raise OSError("it is not what torch.save writes, or was cut off")
+    if isinstance(file, io.BytesIO):
+        file.seek(0)
+    return set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _PLAIN
+
+
+class _Index(pickle.Unpickler):
+    """Reads a sharded checkpoint's `.metadata`, which is made of PyTorch's own descriptions."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        known = module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard."))
+        known |= module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
+        known |= (module, name) in (("collections", "OrderedDict"), ("torch.serialization", "_get_layout"))
+        known |= (module, name) in (("pathlib", "PosixPath"), ("torch.torch_version", "TorchVersion"))
+        # A description is a class; a function could be anything.
+        if not known or (module.startswith("torch.distributed.") and not _is_description(module, name)):
+            raise _Named(f"{module}.{name}")
+        return super().find_class(module, name)
+
+
+class _Named(Exception):
+    pass
+
+
+def _is_description(module: str, name: str) -> bool:
+    found: Any = importlib.import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return isinstance(found, type)
+
+
+def _globals_of_shards(folder: Path) -> set[str]:
+    from torch.distributed.checkpoint.metadata import BytesStorageMetadata
+
+    try:
+        with (folder / ".metadata").open("rb") as file:
+            index: Any = _Index(file).load()
+    except _Named as named:
+        return {str(named)}
+    found: set[str] = set()
+    small = {name for name, known in index.state_dict_metadata.items() if isinstance(known, BytesStorageMetadata)}
+    for at, lies in index.storage_data.items():
+        if at.fqn in small:
+            with (folder / lies.relative_path).open("rb") as file:
+                file.seek(lies.offset)
+                found |= _globals_of(io.BytesIO(file.read(lies.length)))
+    return found
+
+
+def _plain_objects() -> list[Any]:
+    parts = [one.rpartition(".") for one in sorted(_PLAIN)]
+    named = [getattr(importlib.import_module(module), name) for module, _, name in parts]
+    # PyTorch asks for the class of an array's dtype, too, which the pickle doesn't name.
+    return [*named, type(np.dtype(np.uint32))]

@@ -7,12 +7,12 @@ from typing import Any, Literal
 import torch
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
-from torch.distributed.device_mesh import init_device_mesh
 
 from biphasic.amounts import in_bytes
 from biphasic.config.architecture import Architecture
 from biphasic.config.errors import UserError
 from biphasic.config.schema import PretrainConfig
+from biphasic.training.gloo import average_on_gloo
 
 Strategy = Literal["ddp", "fsdp"]
 STATES_SHARE = 0.5
@@ -82,19 +82,33 @@ def parallelism(config: PretrainConfig, strategy: Strategy, *, whole: bool) -> d
                 **degrees,
             )
         }
-    mesh = None
-    if replicas > 1:
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        mesh = init_device_mesh(device, (replicas, shards), mesh_dim_names=("replicate", "shard"))
+    average_on_gloo()
     return {
-        "fsdp": FSDP2Config(
-            device_mesh=mesh,
+        "fsdp": _FSDP2(
+            replicas,
+            shards,
             reshard_after_forward=ours.reshard_after_forward,
             activation_checkpointing=ours.activation_checkpointing,
             state_dict_type=form,
             mixed_precision="DEFAULT",
         )
     }
+
+
+class _FSDP2(FSDP2Config):
+    """Composer replaces an FSDP2Config's mesh by a flat one, unless its read-only degrees say otherwise."""
+
+    def __init__(self, replicas: int, shards: int, **settings: Any):
+        self._degrees = (replicas, shards)
+        super().__init__(**settings)
+
+    @property
+    def data_parallel_shard_degree(self) -> int:
+        return self._degrees[1]
+
+    @property
+    def data_parallel_replicate_degree(self) -> int | None:
+        return self._degrees[0] if self._degrees[0] > 1 else None
 
 
 def save_sharded(state: Any) -> None:
@@ -104,9 +118,16 @@ def save_sharded(state: Any) -> None:
 
 
 def _mesh(config: PretrainConfig) -> tuple[int, int]:
+    """Copies of the model, and ranks that hold one."""
     ranks, degree = dist.get_world_size(), config.parallelism.shard_degree
     shards = {"all": ranks, "node": dist.get_local_world_size()}.get(str(degree), degree)
     assert isinstance(shards, int)
     if ranks % shards:
         raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
+    if shards < ranks and not torch.cuda.is_available():
+        if dist.get_global_rank() == 0:
+            print(
+                f"parallelism.shard_degree: {degree} needs GPUs; on CPUs all {ranks} ranks share one copy, with the same results"
+            )
+        return 1, ranks
     return ranks // shards, shards

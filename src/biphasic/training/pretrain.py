@@ -16,6 +16,7 @@ from composer.utils import create_interval_scheduler, dist, get_device, reproduc
 
 from biphasic.amounts import bytes_of
 from biphasic.checkpointing.attempt import Attempt, begin
+from biphasic.checkpointing.find import local_copy
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.saver import Saver
 from biphasic.checkpointing.stopping import Preempted, Stopping
@@ -33,6 +34,7 @@ from biphasic.data.shared_memory import free_stale_shared_memory
 from biphasic.data.streaming import loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model.backbone import build
+from biphasic.model.checkpoint import require_plain
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.storage import is_remote, join, short
@@ -113,7 +115,9 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
 
     tokenizer = load_tokenizer(config.tokenizer)
     data = conversion_record(config, tokenizer)
-    start = resume.path if resume is not None else config.schedule.decay_from
+    start = str(attempt.here / resume.path) if resume is not None else local_copy(config.schedule.decay_from, folder)
+    if start is not None:
+        require_plain(start)
     model, strategy = _model(config, tokenizer, start)
     embedding = model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
     optimizer = adamw(model, config.optimizer, embedding=embedding, head=model.lm_head.weight)
@@ -158,7 +162,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         progress_bar=config.logging.progress_bar,
         log_to_console=config.logging.console_interval is not None,
         console_log_interval=str(config.logging.console_interval or "1ep"),
-        load_path=str(attempt.here / resume.path) if resume is not None else config.schedule.decay_from,
+        load_path=start,
         auto_log_hparams=False,
     )
     save_sharded(trainer.state)

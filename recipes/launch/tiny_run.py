@@ -1,0 +1,101 @@
+"""A run of a minute for test_slurm.sh: a small dataset, its YAML, and what must be true of the finished run.
+
+PYTHONPATH=tests python recipes/launch/tiny_run.py write FOLDER BATCHES     # prints the YAML's path
+PYTHONPATH=tests python recipes/launch/tiny_run.py check FOLDER BATCHES     # status 1, and why
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from tiny import LENGTH, WORDS, write_rows  # pyright: ignore[reportMissingImports]
+
+
+def write(folder: Path, batches: int) -> Path:
+    """Rows, tokenizer and YAML, in an empty folder."""
+    write_rows(folder / "data" / "train", 700, seed=1)
+    special = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
+    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "tokenizer")
+    content = {
+        "job": "pretrain",
+        "run_name": "run",
+        "output": str(folder / "runs"),
+        "seed": 7,
+        "tokenizer": str(folder / "tokenizer"),
+        "max_duration": f"{batches}ba",
+        "global_batch_size": 8,
+        "microbatch_size": 4,
+        "parallelism": {"strategy": "ddp"},
+        "model": {
+            "vocab_size": WORDS,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
+        "data": {
+            "sequence_length": LENGTH,
+            "train": {"local": str(folder / "data" / "train")},
+            "num_canonical_nodes": 2,
+            "shuffle_block_size": 64,
+            "num_workers": 0,
+        },
+        "objective": {"phases": [{"name": "mlm", "masking_ratio": 0.4}]},
+        "optimizer": {"lr": 5e-3},
+        # No switch, no decay and no interval that would save: the only checkpoint before the last is the preemption's.
+        "schedule": {"warmup": "3ba", "decay": "0ba"},
+        "checkpoint": {"interval": f"{10 * batches}ba", "keep": 10},
+        "logging": {"tensorboard": False, "progress_bar": False},
+    }
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def problems(folder: Path, batches: int) -> list[str]:
+    """What is not as it should be: each batch trained once, in two attempts, the second from the first's checkpoint."""
+    run = folder / "runs" / "run"
+    # The lines themselves: read_metrics passes over what was trained twice.
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    trained = [line["batch"] for line in lines if "loss/train/total" in line]
+    found = []
+    if trained != list(range(1, batches + 1)):
+        found.append(f"{len(trained)} batches were trained, {len(set(trained))} different ones, of {batches}")
+    attempts = [json.loads(path.read_text()) for path in sorted((run / "checkpoints" / "attempts").glob("*.json"))]
+    for one in attempts:
+        print({key: one.get(key) for key in ("attempt", "ranks", "from", "batch", "reason")})
+    saved = sorted(int(path.stem[2:]) for path in (run / "checkpoints").glob("ba*.json"))
+    if len(saved) != 2 or not 0 < saved[0] < saved[-1] == batches:
+        found.append(f"checkpoints at {saved}: expected the preemption's and the last, {batches}")
+    if len(attempts) != 2:
+        found.append(f"{len(attempts)} attempts, not 2")
+    elif attempts[1]["from"] is None or attempts[1]["from"]["batch"] != attempts[0]["batch"]:
+        found.append(
+            f"the first attempt ended at batch {attempts[0]['batch']}, the second began at {attempts[1]['from']}"
+        )
+    return found
+
+
+def main(command: str, folder: str, batches: str) -> int:
+    """Exit status: 1 if something is not as it should be."""
+    if command == "write":
+        print(write(Path(folder), int(batches)))
+        return 0
+    found = problems(Path(folder), int(batches))
+    print("\n".join(found) or f"each of the {batches} batches was trained once")
+    return bool(found)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,139 @@
+"""Sharding: the same run on any number of ranks, whatever the strategy and the checkpoint's form."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from biphasic.config.architecture import Architecture
+from biphasic.config.errors import UserError
+from biphasic.training import parallel
+from biphasic.training.jsonl_logger import read_metrics
+from conftest import Write
+from tiny import config_of, keep_checkpoints_up_to, launch, losses, weights
+
+FSDP: dict[str, Any] = {"parallelism__strategy": "fsdp", "data__num_canonical_nodes": 4}
+
+
+def close(a: list[float], b: list[float], tolerance: float = 1e-5) -> bool:
+    return len(a) == len(b) and all(math.isclose(x, y, rel_tol=0, abs_tol=tolerance) for x, y in zip(a, b, strict=True))
+
+
+def test_two_ranks_then_one_then_two(write_yaml: Write) -> None:
+    """At one global batch, across the switch; the loader's order follows nothing but the seed."""
+    path = write_yaml("whole", **FSDP)
+    assert launch(path, processes=2).returncode == 0
+    whole = Path(config_of(path).output) / "whole"
+    elastic = whole.parent / "elastic"
+    for batch, processes in ((4, 2), (9, 1), (12, 2)):
+        run = launch(path, "run_name=elastic", processes=processes)
+        assert run.returncode == 0, run.stderr[-3000:]
+        if batch < 12:
+            keep_checkpoints_up_to(elastic, batch)
+            lines = (elastic / "metrics.jsonl").read_text().splitlines()
+            kept = [line for line in lines if f'"batch": {batch + 1},' not in line]
+            (elastic / "metrics.jsonl").write_text("\n".join(kept[: batch + 1]) + "\n")
+    assert close(losses(elastic), losses(whole))
+    tokens = [entry["tokens"] for entry in read_metrics(elastic / "metrics.jsonl")]
+    assert tokens == [entry["tokens"] for entry in read_metrics(whole / "metrics.jsonl")]
+    ours, theirs = weights(elastic, 12), weights(whole, 12)
+    assert all(torch.allclose(weight, theirs[name], atol=1e-5) for name, weight in ours.items())
+
+
+def test_a_monolithic_start(write_yaml: Write) -> None:
+    """From a checkpoint that one process wrote without any sharding; HSDP falls back to full sharding here, and says so."""
+    ddp = write_yaml("ddp", data__num_canonical_nodes=4, parallelism__strategy="ddp")
+    assert launch(ddp).returncode == 0
+    whole = Path(config_of(ddp).output) / "ddp"
+    mixed = whole.parent / "mixed"
+    shutil.copytree(whole, mixed)
+    keep_checkpoints_up_to(mixed, 5)
+    path = write_yaml("mixed", **FSDP, parallelism__shard_degree=1)
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "parallelism.shard_degree: 1 needs GPUs" in run.stdout
+    assert close(losses(mixed), losses(whole))
+    # What is saved from here on is sharded, and a run of one rank goes on from it.
+    assert not (mixed / "checkpoints" / "ba12-rank0.pt").exists()
+    keep_checkpoints_up_to(mixed, 8)
+    run = launch(write_yaml("mixed", **{**FSDP, "parallelism__strategy": "auto"}), processes=1)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert close(losses(mixed), losses(whole))
+    ours, theirs = weights(mixed, 12), weights(whole, 12)
+    assert all(torch.allclose(weight, theirs[name], atol=1e-5) for name, weight in ours.items())
+    refused = launch(write_yaml("mixed", data__num_canonical_nodes=4, parallelism__strategy="ddp"))
+    assert refused.returncode == 2
+    assert "parallelism.strategy: ddp can't load" in refused.stderr
+
+
+def test_the_first_weights_are_the_same(write_yaml: Write) -> None:
+    """The second rank builds on the meta device and is given the first one's."""
+    still: dict[str, Any] = {"max_duration": "1ba", "objective__phases": [{"name": "clm"}],
+                             "schedule__warmup": "0ba", "schedule__decay": "0ba", "optimizer__lr": 1e-30}  # fmt: skip
+    again = {**FSDP, "parallelism__activation_checkpointing": True}
+    for name, processes, keys in (
+        ("plain", 1, {"data__num_canonical_nodes": 4}),
+        ("meta", 2, FSDP),
+        ("saved", 2, again),
+    ):
+        run = launch(write_yaml(name, **still, **keys), processes=processes)
+        assert run.returncode == 0, run.stderr[-3000:]
+    runs = Path(config_of(write_yaml("plain", **still)).output)
+    plain = weights(runs / "plain", 1)
+    for name in ("meta", "saved"):
+        other = weights(runs / name, 1)
+        assert plain.keys() == other.keys()
+        assert all(torch.equal(weight, other[key]) for key, weight in plain.items())
+        assert close(losses(runs / name), losses(runs / "plain"))
+
+
+SIZE = Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_heads=6, head_dim=96)
+
+
+@pytest.mark.parametrize(("memory", "expected"), [(None, "ddp"), (80 << 30, "ddp"), (40 << 30, "fsdp")])
+def test_auto_goes_by_the_states(
+    write_yaml: Write, monkeypatch: pytest.MonkeyPatch, memory: int | None, expected: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Device", (), {"total_memory": memory}))
+    config = config_of(write_yaml())
+    assert parallel.strategy_of(config, SIZE, None) == expected
+    assert parallel.strategy_of(config, SIZE, "ba5-rank0.pt") == expected
+    assert parallel.strategy_of(config, SIZE, "ep0-ba5") == "fsdp"
+
+
+def test_auto_can_t_find_a_microbatch_with_fsdp2(write_yaml: Write) -> None:
+    config = config_of(write_yaml(microbatch_size="auto"))
+    with pytest.raises(UserError, match=r"set microbatch_size to a number, or parallelism\.fsdp_version: 1"):
+        parallel.strategy_of(config, SIZE, "ep0-ba5")
+
+
+DEGREES = {"all": (-1, None), "node": (8, 2)}
+
+
+@pytest.mark.parametrize("degree", ["all", "node"])
+@pytest.mark.parametrize("reshard", [True, False])
+def test_what_composer_is_told(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, reshard: bool, degree: str) -> None:
+    """FSDP1 and HSDP don't run without a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 16)
+    monkeypatch.setattr(parallel.dist, "get_local_world_size", lambda: 8)
+    keys: dict[str, Any] = {"parallelism__fsdp_version": 1, "parallelism__reshard_after_forward": reshard}
+    config = config_of(write_yaml(parallelism__shard_degree=degree, microbatch_size="auto", **keys))
+    told: Any = parallel.parallelism(config, "fsdp", whole=False)
+    strategies = {"all": ["SHARD_GRAD_OP", "FULL_SHARD"], "node": ["_HYBRID_SHARD_ZERO2", "HYBRID_SHARD"]}
+    assert told["fsdp"].sharding_strategy == strategies[degree][reshard]
+    assert (told["fsdp"].data_parallel_shard_degree, told["fsdp"].data_parallel_replicate_degree) == DEGREES[degree]
+    assert told["fsdp"].mixed_precision == "DEFAULT" and told["fsdp"].state_dict_type == "sharded"
+    monkeypatch.setattr(parallel, "average_on_gloo", lambda: None)
+    config = config_of(write_yaml(parallelism__shard_degree=degree, parallelism__reshard_after_forward=reshard))
+    told = parallel.parallelism(config, "fsdp", whole=False)
+    # What Composer makes its mesh of; without these it would make a flat one, in silence.
+    degrees = told["fsdp"].data_parallel_shard_degree, told["fsdp"].data_parallel_replicate_degree
+    assert degrees == ((16, None) if degree == "all" else (8, 2))
+    assert told["fsdp"].reshard_after_forward == reshard and told["fsdp"].mixed_precision == "DEFAULT"
