@@ -86,7 +86,7 @@ def weights(folder: Path, batch: int) -> dict[str, torch.Tensor]:
 
     checkpoints = folder / "checkpoints"
     path = checkpoints / f"ba{batch}-rank0.pt"
-    return read_checkpoint(str(path if path.exists() else checkpoints / f"ep0-ba{batch}")).weights
+    return read_checkpoint(str(path if path.exists() else next(checkpoints.glob(f"ep*-ba{batch}")))).weights
 
 
 def keep_checkpoints_up_to(folder: Path, batch: int) -> None:

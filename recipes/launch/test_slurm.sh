@@ -85,7 +85,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 SchedulerParameters=sched_min_interval=0
-KillWait=5
+KillWait=30
 ReturnToService=2
 JobRequeue=1
 MailProg=/bin/true
@@ -141,7 +141,7 @@ scancel "$job"
 cancelled() { is "$job" CANCELLED; }
 until_true 30 "job $job is cancelled" cancelled
 ended() { (($(grep -c "node.sh: node 0: preempted" "$work/biphasic-$job.out") == 2)); }
-until_true 30 "its node.sh has ended" ended
+until_true 60 "its node.sh has ended" ended
 # As long as a job that came back would need to be seen.
 sleep 8
 if ! cancelled; then say "job $job came back"; exit 1; fi

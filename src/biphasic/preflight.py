@@ -209,7 +209,7 @@ def _disk(config: PretrainConfig) -> str:
     found = plan(config, int(os.environ.get("WORLD_SIZE", "1")))
     if found.parameters is not None:
         # Weights and two moments in fp32; the newest one, and the one that is being written.
-        add(Path(config.output), 2 * 12 * sum(found.parameters.values()))
+        add(Path(config.output), 2 * 12 * found.parameters["total"])
     said = []
     for folder, size in needs.values():
         free = shutil.disk_usage(folder).free

@@ -15,7 +15,7 @@ from biphasic.storage import S3Store, store
 from biphasic.training.jsonl_logger import read_metrics
 from buckets import bucket_for
 from conftest import Write
-from tiny import config_of, launch, losses, train, weights
+from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights
 
 
 def complete(place: str) -> list[int]:
@@ -153,3 +153,32 @@ def test_a_moment_between_two_intervals(write_yaml: Write) -> None:
     tokens = [entry["tokens"] for entry in read_metrics(folder / "metrics.jsonl")]
     crossing = next(index for index, count in enumerate(tokens) if count >= 1500) + 1
     assert complete(str(folder / "checkpoints")) == sorted({3, 5, 6, 8, 10, 12, crossing}, reverse=True)
+
+
+def test_a_manifest_of_another_run(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:
+    other = train(config_of(write_yaml("other", optimizer__lr=1e-3)))
+    expected = losses(train(config_of(write_yaml("whole"))))
+    path = write_yaml("mine")
+    folder = Path(config_of(path).output) / "mine"
+    train(config_of(path, **{"checkpoint.interval": "4ba"}))
+    keep_checkpoints_up_to(folder, 8)
+    for name in ("ba11.json", "ba11-rank0.pt"):
+        shutil.copy(other / "checkpoints" / name, folder / "checkpoints" / name)
+    train(config_of(path))
+    assert "checkpoint ba11 in" in caplog.text and "it is of another run, other" in caplog.text
+    assert losses(folder) == expected
+    # Nothing but another run's: nothing is written over.
+    with pytest.raises(UserError, match=r"holds the checkpoints of another run, other: choose another folder"):
+        train(config_of(write_yaml("third", checkpoint__folder=str(other / "checkpoints"))))
+    assert len(losses(other)) == 12
+
+
+def test_a_pointer_to_nothing(write_yaml: Write) -> None:
+    """Composer's link to the newest checkpoint is not looked at."""
+    path = write_yaml("linked", max_duration="12ba")
+    expected = losses(train(config_of(path)))
+    folder = Path(config_of(path).output) / "linked"
+    keep_checkpoints_up_to(folder, 7)
+    (folder / "checkpoints" / "latest-rank0.pt").symlink_to("ba99-rank0.pt")
+    train(config_of(path))
+    assert losses(folder) == expected

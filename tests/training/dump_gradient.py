@@ -43,7 +43,9 @@ def dump(out: Path, files: list[Path]) -> None:
     for file in files:
         config = load(file, [], dist.get_world_size())
         assert isinstance(config, PretrainConfig)
-        attempt = begin(f"{config.output}/{config.run_name}", out / config.run_name)
+        attempt = begin(
+            f"{config.output}/{config.run_name}", out / config.run_name, {"name": config.run_name, "decides": {}}
+        )
         trainer = prepare(config, attempt)
         trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
         trainer.fit()

@@ -33,8 +33,8 @@ class Attempt:
         self.claim.release(reason)
 
 
-def begin(place: str, here: Path) -> Attempt:
-    """Claim the folder for this run, listen for signals, and find the newest complete checkpoint.
+def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
+    """Claim the folder for this run, listen for signals, and find the newest complete checkpoint of `run`.
 
     Raises:
         UserError: another run holds the folder, or it can't be read or written to.
@@ -51,7 +51,7 @@ def begin(place: str, here: Path) -> Attempt:
         dist.broadcast_object_list(told, src=0)
         if told[1] is not None:
             raise UserError(told[1])
-        resume = resume_point(place, here)
+        resume = resume_point(place, here, run)
     except BaseException as error:
         stopping.release()
         claim.release(f"could not start: {error}")

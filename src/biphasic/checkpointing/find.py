@@ -10,29 +10,37 @@ from composer.utils import dist
 from biphasic.checkpointing.manifest import Manifest, batch_of, bring, newest
 from biphasic.checkpointing.uploads import catch_up, complete_parts
 from biphasic.config.errors import UserError
+from biphasic.config.same_run import differences
 from biphasic.storage import is_remote, short, store
 
 
-def resume_point(place: str, folder: Path) -> Manifest | None:
+def resume_point(place: str, folder: Path, run: dict[str, Any]) -> Manifest | None:
     """The newest complete checkpoint, the same one for all ranks, on every machine's disk.
 
     Args:
         place: where the run saves: a folder, or a bucket's prefix.
         folder: where a machine keeps what it brings from there.
+        run: the run's `name`, and what `decides` its weights. A manifest of another run is passed over.
 
     Returns:
         Its manifest; `folder / manifest.path` is what Composer loads. None when there is nothing to go on from.
 
     Raises:
-        UserError: the place can't be read, or not from every machine.
+        UserError: the place can't be read, or not from every machine, or it holds another run's checkpoints alone.
     """
     _store_what_is_left(place, folder)
     told: list[Any] = [None, None]
+    others = _Others(run)
     if dist.get_global_rank() == 0:
         try:
             complete_parts(store(place))
-            found = newest(store(place), folder)
+            found = newest(store(place), folder, others.append_if_foreign)
             told = [None if found is None else found.as_bytes(), None]
+            if found is None and others.names:
+                told[1] = (
+                    f"checkpoint.folder {place}: holds the checkpoints of another run, {others.names[0]}: choose another "
+                    "folder, or set run_name to that one's and let what differs be compared"
+                )
         except OSError as error:
             told = [None, f"checkpoint.folder {place}: can't be read ({short(error)})"]
     dist.broadcast_object_list(told, src=0)
@@ -49,6 +57,27 @@ def resume_point(place: str, folder: Path) -> Manifest | None:
     if any(faults):
         raise UserError(next(fault for fault in faults if fault))
     return manifest
+
+
+class _Others:
+    """Manifests of other runs: of another name, and with other weights."""
+
+    def __init__(self, run: dict[str, Any]):
+        self.run, self.names = run, list[str]()
+
+    def append_if_foreign(self, manifest: Manifest) -> str | None:
+        """Why it is another run's."""
+        theirs = manifest.run
+        if theirs["name"] == self.run["name"] or not differences(
+            self._early(theirs["decides"]), self.run["decides"], []
+        ):
+            return None
+        self.names.append(theirs["name"])
+        return f"it is of another run, {theirs['name']}"
+
+    def _early(self, decides: dict[str, Any]) -> dict[str, Any]:
+        # The data's hashes aren't known before the data is opened.
+        return {key: value for key, value in decides.items() if not key.endswith(".index")}
 
 
 def local_copy(path: str | None, folder: Path) -> str | None:

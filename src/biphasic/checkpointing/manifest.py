@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -110,7 +110,7 @@ def _look(place: Store, there: dict[str, StoredFile], batch: int) -> Found:
     return Found(batch, manifest)
 
 
-def newest(place: Store, folder: Path) -> Manifest | None:
+def newest(place: Store, folder: Path, foreign: Callable[[Manifest], str | None] = lambda _: None) -> Manifest | None:
     """The newest complete checkpoint, on this machine.
 
     Others are passed over with a warning that says why, down to the previous good one.
@@ -119,6 +119,7 @@ def newest(place: Store, folder: Path) -> Manifest | None:
         place: where the run saves.
         folder: where a checkpoint that lies elsewhere is brought to. A file that is there already is kept if it is the
             right one.
+        foreign: says of a manifest why it is another run's.
 
     Returns:
         Its manifest; `folder / manifest.path` is what Composer loads. None when there is nothing to go on from.
@@ -129,7 +130,7 @@ def newest(place: Store, folder: Path) -> Manifest | None:
     for found in _newest_first(place):
         fault = found.fault
         if found.manifest is not None:
-            fault = bring(found.manifest, place, folder)
+            fault = foreign(found.manifest) or bring(found.manifest, place, folder)
             if fault is None:
                 return found.manifest
         _log.warning("checkpoint ba%d in %s is passed over: %s", found.batch, place.root, fault)

@@ -171,8 +171,9 @@ class Saver(Callback):
             whole = Manifest(mine.batch, mine.path, files, mine.run)
             write_part(whole, self._here)
         except (OSError, RuntimeError, CheckpointException) as error:
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
             self._uploads.fault = (
-                f"checkpoint {mine.path} can't be written to {self._here} ({short(error)}): make room, or mend what it "
+                f"checkpoint {mine.path} can't be written to {self._here} ({short(cause)}): make room, or mend what it "
                 "says, and start again: the run goes on from the checkpoint before it"
             )
             return

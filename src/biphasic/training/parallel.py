@@ -126,8 +126,7 @@ def _mesh(config: PretrainConfig) -> tuple[int, int]:
         raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
     if shards < ranks and not torch.cuda.is_available():
         if dist.get_global_rank() == 0:
-            print(
-                f"parallelism.shard_degree: {degree} needs GPUs; on CPUs all {ranks} ranks share one copy, with the same results"
-            )
+            instead = f"on CPUs all {ranks} ranks share one copy, with the same results"
+            print(f"parallelism.shard_degree: {degree} needs GPUs; {instead}")
         return 1, ranks
     return ranks // shards, shards

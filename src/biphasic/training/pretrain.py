@@ -61,7 +61,7 @@ def run(config: PretrainConfig) -> Path:
             rank has ended.
     """
     dist.initialize_dist(get_device(None))
-    attempt = begin(*_places(config))
+    attempt = begin(*_places(config), {"name": config.run_name, "decides": deciding(config)})
     trainer = None
     try:
         trainer = prepare(config, attempt)

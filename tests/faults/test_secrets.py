@@ -1,0 +1,74 @@
+"""No credential is written anywhere, or printed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.config.errors import ConfigError
+from buckets import bucket_for, client, upload
+from conftest import Write
+from s3_server import SECRET
+from tiny import ROOT, config_of
+
+CANARIES = {
+    "WANDB_API_KEY": "canary-wandb-0123456789abcdef0123456789abcdef",
+    "HF_TOKEN": "hf_canaryCanaryCanaryCanaryCanary",
+    "MLFLOW_TRACKING_PASSWORD": "canary-mlflow-password",
+    "AWS_SESSION_TOKEN": "canary-session-token",
+    "AZURE_ACCOUNT_ACCESS_KEY": "canary-azure-key",
+}
+
+
+def run(script: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, *script], capture_output=True, text=True, env={**os.environ, **environment})
+
+
+def test_canaries_are_in_no_file_and_no_line(s3: Path, write_yaml: Write, tmp_path: Path) -> None:
+    bucket = bucket_for(s3, "secrets")
+    path = write_yaml(
+        "secret", checkpoint__interval="4ba", checkpoint__folder=f"s3://{bucket}/run", logging__tensorboard=True
+    )
+    remote = upload(path.parent / "data" / "train", bucket, "train")
+    path = write_yaml("secret", checkpoint__interval="4ba", checkpoint__folder=f"s3://{bucket}/run", logging__tensorboard=True,
+                      data__train={"local": str(tmp_path / "cache"), "remote": remote})  # fmt: skip
+    said = []
+    # It works; it can't sign in; it goes on; it is exported; what became of it.
+    main = str(ROOT / "src" / "main.py")
+    steps: list[tuple[list[str], dict[str, str], int]] = [
+        ([main, str(path)], {}, 0),
+        ([main, str(path), "run_name=other"], {"AWS_SECRET_ACCESS_KEY": "canary-wrong-secret"}, 2),
+        ([main, str(path), "max_duration=13ba", "checkpoint.allow=[max_duration,schedule]"], {}, 0),
+        (["-m", "biphasic.export", str(Path(config_of(path).output) / "secret" / "checkpoints" / "ba13-rank0.pt"),
+          str(tmp_path / "export")], {}, 0),
+        (["-m", "biphasic.runs", f"s3://{bucket}/run"], {}, 0),
+        (["-m", "biphasic.preflight", str(path)], {"AWS_SECRET_ACCESS_KEY": "canary-wrong-secret"}, 2),
+    ]  # fmt: skip
+    for script, changes, status in steps:
+        done = run(script, {**CANARIES, "CUDA_VISIBLE_DEVICES": "", **changes})
+        assert done.returncode == status, (script, done.stdout[-2000:], done.stderr[-3000:])
+        said.append(done.stdout + done.stderr)
+    planted = [value.encode() for value in (*CANARIES.values(), "canary-wrong-secret", SECRET)]
+    objects = {item["Key"]: client().get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
+               for item in client().list_objects_v2(Bucket=bucket)["Contents"]}  # fmt: skip
+    files = {
+        str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and "data" not in file.parts
+    }
+    assert len(files) > 8 and len(objects) > 8
+    for where, content in {**files, **objects, **{f"output {n}": text.encode() for n, text in enumerate(said)}}.items():
+        for canary in planted:
+            assert canary not in content, (where, canary)
+
+
+def test_a_password_in_an_address_is_refused(write_yaml: Write) -> None:
+    keys: dict[str, Any] = {"logging__mlflow": {"experiment": "e", "tracking_uri": "https://me:canary@host/x"}}
+    with pytest.raises(ConfigError) as raised:
+        config_of(write_yaml("password", **keys, checkpoint__folder="s3://key:canary@bucket/x"))
+    assert "logging.mlflow.tracking_uri" in str(raised.value) and "checkpoint.folder" in str(raised.value)
+    assert "expected an address without user and password" in str(raised.value)
+    assert "canary" not in str(raised.value)
