@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 
-from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.errors import ConfigError, RankLost, UserError
 from biphasic.config.load import Config, load
 from biphasic.config.plan import describe, describe_other, plan
 from biphasic.config.schema import PretrainConfig
@@ -36,6 +36,10 @@ def main(arguments: list[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(error, file=sys.stderr)
         return 2
+    except RankLost as error:
+        # Each node's launcher shows its own ranks only.
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

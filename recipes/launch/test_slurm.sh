@@ -3,7 +3,7 @@
 # saves, goes back into the queue, goes on from the batch it saved at, and trains no batch twice. Then the same for a time
 # limit, and a job that is cancelled, which must not come back.
 #
-# Needs root and Debian's slurm-wlm and munge; nothing outside a temporary folder is touched. Takes about four minutes.
+# Needs root and Debian's slurm-wlm and munge; nothing outside a temporary folder is touched. Takes three to six minutes.
 # Exit status: 0 as promised, 1 not, 3 Slurm isn't installed.
 set -euo pipefail
 
@@ -117,25 +117,25 @@ trains() { (($(trained) > ${1:-20})); }
 state() { scontrol --oneliner show job "$1" | tr ' ' '\n' | sed -n 's/^JobState=//p'; }
 restarts() { scontrol --oneliner show job "$1" | tr ' ' '\n' | sed -n 's/^Restarts=//p'; }
 is() { [[ $(state "$1") == "$2" ]]; }
-until_true 90 "job $job trains" trains
+until_true 240 "job $job trains" trains
 
 urgent=$(sbatch --parsable --partition=high --exclusive --output="$work/urgent.out" --wrap 'sleep 3')
 requeued() { [[ $(restarts "$job") == 1 ]] && { is "$job" PENDING || is "$job" RUNNING; }; }
 until_true 90 "job $urgent of the partition with priority has made job $job go back into the queue" requeued
 say "at batch $(trained) of $batches"
 until_true 60 "job $urgent has run" is "$urgent" COMPLETED
-until_true 180 "job $job has completed" is "$job" COMPLETED
+until_true 300 "job $job has completed" is "$job" COMPLETED
 python recipes/launch/tiny_run.py check "$work" "$batches"
 
 # Time runs out: only the batch script is told (--signal=B:USR1), here by hand.
 yaml=$(mkdir "$work/second" && python recipes/launch/tiny_run.py write "$work/second" 100000)
 run=$work/second/runs/run
 job=$(NPROC=2 BIPHASIC_RESTARTS=0 sbatch --parsable --partition=low --output="$work/%x-%j.out" recipes/launch/slurm.sbatch "$yaml")
-until_true 90 "job $job trains" trains
+until_true 240 "job $job trains" trains
 scancel --batch --signal=USR1 "$job"
 until_true 60 "job $job has gone back into the queue before its time is over" requeued
 before=$(trained)
-until_true 120 "job $job trains again" trains "$before"
+until_true 240 "job $job trains again" trains "$before"
 # Somebody who cancels a job doesn't want it back.
 scancel "$job"
 cancelled() { is "$job" CANCELLED; }

@@ -19,6 +19,7 @@ from typing import Any
 
 from biphasic.amounts import in_bytes
 from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.schema import PretrainConfig
 from biphasic.storage import is_remote, join, short, store
@@ -43,8 +44,8 @@ def main(arguments: list[str] | None = None) -> int:
         return 0 if given else 2
     try:
         config = load(given[0], given[1:], int(os.environ.get("WORLD_SIZE", "1")))
-        if not isinstance(config, PretrainConfig):
-            raise UserError(f"{given[0]}: expected job: pretrain; got {config.job}")
+        if not isinstance(config, PretrainConfig | FinetuneConfig):
+            raise UserError(f"{given[0]}: expected job: pretrain or job: finetune; got {config.job}")
         found = facts(config)
     except (ConfigError, UserError) as error:
         if os.environ.get("RANK", "0") == "0":
@@ -60,8 +61,8 @@ def main(arguments: list[str] | None = None) -> int:
     return 2 if faults else 0
 
 
-def facts(config: PretrainConfig) -> Facts:
-    """What this rank sees. Disks, buckets and data are looked at by one rank of each node."""
+def facts(config: PretrainConfig | FinetuneConfig) -> Facts:
+    """What this rank sees. Disks, buckets and data, of a pretraining, are looked at by one rank of each node."""
     import torch
     from composer.utils import dist, get_device
 
@@ -75,7 +76,7 @@ def facts(config: PretrainConfig) -> Facts:
     cuda = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
     found["versions"] = f"torch {torch.__version__}, CUDA {cuda or 'none'}"
     found["own"], found["all"] = _bandwidths(on_gpu)
-    if dist.get_local_rank() == 0:
+    if dist.get_local_rank() == 0 and isinstance(config, PretrainConfig):
         checks: list[Callable[[PretrainConfig], str | None]] = [_bucket, _disk, _data]
         for check in checks:
             try:

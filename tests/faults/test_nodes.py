@@ -40,7 +40,7 @@ def node(number: int, port: int, path: Path, *overrides: str) -> subprocess.Pope
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="two nodes on one machine need a mount namespace each: run as root")
 def test_one_of_two_nodes_is_killed(write_yaml: Write) -> None:
-    keys: dict[str, Any] = {"max_duration": "300ba", "checkpoint__interval": "20ba", "parallelism__strategy": "fsdp"}
+    keys: dict[str, Any] = {"max_duration": "60ba", "checkpoint__interval": "5ba", "parallelism__strategy": "fsdp"}
     path = write_yaml("whole", **keys)
     for number in range(2):
         subprocess.run(["cp", "-r", path.parent / "data" / "train", path.parent / f"node{number}"], check=True)
@@ -51,19 +51,19 @@ def test_one_of_two_nodes_is_killed(write_yaml: Write) -> None:
     folder, port = runs / "nodes", free_port()
     both = [node(number, port, path) for number in range(2)]
     deadline = time.monotonic() + 120
-    while not (folder / "checkpoints" / "ba40.json").exists():
+    while not (folder / "checkpoints" / "ba10.json").exists():
         ended = [one.communicate()[0] for one in both if one.poll() is not None]
         assert time.monotonic() < deadline and not ended, ended
         time.sleep(0.01)
     os.killpg(both[1].pid, signal.SIGKILL)
     # The other one doesn't wait for ever.
     said = both[0].communicate(timeout=60)[0]
-    assert both[0].returncode not in (0, 75), said[-3000:]
+    assert both[0].returncode == 1, said[-3000:]
     assert "another rank ended in the middle of a step" in said
     both = [node(number, port, path) for number in range(2)]
     for one in both:
         said = one.communicate(timeout=180)[0]
         assert one.returncode == 0, said[-3000:]
     assert losses(folder) == losses(runs / "whole")
-    ours, theirs = weights(folder, 300), weights(runs / "whole", 300)
+    ours, theirs = weights(folder, 60), weights(runs / "whole", 60)
     assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())

@@ -31,12 +31,10 @@ def run(script: list[str], environment: dict[str, str]) -> subprocess.CompletedP
 
 def test_canaries_are_in_no_file_and_no_line(s3: Path, write_yaml: Write, tmp_path: Path) -> None:
     bucket = bucket_for(s3, "secrets")
-    path = write_yaml(
-        "secret", checkpoint__interval="4ba", checkpoint__folder=f"s3://{bucket}/run", logging__tensorboard=True
-    )
-    remote = upload(path.parent / "data" / "train", bucket, "train")
-    path = write_yaml("secret", checkpoint__interval="4ba", checkpoint__folder=f"s3://{bucket}/run", logging__tensorboard=True,
-                      data__train={"local": str(tmp_path / "cache"), "remote": remote})  # fmt: skip
+    remote = upload(write_yaml("secret").parent / "data" / "train", bucket, "train")
+    train = {"local": str(tmp_path / "cache"), "remote": remote}
+    keys: dict[str, Any] = {"checkpoint__folder": f"s3://{bucket}/run", "checkpoint__interval": "4ba"}
+    path = write_yaml("secret", **keys, logging__tensorboard=True, data__train=train)
     said = []
     # It works; it can't sign in; it goes on; it is exported; what became of it.
     main = str(ROOT / "src" / "main.py")

@@ -15,11 +15,11 @@ from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from biphasic.checkpointing.claim import Claim
 from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.staging import Staging
 from biphasic.checkpointing.stopping import Preempted, Stopping, side_group
 from biphasic.checkpointing.uploads import Uploads, write_part
 from biphasic.config.errors import UserError
@@ -62,8 +62,7 @@ class Saver(Callback):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._saved: int | None = None
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        self._staged_as: Any = None
+        self._staging = Staging()
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Let the claim know how far the run is."""
@@ -150,16 +149,9 @@ class Saver(Callback):
         if sharded or rank == 0:
             mine = Manifest(self._saved, path, {}, about)
             write = self._write_sharded if sharded else self._write_whole
-            self._writing = self._writer.submit(self._write, write, self._stage(content), mine)
+            self._writing = self._writer.submit(self._write, write, self._staging.copy(content), mine)
         blocked = time.perf_counter() - start
         logger.log_metrics({"checkpoint/blocked_seconds": blocked, "checkpoint/waited_seconds": waited})
-
-    def _stage(self, content: dict[str, Any]) -> dict[str, Any]:
-        """A copy in host memory; on a GPU in pinned memory, which is kept while the state has the same shapes."""
-        shapes = _shapes(content)
-        if shapes != self._staged_as:
-            self._stager.state_dict_cache, self._staged_as = None, shapes
-        return self._stager.stage(content)
 
     def _write(
         self, write: Callable[[dict[str, Any], Path], list[Path]], content: dict[str, Any], mine: Manifest
@@ -191,11 +183,3 @@ class Saver(Callback):
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         save_shards(content, storage_writer=FileSystemWriter(folder), planner=planner, process_group=self._group)
         return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, dict):
-        return {key: _shapes(child) for key, child in value.items()}
-    return [_shapes(child) for child in value] if isinstance(value, list | tuple) else None

@@ -27,3 +27,12 @@ class ConfigError(Exception):
 
 class UserError(Exception):
     """Something that the person who started the program can mend; its message is all they need to read."""
+
+
+class RankLost(Exception):
+    """Another rank has ended, so this one can't go on; nothing is to be mended here, and starting again may do."""
+
+
+def is_lost_rank(error: BaseException) -> bool:
+    """Whether it is what a collective says when a peer is gone."""
+    return isinstance(error, RuntimeError) and "by peer" in str(error)

@@ -15,7 +15,7 @@ from streaming.base.dataset import _ShardState
 from streaming.base.util import bytes_to_int
 from torch.utils.data import DataLoader
 
-from biphasic.config.errors import UserError
+from biphasic.config.errors import UserError, is_lost_rank
 from biphasic.config.schema import DataConfig, StreamConfig
 from biphasic.data.cache_limit import require_room
 from biphasic.data.loader_signals import in_loader
@@ -151,6 +151,8 @@ def loader(
             predownload=config.predownload,
         )
     except (OSError, ValueError, RuntimeError) as error:
+        if is_lost_rank(error):
+            raise
         raise UserError(f"dataset {where}: can't be opened ({short(error)})") from error
     _require_row_length(dataset, streams, config.sequence_length)
     if limit is not None:

@@ -23,7 +23,7 @@ from biphasic.checkpointing.stopping import Preempted, Stopping
 from biphasic.checkpointing.uploads import Uploads
 from biphasic.config.checks import architecture_of
 from biphasic.config.durations import Duration
-from biphasic.config.errors import UserError
+from biphasic.config.errors import RankLost, UserError, is_lost_rank
 from biphasic.config.load import dump
 from biphasic.config.records import record_of
 from biphasic.config.same_run import deciding, differences
@@ -80,9 +80,9 @@ def run(config: PretrainConfig) -> Path:
         attempt.end(
             short(error) if isinstance(error, UserError | Preempted) else f"{type(error).__name__}: {short(error)}"
         )
-        if isinstance(error, RuntimeError) and "by peer" in str(error):
+        if is_lost_rank(error):
             rank = dist.get_global_rank()
-            raise UserError(
+            raise RankLost(
                 f"rank {rank}: another rank ended in the middle of a step; its own message says why"
             ) from error
         raise

@@ -1,0 +1,145 @@
+"""What saving to a bucket costs: one run that saves to S3 every N steps in some stretches, and doesn't in others.
+
+    python benchmarks/saving.py [--stretches 6] [--steps 15] [--width 384]
+
+Stretches with and without a save alternate in one run, so that both see the same machine. The share is what the steps of a
+stretch with a save took more than those without. The step that saves is blocked while the state is copied; that is
+compared with a bare copy of as many bytes, measured in the same process. On a CPU, writing, hashing and uploading compete
+with training for the same cores, which a GPU machine has idle: the share is an upper bound for those.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+from tables import save
+
+sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
+
+
+def measure(stretches: int = 6, steps: int = 15, width: int = 384) -> dict[str, Any]:
+    """Seconds of steps by stretch, of the blocked time, and of a bare copy; and their ratios."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        server, place = _bucket(folder)
+        try:
+            return _run(folder, place, stretches, steps, width)
+        finally:
+            server.terminate()
+            server.wait(10)
+
+
+def _run(folder: Path, place: str, stretches: int, steps: int, width: int) -> dict[str, Any]:
+    import yaml
+    from open_dataset import LENGTH, write_rows
+
+    from biphasic.config.load import load
+    from biphasic.config.schema import PretrainConfig
+    from biphasic.training.jsonl_logger import read_metrics
+    from biphasic.training.pretrain import run
+
+    last = 2 * stretches * steps
+    write_rows(folder / "train", 8 * (last + 2))
+    _tokenizer(folder / "tokenizer")
+    # A save at the first step of every second stretch; the last one is the run's end.
+    saves = [f"{(2 * at + 1) * steps}ba" for at in range(stretches)]
+    content = {
+        "job": "pretrain", "run_name": "saving", "output": str(folder / "runs"), "tokenizer": str(folder / "tokenizer"),
+        "max_duration": f"{last}ba", "global_batch_size": 2, "microbatch_size": 2,
+        "model": {"vocab_size": 1 << 16, "hidden_size": width, "intermediate_size": 3 * width, "num_layers": 4,
+                  "num_heads": 6},
+        "data": {"sequence_length": LENGTH, "train": {"local": str(folder / "train")}, "num_workers": 1},
+        "objective": {"phases": [{"name": "clm"}]}, "optimizer": {"lr": 1e-4},
+        "checkpoint": {"folder": place, "interval": f"{last}ba", "keep": 1, "keep_at": saves[:-1]},
+        "logging": {"tensorboard": False, "progress_bar": False, "loss_spike": None},
+    }  # fmt: skip
+    (folder / "run.yaml").write_text(yaml.safe_dump(content))
+    config = load(folder / "run.yaml")
+    assert isinstance(config, PretrainConfig)
+    entries = [entry for entry in read_metrics(run(config) / "metrics.jsonl") if "loss/train/total" in entry]
+    seconds = {after["batch"]: after["time"] - before["time"] for before, after in pairwise(entries)}
+    blocked = [entry["checkpoint/blocked_seconds"] for entry in entries if "checkpoint/blocked_seconds" in entry]
+    waited = [entry["checkpoint/waited_seconds"] for entry in entries if "checkpoint/waited_seconds" in entry]
+    # The line of batch N is written before its checkpoint is: the save falls between N and N + 1.
+    having, without = [], []
+    for at in range(stretches - 1):
+        first = (2 * at + 1) * steps + 1
+        having.append(sum(seconds[batch] for batch in range(first, first + steps)))
+        without.append(sum(seconds[batch] for batch in range(first + steps, first + 2 * steps)))
+    size = sum(path.stat().st_size for path in (folder / "runs" / "saving" / "checkpoints").glob("*.pt"))
+    copies = _copies(size, len(blocked))
+    return {
+        "steps_between_saves": 2 * steps,
+        "step_seconds": round(statistics.median(seconds.values()), 4),
+        "checkpoint_bytes": size,
+        "stretch_seconds_with_a_save": [round(value, 3) for value in having],
+        "stretch_seconds_without": [round(value, 3) for value in without],
+        "share_of_step_time": round((sum(having) - sum(without)) / (sum(having) + sum(without)), 4),
+        "blocked_seconds": [round(value, 4) for value in blocked],
+        "waited_seconds": [round(value, 4) for value in waited],
+        "bare_copy_seconds": [round(value, 4) for value in copies],
+        "blocked_over_copy": round(statistics.median(blocked) / statistics.median(copies), 3),
+    }
+
+
+def _copies(size: int, count: int) -> list[float]:
+    """Seconds to copy `size` bytes to other memory of the host; only the first copy's is new."""
+    source = torch.ones(size // 4)
+    target = torch.empty_like(source)
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        target.copy_(source)
+        found.append(time.perf_counter() - start)
+    return found
+
+
+def _tokenizer(folder: Path) -> None:
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
+    words = {word: at for at, word in enumerate([*names.values(), *(f"w{at}" for at in range((1 << 16) - 4))])}
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), **names).save_pretrained(folder)
+
+
+def _bucket(folder: Path) -> tuple[Any, str]:
+    import s3_server
+
+    port = s3_server.free_port()
+    (folder / "s3").mkdir()
+    server = s3_server.serve_s3(folder / "s3", port)
+    keys = {"AWS_ACCESS_KEY_ID": s3_server.KEY, "AWS_SECRET_ACCESS_KEY": s3_server.SECRET}
+    os.environ.update(keys, S3_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_DEFAULT_REGION="us-east-1",
+                      AWS_REQUEST_CHECKSUM_CALCULATION="when_required")  # fmt: skip
+    import boto3
+
+    boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"]).create_bucket(Bucket="bench")
+    return server, "s3://bench/saving"
+
+
+def main() -> None:
+    """Measure, and write results/saving.{json,md}."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--stretches", type=int, default=6)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--width", type=int, default=384)
+    given = parser.parse_args()
+    found = measure(given.stretches, given.steps, given.width)
+    rows = [[name.replace("_", " "), json.dumps(value)] for name, value in found.items()]
+    command = "python benchmarks/saving.py " + " ".join(f"--{name} {value}" for name, value in vars(given).items())
+    print(save("saving", "What saving to S3 costs", command, ["", "measured"], rows, found))
+
+
+if __name__ == "__main__":
+    main()
