@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test lint bench-data lock clean
+.PHONY: env quickstart test faults test-slurm lint bench-data bench-saving lock clean
 
 env: $(READY)
 
@@ -26,6 +26,14 @@ quickstart: env
 test: env
 	$(BIN)/python -m pytest
 
+# 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
+faults: env
+	BIPHASIC_KILLS=20 $(BIN)/python -m pytest tests/faults
+
+# A real Slurm on this machine, with a real preemption; needs root and Debian's slurm-wlm.
+test-slurm: env
+	recipes/launch/test_slurm.sh
+
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -35,6 +43,10 @@ lint: env
 bench-data: env
 	$(BIN)/python benchmarks/data.py
 	$(BIN)/python benchmarks/open_dataset.py
+
+# About five minutes. Writes benchmarks/results/saving.*.
+bench-saving: env
+	$(BIN)/python benchmarks/saving.py --stretches 4 --steps 10
 
 # Resolves again; needed when pyproject.toml changes.
 lock: env

@@ -13,7 +13,7 @@ from biphasic.checkpointing.manifest import checkpoints_in
 from biphasic.config.errors import UserError
 from biphasic.storage import S3Store, store
 from biphasic.training.jsonl_logger import read_metrics
-from buckets import bucket_for
+from buckets import bucket_for, flip_a_bit
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights
 
@@ -182,3 +182,21 @@ def test_a_pointer_to_nothing(write_yaml: Write) -> None:
     (folder / "checkpoints" / "latest-rank0.pt").symlink_to("ba99-rank0.pt")
     train(config_of(path))
     assert losses(folder) == expected
+
+
+def test_a_branch_of_a_trunk_in_a_bucket(s3: Path, write_yaml: Write) -> None:
+    bucket = bucket_for(s3, "saver-trunk")
+    keys: dict[str, Any] = {"max_duration": "12ba", "objective__phases": [{"name": "clm"}]}
+    trunk: dict[str, Any] = {**keys, "schedule": {"warmup": "3ba"}, "checkpoint__folder": f"s3://{bucket}/trunk"}
+    train(config_of(write_yaml("trunk", **trunk, checkpoint__keep=1, checkpoint__keep_at=["8ba"])))
+    assert complete(f"s3://{bucket}/trunk") == [12, 8]
+    decay = {"warmup": "3ba", "decay": "4ba"}
+    whole = train(config_of(write_yaml("whole", **keys, schedule=decay)))
+    place = f"s3://{bucket}/trunk/ba8-rank0.pt"
+    branch = train(config_of(write_yaml("branch", **keys, schedule={**decay, "decay_from": place})))
+    assert losses(branch) == losses(whole)[8:]
+    flip_a_bit(bucket, "trunk/ba8-rank0.pt")
+    with pytest.raises(UserError, match=r"^checkpoint s3://.*: can't be used \(ba8-rank0.pt is damaged"):
+        train(config_of(write_yaml("other", **keys, schedule={**decay, "decay_from": place})))
+    with pytest.raises(UserError, match=r"its manifest is ba9.json"):
+        train(config_of(write_yaml("none", **keys, schedule={**decay, "decay_from": place.replace("ba8", "ba9")})))

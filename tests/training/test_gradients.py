@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from biphasic.config.errors import UserError
 from biphasic.training import pretrain
 from biphasic.training.jsonl_logger import read_metrics
 from conftest import Write
-from tiny import config_of, losses, train, weights
+from tiny import ROOT, config_of, losses, train, weights
 
 
 class Spoil(Callback):
@@ -89,6 +91,13 @@ def test_a_spike_is_noted_with_its_rows(write_yaml: Write, spoil: Any) -> None:
     assert line["what"] == "spike" and line["batch"] == 30
     assert line["loss"] > 1.5 * line["median"]
     assert len(set(line["rows"])) == 8
+    command = [sys.executable, str(ROOT / "data_prep" / "show.py"), str(path), *map(str, line["rows"])]
+    shown = subprocess.run(command, capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.count("=== row ") == 8 and all(f"=== row {row}: " in shown.stdout for row in line["rows"])
+    assert "--- segment 1: " in shown.stdout and "<|eos|>" in shown.stdout
+    beyond = subprocess.run([*command, "99999"], capture_output=True, text=True)
+    assert beyond.returncode == 2 and beyond.stderr.startswith("row 99999: expected an id from 0 to ")
     assert [entry["batch"] for entry in read_metrics(folder / "metrics.jsonl") if "loss/spike" in entry] == [31]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ from biphasic.checkpointing.claim import Claim
 from biphasic.checkpointing.find import resume_point
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.stopping import Stopping
+from biphasic.checkpointing.together import Together
 from biphasic.config.errors import UserError
+
+_PATIENCE = timedelta(hours=2)
+"""For a large checkpoint and a slow bucket."""
 
 
 @dataclass
@@ -25,6 +30,7 @@ class Attempt:
     here: Path
     claim: Claim
     stopping: Stopping
+    ranks: Together
     resume: Manifest | None
 
     def end(self, reason: str) -> None:
@@ -39,7 +45,7 @@ def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
     Raises:
         UserError: another run holds the folder, or it can't be read or written to.
     """
-    stopping, claim = Stopping(), Claim(place)
+    stopping, claim, ranks = Stopping(), Claim(place), Together(_PATIENCE)
     stopping.listen()
     told: list[Any] = [None, None]
     try:
@@ -48,14 +54,14 @@ def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
                 told[0] = claim.take(dist.get_world_size())
             except UserError as error:
                 told[1] = str(error)
-        dist.broadcast_object_list(told, src=0)
+        told = ranks.first(told)
         if told[1] is not None:
             raise UserError(told[1])
-        resume = resume_point(place, here, run)
+        resume = resume_point(place, here, run, ranks)
     except BaseException as error:
         stopping.release()
         claim.release(f"could not start: {error}")
         raise
     if dist.get_global_rank() == 0:
         claim.starts_from(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
-    return Attempt(told[0], place, here, claim, stopping, resume)
+    return Attempt(told[0], place, here, claim, stopping, ranks, resume)

@@ -8,19 +8,21 @@ from typing import Any
 from composer.utils import dist
 
 from biphasic.checkpointing.manifest import Manifest, batch_of, bring, newest
+from biphasic.checkpointing.together import Together
 from biphasic.checkpointing.uploads import catch_up, complete_parts
 from biphasic.config.errors import UserError
 from biphasic.config.same_run import differences
 from biphasic.storage import is_remote, short, store
 
 
-def resume_point(place: str, folder: Path, run: dict[str, Any]) -> Manifest | None:
+def resume_point(place: str, folder: Path, run: dict[str, Any], ranks: Together) -> Manifest | None:
     """The newest complete checkpoint, the same one for all ranks, on every machine's disk.
 
     Args:
         place: where the run saves: a folder, or a bucket's prefix.
         folder: where a machine keeps what it brings from there.
         run: the run's `name`, and what `decides` its weights. A manifest of another run is passed over.
+        ranks: all of them.
 
     Returns:
         Its manifest; `folder / manifest.path` is what Composer loads. None when there is nothing to go on from.
@@ -28,7 +30,7 @@ def resume_point(place: str, folder: Path, run: dict[str, Any]) -> Manifest | No
     Raises:
         UserError: the place can't be read, or not from every machine, or it holds another run's checkpoints alone.
     """
-    _store_what_is_left(place, folder)
+    _store_what_is_left(place, folder, ranks)
     told: list[Any] = [None, None]
     others = _Others(run)
     if dist.get_global_rank() == 0:
@@ -43,7 +45,7 @@ def resume_point(place: str, folder: Path, run: dict[str, Any]) -> Manifest | No
                 )
         except OSError as error:
             told = [None, f"checkpoint.folder {place}: can't be read ({short(error)})"]
-    dist.broadcast_object_list(told, src=0)
+    told = ranks.first(told)
     manifest = None if told[0] is None else Manifest.of(told[0])
     fault = told[1]
     if manifest is not None and dist.get_local_rank() == 0 and dist.get_global_rank():
@@ -53,7 +55,7 @@ def resume_point(place: str, folder: Path, run: dict[str, Any]) -> Manifest | No
                 f"checkpoint.folder {place}: rank {dist.get_global_rank()} can't get {manifest.path} ({fault}); with "
                 "several machines it has to be a bucket, or a folder that all of them see"
             )
-    faults = dist.all_gather_object(fault)
+    faults = ranks.all_of(fault)
     if any(faults):
         raise UserError(next(fault for fault in faults if fault))
     return manifest
@@ -80,7 +82,7 @@ class _Others:
         return {key: value for key, value in decides.items() if not key.endswith(".index")}
 
 
-def local_copy(path: str | None, folder: Path) -> str | None:
+def local_copy(path: str | None, folder: Path, ranks: Together) -> str | None:
     """A named checkpoint on this machine: itself, or what is brought from a bucket to `folder/from`; all ranks wait.
 
     Raises:
@@ -96,13 +98,13 @@ def local_copy(path: str | None, folder: Path) -> str | None:
             fault = bring(Manifest.of(store(parent).read(f"ba{batch}.json")), store(parent), folder / "from")
         except (OSError, ValueError) as error:
             fault = f"{short(error)}; its manifest is ba{batch}.json"
-    faults = dist.all_gather_object(fault)
+    faults = ranks.all_of(fault)
     if any(faults):
         raise UserError(f"checkpoint {path}: can't be used ({next(fault for fault in faults if fault)})")
     return str(folder / "from" / name)
 
 
-def _store_what_is_left(place: str, folder: Path) -> None:
+def _store_what_is_left(place: str, folder: Path, ranks: Together) -> None:
     """What an earlier attempt has written to this machine and could not store; all ranks wait for it."""
     if is_remote(place):
         fault = None
@@ -111,6 +113,6 @@ def _store_what_is_left(place: str, folder: Path) -> None:
                 catch_up(folder, store(place))
             except OSError as error:
                 fault = f"checkpoint.folder {place}: can't be reached ({short(error)})"
-        faults = dist.all_gather_object(fault)
+        faults = ranks.all_of(fault)
         if any(faults):
             raise UserError(next(fault for fault in faults if fault))

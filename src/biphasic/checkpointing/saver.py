@@ -20,7 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from biphasic.checkpointing.claim import Claim
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.staging import Staging
-from biphasic.checkpointing.stopping import Preempted, Stopping, side_group
+from biphasic.checkpointing.stopping import Preempted, Stopping
+from biphasic.checkpointing.together import Together
 from biphasic.checkpointing.uploads import Uploads, write_part
 from biphasic.config.errors import UserError
 from biphasic.storage import hash_of, short, unfinished
@@ -58,7 +59,7 @@ class Saver(Callback):
     ):
         self._here, self._uploads, self._due, self._describe = here, uploads, due, describe
         self._patience, self._stopping, self._claim = patience, stopping, claim
-        self._group = side_group()
+        self._group = Together().group
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._saved: int | None = None

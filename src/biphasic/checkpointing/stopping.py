@@ -8,12 +8,11 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import torch
-import torch.distributed
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from biphasic.checkpointing.together import Together
 from biphasic.config.errors import UserError
 from biphasic.data.loader_signals import keep_loaders, let_loaders_go
 
@@ -26,14 +25,6 @@ _AGAIN = 3.0
 
 class Preempted(Exception):
     """The run has saved and stops, to be started again."""
-
-
-def side_group() -> torch.distributed.ProcessGroup | None:
-    """A group of all ranks for what must not mix with the training's own collectives; None for a single process.
-
-    It works on host memory, so that waiting for it doesn't wait for the device.
-    """
-    return torch.distributed.new_group(backend="gloo") if dist.get_world_size() > 1 else None
 
 
 class Stopping(Callback):
@@ -53,7 +44,7 @@ class Stopping(Callback):
         """All is stored: from here on signals change nothing."""
         self.since = 0.0
         self._here: tuple[int, str] = (0, "")
-        self._group = side_group()
+        self._ranks = Together()
         self._owner = os.getpid()
         self._before: dict[int, Any] = {}
 
@@ -97,18 +88,11 @@ class Stopping(Callback):
     def _agree(self) -> None:
         if self.asked is not None:
             return
-        found = [self._here]
-        if self._group is not None:
-            code = torch.tensor([self._here[0]], dtype=torch.int32)
-            torch.distributed.all_reduce(code, torch.distributed.ReduceOp.MAX, group=self._group)
-            if not code.item():
-                return
-            found = [(0, "")] * dist.get_world_size()
-            torch.distributed.all_gather_object(found, self._here, group=self._group)
-        code, why = max(found, key=lambda one: one[0])
-        if code:
-            self.asked, self.broken = why, code == 2
-            self.since = self.since or time.monotonic()
+        if not self._ranks.most(self._here[0]):
+            return
+        code, why = max(self._ranks.all_of(self._here), key=lambda one: one[0])
+        self.asked, self.broken = why, code == 2
+        self.since = self.since or time.monotonic()
 
     def _on_signal(self, number: int, frame: object) -> None:
         if os.getpid() != self._owner:
@@ -124,8 +108,7 @@ class Stopping(Callback):
 
     def together(self) -> None:
         """Wait until all ranks are here."""
-        if self._group is not None:
-            torch.distributed.barrier(group=self._group)
+        self._ranks.meet()
 
     def require_sound(self) -> None:
         """End the run if it was agreed that something is broken.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
@@ -27,3 +28,11 @@ def _size(text: str) -> str:
 
 Size = Annotated[str, AfterValidator(_size)]
 """Bytes, such as `200gb`."""
+
+Found = Iterator[tuple[list[str], str]]
+"""What is wrong: the keys concerned, the first one first, and what was expected."""
+
+
+def changed(section: Section, name: str) -> bool:
+    """Whether a key says something: a default that is written out, as in a resolved configuration, says nothing."""
+    return getattr(section, name) != type(section).model_fields[name].default

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from posixpath import normpath
 
 from biphasic.config.architecture import Architecture, preset
-from biphasic.config.base import Section
+from biphasic.config.base import Found, Section, changed
+from biphasic.config.checks_data import conversion_problems, tasks_problems
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.schema import DataConfig, MLMPhase, ModelConfig, PretrainConfig, RampConfig
-from biphasic.config.tasks import DatasetConfig, RetrievalData, SplitTask, TableConfig, TasksConfig
+from biphasic.config.tasks import TasksConfig
 from biphasic.config.timeline import spans
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-Found = Iterator[tuple[list[str], str]]
 _DIMENSIONS = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
 _ONLY_NEW = (
     *_DIMENSIONS,
@@ -44,14 +43,9 @@ def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksC
     elif isinstance(config, FinetuneConfig):
         yield from _finetune(config, ranks)
     elif isinstance(config, ConvertConfig):
-        yield from _conversion(config)
+        yield from conversion_problems(config)
     else:
-        yield from _tasks(config)
-
-
-def _changed(section: Section, name: str) -> bool:
-    """Whether a key says something: a default that is written out, as in a resolved configuration, says nothing."""
-    return getattr(section, name) != type(section).model_fields[name].default
+        yield from tasks_problems(config)
 
 
 def architecture_of(model: ModelConfig) -> Architecture | None:
@@ -80,12 +74,12 @@ def _model(config: PretrainConfig) -> Found:
     model = config.model
     if model.init_from is not None:
         for name in ("preset", "vocab_size", *_ONLY_NEW):
-            if _changed(model, name):
+            if changed(model, name):
                 yield [f"model.{name}"], "can't be given beside model.init_from, whose own value holds; take one away"
         return
     if model.preset is not None:
         for name in _ONLY_NEW:
-            if name in (*_DIMENSIONS, "num_kv_heads", "head_dim", "tie_embeddings") and _changed(model, name):
+            if name in (*_DIMENSIONS, "num_kv_heads", "head_dim", "tie_embeddings") and changed(model, name):
                 yield [f"model.{name}"], f"can't be given beside model.preset: {model.preset}, which fixes it"
     else:
         missing = [name for name in ("vocab_size", *_DIMENSIONS) if getattr(model, name) is None]
@@ -192,7 +186,7 @@ def _schedule(config: PretrainConfig) -> Found:
         yield ["schedule.decay", "max_duration"], f"expected at most max_duration ({whole}); got {schedule.decay}"
     if not decay.value:
         for name in ("decay_shape", "final_lr", "decay_from"):
-            if _changed(schedule, name):
+            if changed(schedule, name):
                 yield (
                     [f"schedule.{name}", "schedule.decay"],
                     "has no effect without a decay: set schedule.decay as well",
@@ -219,7 +213,7 @@ def _batches(config: PretrainConfig, ranks: int) -> Found:
             yield [f"{name}.interval"], f"expected more than nothing; got {interval}"
     if config.data.validation is None:
         for name in type(config.evaluation).model_fields:
-            if _changed(config.evaluation, name):
+            if changed(config.evaluation, name):
                 yield [f"evaluation.{name}", "data.validation"], "has no effect without data.validation"
 
 
@@ -227,7 +221,7 @@ def _parallelism(config: PretrainConfig, ranks: int) -> Found:
     ours = config.parallelism
     if ours.strategy == "ddp":
         for name in ("fsdp_version", "shard_degree", "reshard_after_forward"):
-            if _changed(ours, name):
+            if changed(ours, name):
                 yield [f"parallelism.{name}", "parallelism.strategy"], "has no effect with parallelism.strategy: ddp"
     if ours.activation_checkpointing and ours.strategy != "fsdp":
         message = "expected false, or parallelism.strategy: fsdp, which is where Composer applies it"
@@ -274,7 +268,7 @@ def _places(config: PretrainConfig) -> Found:
     if not remote:
         where = "data.train.remote" if data.mix is None else "a remote in data.mix"
         for name in ("cache_limit", "predownload", "download_retry", "download_timeout"):
-            if _changed(data, name):
+            if changed(data, name):
                 yield [f"data.{name}", *data.streams], f"has no effect without {where}"
     elif data.cache_limit is not None:
         for key in data.streams:
@@ -283,7 +277,7 @@ def _places(config: PretrainConfig) -> Found:
                 yield ["data.cache_limit", key], f"would delete shards of {key}, which has no remote: give it one"
     if not data.shuffle:
         for name in ("shuffle_seed", "shuffle_algo", "shuffle_block_size"):
-            if _changed(data, name):
+            if changed(data, name):
                 yield [f"data.{name}", "data.shuffle"], "has no effect with data.shuffle: false"
     if config.checkpoint.keep == 0:
         yield ["checkpoint.keep"], "0 keeps no checkpoint at all; expected -1 (all) or at least 1"
@@ -352,60 +346,3 @@ def _finetune(config: FinetuneConfig, ranks: int) -> Found:
         yield ["batch_size"], "expected at least 2 pairs a rank: with one there are no in-batch negatives"
     if "lr" not in config.optimizer.model_fields_set and "optimizer" in config.model_fields_set:
         yield ["optimizer.lr"], "is missing: give the learning rate beside the other optimizer keys"
-
-
-_OF_KIND = {"documents": ("window",), "stream": ("shortest",), "single": ("longer",)}
-"""Keys of `segments` that mean something for one kind alone."""
-
-
-def _conversion(config: ConvertConfig) -> Found:
-    segments = config.segments
-    if segments.kind == "stream" and 2 * segments.shortest >= config.sequence_length:
-        message = f"expected less than half of sequence_length ({config.sequence_length}); got {segments.shortest}"
-        yield ["segments.shortest", "sequence_length"], message
-    for kind, keys in _OF_KIND.items():
-        for key in keys:
-            if kind != segments.kind and _changed(segments, key):
-                yield [f"segments.{key}", "segments.kind"], f"has no effect with kind: {segments.kind}"
-    for number, wanted in enumerate(config.filters):
-        if all(getattr(wanted, name) is None for name in ("min", "max", "any_of", "none_of")):
-            yield [f"filters.{number}"], "keeps everything; expected one of min, max, any_of, none_of"
-        if wanted.min is not None and wanted.max is not None and wanted.min > wanted.max:
-            yield [f"filters.{number}.min", f"filters.{number}.max"], "is above max, so nothing would be kept"
-    if config.cluster.shared_folder and config.cluster.address is None:
-        yield ["cluster.shared_folder", "cluster.address"], "has no effect on one machine: cluster.address is null"
-
-
-def _tasks(config: TasksConfig) -> Found:
-    for name, task in config.tasks.items():
-        above = f"tasks.{name}"
-        if not _NAME.fullmatch(name):
-            yield [above], "expected a name of letters, digits, `.`, `_` and `-`"
-        for key, place, splits in _datasets(above, task):
-            if place.path is None and place.files is None:
-                yield [key], "expected `path` (a hub id or a folder), `files`, or both"
-            elif place.path is None and (place.name is not None or place.revision is not None):
-                wrong = "name" if place.name is not None else "revision"
-                yield [f"{key}.{wrong}", f"{key}.path"], "has no effect without `path`"
-            files = dict.fromkeys(splits) if place.files is None else place.files
-            for split in splits:
-                if split not in files:
-                    yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {', '.join(files)})"
-        if isinstance(task, RetrievalData):
-            for split, qrels in task.qrels.items():
-                if qrels.list_column is not None and qrels.score_column is not None:
-                    key = f"{above}.qrels.{split}"
-                    yield [f"{key}.list_column", f"{key}.score_column"], "expected score_column: null beside it"
-
-
-def _datasets(above: str, task: SplitTask | RetrievalData) -> Iterator[tuple[str, DatasetConfig, list[str]]]:
-    """All datasets that a task reads: the key, the dataset, and the splits."""
-    if not isinstance(task, RetrievalData):
-        yield f"{above}.source", task.source, list(task.splits.values())
-        return
-    tables: dict[str, TableConfig] = {"corpus": task.corpus}
-    tables |= {} if task.train is None else {"train": task.train}
-    tables |= {f"queries.{number}": table for number, table in enumerate(task.queries)}
-    tables |= {f"qrels.{split}": table for split, table in task.qrels.items()}
-    for key, table in tables.items():
-        yield f"{above}.{key}", table, [table.split]

@@ -52,14 +52,38 @@ def sample_rows(output: str, split: str, count: int) -> Iterator[tuple[int, Stor
     total = splits[split]["rows"]
     count = min(count, total)
     wanted = {round(at * (total - 1) / max(count - 1, 1)) for at in range(count)}
-    first = 0
-    for shard in json.loads(store(output).read(f"{split}/index.json"))["shards"]:
-        here = sorted(number for number in wanted if first <= number < first + shard["samples"])
-        if here:
-            file = shard["zip_data"] or shard["raw_data"]
-            data = decompressed(shard, store(output).read(f"{split}/{file['basename']}"))
-            yield from zip(here, rows_of(data, shard_reader(shard), here, first), strict=True)
-        first += shard["samples"]
+    yield from rows_at(join(output, split), wanted)
+
+
+def rows_at(place: str, wanted: Iterable[int]) -> Iterator[tuple[int, StoredRow]]:
+    """Rows of one dataset's folder by their numbers, each with its own; numbers beyond its end are left out.
+
+    Raises:
+        UserError: the dataset can't be read.
+    """
+    files, first = store(place), 0
+    try:
+        for shard in json.loads(files.read("index.json"))["shards"]:
+            here = sorted(number for number in wanted if first <= number < first + shard["samples"])
+            if here:
+                file = shard["zip_data"] or shard["raw_data"]
+                data = decompressed(shard, files.read(file["basename"]))
+                yield from zip(here, rows_of(data, shard_reader(shard), here, first), strict=True)
+            first += shard["samples"]
+    except (OSError, ValueError) as error:
+        raise UserError(f"dataset {place}: can't be read ({short(error)})") from error
+
+
+def row_count(place: str) -> int:
+    """Rows of one dataset's folder.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    try:
+        return sum(shard["samples"] for shard in json.loads(store(place).read("index.json"))["shards"])
+    except (OSError, ValueError) as error:
+        raise UserError(f"dataset {place}: can't be read ({short(error)})") from error
 
 
 def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:

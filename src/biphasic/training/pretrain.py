@@ -115,7 +115,11 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
 
     tokenizer = load_tokenizer(config.tokenizer)
     data = conversion_record(config, tokenizer)
-    start = str(attempt.here / resume.path) if resume is not None else local_copy(config.schedule.decay_from, folder)
+    start = (
+        str(attempt.here / resume.path)
+        if resume is not None
+        else local_copy(config.schedule.decay_from, folder, attempt.ranks)
+    )
     if start is not None:
         require_plain(start)
     model, strategy = _model(config, tokenizer, start)

@@ -1,0 +1,48 @@
+"""What became of a run, as a person reads it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic import runs
+from biphasic.checkpointing.claim import SILENT
+from conftest import Write
+from tiny import config_of, keep_checkpoints_up_to, train
+
+
+def test_a_run_with_a_past(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write_yaml("past", checkpoint__interval="4ba")
+    folder = train(config_of(path))
+    keep_checkpoints_up_to(folder, 8)
+    [attempt] = (folder / "checkpoints" / "attempts").iterdir()
+    about = json.loads(attempt.read_text())
+    tokens = {found["batch"]: found["run"]["tokens"] for found in
+              (json.loads(file.read_text()) for file in (folder / "checkpoints").glob("ba*.json"))}  # fmt: skip
+    # As if it had been killed three batches later.
+    attempt.write_text(json.dumps({**about, "batch": 11, "tokens": tokens[8] + 500, "until": None, "reason": SILENT}))
+    train(config_of(path))
+    (folder / "checkpoints" / "ba10-rank0.pt").write_bytes(b"cut off")
+    cut = folder / "checkpoints" / "ba4-rank0.pt"
+    cut.write_bytes(cut.read_bytes()[:100])
+    capsys.readouterr()
+    assert runs.main([str(folder)]) == 0
+    said = capsys.readouterr().out
+    lines = {int(line.split()[0].replace(",", "")): line for line in said.splitlines() if "B  " in line}
+    assert "not usable: ba4-rank0.pt has 100 bytes instead of" in lines[4]
+    assert "clm" in lines[6] and "complete, kept" in lines[6]
+    assert "not usable: it has no ba10.json, so it was not finished" in lines[10]
+    assert lines[12].endswith("complete") and f"{tokens[8]:,}" in lines[8]
+    assert f"batch 0 to 11: {SILENT}" in said
+    assert "lost: at least 500 tokens" in said
+    assert "batch 8 to 12: finished" in said
+
+
+@pytest.mark.parametrize("where", ["nothing", "s3://no-such-bucket-here/x"])
+def test_no_run(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str], s3: Any) -> None:
+    assert runs.main([where if "://" in where else str(tmp_path / where)]) == 2
+    error = capsys.readouterr().err
+    assert "no checkpoints and no attempts" in error or "can't be read" in error
