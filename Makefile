@@ -3,6 +3,8 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Test processes; many tests run two more each.
+WORKERS ?= 2
 READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
@@ -24,7 +26,7 @@ quickstart: env
 	$(BIN)/python recipes/quickstart/quickstart.py
 
 test: env
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
 
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env

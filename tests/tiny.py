@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ import torch
 from streaming import MDSWriter
 from streaming.base.shared.memory import SharedMemory
 
+import warm
 from biphasic.checkpointing.manifest import batch_of
 from biphasic.config.load import load
 from biphasic.config.schema import PretrainConfig
@@ -69,12 +69,9 @@ def train(config: PretrainConfig) -> Path:
 
 
 def launch(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Run it as a person would, with Composer's launcher."""
-    command = ["-n", str(processes), str(ROOT / "src" / "main.py"), str(path), *overrides]
+    """Its ranks as processes of their own, one thread each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [str(Path(sys.executable).parent / "composer"), *command], capture_output=True, text=True, env=environment
-    )
+    return warm.run([str(path), *overrides], processes, environment)
 
 
 def losses(folder: Path) -> list[float]:
