@@ -177,7 +177,8 @@ def open_pool(work: Work, tasks: int, report: Report, say: Callable[[str], None]
     settings: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": environment}}
     if cluster.address is None:
         settings |= {"num_cpus": wanted * cluster.cpus_per_worker, "include_dashboard": False}
-        settings |= {"object_store_memory": _OBJECT_STORE_BYTES}
+        # Not one that happens to run on this machine.
+        settings |= {"object_store_memory": _OBJECT_STORE_BYTES, "address": "local"}
     else:
         settings |= {"address": cluster.address}
         _require_answer(cluster.address)

@@ -2,9 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import re
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from filelock import FileLock, Timeout
+
+_PATIENCE = 60.0
+"""Seconds. Jobs on several machines could wait for each other in a ring; then it is better to take the chance."""
 _STREAMING = re.compile(r"^\d{6}_\w+$")
 
 
@@ -18,6 +26,11 @@ def free_stale_shared_memory(folder: Path = Path("/dev/shm"), processes: Path = 
     Returns:
         The names that were removed.
     """
+    with one_job_at_a_time():
+        return _free(folder, processes)
+
+
+def _free(folder: Path, processes: Path) -> list[str]:
     names = [path.name for path in folder.glob("*_*") if _STREAMING.match(path.name)] if folder.is_dir() else []
     if not names:
         return []
@@ -37,3 +50,23 @@ def free_stale_shared_memory(folder: Path = Path("/dev/shm"), processes: Path = 
                 continue
             removed.append(name)
     return removed
+
+
+@contextmanager
+def one_job_at_a_time() -> Iterator[None]:
+    """Let this machine's jobs take names in shared memory one after the other.
+
+    Streaming looks for a free name and then takes it, and two jobs that start together may find the same; and what one has
+    just made, and not mapped yet, another one's cleaning could take for a dead job's. One rank of a job on this machine
+    takes the names, the first.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        yield
+        return
+    lock = FileLock(Path(tempfile.gettempdir()) / f"biphasic-{os.getuid()}.lock")
+    with suppress(Timeout):
+        lock.acquire(timeout=_PATIENCE)
+    try:
+        yield
+    finally:
+        lock.release()

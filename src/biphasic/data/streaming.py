@@ -20,6 +20,7 @@ from biphasic.config.schema import DataConfig, StreamConfig
 from biphasic.data.cache_limit import require_room
 from biphasic.data.loader_signals import in_loader
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
+from biphasic.data.shared_memory import one_job_at_a_time
 from biphasic.storage import short
 
 Batch = dict[str, Any]
@@ -139,17 +140,18 @@ def loader(
     # What has no remote is no cache: a limit would delete the data itself.
     limit = config.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
     try:
-        dataset = RowDataset(
-            streams=opened,
-            epoch_size=config.epoch_rows if train else None,
-            batch_size=batch_size,
-            shuffle=train and config.shuffle,
-            shuffle_algo=config.shuffle_algo,
-            shuffle_seed=seed if config.shuffle_seed is None else config.shuffle_seed,
-            shuffle_block_size=config.shuffle_block_size,
-            num_canonical_nodes=config.num_canonical_nodes,
-            predownload=config.predownload,
-        )
+        with one_job_at_a_time():
+            dataset = RowDataset(
+                streams=opened,
+                epoch_size=config.epoch_rows if train else None,
+                batch_size=batch_size,
+                shuffle=train and config.shuffle,
+                shuffle_algo=config.shuffle_algo,
+                shuffle_seed=seed if config.shuffle_seed is None else config.shuffle_seed,
+                shuffle_block_size=config.shuffle_block_size,
+                num_canonical_nodes=config.num_canonical_nodes,
+                predownload=config.predownload,
+            )
     except (OSError, ValueError, RuntimeError) as error:
         if is_lost_rank(error):
             raise
