@@ -9,7 +9,10 @@ from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
-from wrapt import register_post_import_hook
+try:
+    from wrapt import register_post_import_hook
+except ImportError:  # a bare image, for benchmarks/gpu.py: what needs `eurobert` there imports it
+    register_post_import_hook = None
 
 
 def _registering(name: str) -> Callable[[ModuleType], None]:
@@ -20,6 +23,8 @@ def _registering(name: str) -> Callable[[ModuleType], None]:
     return hook
 
 
-# The modules register what they hold when they are whole, also when a hook fires while they are still being imported.
-register_post_import_hook(_registering("biphasic.model.eurobert_config"), "transformers.models.auto.configuration_auto")
-register_post_import_hook(_registering("biphasic.model.eurobert"), "transformers.models.auto.modeling_auto")
+if register_post_import_hook is not None:
+    # The modules register what they hold when they are whole, also when a hook fires while they are still being imported.
+    auto = "transformers.models.auto"
+    register_post_import_hook(_registering("biphasic.model.eurobert_config"), f"{auto}.configuration_auto")
+    register_post_import_hook(_registering("biphasic.model.eurobert"), f"{auto}.modeling_auto")

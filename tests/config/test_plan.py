@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.architecture import Architecture
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.load import dump, load
 from biphasic.config.plan import plan
@@ -84,15 +85,25 @@ def test_a_resolved_configuration_reads_back_as_itself(path: Path, tmp_path: Pat
 
 
 def test_flops_by_hand() -> None:
-    """One layer of the 210M shape, one token: matrices, attention over 2,048 positions and head, forward times three."""
-    from biphasic.config.architecture import Architecture
-
-    size = Architecture(1000, hidden=768, ffn=3072, layers=1, heads=12, kv_heads=12, head_dim=64)
-    matrices = 2 * (4 * 768 * 768 + 3 * 768 * 3072)
-    attention = 2 * 2 * 768 * 2048
+    """Two layers of the 210M shape, segments of 3 and 5 tokens: matrices, attention and head, forward times three."""
+    size = Architecture(1000, hidden=768, ffn=3072, layers=2, heads=12, kv_heads=12, head_dim=64)
+    matrices = 8 * 2 * (4 * 768 * 768 + 3 * 768 * 3072)  # a token's multiplications and additions with all weights
+    pair = 2 * 2 * 768  # a score, and a value that is added up
     head = 2 * 768 * 1000
-    assert size.flops_per_token(2048, causal=False, predicted_share=0.4) == 3 * (matrices + attention + 0.4 * head)
-    assert size.flops_per_token(2048, causal=True, predicted_share=1) == 3 * (matrices + attention / 2 + head)
+    both, before = 2 * (matrices + (9 + 25) * pair), 2 * (matrices + (6 + 15) * pair)
+    assert size.flops([3, 5], causal=False, predicted=4) == 3 * (both + 4 * head)
+    assert size.flops([3, 5], causal=True, predicted=6) == 3 * (before + 6 * head)
+    # One of the two layers computed again, and a row's padding of 2 with it.
+    padded = 10 / 8 * matrices + (6 + 15 + 3) * pair
+    expected = 3 * (2 * padded + 6 * head) + padded
+    assert size.hardware_flops([3, 5, 2], causal=True, predicted=6, recomputed=1) == expected
+
+
+def test_flops_with_grouped_queries() -> None:
+    """One layer, queries of 4 heads and keys of 2, each 8 wide, which together are not the width."""
+    size = Architecture(100, hidden=16, ffn=40, layers=1, heads=4, kv_heads=2, head_dim=8)
+    matrices = 2 * (16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 40)
+    assert size.flops([1], causal=True, predicted=0) == 3 * (matrices + 4 * 32)
 
 
 @pytest.mark.parametrize(("shape", "halfway"), [("linear", 0.5), ("1-sqrt", 1 - 0.5**0.5), ("cosine", 0.5)])

@@ -27,10 +27,11 @@ from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import __main__ as command
 from biphasic.export.card import model_name, pretrained_card
 from biphasic.export.write import export_encoder, export_language_model
-from biphasic.model.attention import Segments
-from biphasic.model.backbone import from_hf_config, load_language_model
+from biphasic.model.backbone import load_language_model
+from biphasic.model.fresh import from_hf_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packed import encode, mean_pool
+from biphasic.model.segments import Segments
 from conftest import Write
 from tiny import EOS, LENGTH, MASK, PAD, WORDS, config_of, train
 

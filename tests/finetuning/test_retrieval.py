@@ -22,8 +22,8 @@ from biphasic.evaluation.retrieval import MTEBEncoder, bm25, retrieval_from_pair
 from biphasic.export.write import export_encoder
 from biphasic.finetuning.retrieval import info_nce
 from biphasic.finetuning.run import run
-from biphasic.model.backbone import from_hf_config
 from biphasic.model.encoder import Encoder, load_encoder
+from biphasic.model.fresh import from_hf_config
 from tiny import WORDS
 
 

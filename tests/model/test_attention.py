@@ -7,9 +7,10 @@ import torch
 from transformers import AutoConfig
 
 from biphasic.model import attention
-from biphasic.model.attention import Segments
-from biphasic.model.backbone import TESTED_FAMILIES, from_hf_config
+from biphasic.model.backbone import TESTED_FAMILIES
+from biphasic.model.fresh import from_hf_config
 from biphasic.model.packed import encode, encode_padded, mean_pool
+from biphasic.model.segments import Segments
 
 SMALL = {
     "vocab_size": 97,

@@ -11,8 +11,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.model.attention import Segments
 from biphasic.model.backbone import TESTED_FAMILIES, load_language_model
+from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 from conftest import Write
 from tiny import WORDS, config_of, losses, train

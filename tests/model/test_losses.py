@@ -10,9 +10,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from biphasic.model import losses
-from biphasic.model.attention import Segments
-from biphasic.model.backbone import from_hf_config
+from biphasic.model.fresh import from_hf_config
 from biphasic.model.losses import IGNORE, cross_entropy_sum, full_logits_cross_entropy_sum
+from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 
 

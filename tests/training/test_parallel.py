@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from biphasic.config.architecture import Architecture
-from biphasic.config.errors import UserError
 from biphasic.training import parallel
 from biphasic.training.jsonl_logger import read_metrics
 from conftest import Write
@@ -75,7 +74,7 @@ def test_the_first_weights_are_the_same(write_yaml: Write) -> None:
     """The second rank builds on the meta device and is given the first one's."""
     still: dict[str, Any] = {"max_duration": "1ba", "objective__phases": [{"name": "clm"}],
                              "schedule__warmup": "0ba", "schedule__decay": "0ba", "optimizer__lr": 1e-30}  # fmt: skip
-    again = {**FSDP, "parallelism__activation_checkpointing": True}
+    again = {**FSDP, "compute__activation_checkpointing": "all"}
     for name, processes, keys in (
         ("plain", 1, {"data__num_canonical_nodes": 4}),
         ("meta", 2, FSDP),
@@ -105,12 +104,6 @@ def test_auto_goes_by_the_states(
     assert parallel.strategy_of(config, SIZE, None) == expected
     assert parallel.strategy_of(config, SIZE, "ba5-rank0.pt") == expected
     assert parallel.strategy_of(config, SIZE, "ep0-ba5") == "fsdp"
-
-
-def test_auto_can_t_find_a_microbatch_with_fsdp2(write_yaml: Write) -> None:
-    config = config_of(write_yaml(microbatch_size="auto"))
-    with pytest.raises(UserError, match=r"set microbatch_size to a number, or parallelism\.fsdp_version: 1"):
-        parallel.strategy_of(config, SIZE, "ep0-ba5")
 
 
 DEGREES = {"all": (-1, None), "node": (8, 2)}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
 
@@ -48,18 +49,39 @@ class Architecture:
         """All parameters."""
         return self.body_parameters + self.embedding_parameters + self.head_parameters
 
-    def flops_per_token(self, segment_length: float, causal: bool, predicted_share: float) -> float:
-        """Training FLOPs of one token, forward and backward (twice the forward), multiply and add counted apart.
+    def flops(self, lengths: Iterable[int], causal: bool, predicted: float) -> float:
+        """Floating-point operations that training on some segments takes: forward, and backward as twice the forward.
+
+        A multiplication and an addition count as two. Counted are the matrix products of the layers, the scores and sums
+        of attention for the pairs of tokens that see each other, and the logits of the predicted positions; not what is
+        computed again in the backward pass. This is MFU's numerator (PaLM, appendix B).
 
         Args:
-            segment_length: mean length in tokens of what a token may attend to (its segment).
-            causal: half of the attention matrix is skipped.
-            predicted_share: tokens that get logits, as a share of all (1 for CLM, the masking ratio for MLM).
+            lengths: tokens in each segment.
+            causal: a token sees itself and what is before it in its segment; otherwise all of its segment.
+            predicted: positions that get logits.
         """
-        matrices = 2 * self.layers * (self.layer_parameters - 2 * self.hidden)
-        attention = 4 * self.layers * self.heads * self.head_dim * segment_length * (0.5 if causal else 1.0)
-        head = 2 * self.vocab_size * self.hidden * predicted_share
-        return 3 * (matrices + attention + head)
+        return 3 * (self._layers_forward(list(lengths), causal, self.layers) + self._head_forward(predicted))
+
+    def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
+        """What a device computes: `flops`, and the forward pass of `recomputed` layers once more. HFU's numerator.
+
+        Args:
+            lengths: tokens in each segment, padding included.
+            causal: as for `flops`.
+            predicted: positions that get logits.
+            recomputed: layers whose activations are computed again in the backward pass.
+        """
+        lengths = list(lengths)
+        return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
+
+    def _layers_forward(self, lengths: list[int], causal: bool, layers: int) -> float:
+        pairs = sum(length * (length + 1) // 2 if causal else length * length for length in lengths)
+        matrices = 2 * (self.layer_parameters - 2 * self.hidden) * sum(lengths)
+        return layers * (matrices + 4 * self.heads * self.head_dim * pairs)
+
+    def _head_forward(self, predicted: float) -> float:
+        return 2 * self.vocab_size * self.hidden * predicted
 
     def state_bytes(self, shards: int) -> int:
         """Bytes of weights, gradients and Adam's two moments in fp32 on each of `shards` ranks that split them."""

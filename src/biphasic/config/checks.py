@@ -38,6 +38,7 @@ def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksC
         yield from _schedule(config)
         yield from _batches(config, ranks)
         yield from _parallelism(config, ranks)
+        yield from _compute(config)
         yield from _checkpoints(config)
         yield from _places(config)
     elif isinstance(config, FinetuneConfig):
@@ -223,15 +224,22 @@ def _parallelism(config: PretrainConfig, ranks: int) -> Found:
         for name in ("fsdp_version", "shard_degree", "reshard_after_forward"):
             if changed(ours, name):
                 yield [f"parallelism.{name}", "parallelism.strategy"], "has no effect with parallelism.strategy: ddp"
-    if ours.activation_checkpointing and ours.strategy != "fsdp":
-        message = "expected false, or parallelism.strategy: fsdp, which is where Composer applies it"
-        yield ["parallelism.activation_checkpointing", "parallelism.strategy"], message
-    if ours.strategy == "fsdp" and ours.fsdp_version == 2 and config.microbatch_size == "auto":
-        message = "expected a number with FSDP2, which finds none by itself; or set parallelism.fsdp_version: 1"
-        yield ["microbatch_size", "parallelism.fsdp_version"], message
     if isinstance(ours.shard_degree, int) and ranks % ours.shard_degree:
         message = f"expected a divisor of the number of ranks ({ranks}); got {ours.shard_degree}"
         yield ["parallelism.shard_degree"], message
+
+
+def _compute(config: PretrainConfig) -> Found:
+    ours, size = config.compute, architecture_of(config.model)
+    if ours.layers == "liger" and ours.compile is True:
+        message = "expected auto or plain with compute.compile: true, which fuses the same and more"
+        yield ["compute.layers", "compute.compile"], message
+    if size is None or ours.activation_checkpointing in ("none", "all"):
+        return
+    beyond = [layer for layer in ours.recomputed(size.layers) if layer >= size.layers]
+    if beyond or not ours.recomputed(size.layers):
+        message = f"expected layers from 0 to {size.layers - 1}, or every Nth of {size.layers}"
+        yield ["compute.activation_checkpointing"], f"{message}; got {ours.activation_checkpointing}"
 
 
 def _secrets(value: object, key: str = "") -> Found:

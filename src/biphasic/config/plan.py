@@ -193,7 +193,8 @@ def _flops(size: Architecture, laid_out: list[Span], phases: list[PhasePlan], co
         if isinstance(span.phase, MLMPhase):
             given = span.phase.masking_ratio
             share = (given.start + given.end) / 2 if isinstance(given, RampConfig) else given
-        total += phase.tokens * size.flops_per_token(config.data.sequence_length, causal, share)
+        row = config.data.sequence_length
+        total += phase.tokens / row * size.flops([row], causal, share * row)
     return total
 
 
@@ -206,8 +207,10 @@ def _memory(size: Architecture, config: PretrainConfig, ranks: int) -> dict[str,
     width = 2 if config.precision == "amp_bf16" else 4
     tokens = rows * config.data.sequence_length
     activations = size.activation_bytes(tokens, width)
-    if config.parallelism.activation_checkpointing:
-        activations //= max(size.layers, 1)
+    kept = size.layers - len(config.compute.recomputed(size.layers))
+    # Of a layer that is computed again its input stays, and while it is computed, all of it.
+    inputs = tokens * size.hidden * width * (size.layers - kept)
+    activations = activations * max(kept, 1) // max(size.layers, 1) + inputs
     state = size.state_bytes(shards)
     return {"weights_gradients_optimizer": state, "activations": activations, "microbatch_rows": rows}
 

@@ -14,6 +14,7 @@ _FREE = (
     "evaluation",
     "checkpoint",
     "parallelism",
+    "compute",
     "logging",
     "optimizer.skip_nonfinite",
     "data.validation",

@@ -226,13 +226,39 @@ class ParallelismConfig(Section):
     """`ddp`: each rank holds everything. `fsdp`: weights, gradients and optimizer state are split, by decoder layer.
     `auto`: ddp while the states take at most half of a GPU's memory."""
     fsdp_version: Literal[1, 2] = 2
-    """Of PyTorch's FSDP. 1 finds the microbatch by itself (`microbatch_size: auto`), and needs GPUs."""
+    """Of PyTorch's FSDP. 1 needs GPUs."""
     shard_degree: Positive | Literal["all", "node"] = "all"
     """Ranks that hold the model once among them. `node`: a machine's ranks, with a copy on every machine (HSDP)."""
     reshard_after_forward: bool = True
     """False keeps a layer's gathered weights from forward to backward: less traffic, more memory."""
-    activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass. Needs `fsdp`, which is where Composer applies it."""
+
+
+class ComputeConfig(Section):
+    """What computes. Every choice gives the same numbers, within rounding; see docs/throughput.md."""
+
+    attention: Literal["auto", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
+    """`flash3`, `flash2`: those packages. `varlen`: PyTorch's own flash kernels. `flex`: FlexAttention. `sdpa`: PyTorch's
+    dense attention, a segment at a time. `auto`: the first of these that is installed and fits; on CPUs `sdpa`."""
+    loss: Literal["auto", "liger", "compiled", "chunked"] = "auto"
+    """Cross-entropy without logits. `compiled`, `chunked`: ours. `auto`: `compiled` with compiled layers, otherwise
+    `liger` (liger-kernel) where it is installed, otherwise `chunked`."""
+    layers: Literal["auto", "liger", "plain"] = "auto"
+    """RMSNorm, rotary positions and SwiGLU. `liger`: liger-kernel's. `auto`: these where it is installed and layers aren't
+    compiled; a compiler fuses them too."""
+    compile: bool | Literal["auto"] = "auto"
+    """torch.compile, each decoder layer by itself. `auto`: on GPUs."""
+    activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"
+    """Layers that are computed again in the backward pass, which saves their memory: `all`, every Nth (`2`), or a list,
+    counted from 0 (`[0, 1, 5]`)."""
+
+    def recomputed(self, layers: int) -> list[int]:
+        """The layers, of so many, that are computed again, counted from 0."""
+        asked = self.activation_checkpointing
+        if isinstance(asked, list):
+            return asked
+        if isinstance(asked, int):
+            return list(range(asked - 1, layers, asked))
+        return list(range(layers)) if asked == "all" else []
 
 
 class WandBConfig(Section):
@@ -280,7 +306,8 @@ class PretrainConfig(Section):
     global_batch_size: Positive
     """Rows in an optimizer step, all ranks together."""
     microbatch_size: Positive | Literal["auto"] = "auto"
-    """Rows in one forward pass of a rank. `auto`: the largest that fits (GPU); on CPU the whole batch."""
+    """Rows in one forward pass of a rank. `auto`: as many as fit the GPU, measured at the start and remembered in the run's
+    folder; on CPUs a rank's whole batch."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     model: ModelConfig
     data: DataConfig
@@ -290,4 +317,5 @@ class PretrainConfig(Section):
     evaluation: EvaluationConfig = EvaluationConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     parallelism: ParallelismConfig = ParallelismConfig()
+    compute: ComputeConfig = ComputeConfig()
     logging: LoggingConfig = LoggingConfig()

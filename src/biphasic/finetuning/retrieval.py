@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from biphasic.config.errors import UserError
 from biphasic.config.finetune import RetrievalTask
-from biphasic.model.attention import Segments
 from biphasic.model.encoder import Encoder
 from biphasic.model.packed import encode, mean_pool
+from biphasic.model.segments import Segments
 
 _SAME = float("-inf")
 

@@ -1,58 +1,87 @@
 """Attention over packed segments, causal or bidirectional, for any Hugging Face decoder.
 
 The decoder's own layers call this function instead of theirs: it is registered under `NAME` with transformers, and no mask
-is ever built, since the segments' lengths say all that a mask would. Works with transformers 4.57 and 5.
+is ever built, since the segments' lengths say all that a mask would. Works with transformers 4.57 and 5. What computes it
+is one of `BACKENDS`; all give the same numbers, within rounding.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import importlib.util
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.version import hip
+
+from biphasic.model.segments import Segments
+from biphasic.model.varlen import varlen_attention
 
 NAME = "biphasic"
+BACKENDS = ("flash3", "flash2", "varlen", "flex", "sdpa", "mask")
+"""`flash3`, `flash2`: the packages flash-attn-3 and flash-attn. `varlen`: PyTorch's own flash kernels. `flex`: PyTorch's
+FlexAttention. `sdpa`: PyTorch's dense attention, a segment at a time, or all at once where they are equally long. `mask`:
+the same with a mask of all tokens by all tokens, the reference in tests."""
+_HALVES = (torch.float16, torch.bfloat16)
 
 
-@dataclass(frozen=True)
-class Segments:
-    """How a flat run of tokens is cut into what attends to itself.
-
-    `lengths` lie on the host, the tensors on the tokens' device, so that neither kernel needs a synchronisation.
-    """
-
-    lengths: tuple[int, ...]
-    cu_seqlens: Tensor
-    """int32 [segments + 1]: where each segment begins, and the end of the last."""
-    position_ids: Tensor
-    """int64 [tokens]: each token's position within its segment."""
-
-    @classmethod
-    def of(cls, lengths: Sequence[int], device: torch.device) -> Segments:
-        """Segments of the given lengths (each at least 1), one after another."""
-        counts = torch.tensor(lengths, dtype=torch.int64)
-        ends = counts.cumsum(0)
-        starts = ends - counts
-        cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(torch.int32)
-        position_ids = torch.arange(int(ends[-1])) - torch.repeat_interleave(starts, counts)
-        return cls(
-            tuple(lengths),
-            cu_seqlens.to(device, non_blocking=True),
-            position_ids.to(device, non_blocking=True),
-        )
+def installed(backend: str) -> bool:
+    """Whether that backend's package is here and, for a kernel, a GPU that runs it."""
+    if backend in ("sdpa", "mask"):
+        return True
+    if not torch.cuda.is_available():
+        return False
+    if backend == "flash3":
+        hopper = torch.cuda.get_device_capability()[0] == 9
+        return hopper and importlib.util.find_spec("flash_attn_interface") is not None
+    if backend == "flash2":
+        return importlib.util.find_spec("flash_attn") is not None
+    return backend == "flex" or hip is not None or torch.cuda.get_device_capability()[0] >= 8
 
 
 @functools.cache
-def _flash() -> Callable[..., Tensor] | None:
-    try:
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-    except ImportError:
-        return None
-    return flash_attn_varlen_func
+def choose(asked: str, device: str, dtype: torch.dtype, softcap: bool = False, dropout: bool = False) -> str:
+    """The backend for a layer: the one asked for, or with `auto` the first that is installed and fits.
+
+    Args:
+        asked: `auto`, or one of `BACKENDS`.
+        device: type of the tokens' device.
+        dtype: of queries, keys and values.
+        softcap: whether scores are squashed (Gemma 2).
+        dropout: whether attention weights are dropped.
+    """
+    if asked != "auto":
+        return asked
+    if device != "cuda":
+        return "sdpa"
+    kernels = [] if dtype not in _HALVES else ["flash2"] if softcap or dropout else ["flash3", "flash2", "varlen"]
+    if not dropout:
+        kernels.append("flex")
+    return next((backend for backend in kernels if installed(backend)), "sdpa")
+
+
+def prepare(segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool) -> Segments:
+    """Settle what the layers will read: the backend, and FlexAttention's masks.
+
+    Args:
+        segments: of the tokens; changed in place.
+        config: the backbone's Hugging Face configuration.
+        device: type of the tokens' device.
+        dtype: of queries, keys and values.
+        causal: whether a token sees only what is before it.
+    """
+    softcap = getattr(config, "attn_logit_softcapping", None) is not None
+    dropout = bool(getattr(config, "attention_dropout", 0.0))
+    segments.attention = choose(segments.attention, device, dtype, softcap, dropout)
+    if segments.attention == "flex":
+        from biphasic.model.flex import block_mask
+
+        window = getattr(config, "sliding_window", None) or 0
+        segments.block_masks = {w: block_mask(segments, causal, w) for w in {0, window}}
+    return segments
 
 
 def attention(
@@ -89,7 +118,7 @@ def attention(
         [1, tokens, heads, head_dim] and None in place of attention weights.
 
     Raises:
-        ValueError: the backbone was called without segments, or with a mask, or the layer needs attention sinks.
+        ValueError: the backbone was called without segments, or with a mask, or the layer or its backend can't do it.
     """
     if segments is None or is_causal is None or attention_mask is not None:
         raise ValueError(
@@ -98,59 +127,144 @@ def attention(
         )
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks are not supported")
-    flash = _flash() if query.is_cuda and query.dtype in (torch.float16, torch.bfloat16) else None
-    if flash is not None:
-        longest = max(segments.lengths)
-        span = (-1, -1) if sliding_window is None else (sliding_window - 1, sliding_window - 1)
-        packed = flash(
-            query[0].transpose(0, 1),
-            key[0].transpose(0, 1),
-            value[0].transpose(0, 1),
-            segments.cu_seqlens,
-            segments.cu_seqlens,
-            longest,
-            longest,
-            dropout_p=dropout,
-            softmax_scale=scaling,
-            causal=is_causal,
-            window_size=span,
-            softcap=softcap or 0.0,
-        )
-        return packed[None], None
-    groups = query.shape[1] // key.shape[1]
-    if groups > 1:
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    lengths = list(segments.lengths)
-    pieces = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    outputs = [_segment(q, k, v, scaling, dropout, is_causal, sliding_window, softcap) for q, k, v in pieces]
-    return torch.cat(outputs, dim=2).transpose(1, 2), None
+    # Under autocast, rotary positions and norms may have left queries and keys in fp32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = sliding_window or 0
+    backend = segments.attention
+    if (backend in ("varlen", "flex") and dropout) or (backend == "varlen" and softcap is not None):
+        raise ValueError(f"attention {backend} has no {'dropout' if dropout else 'softcap'}: choose another, or auto")
+    if backend == "varlen":
+        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+        found = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, is_causal, scale, window - 1)
+        return found[None], None
+    if backend == "flex":
+        from biphasic.model.flex import flex
+
+        return flex(query, key, value, segments.block_masks[window], scale, softcap).transpose(1, 2), None
+    if backend in ("flash2", "flash3"):
+        return _flash(backend, query, key, value, segments, scale, dropout, is_causal, window, softcap), None
+    compute = _masked if backend == "mask" else _by_segment
+    return compute(query, key, value, segments, scale, dropout, is_causal, window, softcap).transpose(1, 2), None
 
 
-def _segment(
+@functools.cache
+def _flash_kernel(backend: str) -> Callable[..., Any]:
+    if backend == "flash3":
+        from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    else:
+        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+    return flash_attn_varlen_func
+
+
+# These are kernels of their own whatever surrounds them, and `lengths` differ in every batch: a compiled layer ends before
+# them and begins again behind them.
+@torch.compiler.disable
+def _flash(
+    backend: str,
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    scaling: float | None,
+    segments: Segments,
+    scale: float,
     dropout: float,
-    is_causal: bool,
-    sliding_window: int | None,
+    causal: bool,
+    window: int,
     softcap: float | None,
 ) -> Tensor:
-    """One segment, [1, heads, length, head_dim] each: the reference that every kernel is held against."""
+    found = _flash_kernel(backend)(
+        *(x[0].transpose(0, 1) for x in (query, key, value)),
+        cu_seqlens_q=segments.cu_seqlens,
+        cu_seqlens_k=segments.cu_seqlens,
+        max_seqlen_q=max(segments.lengths),
+        max_seqlen_k=max(segments.lengths),
+        softmax_scale=scale,
+        causal=causal,
+        window_size=(window - 1, window - 1),
+        softcap=softcap or 0.0,
+        **({"dropout_p": dropout} if backend == "flash2" else {}),
+    )
+    # Some versions of flash-attn-3 give the normalisers too.
+    return (found[0] if isinstance(found, tuple) else found)[None]
+
+
+@torch.compiler.disable
+def _by_segment(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    dropout: float,
+    causal: bool,
+    window: int,
+    softcap: float | None,
+) -> Tensor:
+    key, value = _for_each_query_head(query, key, value)
+    if segments.uniform:
+        length = segments.lengths[0]
+        rows = [x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value)]
+        found = _dense(rows[0], rows[1], rows[2], scale, dropout, causal, window, softcap)
+        return found.transpose(0, 1).flatten(1, 2)[None]
+    lengths = list(segments.lengths)
+    pieces = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([_dense(q, k, v, scale, dropout, causal, window, softcap) for q, k, v in pieces], dim=2)
+
+
+def _dense(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    dropout: float,
+    causal: bool,
+    window: int,
+    softcap: float | None,
+) -> Tensor:
+    """Segments of one length, [segments, heads, length, head_dim] each."""
     length = query.shape[2]
-    windowed = sliding_window is not None and sliding_window < length
-    if not windowed and softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, None, dropout, is_causal, scale=scaling)
-    distance = torch.arange(length, device=query.device)
-    distance = distance[:, None] - distance[None, :]
-    seen = distance >= 0 if is_causal else torch.ones_like(distance, dtype=torch.bool)
-    if sliding_window is not None:
-        seen = seen & (distance.abs() < sliding_window)
+    if softcap is None and not 0 < window < length:
+        return F.scaled_dot_product_attention(query, key, value, None, dropout, causal, scale=scale)
+    return _scored(query, key, value, _seen(length, causal, window, query.device), scale, dropout, softcap)
+
+
+@torch.compiler.disable
+def _masked(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    scale: float,
+    dropout: float,
+    causal: bool,
+    window: int,
+    softcap: float | None,
+) -> Tensor:
+    key, value = _for_each_query_head(query, key, value)
+    seen = _seen(query.shape[2], causal, window, query.device)
+    seen &= segments.owner[:, None] == segments.owner[None, :]
+    return _scored(query, key, value, seen, scale, dropout, softcap)
+
+
+def _for_each_query_head(query: Tensor, *others: Tensor) -> Iterable[Tensor]:
+    groups = query.shape[1] // others[0].shape[1]
+    return others if groups == 1 else [x.repeat_interleave(groups, dim=1) for x in others]
+
+
+def _seen(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
+    at = torch.arange(length, device=device)
+    distance = at[:, None] - at[None, :]
+    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen & (distance.abs() < window) if window else seen
+
+
+def _scored(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, dropout: float, softcap: float | None
+) -> Tensor:
     if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, seen, dropout, scale=scaling)
-    scores = query @ key.transpose(2, 3) * (scaling if scaling is not None else query.shape[-1] ** -0.5)
-    scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~seen, float("-inf"))
-    weights = F.dropout(scores.float().softmax(-1).to(query.dtype), dropout)
+        return F.scaled_dot_product_attention(query, key, value, seen, dropout, scale=scale)
+    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
+    weights = F.dropout(scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(query.dtype), dropout)
     return weights @ value
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ from biphasic.config.checks import architecture_of
 from biphasic.config.errors import UserError
 from biphasic.config.schema import ModelConfig
 from biphasic.model import attention
+from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 
 if TYPE_CHECKING:
@@ -52,44 +52,14 @@ def build(
             f"model.vocab_size is {size.vocab_size}, but the tokenizer has {vocabulary} tokens: set model.vocab_size to "
             f"at least {vocabulary}"
         )
-    from transformers import LlamaConfig
-
-    hf_config = LlamaConfig(
-        vocab_size=size.vocab_size,
-        hidden_size=size.hidden,
-        intermediate_size=size.ffn,
-        num_hidden_layers=size.layers,
-        num_attention_heads=size.heads,
-        num_key_value_heads=size.kv_heads,
-        head_dim=size.head_dim,
-        max_position_embeddings=config.max_position_embeddings or sequence_length,
+    hf_config = llama_config(
+        size,
+        config.max_position_embeddings or sequence_length,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=config.rope_theta,
         initializer_range=config.initializer_range,
-        tie_word_embeddings=size.tied,
-        # An embedding's padding row gets no gradient, and where padding and end of text are one token, as in EuroBERT's
-        # tokenizer, the end of text would never be learned.
-        pad_token_id=None,
-        bos_token_id=None,  # pyright: ignore[reportArgumentType]
-        eos_token_id=None,  # pyright: ignore[reportArgumentType]
     )
-    with torch.device("meta") if on_meta else nullcontext():
-        return from_hf_config(hf_config, seed)
-
-
-def from_hf_config(hf_config: PretrainedConfig, seed: int) -> LanguageModel:
-    """A network of that configuration with fresh weights, on the CPU in fp32: N(0, initializer_range) in all matrices."""
-    attention.register()
-    from transformers import AutoModel
-
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        backbone = AutoModel.from_config(hf_config, attn_implementation=attention.NAME, dtype=torch.float32)
-        lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=False)
-        nn.init.normal_(lm_head.weight, std=hf_config.initializer_range)
-    if hf_config.tie_word_embeddings:
-        lm_head.weight = backbone.get_input_embeddings().weight
-    return LanguageModel(backbone, lm_head)
+    return from_hf_config(hf_config, seed, "meta" if on_meta else None)
 
 
 def load_language_model(path: str, trust_remote_code: bool = False) -> LanguageModel:

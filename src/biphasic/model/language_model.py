@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from biphasic.config.architecture import Architecture
-from biphasic.model.attention import Segments
 from biphasic.model.losses import cross_entropy_sum
 from biphasic.model.packed import encode
+from biphasic.model.segments import Segments
 
 
 class LanguageModel(nn.Module):
@@ -19,12 +19,18 @@ class LanguageModel(nn.Module):
     Args:
         backbone: the base model; `backbone.config` describes it.
         lm_head: from width to vocabulary; may share its weight with the embedding.
+
+    Attributes:
+        attention: backend that the batches' segments should name; see `biphasic.model.attention`.
+        loss_kernel: see `biphasic.model.losses`.
     """
 
     def __init__(self, backbone: nn.Module, lm_head: nn.Linear):
         super().__init__()
         self.backbone = backbone
         self.lm_head = lm_head
+        self.attention = "auto"
+        self.loss_kernel = "chunked"
         self.softcap: float | None = getattr(backbone.config, "final_logit_softcapping", None)
 
     def forward(self, inputs: Tensor, targets: Tensor, segments: Segments, causal: bool) -> tuple[Tensor, Tensor]:
@@ -43,7 +49,8 @@ class LanguageModel(nn.Module):
             fp32 scalar in nats, int64 scalar.
         """
         hidden = encode(self.backbone, inputs, segments, causal)
-        return cross_entropy_sum(hidden, self.lm_head.weight, targets, self.softcap), (targets >= 0).sum()
+        total = cross_entropy_sum(hidden, self.lm_head.weight, targets, self.softcap, self.loss_kernel)
+        return total, (targets >= 0).sum()
 
     @property
     def config(self) -> Any:

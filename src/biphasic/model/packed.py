@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from biphasic.model.attention import Segments
+from biphasic.model.attention import prepare
+from biphasic.model.segments import Segments
 
 
 def encode(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -22,8 +23,14 @@ def encode(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool
     Returns:
         [tokens, width], after the final norm.
     """
+    # With autocast, what flows from layer to layer is in the compute type, as it is where weights are gathered in it (FSDP).
+    embedded = backbone.get_input_embeddings()(tokens[None])  # pyright: ignore[reportCallIssue]
+    device = embedded.device.type
+    if torch.is_autocast_enabled(device):
+        embedded = embedded.to(torch.get_autocast_dtype(device))
+    prepare(segments, backbone.config, device, embedded.dtype, causal)
     output = backbone(
-        input_ids=tokens[None],
+        inputs_embeds=embedded,
         position_ids=segments.position_ids[None],
         use_cache=False,
         segments=segments,

@@ -10,8 +10,8 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from biphasic.data.streaming import Batch, row_segments, rows_in_batch
-from biphasic.model.attention import Segments
 from biphasic.model.language_model import LanguageModel
+from biphasic.model.segments import Segments
 
 
 class MeanLoss(Metric):
@@ -49,9 +49,11 @@ class PretrainModel(ComposerModel):
 
     def forward(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Summed loss and number of predicted tokens of a microbatch."""
-        segments = Segments.of(row_segments(batch), batch["inputs"].device)
+        inputs = batch["inputs"]
+        # A row's length bounds its segments', whatever they are in this batch.
+        segments = Segments.of(row_segments(batch), inputs.device, inputs.shape[1], self.model.attention)
         causal = batch["objective"] == "clm"
-        return self.model(batch["inputs"].flatten(), batch["targets"].flatten(), segments, causal)
+        return self.model(inputs.flatten(), batch["targets"].flatten(), segments, causal)
 
     def loss(  # pyright: ignore[reportIncompatibleMethodOverride] - Composer reads dictionaries too
         self, outputs: tuple[Tensor, Tensor], batch: Batch
@@ -77,12 +79,3 @@ class PretrainModel(ComposerModel):
         """Add a batch to the mean."""
         metric.update(*outputs)
         return {}
-
-    def flops_per_batch(self, batch: Batch) -> float:
-        """Training FLOPs of a rank's batch, attention within segments and only the logits that are computed."""
-        causal = batch["objective"] == "clm"
-        lengths = row_segments(batch)
-        tokens = sum(lengths)
-        seen = sum(length * length for length in lengths) / tokens
-        predicted = float(batch["targets_per_rank"]) / tokens
-        return tokens * self.model.architecture().flops_per_token(seen, causal, predicted)

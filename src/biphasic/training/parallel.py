@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config, FSDPConfig
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
-from biphasic.amounts import in_bytes
 from biphasic.config.architecture import Architecture
 from biphasic.config.errors import UserError
 from biphasic.config.schema import PretrainConfig
@@ -28,7 +31,7 @@ def strategy_of(config: PretrainConfig, size: Architecture, checkpoint: str | No
         checkpoint: name of the one that the run goes on from.
 
     Raises:
-        UserError: the checkpoint is sharded and the YAML says `ddp`; FSDP is needed and the YAML's other keys forbid it.
+        UserError: the checkpoint is sharded and the YAML says `ddp`.
     """
     sharded = checkpoint is not None and not checkpoint.endswith(".pt")
     asked = config.parallelism.strategy
@@ -40,14 +43,8 @@ def strategy_of(config: PretrainConfig, size: Architecture, checkpoint: str | No
     if asked != "auto":
         return asked
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    states = size.state_bytes(shards=1)
-    if not sharded and (memory is None or states <= STATES_SHARE * memory):
+    if not sharded and (memory is None or size.state_bytes(shards=1) <= STATES_SHARE * memory):
         return "ddp"
-    if config.microbatch_size == "auto" and config.parallelism.fsdp_version == 2:
-        raise UserError(
-            f"parallelism.strategy: auto chose fsdp (the states take {in_bytes(states)}), and FSDP2 finds no microbatch by "
-            "itself: set microbatch_size to a number, or parallelism.fsdp_version: 1"
-        )
     return "fsdp"
 
 
@@ -76,8 +73,6 @@ def parallelism(config: PretrainConfig, strategy: Strategy, *, whole: bool) -> d
             "fsdp": FSDPConfig(
                 sharding_strategy=strategies[replicas > 1, ours.reshard_after_forward],
                 mixed_precision="DEFAULT",
-                activation_checkpointing=ours.activation_checkpointing,
-                activation_checkpointing_reentrant=False,
                 state_dict_type=form,
                 **degrees,
             )
@@ -88,7 +83,6 @@ def parallelism(config: PretrainConfig, strategy: Strategy, *, whole: bool) -> d
             replicas,
             shards,
             reshard_after_forward=ours.reshard_after_forward,
-            activation_checkpointing=ours.activation_checkpointing,
             state_dict_type=form,
             mixed_precision="DEFAULT",
         )
@@ -109,6 +103,13 @@ class _FSDP2(FSDP2Config):
     @property
     def data_parallel_replicate_degree(self) -> int | None:
         return self._degrees[0] if self._degrees[0] > 1 else None
+
+
+def prefetch(layers: Sequence[nn.Module]) -> None:
+    """Have FSDP2 gather a layer's weights while the one before it computes; for backward it does so by itself."""
+    for layer, following in pairwise(layers):
+        if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def save_sharded(state: Any) -> None:

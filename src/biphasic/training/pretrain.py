@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from composer import Trainer
-from composer.callbacks import LRMonitor, MemoryMonitor, RuntimeEstimator, SpeedMonitor
+from composer.callbacks import LRMonitor, RuntimeEstimator
 from composer.core import Callback, Evaluator, Event, State
 from composer.loggers import LoggerDestination, TensorboardLogger
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
@@ -35,17 +35,20 @@ from biphasic.data.streaming import loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model.backbone import build
 from biphasic.model.checkpoint import require_plain
+from biphasic.model.kernels import recomputed
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.storage import is_remote, join, short
+from biphasic.training import microbatch
 from biphasic.training.composer_model import PretrainModel
+from biphasic.training.compute import set_up
 from biphasic.training.gradients import Gradients
 from biphasic.training.jsonl_logger import JSONLLogger
-from biphasic.training.loader_meter import LoaderMeter
+from biphasic.training.meters import Meters
 from biphasic.training.moments import saves
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
 from biphasic.training.optimizer import adamw
-from biphasic.training.parallel import Strategy, parallelism, save_sharded, strategy_of
+from biphasic.training.parallel import Strategy, parallelism, prefetch, save_sharded, strategy_of
 from biphasic.training.record import RunRecord
 from biphasic.training.wsd import WarmupStableDecay
 
@@ -123,6 +126,9 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     if start is not None:
         require_plain(start)
     model, strategy = _model(config, tokenizer, start)
+    computing = set_up(model, config.compute)
+    if dist.get_global_rank() == 0:
+        print(f"{config.run_name}: {computing}")
     embedding = model.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
     optimizer = adamw(model, config.optimizer, embedding=embedding, head=model.lm_head.weight)
     train = loader(config.data, config.data.streams, config.global_batch_size // ranks, config.seed, train=True)
@@ -142,10 +148,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         config.optimizer.clip_norm, config.optimizer.skip_nonfinite, config.logging.loss_spike, folder
     )
     saver = _saver(config, attempt, decides, schedule)
-    on_gpu = torch.cuda.is_available()
-    microbatch = (
-        config.microbatch_size if config.microbatch_size != "auto" or on_gpu else config.global_batch_size // ranks
-    )
+    auto = config.microbatch_size == "auto"
     trainer = Trainer(
         model=PretrainModel(model),
         run_name=config.run_name,
@@ -161,7 +164,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         callbacks=[*callbacks(config, model, data), saver, stopping],
         loggers=loggers(config.logging, folder, config.run_name),
         precision=config.precision,
-        device_train_microbatch_size=microbatch,
+        device_train_microbatch_size=config.global_batch_size // ranks if auto else config.microbatch_size,
         parallelism_config=parallelism(config, strategy, whole=start is not None and start.endswith(".pt")),
         progress_bar=config.logging.progress_bar,
         log_to_console=config.logging.console_interval is not None,
@@ -170,6 +173,12 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         auto_log_hparams=False,
     )
     save_sharded(trainer.state)
+    prefetch(list(model.backbone.layers))  # pyright: ignore[reportArgumentType]
+    if auto and torch.cuda.is_available():
+        rows = microbatch.find(trainer, config, folder)
+        trainer.state.device_train_microbatch_size = rows
+        for evaluator in trainer.state.evaluators:
+            evaluator.device_eval_microbatch_size = rows
     if resume is None and config.schedule.decay_from is not None:
         _check_branch(trainer, config)
     return trainer
@@ -240,7 +249,6 @@ def evaluators(config: PretrainConfig, ranks: int, stopping: Stopping) -> list[E
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // ranks
     spec = loader(config.data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
-    microbatch = config.microbatch_size if config.microbatch_size != "auto" or torch.cuda.is_available() else None
 
     def interval() -> Callable[[State, Event], bool]:
         every = str(config.evaluation.interval or "1dur")
@@ -253,18 +261,17 @@ def evaluators(config: PretrainConfig, ranks: int, stopping: Stopping) -> list[E
             dataloader=spec,
             metric_names=["loss"],
             subset_num_batches=config.evaluation.batches,
-            device_eval_microbatch_size=microbatch,
+            device_eval_microbatch_size=None if config.microbatch_size == "auto" else config.microbatch_size,
         )
         for label in EVALUATIONS
     ]
 
 
 def callbacks(config: PretrainConfig, model: LanguageModel, data: dict[str, Any]) -> list[Callback]:
-    """Composer's meters and the run's record."""
-    meters: list[Callback] = [SpeedMonitor(window_size=10), LRMonitor(), RuntimeEstimator(), LoaderMeter()]
-    if torch.cuda.is_available():
-        meters.append(MemoryMonitor())
-    return [RunRecord(config, model, data), *meters]
+    """Meters and the run's record."""
+    precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32
+    meters = Meters(model.architecture(), recomputed(model.backbone), precision)
+    return [RunRecord(config, model, data), meters, LRMonitor(), RuntimeEstimator()]
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
