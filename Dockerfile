@@ -20,7 +20,7 @@ RUN pip install --no-cache-dir "$(grep '^uv==' requirements.lock)" \
     && uv pip sync --no-cache --compile-bytecode --python /opt/venv/bin/python requirements.lock
 ARG MAX_JOBS=8
 RUN MAX_JOBS=${MAX_JOBS} uv pip install --no-cache --python /opt/venv/bin/python --no-build-isolation \
-        "flash-attn>=2.7" "liger-kernel>=0.5"
+        "flash-attn>=2.7" "liger-kernel==0.8.0"
 
 FROM nvidia/cuda:${CUDA}-runtime-ubuntu${UBUNTU}
 ENV DEBIAN_FRONTEND=noninteractive

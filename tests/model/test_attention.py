@@ -6,37 +6,13 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from backbones import SMALL, backbone
 from biphasic.model import attention
 from biphasic.model.backbone import TESTED_FAMILIES
-from biphasic.model.fresh import from_hf_config
 from biphasic.model.packed import encode, encode_padded, mean_pool
 from biphasic.model.segments import Segments
 
-SMALL = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-}
 LENGTHS = (5, 9, 1, 6)
-
-
-def backbone(family: str, **changes: object) -> torch.nn.Module:
-    import biphasic  # noqa: F401 - registers eurobert
-
-    config = AutoConfig.for_model(family, **{**SMALL, **changes})
-    model = from_hf_config(config, seed=3).backbone
-    # Larger weights than a fresh model's, so that a forbidden path would show far above rounding.
-    torch.manual_seed(0)
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    return model.eval()
 
 
 def hidden(model: torch.nn.Module, tokens: torch.Tensor, causal: bool) -> torch.Tensor:

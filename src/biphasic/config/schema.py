@@ -240,8 +240,8 @@ class ComputeConfig(Section):
     """`flash3`, `flash2`: those packages. `varlen`: PyTorch's own flash kernels. `flex`: FlexAttention. `sdpa`: PyTorch's
     dense attention, a segment at a time. `auto`: the first of these that is installed and fits; on CPUs `sdpa`."""
     loss: Literal["auto", "liger", "compiled", "chunked"] = "auto"
-    """Cross-entropy without logits. `compiled`, `chunked`: ours. `auto`: `compiled` with compiled layers, otherwise
-    `liger` (liger-kernel) where it is installed, otherwise `chunked`."""
+    """Cross-entropy without logits. `liger`: liger-kernel's. `compiled`, `chunked`: ours. `auto`: `compiled` where layers
+    are, otherwise `liger` where it is installed, otherwise `chunked`."""
     layers: Literal["auto", "liger", "plain"] = "auto"
     """RMSNorm, rotary positions and SwiGLU. `liger`: liger-kernel's. `auto`: these where it is installed and layers aren't
     compiled; a compiler fuses them too."""

@@ -53,8 +53,8 @@ def liger_installed() -> bool:
 def use_liger(backbone: nn.Module) -> None:
     """Replace RMSNorm, rotary positions and the gated MLP by liger-kernel's, in this backbone.
 
-    Its rotary positions replace a function of transformers, so that models of the same family in this process get them
-    too: on a CPU these no longer work.
+    It also replaces transformers' own parts of that family: models that are built later in this process have its kernels
+    too, and don't run on a CPU.
 
     Raises:
         ValueError: liger-kernel knows no such family.

@@ -27,19 +27,27 @@ _GPU_SHARE = 1 / 64
 """Of a GPU's memory that a chunk's logits take. A small chunk costs time: each adds to the head's whole gradient."""
 
 
-def choose_kernel(asked: str, device: str, compiling: bool) -> str:
-    """The kernel asked for, or with `auto`: liger-kernel on a GPU where it is installed, otherwise ours.
+def choose_kernel(asked: str, device: str, compiling: bool, softcap: float | None) -> str:
+    """The kernel asked for, or with `auto` ours, and liger-kernel's on a GPU where it is installed and nothing is compiled.
+
+    liger-kernel cuts the logits into an eighth to a hundredth of the pieces' size that ours does, and adds to the head's
+    whole gradient for each. With a softcap it counts words that don't exist, up to its block's end (seen in 0.8.0).
 
     Args:
         asked: `auto`, or one of `KERNELS`.
         device: type of the device.
         compiling: whether the layers are compiled.
+        softcap: of the logits.
+
+    Raises:
+        ValueError: liger-kernel's was asked for, with a softcap.
     """
-    if asked != "auto":
-        return asked
-    if device == "cuda" and importlib.util.find_spec("liger_kernel") is not None:
-        return "liger"
-    return "compiled" if compiling else "chunked"
+    if asked == "liger" and softcap is not None:
+        raise ValueError("liger-kernel's loss is wrong for models that squash their logits")
+    if asked != "auto" or compiling:
+        return "compiled" if asked == "auto" else asked
+    liger = device == "cuda" and softcap is None and importlib.util.find_spec("liger_kernel") is not None
+    return "liger" if liger else "chunked"
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -156,7 +164,7 @@ def cross_entropy_sum(
         weight: [vocabulary, width], the head.
         targets: int64 [tokens]; `IGNORE` where nothing is predicted.
         softcap: logits are squashed to ±softcap by tanh (Gemma 2).
-        kernel: one of `KERNELS`.
+        kernel: one of `KERNELS`; `liger` takes no softcap.
 
     Returns:
         fp32 scalar; 0 with zero gradients when nothing is predicted.
@@ -168,7 +176,7 @@ def cross_entropy_sum(
     with torch.autocast(device, enabled=False):
         # liger-kernel's divides by the number of tokens, also where it then multiplies with it.
         if kernel == "liger" and len(targets):
-            return _liger(softcap)(weight.to(dtype), hidden.to(dtype), targets)
+            return _liger()(weight.to(dtype), hidden.to(dtype), targets)
         slope = _slope_compiled if kernel == "compiled" else _slope_in_place
         total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, slope)
     assert isinstance(total, Tensor)
@@ -176,15 +184,13 @@ def cross_entropy_sum(
 
 
 @functools.cache
-def _liger(softcap: float | None) -> Callable[..., Tensor]:
+def _liger() -> Callable[..., Tensor]:
     from liger_kernel.transformers.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
         LigerFusedLinearCrossEntropyLoss,
     )
 
     # The weight's gradient is a sum over chunks.
-    return LigerFusedLinearCrossEntropyLoss(
-        ignore_index=IGNORE, reduction="sum", softcap=softcap, accum_dtype=torch.float32
-    )
+    return LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32)
 
 
 def full_logits_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

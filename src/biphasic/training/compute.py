@@ -31,7 +31,10 @@ def set_up(model: LanguageModel, config: ComputeConfig) -> str:
     compiling = gpu if config.compile == "auto" else config.compile
     liger = config.layers == "liger" or (config.layers == "auto" and not compiling and kernels.liger_installed())
     model.attention = config.attention
-    model.loss_kernel = losses.choose_kernel(config.loss, "cuda" if gpu else "cpu", compiling)
+    try:
+        model.loss_kernel = losses.choose_kernel(config.loss, "cuda" if gpu else "cpu", compiling, model.softcap)
+    except ValueError as error:
+        raise UserError(f"compute.loss: {error}: expected auto") from None
     if liger:
         try:
             kernels.use_liger(model.backbone)

@@ -1,0 +1,60 @@
+"""Small backbones of every family."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch._dynamo.utils import counters
+from transformers import AutoConfig
+
+from biphasic.model.fresh import from_hf_config
+from biphasic.model.packed import encode
+from biphasic.model.segments import Segments
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
+
+
+def backbone(family: str, **changes: object) -> torch.nn.Module:
+    import biphasic  # noqa: F401 - registers eurobert
+
+    config = AutoConfig.for_model(family, **{**SMALL, **changes})
+    model = from_hf_config(config, seed=3).backbone
+    # Larger weights than a fresh model's, so that a forbidden path would show far above rounding.
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+# Eight batches, four of each phase: none is cut like another, one fills all with one segment, one is of single tokens.
+BATCHES = [(5, 9, 1, 6), (7, 7, 7), (21,), (2,) * 10 + (1,), (5, 16), (1,) * 21, (3, 9, 9), (21,)]
+
+
+def gradients(
+    model: torch.nn.Module, backend: str, count: list[int] | None = None, batches: Iterable[int] = range(len(BATCHES))
+) -> list[torch.Tensor]:
+    """Outputs and gradients for each batch; `count` is told how many graphs there are after it."""
+    found = []
+    for number in batches:
+        lengths = BATCHES[number]
+        segments = Segments.of(lengths, torch.device("cpu"), longest=21, attention=backend)
+        tokens = torch.randint(97, (21,), generator=torch.Generator().manual_seed(number))
+        model.zero_grad()
+        hidden = encode(model, tokens, segments, causal=number < 4)
+        hidden.square().sum().backward()
+        if count is not None:
+            count.append(counters["stats"]["unique_graphs"])
+        found.append(torch.cat([hidden.detach().flatten(), *(p.grad.flatten() for p in model.parameters())]))  # pyright: ignore
+    return found

@@ -1,0 +1,129 @@
+"""Compiled, fused or recomputed layers compute the same; a compiler is called once for each phase, and never for a batch."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from backbones import backbone, gradients
+from biphasic.model import kernels
+from biphasic.model.backbone import TESTED_FAMILIES
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.losses import IGNORE
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile without its last stage: graphs, guards and their gradients are real, only no C++ is compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend="aot_eager"))
+
+
+@pytest.mark.parametrize(("backend", "family", "kinds"), [("varlen", "llama", 1), ("flex", "gemma2", 2)])
+@pytest.mark.usefixtures("compiler")
+def test_one_compilation_for_a_phase_and_none_for_a_batch(backend: str, family: str, kinds: int) -> None:
+    """All layers of a kind share theirs; Gemma 2 has two kinds."""
+    model = backbone(family)
+    expected = gradients(model, "mask")
+    kernels.compile_layers(model)
+    graphs: list[int] = []
+    found = gradients(model, backend, graphs)
+    # The last norm is compiled too, once and for all.
+    clm, mlm = kinds + 1, 2 * kinds + 1
+    assert graphs == [clm] * 4 + [mlm] * 4
+    assert not counters["graph_break"]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_dense_attention_interrupts_a_compiled_layer() -> None:
+    model = backbone("llama")
+    expected = gradients(model, "mask")
+    kernels.compile_layers(model)
+    graphs: list[int] = []
+    found = gradients(model, "sdpa", graphs)
+    assert graphs[1] == graphs[3]
+    assert graphs[4] == graphs[7] <= graphs[3] + 1
+    for ours, theirs in zip(found, expected, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+def test_the_real_compiler_gives_the_same() -> None:
+    torch._dynamo.reset()
+    model = backbone("llama", num_hidden_layers=1)
+    expected = gradients(model, "mask")
+    kernels.compile_layers(model)
+    for ours, theirs in zip(gradients(model, "varlen"), expected, strict=True):
+        assert (ours - theirs).norm() < 1e-5 * theirs.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputed_layers(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Same gradients; the forward pass of the layers that were named runs twice."""
+    torch._dynamo.reset()
+    if compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    model = backbone("llama").train()
+    expected = gradients(model, "sdpa")
+    calls = [0] * 3
+    for index, layer in enumerate(model.layers):  # pyright: ignore[reportArgumentType]
+        forward = layer.mlp.forward
+
+        def counting(x: torch.Tensor, index: int = index, forward: object = forward) -> torch.Tensor:
+            calls[index] += 1
+            return forward(x)  # pyright: ignore
+
+        layer.mlp.forward = counting
+    kernels.recompute_layers(model, [1])
+    if compiled:
+        kernels.compile_layers(model)
+    assert kernels.recomputed(model) == 1
+    found = gradients(model, "sdpa")
+    assert calls == [8, 16, 8]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, expected, strict=True))
+
+
+def test_liger_kernel_gives_the_same() -> None:
+    """Its kernels in Triton's interpreter, every family."""
+    command = [sys.executable, str(Path(__file__).with_name("liger_interpreted.py")), *TESTED_FAMILIES]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.stdout.split() == list(TESTED_FAMILIES), run.stderr[-3000:]
+
+
+def test_a_compiled_loss_is_the_same_and_compiled_once() -> None:
+    from biphasic.model.losses import cross_entropy_sum
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    for softcap, count in ((None, 30), (None, 17), (None, 9), (5.0, 30), (5.0, 12)):
+        targets = torch.randint(50, (30,))
+        targets[count:] = IGNORE
+        found = []
+        for kernel in ("compiled", "chunked"):
+            loss = cross_entropy_sum(hidden, weight, targets, softcap, kernel)
+            (0.37 * loss).backward()
+            found.append([loss.detach(), hidden.grad, weight.grad])
+            hidden.grad = weight.grad = None
+        for ours, theirs in zip(*found, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_names_of_parameters_stay() -> None:
+    model = backbone("llama")
+    names = list(LanguageModel(model, torch.nn.Linear(32, 97, bias=False)).state_dict())
+    kernels.recompute_layers(model, [0])
+    kernels.compile_layers(model)
+    assert list(LanguageModel(model, torch.nn.Linear(32, 97, bias=False)).state_dict()) == names

@@ -1,0 +1,168 @@
+"""The YAML's `compute:` section: what is chosen, what is refused, and that a run's numbers stay."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from biphasic.config.architecture import PRESETS
+from biphasic.config.errors import UserError
+from biphasic.config.schema import ComputeConfig
+from biphasic.model import attention, kernels
+from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.training.compute import set_up
+from biphasic.training.microbatch import even, largest
+from conftest import Write
+from tiny import config_of, losses, train
+
+
+def meta() -> Any:
+    return from_hf_config(llama_config(PRESETS["210m"], 2048), seed=0, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (
+            {"attention": "flash2"},
+            r"compute\.attention: flash2 needs a GPU of this kind: expected another one, or auto",
+        ),
+        ({"attention": "varlen"}, r"compute\.attention: varlen needs a GPU"),
+        ({"loss": "liger"}, r"compute\.loss: liger needs a GPU and liger-kernel \(pip install 'biphasic\[gpu\]'\)"),
+        ({"layers": "liger"}, r"compute\.layers: liger needs a GPU and liger-kernel"),
+    ],
+)
+def test_what_isn_t_here_is_refused(asked: dict[str, str], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        set_up(meta(), ComputeConfig(**asked))  # pyright: ignore[reportArgumentType]
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(attention, "installed", lambda backend: False)
+    with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, which isn't installed"):
+        set_up(meta(), ComputeConfig(attention="flash2"))
+
+
+def test_a_softcap_keeps_liger_s_loss_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "liger_installed", lambda: True)
+    model = meta()
+    model.softcap = 30.0
+    with pytest.raises(UserError, match=r"compute\.loss: liger-kernel's loss is wrong for models that squash"):
+        set_up(model, ComputeConfig(loss="liger", compile=False))
+
+
+@pytest.mark.parametrize(
+    ("asked", "gpu", "liger", "said"),
+    [
+        ({}, False, False, "layers plain, attention auto, loss chunked"),
+        ({}, True, True, "layers compiled, attention auto, loss compiled"),
+        ({"compile": False}, True, True, "layers liger-kernel's, attention auto, loss liger"),
+        ({"compile": False}, True, False, "layers plain, attention auto, loss chunked"),
+        (
+            {"compile": False, "layers": "plain", "loss": "chunked"},
+            True,
+            True,
+            "layers plain, attention auto, loss chunked",
+        ),
+        (
+            {"activation_checkpointing": 5},
+            False,
+            False,
+            "layers plain (2 computed again), attention auto, loss chunked",
+        ),
+        (
+            {"activation_checkpointing": [0]},
+            False,
+            False,
+            "layers plain (1 computed again), attention auto, loss chunked",
+        ),
+    ],
+)
+def test_what_is_chosen(
+    asked: dict[str, Any], gpu: bool, liger: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import importlib.util
+
+    find = importlib.util.find_spec
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
+    monkeypatch.setattr(kernels, "use_liger", lambda backbone: None)
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: (liger or None) if name == "liger_kernel" else find(name)
+    )
+    assert set_up(meta(), ComputeConfig(**asked)) == said
+
+
+@pytest.mark.parametrize(
+    ("asked", "layers"), [("none", []), ("all", [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), ([0, 3], [0, 3])]
+)
+def test_layers_that_are_computed_again(asked: Any, layers: list[int]) -> None:
+    assert ComputeConfig(activation_checkpointing=asked).recomputed(4) == layers
+
+
+def test_a_compiled_run_with_recomputed_layers_is_the_same_run(
+    write_yaml: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twelve batches with the switch, eight rows in microbatches of four, through the trainer and the real compiler."""
+    from torch._dynamo.utils import counters
+
+    torch._dynamo.reset()
+    keys: dict[str, Any] = {"checkpoint__interval": "100ba"}
+    plain = losses(train(config_of(write_yaml("plain", **keys))))
+    monkeypatch.setattr(attention, "installed", lambda backend: True)
+    counters.clear()
+    changed = {"attention": "varlen", "compile": True, "activation_checkpointing": 2}
+    compiled = losses(train(config_of(write_yaml("compiled", **keys, compute=changed))))
+    assert len(plain) == len(compiled) == 12
+    assert all(math.isclose(one, other, abs_tol=1e-4) for one, other in zip(plain, compiled, strict=True))
+    # A layer in either phase, the norm, the loss. Eager runs have none.
+    assert counters["stats"]["unique_graphs"] == 4
+
+
+@pytest.mark.parametrize("most", [1, 2, 6, 12, 48, 96, 288])
+@pytest.mark.parametrize(("fixed", "row"), [(1.0, 0.4), (5.0, 2.3), (20.0, 0.11), (60.0, 30.0), (3.0, 90.0)])
+def test_the_largest_microbatch_is_found_by_a_few_measurements(most: int, fixed: float, row: float) -> None:
+    """Memory is a line, with a little more at the first rows; beyond the device's 140 nothing fits."""
+    room, calls = 131.0, []
+
+    def measure(rows: int) -> float | None:
+        calls.append(rows)
+        peak = fixed + row * rows + 0.5 * min(rows, 3)
+        return peak if peak < 140 else None
+
+    found = largest(measure, most, room)
+    best = max(rows for rows in range(1, most + 1) if (measure(rows) or math.inf) <= room)
+    del calls[-most:]
+    assert 0.9 * best - 1 <= found <= best
+    assert len(calls) <= 6
+
+
+def test_not_one_row_fits() -> None:
+    with pytest.raises(UserError, match=r"microbatch_size: not one row fits this GPU's memory"):
+        largest(lambda rows: None, 8, 100.0)
+    with pytest.raises(UserError, match="not one row fits"):
+        largest(lambda rows: 120.0, 8, 100.0)
+
+
+@pytest.mark.parametrize(
+    ("most", "fit", "rows"), [(12, 12, 12), (12, 11, 6), (12, 5, 4), (7, 3, 3), (1, 1, 1), (6, 9, 6)]
+)
+def test_microbatches_are_even(most: int, fit: int, rows: int) -> None:
+    assert even(most, fit) == rows
+
+
+def test_a_microbatch_is_remembered_for_the_same_circumstances(write_yaml: Write, tmp_path: Path) -> None:
+    from biphasic.training import microbatch
+
+    file = tmp_path / microbatch.FILE
+    key = {"device": "one", "rows": 8}
+    assert microbatch._remembered(file, key) is None
+    file.write_text('{"circumstances": {"device": "one", "rows": 8}, "rows": 5}')
+    assert microbatch._remembered(file, key) == 5
+    assert microbatch._remembered(file, {**key, "device": "two"}) is None
+    file.write_text('{"circumstances"')
+    assert microbatch._remembered(file, key) is None
