@@ -188,3 +188,8 @@ def newest_batch(there: dict[str, StoredFile]) -> int:
 def part_name(batch: int, rank: int) -> str:
     """What a rank has stored of a checkpoint that is not complete yet."""
     return f"ba{batch}.rank{rank}.json"
+
+
+def part_of(name: str) -> int | None:
+    """Of which checkpoint a file is a rank's part, by its name; None: it is no part."""
+    return batch_of(name) if ".rank" in name and name.endswith(".json") else None

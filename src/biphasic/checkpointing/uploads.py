@@ -12,7 +12,16 @@ from threading import Condition, Thread
 from composer.utils import dist
 
 from biphasic.amounts import in_bytes, in_time
-from biphasic.checkpointing.manifest import Manifest, batch_of, forget, newest_batch, orphans, outdated, part_name
+from biphasic.checkpointing.manifest import (
+    Manifest,
+    batch_of,
+    forget,
+    newest_batch,
+    orphans,
+    outdated,
+    part_name,
+    part_of,
+)
 from biphasic.storage import Store, StoredFile, is_remote, short, store
 
 _LOOK_EVERY = 0.25
@@ -181,8 +190,7 @@ class Uploads:
             still = {name for one in self._jobs for name in one.files}
         gone = [name for name in here.list() if (batch := batch_of(name)) is not None and batch < stored
                 and name not in still and any(mark in name for mark in ours)]  # fmt: skip
-        parts = [part_name(stored, rank)]
-        here.remove(gone + parts)
+        here.remove([*gone, part_name(stored, rank)])
 
 
 def put(mine: Manifest, here: Path, place: Store) -> None:
@@ -213,8 +221,8 @@ def catch_up(here: Path, place: Store) -> None:
     """
     local, stored = store(str(here)), newest_batch(place.list())
     for name in local.list():
-        batch = batch_of(name)
-        if batch is None or batch <= stored or ".rank" not in name or not name.endswith(".json"):
+        batch = part_of(name)
+        if batch is None or batch <= stored:
             continue
         try:
             mine = Manifest.of(local.read(name))
@@ -237,12 +245,12 @@ def complete_parts(place: Store) -> None:
         OSError: the place can't be reached.
     """
     there = place.list()
-    batches = {batch for name in there if ".rank" in name and (batch := batch_of(name)) is not None}
+    batches = {batch for name in there if (batch := part_of(name)) is not None}
     for batch in sorted(batches):
         if f"ba{batch}.json" in there:
             continue
         parts = []
-        for name in (name for name in there if batch_of(name) == batch and ".rank" in name):
+        for name in (name for name in there if part_of(name) == batch):
             try:
                 parts.append(Manifest.of(place.read(name)))
             except ValueError:
