@@ -15,6 +15,7 @@ from biphasic.config.architecture import Architecture
 from biphasic.config.checks import architecture_of, nominal_batches
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.load import Config
+from biphasic.config.places import checkpoint_places, folder_of
 from biphasic.config.schema import MLMPhase, PretrainConfig, RampConfig
 from biphasic.config.sources_plan import SourcePlan, describe_sources, plan_sources
 from biphasic.config.timeline import Span, decay_start, learning_rate_factor, spans
@@ -81,7 +82,7 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
     units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
     sources, warnings = plan_sources(config, total)
     return Plan(
-        run=str(Path(config.output) / config.run_name),
+        run=str(folder_of(config)),
         ranks=ranks,
         exact=not units & {"tok", "ep"},
         parameters=None if size is None else _parameters(size),
@@ -175,7 +176,7 @@ def _checkpoints(config: PretrainConfig, size: Architecture | None, total: int |
     every = _batch(config.checkpoint.interval.of(config.max_duration), config)
     count = None if total is None or not every else math.ceil(total / every)
     return {
-        "folder": config.checkpoint.folder or str(Path(config.output) / config.run_name / "checkpoints"),
+        "folder": checkpoint_places(config)[0],
         "every_batches": every,
         "count": count,
         "kept": config.checkpoint.keep if config.checkpoint.keep >= 0 else count,
