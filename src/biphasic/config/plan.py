@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import in_bytes
-from biphasic.config.architecture import Architecture
+from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.checks import architecture_of, nominal_batches
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.load import Config
@@ -199,15 +199,14 @@ def _flops(size: Architecture, laid_out: list[Span], phases: list[PhasePlan], co
 
 
 def _memory(size: Architecture, config: PretrainConfig, ranks: int) -> dict[str, int]:
-    degree = config.parallelism.shard_degree
-    around = {"all": ranks, "node": int(os.environ.get("LOCAL_WORLD_SIZE", ranks))}
-    shards = around.get(str(degree), degree) if config.parallelism.strategy == "fsdp" else 1
-    assert isinstance(shards, int)
+    ours, shards = config.parallelism, 1
+    if ours.strategy == "fsdp":
+        shards = shard_ranks(ours.shard_degree, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     rows = config.global_batch_size // ranks if config.microbatch_size == "auto" else config.microbatch_size
     width = 2 if config.precision == "amp_bf16" else 4
     tokens = rows * config.data.sequence_length
     activations = size.activation_bytes(tokens, width)
-    if config.parallelism.activation_checkpointing:
+    if ours.activation_checkpointing:
         activations //= max(size.layers, 1)
     state = size.state_bytes(shards)
     return {"weights_gradients_optimizer": state, "activations": activations, "microbatch_rows": rows}
