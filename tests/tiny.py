@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -118,6 +119,11 @@ def launch(path: Path, *overrides: str, processes: int = 1) -> subprocess.Comple
     """Its ranks as processes of their own, one thread each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return warm.run([str(path), *overrides], processes, environment)
+
+
+def composer_command(*arguments: str | Path, processes: int = 1) -> list[str]:
+    """Composer's launcher, with so many ranks; `arguments` are a script, or `-m` and a module, and what it is given."""
+    return [str(Path(sys.executable).parent / "composer"), "-n", str(processes), *map(str, arguments)]
 
 
 def losses(folder: Path) -> list[float]:
