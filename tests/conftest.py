@@ -9,11 +9,9 @@ from typing import Any
 
 import pytest
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
 from s3_server import KEY, SECRET, free_port, serve_s3
-from tiny import LENGTH, WORDS, release_streaming, write_rows
+from tiny import content_of, release_streaming, write_rows, write_tokenizer
 
 
 @pytest.fixture(scope="session")
@@ -21,12 +19,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("dataset")
     write_rows(folder / "train", 700, seed=1)
     write_rows(folder / "validation", 60, seed=2)
-    special = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
-    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer")
     return folder
 
 
@@ -47,36 +40,7 @@ def write_yaml(dataset: Path, tmp_path: Path) -> Write:
         local = tmp_path / "data"
         if not local.exists():
             shutil.copytree(dataset, local)
-        content: dict[str, Any] = {
-            "job": "pretrain",
-            "run_name": name,
-            "output": str(tmp_path / "runs"),
-            "seed": 7,
-            "tokenizer": str(local / "tokenizer"),
-            "max_duration": "12ba",
-            "global_batch_size": 8,
-            "microbatch_size": 4,
-            "model": {
-                "vocab_size": WORDS,
-                "hidden_size": 32,
-                "intermediate_size": 48,
-                "num_layers": 2,
-                "num_heads": 4,
-                "num_kv_heads": 2,
-            },
-            "data": {
-                "sequence_length": LENGTH,
-                "train": {"local": str(local / "train")},
-                "num_canonical_nodes": 2,
-                "shuffle_block_size": 64,
-                "num_workers": 0,
-            },
-            "objective": {"phases": [{"name": "clm", "until": "6ba"}, {"name": "mlm", "masking_ratio": 0.4}]},
-            "optimizer": {"lr": 5e-3},
-            "schedule": {"warmup": "3ba", "decay": "4ba"},
-            "checkpoint": {"interval": "1ba"},
-            "logging": {"tensorboard": False, "progress_bar": False},
-        }
+        content = content_of(name, tmp_path / "runs", local)
         for key, value in changes.items():
             at, parts = content, key.split("__")
             for part in parts[:-1]:

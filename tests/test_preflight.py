@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,13 @@ import pytest
 from biphasic.preflight import faults_of, report
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
+from tiny import composer_command
 
 
 def preflight(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [str(Path(sys.executable).parent / "composer"), "-n", str(processes), "-m", "biphasic.preflight"]
+    command = composer_command("-m", "biphasic.preflight", path, *overrides, processes=processes)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run([*command, str(path), *overrides], capture_output=True, text=True, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 
 def test_two_ranks_are_fit(s3: Path, write_yaml: Write) -> None:

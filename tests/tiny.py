@@ -8,6 +8,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ import numpy as np
 import torch
 from streaming import MDSWriter
 from streaming.base.shared.memory import SharedMemory
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 import warm
 from biphasic.checkpointing.manifest import batch_of
@@ -52,6 +55,50 @@ def write_rows(folder: Path, count: int, seed: int) -> None:
             lengths.append(len(document))
 
 
+def write_tokenizer(folder: Path) -> None:
+    """One word for each token of the rows."""
+    special = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
+    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=True))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
+
+
+def content_of(name: str, output: Path, data: Path) -> dict[str, Any]:
+    """A tiny run's YAML; `data` has the folders `train` and `tokenizer`."""
+    return {
+        "job": "pretrain",
+        "run_name": name,
+        "output": str(output),
+        "seed": 7,
+        "tokenizer": str(data / "tokenizer"),
+        "max_duration": "12ba",
+        "global_batch_size": 8,
+        "microbatch_size": 4,
+        "model": {
+            "vocab_size": WORDS,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_kv_heads": 2,
+        },
+        "data": {
+            "sequence_length": LENGTH,
+            "train": {"local": str(data / "train")},
+            "num_canonical_nodes": 2,
+            "shuffle_block_size": 64,
+            "num_workers": 0,
+        },
+        "objective": {"phases": [{"name": "clm", "until": "6ba"}, {"name": "mlm", "masking_ratio": 0.4}]},
+        "optimizer": {"lr": 5e-3},
+        "schedule": {"warmup": "3ba", "decay": "4ba"},
+        "checkpoint": {"interval": "1ba"},
+        "logging": {"tensorboard": False, "progress_bar": False},
+    }
+
+
 def config_of(path: Path, **overrides: Any) -> PretrainConfig:
     found = load(path, [f"{key}={value}" for key, value in overrides.items()])
     assert isinstance(found, PretrainConfig)
@@ -72,6 +119,11 @@ def launch(path: Path, *overrides: str, processes: int = 1) -> subprocess.Comple
     """Its ranks as processes of their own, one thread each."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     return warm.run([str(path), *overrides], processes, environment)
+
+
+def composer_command(*arguments: str | Path, processes: int = 1) -> list[str]:
+    """Composer's launcher, with so many ranks; `arguments` are a script, or `-m` and a module, and what it is given."""
+    return [str(Path(sys.executable).parent / "composer"), "-n", str(processes), *map(str, arguments)]
 
 
 def losses(folder: Path) -> list[float]:

@@ -11,52 +11,22 @@ import sys
 from pathlib import Path
 
 import yaml
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
-from tiny import LENGTH, WORDS, write_rows  # pyright: ignore[reportMissingImports]
+from tiny import content_of, write_rows, write_tokenizer  # pyright: ignore[reportMissingImports]
 
 
 def write(folder: Path, batches: int) -> Path:
     """Rows, tokenizer and YAML, in an empty folder."""
     write_rows(folder / "data" / "train", 700, seed=1)
-    special = ["<|pad|>", "<|bos|>", "<|eos|>", "<|mask|>"]
-    vocabulary = {word: index for index, word in enumerate([*special, *(f"w{i}" for i in range(WORDS - 4))])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="w0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    names = dict(zip(["pad_token", "bos_token", "eos_token", "mask_token"], special, strict=True))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder / "tokenizer")
+    write_tokenizer(folder / "data" / "tokenizer")
     content = {
-        "job": "pretrain",
-        "run_name": "run",
-        "output": str(folder / "runs"),
-        "seed": 7,
-        "tokenizer": str(folder / "tokenizer"),
+        **content_of("run", folder / "runs", folder / "data"),
         "max_duration": f"{batches}ba",
-        "global_batch_size": 8,
-        "microbatch_size": 4,
         "parallelism": {"strategy": "ddp"},
-        "model": {
-            "vocab_size": WORDS,
-            "hidden_size": 32,
-            "intermediate_size": 48,
-            "num_layers": 2,
-            "num_heads": 4,
-            "num_kv_heads": 2,
-        },
-        "data": {
-            "sequence_length": LENGTH,
-            "train": {"local": str(folder / "data" / "train")},
-            "num_canonical_nodes": 2,
-            "shuffle_block_size": 64,
-            "num_workers": 0,
-        },
         "objective": {"phases": [{"name": "mlm", "masking_ratio": 0.4}]},
-        "optimizer": {"lr": 5e-3},
         # No switch, no decay and no interval that would save: the only checkpoint before the last is the preemption's.
         "schedule": {"warmup": "3ba", "decay": "0ba"},
         "checkpoint": {"interval": f"{10 * batches}ba", "keep": 10},
-        "logging": {"tensorboard": False, "progress_bar": False},
     }
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(content))

@@ -21,8 +21,9 @@ from biphasic.amounts import in_bytes
 from biphasic.config.errors import ConfigError, UserError
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.config.places import checkpoint_places, splits_of
 from biphasic.config.schema import PretrainConfig
-from biphasic.storage import is_remote, join, short, store
+from biphasic.storage import is_remote, short, store
 
 _REDUCED = 1 << 25
 """Values in the all-reduce that is timed: 128 MiB of fp32 on a GPU, an eighth of it on a CPU."""
@@ -164,13 +165,9 @@ def _bandwidths(on_gpu: bool) -> tuple[float, float]:
     return speed(mine, local), speed(None, ranks)
 
 
-def _places(config: PretrainConfig) -> str:
-    return config.checkpoint.folder or join(join(config.output, config.run_name), "checkpoints")
-
-
 def _bucket(config: PretrainConfig) -> str:
     """Write, read and delete where the run saves."""
-    place = _places(config)
+    place, _ = checkpoint_places(config)
     name, content = f"preflight-{socket.gethostname()}-{os.getpid()}", os.urandom(1 << 16)
     try:
         there = store(place)
@@ -191,6 +188,8 @@ def _bucket(config: PretrainConfig) -> str:
 
 def _disk(config: PretrainConfig) -> str:
     """Room for the cache of shards and the newest checkpoints."""
+    from composer.utils import dist
+
     from biphasic.config.plan import plan
 
     needs: dict[int, tuple[Path, int]] = {}
@@ -204,10 +203,10 @@ def _disk(config: PretrainConfig) -> str:
     if config.data.cache_limit is not None:
         from streaming.base.util import bytes_to_int
 
-        for stream in (*config.data.streams.values(), *([config.data.validation] if config.data.validation else [])):
+        for stream in splits_of(config.data).values():
             if stream.remote is not None:
                 add(Path(stream.local), bytes_to_int(config.data.cache_limit))
-    found = plan(config, int(os.environ.get("WORLD_SIZE", "1")))
+    found = plan(config, dist.get_world_size())
     if found.parameters is not None:
         # Weights and two moments in fp32; the newest one, and the one that is being written.
         add(Path(config.output), 2 * 12 * found.parameters["total"])
@@ -230,7 +229,7 @@ def _data(config: PretrainConfig) -> str:
 
     tokenizer = load_tokenizer(config.tokenizer)
     conversion_record(config, tokenizer)
-    splits = {**config.data.streams, **({"data.validation": config.data.validation} if config.data.validation else {})}
+    splits = splits_of(config.data)
     for stream in splits.values():
         require_first_shard(stream)
     return f"{len(splits)} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"

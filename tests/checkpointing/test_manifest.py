@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.checkpointing.manifest import Manifest, checkpoints_in, forget, newest, outdated
+from biphasic.checkpointing.manifest import Manifest, batch_of, checkpoints_in, forget, newest, outdated
+from biphasic.checkpointing.uploads import Uploads
 from biphasic.storage import Store, hash_of, store
 from buckets import bucket_for, flip_a_bit
 
@@ -124,15 +125,30 @@ def test_what_is_outdated_goes_manifest_first(tmp_path: Path, monkeypatch: pytes
         write(tmp_path, batch, sharded=True)
     (tmp_path / "ba4.json").unlink()
     place = store(str(tmp_path))
-    assert [one.batch for one in outdated(place, 2)] == [1]
-    assert list(outdated(place, -1)) == []
-    [old] = outdated(place, 2)
+    assert [one.batch for one in outdated(place, place.list(), 2)] == [1]
+    assert list(outdated(place, place.list(), -1)) == []
+    [old] = outdated(place, place.list(), 2)
     forget(old, place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ba2.json", "ba3.json", "ep0-ba2", "ep0-ba3", "ep0-ba4"]
     removed: list[str] = []
     monkeypatch.setattr(type(place), "remove", lambda self, names: removed.extend(names))
-    forget(next(outdated(place, 1)), place)
+    forget(next(outdated(place, place.list(), 1)), place)
     assert removed[0] == "ba2.json"
+
+
+def test_what_is_left_of_an_outdated_one_goes_with_it(tmp_path: Path) -> None:
+    """A dead attempt with more ranks had written more files of it."""
+    for batch in (1, 2, 3):
+        write(tmp_path, batch, sharded=True)
+        (tmp_path / f"ep0-ba{batch}" / "__7_0.distcp").touch()
+    mine = write(tmp_path, 4, sharded=True)
+    mine.run["parts"] = 1
+    (tmp_path / "ba4.json").unlink()
+    uploads = Uploads(tmp_path, str(tmp_path), keep=2, disk_limit=None)
+    uploads.add(mine)
+    assert uploads.drain(10)
+    uploads.close()
+    assert sorted(str(batch_of(name)) for name in store(str(tmp_path)).list()) == list("3333444")
 
 
 def test_a_manifest_there_and_back(tmp_path: Path) -> None:

@@ -19,17 +19,11 @@ from biphasic.checkpointing.manifest import checkpoints_in
 from biphasic.storage import store
 from buckets import bucket_for
 from conftest import Write
-from tiny import ROOT, config_of, losses, train, weights
+from tiny import ROOT, composer_command, config_of, losses, train, weights
 
 
 def start(path: Path, processes: int = 1) -> subprocess.Popen[str]:
-    command = [
-        str(Path(sys.executable).parent / "composer"),
-        "-n",
-        str(processes),
-        str(ROOT / "src" / "main.py"),
-        str(path),
-    ]
+    command = composer_command(ROOT / "src" / "main.py", path, processes=processes)
     # One process computes with as many threads as this one, which it is compared with.
     threads = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
     environment = {**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""}
@@ -58,13 +52,12 @@ def test_no_batch_is_trained_twice(s3: Path, write_yaml: Write, number: signal.S
     folder = whole.parent / "stopped"
     run = start(path)
     wait_for_batch(folder, random.Random(number).randrange(10, 250), run)
-    # As a machine that shuts down do: to every process there is.
-    targets = [run.pid] if number == signal.SIGTERM else [int(line) for line in children(run.pid)]
     if number == signal.SIGTERM:
+        # As a machine that shuts down does: to every process there is.
         os.killpg(run.pid, number)
     else:
-        for target in targets:
-            os.kill(target, number)
+        for child in children(run.pid):
+            os.kill(child, number)
     said = run.communicate(timeout=60)[0]
     assert run.returncode == 75, said[-3000:]
     found = re.search(rf"{number.name}: saved at batch (\d+), ([\d.]+) s after it; status 75", said)
@@ -81,8 +74,8 @@ def test_no_batch_is_trained_twice(s3: Path, write_yaml: Write, number: signal.S
     assert all((weight == theirs[name]).all() for name, weight in ours.items())
 
 
-def children(pid: int) -> list[str]:
-    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def test_two_ranks_of_which_one_is_told(write_yaml: Write) -> None:
@@ -91,7 +84,7 @@ def test_two_ranks_of_which_one_is_told(write_yaml: Write) -> None:
     folder = Path(config_of(path).output) / "two"
     run = start(path, processes=2)
     wait_for_batch(folder, 20, run)
-    os.kill(int(children(run.pid)[1]), signal.SIGTERM)
+    os.kill(children(run.pid)[1], signal.SIGTERM)
     said = run.communicate(timeout=60)[0]
     assert run.returncode == 75, said[-3000:]
     [newest, *_] = checkpoints_in(store(str(folder / "checkpoints")))
@@ -106,7 +99,6 @@ def test_within_a_validation(write_yaml: Write, dataset: Path) -> None:
     expected = losses(train(config_of(write_yaml("whole", **keys))))
     path = write_yaml("stopped", **keys)
     folder = Path(config_of(path).output) / "stopped"
-    environment = {**os.environ, "BIPHASIC_TEST_SIGNAL": "1"}
     code = f"""
 import os, signal, sys
 sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT / "tests")!r}]
@@ -121,7 +113,7 @@ pretrain.callbacks = lambda *a: [Signal(), *old(*a)]
 import main
 sys.exit(main.main([{str(path)!r}]))
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert run.returncode == 75, run.stderr[-3000:]
     assert "saved at batch 10" in run.stdout
     train(config_of(path))

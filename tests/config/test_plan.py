@@ -106,6 +106,20 @@ def test_flops_with_grouped_queries() -> None:
     assert size.flops([1], causal=True, predicted=0) == 3 * (matrices + 4 * 32)
 
 
+def test_memory_by_the_ranks_that_share_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    taken = {}
+    for strategy, degree in (("ddp", "all"), ("fsdp", "all"), ("fsdp", "node"), ("fsdp", 2)):
+        keys = [f"parallelism.strategy={strategy}", f"parallelism.shard_degree={degree}", "microbatch_size=1"]
+        config = load(ROOT / "yamls" / "210m_biphasic.yaml", keys, 16)
+        assert isinstance(config, PretrainConfig)
+        found = plan(config, 16).memory_per_rank
+        assert found is not None
+        taken[degree if strategy == "fsdp" else strategy] = found["weights_gradients_optimizer"]
+    whole = 16 * 310_266_624
+    assert taken == {"ddp": whole, "all": whole // 16, "node": whole // 4, 2: whole // 2}
+
+
 @pytest.mark.parametrize(("shape", "halfway"), [("linear", 0.5), ("1-sqrt", 1 - 0.5**0.5), ("cosine", 0.5)])
 def test_warmup_stable_decay(shape: str, halfway: float) -> None:
     schedule = ScheduleConfig(warmup=Duration(10, "ba"), decay=Duration(0.2, "dur"), decay_shape=shape)  # pyright: ignore

@@ -10,7 +10,6 @@ import os
 import random
 import shutil
 import subprocess
-import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from biphasic.runs import report
 from biphasic.storage import store
 from buckets import bucket_for
 from conftest import Write
-from tiny import ROOT, config_of, launch, losses, weights
+from tiny import ROOT, composer_command, config_of, launch, losses, weights
 
 KILLS = int(os.environ.get("BIPHASIC_KILLS", "3"))
 INTERVAL, SWITCH, DECAY, LAST = 4, 30, 50, 64
@@ -52,17 +51,17 @@ def test_every_chain_of_restarts_is_the_same_run(s3: Path, write_yaml: Write) ->
     place = f"s3://{bucket_for(s3, 'kills')}/killed"
     path = write_yaml("killed", **keys, checkpoint__interval=f"{INTERVAL}ba", checkpoint__folder=place)
     folder = runs / "killed"
-    command = [str(Path(sys.executable).parent / "composer"), "-n", "2", str(ROOT / "tests" / "faults" / "killed.py")]
+    command = composer_command(ROOT / "tests" / "faults" / "killed.py", path, processes=2)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     draw, plan = random.Random(KILLS), moments(KILLS, seed=11)
     for kind, batch in plan:
-        run = subprocess.run([*command, str(path)], env={**environment, "KILL": f"{kind}:{batch}"},
+        run = subprocess.run(command, env={**environment, "KILL": f"{kind}:{batch}"},
                              capture_output=True, text=True, start_new_session=True)  # fmt: skip
         assert run.returncode == -9, f"{kind}:{batch}\n{run.stdout[-2000:]}\n{run.stderr[-3000:]}"
         if draw.random() < 0.5:
             # The next attempt has another machine.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    run = subprocess.run([*command, str(path)], env=environment, capture_output=True, text=True)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr[-3000:]
 
     assert losses(folder) == losses(runs / "whole")

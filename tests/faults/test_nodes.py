@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -15,26 +14,19 @@ import torch
 
 from conftest import Write
 from s3_server import free_port
-from tiny import ROOT, config_of, launch, losses, weights
+from tiny import ROOT, composer_command, config_of, launch, losses, weights
 
 
-def node(number: int, port: int, path: Path, *overrides: str) -> subprocess.Popen[str]:
-    place = ["--world_size", "2", "--node_rank", str(number), "--base_rank", str(number), "-n", "1"]
+def node(number: int, port: int, path: Path) -> subprocess.Popen[str]:
+    place = ["--world_size", "2", "--node_rank", str(number), "--base_rank", str(number)]
     meet = ["--master_addr", "127.0.0.1", "--master_port", str(port)]
     # And shared memory of its own.
     alone = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs tmpfs /dev/shm && exec "$@"', "sh"]
-    command = [
-        *alone,
-        str(Path(sys.executable).parent / "composer"),
-        *place,
-        *meet,
-        str(ROOT / "src" / "main.py"),
-        str(path),
-    ]
     # Each has its own copy of the data, as on two machines.
     local = f"data.train.local={path.parent}/node{number}"
+    command = composer_command(*place, *meet, ROOT / "src" / "main.py", path, local)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.Popen([*command, local, *overrides], env=environment, start_new_session=True,
+    return subprocess.Popen([*alone, *command], env=environment, start_new_session=True,
                             stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)  # fmt: skip
 
 

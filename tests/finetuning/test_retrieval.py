@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +23,7 @@ from biphasic.finetuning.retrieval import info_nce
 from biphasic.finetuning.run import run
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.fresh import from_hf_config
-from tiny import WORDS
+from tiny import WORDS, composer_command
 
 
 def test_info_nce_is_the_full_matrix_s() -> None:
@@ -45,8 +44,7 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
     found = []
     for processes in (1, 2):
         out = tmp_path / f"{processes}.pt"
-        script = Path(__file__).parent / "two_ranks.py"
-        command = [str(Path(sys.executable).parent / "composer"), "-n", str(processes), str(script), str(out)]
+        command = composer_command(Path(__file__).parent / "two_ranks.py", out, processes=processes)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
         outcome = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert out.exists(), outcome.stderr[-2000:]

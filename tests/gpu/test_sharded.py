@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +12,7 @@ import pytest
 import torch
 
 from conftest import Write
-from tiny import ROOT, config_of, keep_checkpoints_up_to, losses, weights
+from tiny import ROOT, composer_command, config_of, keep_checkpoints_up_to, losses, weights
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu
@@ -23,14 +21,8 @@ two = pytest.mark.skipif(GPUS < 2, reason=f"needs 2 GPUs, there are {GPUS}")
 
 
 def run(path: Path, processes: int, *overrides: str) -> None:
-    command = [
-        str(Path(sys.executable).parent / "composer"),
-        "-n",
-        str(processes),
-        str(ROOT / "src" / "main.py"),
-        str(path),
-    ]
-    done = subprocess.run([*command, *overrides], capture_output=True, text=True, env=dict(os.environ))
+    command = composer_command(ROOT / "src" / "main.py", path, *overrides, processes=processes)
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
 
 

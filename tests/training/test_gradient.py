@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import torch
 
 from conftest import Write
+from tiny import composer_command
 
 SCRIPT = Path(__file__).parent / "dump_gradient.py"
 OBJECTIVES = ("clm", "mlm")
 
 
 def launch(out: Path, files: list[Path], processes: int) -> dict[str, torch.Tensor]:
-    command = [str(Path(sys.executable).parent / "composer"), "-n", str(processes), str(SCRIPT), str(out)]
+    command = composer_command(SCRIPT, out, *files, processes=processes)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    run = subprocess.run([*command, *map(str, files)], capture_output=True, text=True, env=environment)
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     found = {}
     for file in files:
         assert (out / f"{file.stem}.pt").exists(), run.stderr[-3000:]

@@ -47,16 +47,15 @@ def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
     """
     stopping, claim, ranks = Stopping(), Claim(place), Together(_PATIENCE)
     stopping.listen()
-    told: list[Any] = [None, None]
+    name, fault = "", None
     try:
         if dist.get_global_rank() == 0:
             try:
-                told[0] = claim.take(dist.get_world_size())
+                name = claim.take(dist.get_world_size())
             except UserError as error:
-                told[1] = str(error)
-        told = ranks.first(told)
-        if told[1] is not None:
-            raise UserError(told[1])
+                fault = str(error)
+        ranks.raise_first(fault)
+        name = ranks.first(name)
         resume = resume_point(place, here, run, ranks)
     except BaseException as error:
         stopping.release()
@@ -64,4 +63,4 @@ def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
         raise
     if dist.get_global_rank() == 0:
         claim.starts_from(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
-    return Attempt(told[0], place, here, claim, stopping, ranks, resume)
+    return Attempt(name, place, here, claim, stopping, ranks, resume)

@@ -61,8 +61,8 @@ class Claim:
             if (found := _read(place)) is not None and found["attempt"] != name:
                 raise UserError(_held(self._place, found))
             if before is not None:
-                _end(place, before, SILENT, until=None)
-            place.write(f"{ATTEMPTS}/{name}.json", as_bytes(about))
+                _remember(place, {**before, "until": None, "reason": SILENT})
+            _remember(place, about)
         except OSError as error:
             raise UserError(f"checkpoint.folder {self._place}: can't be read and written ({short(error)})") from error
         self._mine = about
@@ -76,7 +76,7 @@ class Claim:
             self._mine["from"] = {"batch": batch, "tokens": tokens}
             self.reached(batch, tokens)
             with suppress(OSError):
-                store(self._place).write(f"{ATTEMPTS}/{self._mine['attempt']}.json", as_bytes(self._mine))
+                _remember(store(self._place), self._mine)
 
     def reached(self, batch: int, tokens: int) -> None:
         """Remember how far the attempt is; the next sign of life says it."""
@@ -91,7 +91,7 @@ class Claim:
         self._thread.join()
         try:
             place = store(self._place)
-            _end(place, self._mine, reason, _now())
+            _remember(place, {**self._mine, "until": _now(), "reason": reason})
             if self.lost is None:
                 place.remove([CLAIM])
         except OSError as error:
@@ -140,8 +140,8 @@ def attempts_in(place: Store) -> list[dict[str, Any]]:
     return [{**one, **held} if held is not None and held["attempt"] == one["attempt"] else one for one in found]
 
 
-def _end(place: Store, about: dict[str, Any], reason: str, until: str | None) -> None:
-    place.write(f"{ATTEMPTS}/{about['attempt']}.json", as_bytes({**about, "until": until, "reason": reason}))
+def _remember(place: Store, about: dict[str, Any]) -> None:
+    place.write(f"{ATTEMPTS}/{about['attempt']}.json", as_bytes(about))
 
 
 def _now() -> str:

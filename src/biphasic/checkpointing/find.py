@@ -10,7 +10,6 @@ from composer.utils import dist
 from biphasic.checkpointing.manifest import Manifest, batch_of, bring, newest
 from biphasic.checkpointing.together import Together
 from biphasic.checkpointing.uploads import catch_up, complete_parts
-from biphasic.config.errors import UserError
 from biphasic.config.same_run import differences
 from biphasic.storage import is_remote, short, store
 
@@ -31,23 +30,19 @@ def resume_point(place: str, folder: Path, run: dict[str, Any], ranks: Together)
         UserError: the place can't be read, or not from every machine, or it holds another run's checkpoints alone.
     """
     _store_what_is_left(place, folder, ranks)
-    told: list[Any] = [None, None]
-    others = _Others(run)
+    found, fault, others = None, None, _Others(run)
     if dist.get_global_rank() == 0:
         try:
             complete_parts(store(place))
             found = newest(store(place), folder, others.append_if_foreign)
-            told = [None if found is None else found.as_bytes(), None]
             if found is None and others.names:
-                told[1] = (
+                fault = (
                     f"checkpoint.folder {place}: holds the checkpoints of another run, {others.names[0]}: choose another "
                     "folder, or set run_name to that one's and let what differs be compared"
                 )
         except OSError as error:
-            told = [None, f"checkpoint.folder {place}: can't be read ({short(error)})"]
-    told = ranks.first(told)
-    manifest = None if told[0] is None else Manifest.of(told[0])
-    fault = told[1]
+            fault = f"checkpoint.folder {place}: can't be read ({short(error)})"
+    manifest: Manifest | None = ranks.first(found)
     if manifest is not None and dist.get_local_rank() == 0 and dist.get_global_rank():
         fault = bring(manifest, store(place), folder)
         if fault is not None:
@@ -55,9 +50,7 @@ def resume_point(place: str, folder: Path, run: dict[str, Any], ranks: Together)
                 f"checkpoint.folder {place}: rank {dist.get_global_rank()} can't get {manifest.path} ({fault}); with "
                 "several machines it has to be a bucket, or a folder that all of them see"
             )
-    faults = ranks.all_of(fault)
-    if any(faults):
-        raise UserError(next(fault for fault in faults if fault))
+    ranks.raise_first(fault)
     return manifest
 
 
@@ -70,16 +63,14 @@ class _Others:
     def append_if_foreign(self, manifest: Manifest) -> str | None:
         """Why it is another run's."""
         theirs = manifest.run
-        if theirs["name"] == self.run["name"] or not differences(
-            self._early(theirs["decides"]), self.run["decides"], []
-        ):
+        if theirs["name"] == self.run["name"]:
+            return None
+        # The data's hashes aren't known before the data is opened.
+        early = {key: value for key, value in theirs["decides"].items() if not key.endswith(".index")}
+        if not differences(early, self.run["decides"], []):
             return None
         self.names.append(theirs["name"])
         return f"it is of another run, {theirs['name']}"
-
-    def _early(self, decides: dict[str, Any]) -> dict[str, Any]:
-        # The data's hashes aren't known before the data is opened.
-        return {key: value for key, value in decides.items() if not key.endswith(".index")}
 
 
 def local_copy(path: str | None, folder: Path, ranks: Together) -> str | None:
@@ -98,21 +89,18 @@ def local_copy(path: str | None, folder: Path, ranks: Together) -> str | None:
             fault = bring(Manifest.of(store(parent).read(f"ba{batch}.json")), store(parent), folder / "from")
         except (OSError, ValueError) as error:
             fault = f"{short(error)}; its manifest is ba{batch}.json"
-    faults = ranks.all_of(fault)
-    if any(faults):
-        raise UserError(f"checkpoint {path}: can't be used ({next(fault for fault in faults if fault)})")
+    ranks.raise_first(None if fault is None else f"checkpoint {path}: can't be used ({fault})")
     return str(folder / "from" / name)
 
 
 def _store_what_is_left(place: str, folder: Path, ranks: Together) -> None:
     """What an earlier attempt has written to this machine and could not store; all ranks wait for it."""
-    if is_remote(place):
-        fault = None
-        if dist.get_local_rank() == 0:
-            try:
-                catch_up(folder, store(place))
-            except OSError as error:
-                fault = f"checkpoint.folder {place}: can't be reached ({short(error)})"
-        faults = ranks.all_of(fault)
-        if any(faults):
-            raise UserError(next(fault for fault in faults if fault))
+    if not is_remote(place):
+        return
+    fault = None
+    if dist.get_local_rank() == 0:
+        try:
+            catch_up(folder, store(place))
+        except OSError as error:
+            fault = f"checkpoint.folder {place}: can't be reached ({short(error)})"
+    ranks.raise_first(fault)

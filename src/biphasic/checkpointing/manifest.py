@@ -75,7 +75,7 @@ def checkpoints_in(place: Store) -> list[Found]:
     Raises:
         OSError: the folder can't be listed.
     """
-    return list(_newest_first(place))
+    return list(_newest_first(place, place.list()))
 
 
 def batch_of(name: str) -> int | None:
@@ -84,9 +84,8 @@ def batch_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def _newest_first(place: Store) -> Iterator[Found]:
+def _newest_first(place: Store, there: dict[str, StoredFile]) -> Iterator[Found]:
     """A manifest is read when it is asked for."""
-    there = place.list()
     batches = {batch for name in there if (batch := batch_of(name)) is not None}
     for batch in sorted(batches, reverse=True):
         yield _look(place, there, batch)
@@ -127,7 +126,7 @@ def newest(place: Store, folder: Path, foreign: Callable[[Manifest], str | None]
     Raises:
         OSError: the place can't be listed.
     """
-    for found in _newest_first(place):
+    for found in _newest_first(place, place.list()):
         fault = found.fault
         if found.manifest is not None:
             fault = foreign(found.manifest) or bring(found.manifest, place, folder)
@@ -162,16 +161,16 @@ def forget(manifest: Manifest, place: Store) -> None:
     place.remove(manifest.files)
 
 
-def outdated(place: Store, keep: int) -> Iterator[Manifest]:
-    """The complete checkpoints beyond the newest `keep`, less those that stay; none when `keep` is negative."""
+def outdated(place: Store, there: dict[str, StoredFile], keep: int) -> Iterator[Manifest]:
+    """Of what is `there`, the complete checkpoints beyond the newest `keep`, less those that stay; none when `keep` is
+    negative."""
     if keep >= 0:
-        complete = [found.manifest for found in checkpoints_in(place) if found.manifest is not None]
+        complete = [found.manifest for found in _newest_first(place, there) if found.manifest is not None]
         yield from (one for one in complete[keep:] if not one.run.get("kept"))
 
 
-def orphans(place: Store, before: int) -> list[str]:
+def orphans(there: dict[str, StoredFile], before: int) -> list[str]:
     """Files of checkpoints older than batch `before` that have no manifest: a dead attempt's, never to be finished."""
-    there = place.list()
     return [
         name
         for name in there
@@ -179,9 +178,8 @@ def orphans(place: Store, before: int) -> list[str]:
     ]
 
 
-def newest_batch(place: Store) -> int:
+def newest_batch(there: dict[str, StoredFile]) -> int:
     """Of the newest manifest; -1 when there is none."""
-    there = place.list()
     return max(
         (batch for name in there if (batch := batch_of(name)) is not None and name == f"ba{batch}.json"), default=-1
     )
@@ -190,3 +188,8 @@ def newest_batch(place: Store) -> int:
 def part_name(batch: int, rank: int) -> str:
     """What a rank has stored of a checkpoint that is not complete yet."""
     return f"ba{batch}.rank{rank}.json"
+
+
+def part_of(name: str) -> int | None:
+    """Of which checkpoint a file is a rank's part, by its name; None: it is no part."""
+    return batch_of(name) if ".rank" in name and name.endswith(".json") else None

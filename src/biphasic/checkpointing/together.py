@@ -9,6 +9,8 @@ import torch
 import torch.distributed
 from composer.utils import dist
 
+from biphasic.config.errors import UserError
+
 
 class Together:
     """A gloo group of all ranks, for what must not mix with the training's own collectives nor wait for the device.
@@ -42,6 +44,16 @@ class Together:
     def first(self, value: Any) -> Any:
         """The first rank's value."""
         return self.all_of(value if dist.get_global_rank() == 0 else None)[0]
+
+    def raise_first(self, fault: str | None) -> None:
+        """Stop all ranks when any one has a fault; None: this one has none.
+
+        Raises:
+            UserError: on every rank the same, the fault of the first rank that has one.
+        """
+        faults = [one for one in self.all_of(fault) if one]
+        if faults:
+            raise UserError(faults[0])
 
     def meet(self) -> None:
         """Wait until all ranks are here."""

@@ -12,8 +12,17 @@ from threading import Condition, Thread
 from composer.utils import dist
 
 from biphasic.amounts import in_bytes, in_time
-from biphasic.checkpointing.manifest import Manifest, batch_of, forget, newest_batch, orphans, outdated, part_name
-from biphasic.storage import Store, is_remote, short, store
+from biphasic.checkpointing.manifest import (
+    Manifest,
+    batch_of,
+    forget,
+    newest_batch,
+    orphans,
+    outdated,
+    part_name,
+    part_of,
+)
+from biphasic.storage import Store, StoredFile, is_remote, short, store
 
 _LOOK_EVERY = 0.25
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 30.0
@@ -129,8 +138,13 @@ class Uploads:
             place.write(part_name(mine.batch, rank), mine.as_bytes())
         elif not self._complete(mine, place):
             return False
+        if rank and not is_remote(self._place):
+            return True
+        there = place.list()
+        if not rank:
+            self._tidy(place, there, mine.batch)
         if is_remote(self._place):
-            self._clear_here(newest_batch(place))
+            self._clear_here(newest_batch(there))
         return True
 
     def _complete(self, mine: Manifest, place: Store) -> bool:
@@ -140,9 +154,6 @@ class Uploads:
                 return False
             files |= part.files
         finish(Manifest(mine.batch, mine.path, files, mine.run), place)
-        for old in outdated(place, self._keep):
-            forget(old, place)
-        place.remove(orphans(place, mine.batch))
         return True
 
     def _wait_for(self, place: Store, name: str, mine: Manifest) -> Manifest | None:
@@ -162,6 +173,15 @@ class Uploads:
                     )
                     return None
 
+    def _tidy(self, place: Store, there: dict[str, StoredFile], batch: int) -> None:
+        """Of what is `there`, remove what is outdated or never finished."""
+        for old in outdated(place, there, self._keep):
+            forget(old, place)
+            # What is left of its batch, say of a dead attempt with more ranks, has no manifest now.
+            for name in (old.name, *old.files):
+                del there[name]
+        place.remove(orphans(there, batch))
+
     def _clear_here(self, stored: int) -> None:
         """Of the checkpoints that lie in a bucket, this machine keeps the newest."""
         here, rank = store(str(self._here)), dist.get_global_rank()
@@ -170,8 +190,7 @@ class Uploads:
             still = {name for one in self._jobs for name in one.files}
         gone = [name for name in here.list() if (batch := batch_of(name)) is not None and batch < stored
                 and name not in still and any(mark in name for mark in ours)]  # fmt: skip
-        parts = [part_name(stored, rank)]
-        here.remove(gone + parts)
+        here.remove([*gone, part_name(stored, rank)])
 
 
 def put(mine: Manifest, here: Path, place: Store) -> None:
@@ -200,10 +219,10 @@ def catch_up(here: Path, place: Store) -> None:
     Raises:
         OSError: the place can't be reached.
     """
-    local, stored = store(str(here)), newest_batch(place)
+    local, stored = store(str(here)), newest_batch(place.list())
     for name in local.list():
-        batch = batch_of(name)
-        if batch is None or batch <= stored or ".rank" not in name or not name.endswith(".json"):
+        batch = part_of(name)
+        if batch is None or batch <= stored:
             continue
         try:
             mine = Manifest.of(local.read(name))
@@ -226,12 +245,12 @@ def complete_parts(place: Store) -> None:
         OSError: the place can't be reached.
     """
     there = place.list()
-    batches = {batch for name in there if ".rank" in name and (batch := batch_of(name)) is not None}
+    batches = {batch for name in there if (batch := part_of(name)) is not None}
     for batch in sorted(batches):
         if f"ba{batch}.json" in there:
             continue
         parts = []
-        for name in (name for name in there if batch_of(name) == batch and ".rank" in name):
+        for name in (name for name in there if part_of(name) == batch):
             try:
                 parts.append(Manifest.of(place.read(name)))
             except ValueError:

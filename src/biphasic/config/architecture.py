@@ -1,4 +1,4 @@
-"""What an encoder of given dimensions costs: parameters, FLOPs, bytes. Plain arithmetic."""
+"""What an encoder of given dimensions costs: parameters, FLOPs, bytes, and how many ranks share them. Plain arithmetic."""
 
 from __future__ import annotations
 
@@ -95,6 +95,17 @@ class Architecture:
         """
         per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
         return tokens * self.layers * per_layer * bytes_per_value
+
+
+def shard_ranks(degree: int | str, ranks: int, ranks_of_a_machine: int) -> int:
+    """How many ranks hold the model once among them.
+
+    Args:
+        degree: `parallelism.shard_degree`: a number of ranks, `all` or `node`.
+        ranks: of the run.
+        ranks_of_a_machine: those on one machine.
+    """
+    return {"all": ranks, "node": ranks_of_a_machine}[degree] if isinstance(degree, str) else degree
 
 
 # EuroBERT's vocabulary (Llama 3's), untied head. 210m and 610m: the paper's appendix, table 1, and EuroBERT's public code;

@@ -11,11 +11,11 @@ from biphasic.config.checks_data import conversion_problems, tasks_problems
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
+from biphasic.config.places import splits_of
 from biphasic.config.schema import DataConfig, MLMPhase, ModelConfig, PretrainConfig, RampConfig
 from biphasic.config.tasks import TasksConfig
 from biphasic.config.timeline import spans
 
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _DIMENSIONS = ("hidden_size", "intermediate_size", "num_layers", "num_heads")
 _ONLY_NEW = (
     *_DIMENSIONS,
@@ -326,8 +326,7 @@ def _mix(config: PretrainConfig) -> Found:
 def _folders(data: DataConfig) -> Found:
     """Each split and stream unpacks its shards, of the same names, in its own folder."""
     taken: dict[str, str] = {}
-    validation = {} if data.validation is None else {"data.validation": data.validation}
-    for key, stream in {**data.streams, **validation}.items():
+    for key, stream in splits_of(data).items():
         place = normpath(stream.local)
         if place in taken:
             message = f"expected another folder than {taken[place]}"

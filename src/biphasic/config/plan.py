@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import in_bytes
-from biphasic.config.architecture import Architecture
+from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.checks import architecture_of, nominal_batches
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.load import Config
+from biphasic.config.places import checkpoint_places, folder_of
 from biphasic.config.schema import MLMPhase, PretrainConfig, RampConfig
 from biphasic.config.sources_plan import SourcePlan, describe_sources, plan_sources
 from biphasic.config.timeline import Span, decay_start, learning_rate_factor, spans
@@ -81,7 +82,7 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
     units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
     sources, warnings = plan_sources(config, total)
     return Plan(
-        run=str(Path(config.output) / config.run_name),
+        run=str(folder_of(config)),
         ranks=ranks,
         exact=not units & {"tok", "ep"},
         parameters=None if size is None else _parameters(size),
@@ -175,7 +176,7 @@ def _checkpoints(config: PretrainConfig, size: Architecture | None, total: int |
     every = _batch(config.checkpoint.interval.of(config.max_duration), config)
     count = None if total is None or not every else math.ceil(total / every)
     return {
-        "folder": config.checkpoint.folder or str(Path(config.output) / config.run_name / "checkpoints"),
+        "folder": checkpoint_places(config)[0],
         "every_batches": every,
         "count": count,
         "kept": config.checkpoint.keep if config.checkpoint.keep >= 0 else count,
@@ -199,10 +200,9 @@ def _flops(size: Architecture, laid_out: list[Span], phases: list[PhasePlan], co
 
 
 def _memory(size: Architecture, config: PretrainConfig, ranks: int) -> dict[str, int]:
-    degree = config.parallelism.shard_degree
-    around = {"all": ranks, "node": int(os.environ.get("LOCAL_WORLD_SIZE", ranks))}
-    shards = around.get(str(degree), degree) if config.parallelism.strategy == "fsdp" else 1
-    assert isinstance(shards, int)
+    ours, shards = config.parallelism, 1
+    if ours.strategy == "fsdp":
+        shards = shard_ranks(ours.shard_degree, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     rows = config.global_batch_size // ranks if config.microbatch_size == "auto" else config.microbatch_size
     width = 2 if config.precision == "amp_bf16" else 4
     tokens = rows * config.data.sequence_length

@@ -23,6 +23,7 @@ from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
+from biphasic.config.places import folder_of
 from biphasic.config.schema import ScheduleConfig
 from biphasic.export.card import finetuned_card
 from biphasic.export.write import export_encoder
@@ -110,7 +111,7 @@ def run(config: FinetuneConfig) -> Path:
     Raises:
         UserError: the model or the data can't be used.
     """
-    folder = Path(config.output) / config.run_name
+    folder = folder_of(config)
     dist.initialize_dist(get_device(None))
     mark = _fingerprint(config)
     if (folder / RECORD).is_file():

@@ -12,7 +12,7 @@ from composer.utils.parallelism import FSDP2Config, FSDPConfig
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from biphasic.config.architecture import Architecture
+from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.errors import UserError
 from biphasic.config.schema import PretrainConfig
 from biphasic.training.gloo import average_on_gloo
@@ -121,8 +121,7 @@ def save_sharded(state: Any) -> None:
 def _mesh(config: PretrainConfig) -> tuple[int, int]:
     """Copies of the model, and ranks that hold one."""
     ranks, degree = dist.get_world_size(), config.parallelism.shard_degree
-    shards = {"all": ranks, "node": dist.get_local_world_size()}.get(str(degree), degree)
-    assert isinstance(shards, int)
+    shards = shard_ranks(degree, ranks, dist.get_local_world_size())
     if ranks % shards:
         raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
     if shards < ranks and not torch.cuda.is_available():

@@ -25,6 +25,7 @@ from biphasic.config.checks import architecture_of
 from biphasic.config.durations import Duration
 from biphasic.config.errors import RankLost, UserError, is_lost_rank
 from biphasic.config.load import dump
+from biphasic.config.places import checkpoint_places, folder_of
 from biphasic.config.records import record_of
 from biphasic.config.same_run import deciding, differences
 from biphasic.config.schema import LoggingConfig, PretrainConfig
@@ -38,7 +39,7 @@ from biphasic.model.checkpoint import require_plain
 from biphasic.model.kernels import recomputed
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
-from biphasic.storage import is_remote, join, short
+from biphasic.storage import join, short
 from biphasic.training import microbatch
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import set_up
@@ -64,7 +65,7 @@ def run(config: PretrainConfig) -> Path:
             rank has ended.
     """
     dist.initialize_dist(get_device(None))
-    attempt = begin(*_places(config), {"name": config.run_name, "decides": deciding(config)})
+    attempt = begin(*checkpoint_places(config), {"name": config.run_name, "decides": deciding(config)})
     trainer = None
     try:
         trainer = prepare(config, attempt)
@@ -91,18 +92,6 @@ def run(config: PretrainConfig) -> Path:
         raise
     attempt.end("finished")
     return folder_of(config)
-
-
-def folder_of(config: PretrainConfig) -> Path:
-    """Where a run writes."""
-    return Path(config.output) / config.run_name
-
-
-def _places(config: PretrainConfig) -> tuple[str, Path]:
-    """Where the run saves, and this machine's folder of checkpoints."""
-    here = folder_of(config) / "checkpoints"
-    place = config.checkpoint.folder or str(here)
-    return place, here if is_remote(place) else Path(place)
 
 
 def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
