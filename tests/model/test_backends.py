@@ -152,3 +152,18 @@ def test_no_backend_lets_a_token_see_what_it_must_not(backend: str) -> None:
                 for t in (tokens, changed)
             )
         assert ((one - other).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
+
+
+def test_pytorch_s_kernels_are_called_as_they_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on GPUs only, on the meta device, which checks arguments and gives shapes."""
+    from biphasic.model import varlen
+
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    query, key = (torch.empty(64, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
+    cuts = torch.empty(4, dtype=torch.int32, device="meta")
+    for causal, window in ((True, -1), (False, -1), (False, 5), (True, 5)):
+        given = (cuts, 64, causal, 0.25, window)
+        out, logsumexp = varlen._forward._init_fn(query, key, key, *given)
+        assert (out.shape, logsumexp.shape, logsumexp.dtype) == (query.shape, (4, 64), torch.float32)
+        found = varlen._backward._init_fn(out, query, key, key, out, logsumexp, *given)
+        assert [x.shape for x in found] == [query.shape, key.shape, key.shape]

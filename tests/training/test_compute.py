@@ -13,9 +13,9 @@ from biphasic.config.architecture import PRESETS
 from biphasic.config.errors import UserError
 from biphasic.config.schema import ComputeConfig
 from biphasic.model import attention, kernels
+from biphasic.model.fitting import even, largest
 from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.training.compute import set_up
-from biphasic.training.microbatch import even, largest
 from conftest import Write
 from tiny import config_of, losses, train
 

@@ -61,7 +61,7 @@ def _backward(
     if not query.is_cuda:
         return _one_by_one_backward(grad, query, key, value, cu_seqlens, causal, scale, window)
     # Without dropout, the kernel reads no random state.
-    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    state = torch.empty(2, dtype=torch.uint64, device=query.device)
     found = torch.ops.aten._flash_attention_backward(  # pyright: ignore[reportCallIssue]
         grad.contiguous(), query, key, value, out, logsumexp, cu_seqlens, cu_seqlens, longest, longest, 0.0, causal, state,
         torch.empty(0, device=query.device), scale=scale, window_size_left=window,

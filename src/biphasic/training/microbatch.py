@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,48 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 from biphasic.config.errors import UserError
 from biphasic.config.schema import PretrainConfig
 from biphasic.data.streaming import Batch
+from biphasic.model.fitting import even, largest, peak_bytes, room_bytes
 
 FILE = "microbatch.json"
-_ROOM = 0.94
-"""Of a GPU's memory, the share that is planned with; the rest is for fragments."""
-
-
-def largest(measure: Callable[[int], float | None], most: int, room: float) -> int:
-    """The largest number of rows whose peak stays within `room`, up to `most`.
-
-    Memory grows linearly with rows, nearly: two measurements give a line, and the line the next number to measure, until
-    that is no more than a twentieth away.
-
-    Args:
-        measure: bytes at the peak of training on so many rows; None where they didn't fit.
-        most: rows.
-        room: bytes.
-
-    Raises:
-        UserError: not even one row fits.
-    """
-    peak = measure(1)
-    if peak is None or peak > room:
-        raise UserError("microbatch_size: not one row fits this GPU's memory: set parallelism.strategy: fsdp, or "
-                        "compute.activation_checkpointing: all")  # fmt: skip
-    fits, limit, rows = 1, most, min(4, most)
-    while rows > fits:
-        found = measure(rows)
-        slope = None if found is None else (found - peak) / (rows - fits)
-        if found is None or found > room:
-            limit = rows - 1
-            rows = (fits + rows) // 2 if not slope else min(fits + int((room - peak) / slope), limit)
-            continue
-        fits, peak = rows, found
-        rows = limit if not slope or slope < 0 else min(fits + int((room - peak) / slope), limit)
-        if rows < most and rows < fits * 1.05:
-            break
-    return fits
-
-
-def even(most: int, fit: int) -> int:
-    """Rows of a microbatch, of at most `fit`, that cut `most` into as few and as even ones as can be."""
-    return math.ceil(most / math.ceil(most / fit))
 
 
 def find(trainer: Trainer, config: PretrainConfig, folder: Path) -> int:
@@ -77,10 +36,7 @@ def find(trainer: Trainer, config: PretrainConfig, folder: Path) -> int:
         return even(most, known)
     if dist.get_global_rank() == 0:
         print(f"microbatch_size: auto: measuring how many of {most} rows fit the GPU (a minute or two, once)")
-    device = torch.cuda.current_device()
-    free, total = torch.cuda.mem_get_info()
-    taken_by_others = total - free - torch.cuda.memory_reserved(device)
-    room = _agreed(_ROOM * total - taken_by_others - _missing_moments(trainer), "MIN")
+    room = _agreed(room_bytes() - _missing_moments(trainer), "MIN")
     fit = largest(lambda rows: _measure(trainer, config, rows), most, room)
     if dist.get_global_rank() == 0:
         print(f"microbatch_size: auto: {fit} rows fit, batches are cut into microbatches of {even(most, fit)}")
@@ -130,30 +86,23 @@ def _missing_moments(trainer: Trainer) -> float:
 def _measure(trainer: Trainer, config: PretrainConfig, rows: int) -> float | None:
     """Bytes at the peak of a forward and backward pass over `rows` rows, on the rank that takes most."""
     state, length = trainer.state, config.data.sequence_length
-    model, ranks = state.model, dist.get_world_size()
-    sharded = state.fsdp_config is not None
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
-    peak, error = float("inf"), None
+    model = state.model
     # Ranks of DDP don't need one another for this; in FSDP, one that has no room leaves the others waiting.
     alone = model.no_sync if isinstance(model, DistributedDataParallel) else torch.enable_grad
-    try:
+
+    def work() -> None:
         with alone():
             for _ in range(2):  # the second with gradients to add to
                 with get_precision_context(state.precision, state.precision_config):
                     total, _ = model(_rows(rows, length, config))
                 total.backward()
-        torch.cuda.synchronize()
-        peak = torch.cuda.max_memory_allocated()
-    except torch.cuda.OutOfMemoryError as found:
-        error = found
+
+    peak = peak_bytes(work)
     for optimizer in state.optimizers:
         optimizer.zero_grad(set_to_none=True)
-    if error is not None and sharded and ranks > 1:
-        raise UserError(f"microbatch_size: auto: {rows} rows didn't fit; set a number") from error
-    error = None  # its traceback holds the tensors
-    worst = _agreed(peak, "MAX")
+    if peak is None and state.fsdp_config is not None and dist.get_world_size() > 1:
+        raise UserError(f"microbatch_size: auto: {rows} rows didn't fit; set a number")
+    worst = _agreed(float("inf") if peak is None else peak, "MAX")
     return None if worst == float("inf") else worst
 
 

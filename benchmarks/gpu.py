@@ -1,0 +1,355 @@
+"""Training on one GPU against what it can do: largest microbatch, tokens/s, MFU and peak memory of the paper's three sizes.
+
+    PYTHONPATH=src python benchmarks/gpu.py [--sizes 1b 210m 610m] [--seconds 380]
+
+Needs this repository, PyTorch (2.7 or newer) and transformers (4.57 or newer), and nothing else of what Biphasic needs.
+Without a CUDA device it says so and ends. Every step is a real one: bf16 with fp32 weights, packed documents, the loss of
+the phase, clipping, fused AdamW, over `STEP_ROWS` rows in microbatches. MFU counts the documents' tokens (no padding), the
+pairs that attention looks at, and the logits that are computed, over the dense peak of the data sheet; beside it stand the
+rates of a large matrix product and a large copy in the same run. Results are written after each measurement, to
+results/gpu-NAME.{json,md}, so that a run that is cut short leaves what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_report import Report
+from torch import Tensor
+
+from biphasic.config.architecture import PRESETS, Architecture
+from biphasic.model import kernels
+from biphasic.model.attention import BACKENDS, installed
+from biphasic.model.device import dense_peak
+from biphasic.model.fitting import even, largest, peak_bytes, room_bytes
+from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.segments import Segments
+from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+
+RESULTS = Path(__file__).parent / "results"
+LENGTH = 2048
+STEP_ROWS = 48
+"""Rows of a step: the paper's batch (1,152 rows of 2,048) over 24 GPUs."""
+MEAN_DOCUMENT = 1000
+"""Tokens of a document, roughly FineWeb-Edu's mean; log-normal, cut where a row ends."""
+MASKING_RATIO = 0.4
+PHASES = ("clm", "mlm")
+
+
+@dataclass(frozen=True)
+class Ways:
+    """How the layers are computed."""
+
+    compile: bool = True
+    attention: str = "auto"
+    loss: str = "compiled"
+    packing: str = "documents"
+    """`documents`; `whole`: each row one segment; `padded`: each row one document and padding, as a collator makes it."""
+
+
+def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]], list[int]]:
+    """Segments of each row, which fill it, and how many tokens of each row are documents'."""
+    if packing == "whole":
+        return [[LENGTH]] * rows, [LENGTH] * rows
+    generator = torch.Generator().manual_seed(seed)
+
+    def document() -> int:
+        spread = 1.0
+        length = math.exp(
+            math.log(MEAN_DOCUMENT) - spread**2 / 2 + spread * float(torch.randn((), generator=generator))
+        )
+        return max(16, round(length))
+
+    found: list[list[int]] = []
+    real: list[int] = []
+    for _ in range(rows):
+        if packing == "padded":
+            length = min(document(), LENGTH)
+            found.append([length, LENGTH - length] if length < LENGTH else [length])
+            real.append(length)
+            continue
+        lengths: list[int] = []
+        while (left := LENGTH - sum(lengths)) > 0:
+            lengths.append(min(document(), left))
+        found.append(lengths)
+        real.append(LENGTH)
+    return found, real
+
+
+def batch_of(size: Architecture, phase: str, lengths: list[list[int]], real: list[int], device: str) -> dict[str, Any]:
+    """Rows of random tokens as inputs and targets of a phase."""
+    rows = len(lengths)
+    generator = torch.Generator(device=device).manual_seed(1)
+    tokens = torch.randint(16, size.vocab_size, (rows, LENGTH), generator=generator, device=device)
+    owners = [torch.repeat_interleave(torch.arange(1, len(row) + 1), torch.tensor(row)) for row in lengths]
+    segment_ids = torch.stack(owners).to(device)
+    for row, count in enumerate(real):
+        segment_ids[row, count:] = 0
+    if phase == "clm":
+        inputs, targets = tokens, clm_targets(tokens, segment_ids)
+    else:
+        inputs, targets = mlm_inputs_and_targets(
+            tokens, segment_ids, torch.arange(rows, device=device), Vocabulary(size.vocab_size, 3, (0, 1, 2, 3)),
+            seed=0, epoch=0, masking_ratio=MASKING_RATIO,
+        )  # fmt: skip
+    return {"inputs": inputs, "targets": targets, "lengths": lengths, "predicted": int((targets >= 0).sum())}
+
+
+class Trained:
+    """A model in one way of computing, its optimizer, and steps of it."""
+
+    def __init__(self, size: Architecture, ways: Ways, device: str):
+        self.size, self.ways, self.device = size, ways, device
+        self.model: LanguageModel = from_hf_config(llama_config(size, LENGTH), seed=0, device=device)
+        self.model.loss_kernel = ways.loss
+        if ways.compile:
+            kernels.compile_layers(self.model.backbone)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True
+        )
+
+    def backward(self, batch: dict[str, Any], first: int, rows: int) -> Tensor:
+        """Add the gradients of some of a batch's rows; returns the summed loss."""
+        inputs, targets = (batch[name][first : first + rows].flatten() for name in ("inputs", "targets"))
+        lengths = [length for row in batch["lengths"][first : first + rows] for length in row]
+        segments = Segments.of(lengths, inputs.device, LENGTH, self.ways.attention)
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            total, _ = self.model(inputs, targets, segments, batch["phase"] == "clm")
+        (total / batch["predicted"]).backward()
+        return total.detach()
+
+    def step(self, batch: dict[str, Any], rows: int) -> Tensor:
+        """One optimizer step over a batch, in microbatches of `rows`."""
+        total = torch.zeros((), device=self.device)
+        for first in range(0, len(batch["lengths"]), rows):
+            total += self.backward(batch, first, rows)
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return total / batch["predicted"]
+
+    def fit(self, phase: str, most: int) -> int:
+        """The largest number of rows that a microbatch can have."""
+
+        def measure(rows: int) -> float | None:
+            batch = {**batch_of(self.size, phase, *row_lengths(rows, self.ways.packing), self.device), "phase": phase}
+            found = peak_bytes(lambda: [self.backward(batch, 0, rows) for _ in range(2)])
+            self.optimizer.zero_grad(set_to_none=True)
+            return found
+
+        moments = 0 if self.optimizer.state else 8 * sum(p.numel() for p in self.model.parameters())
+        return largest(measure, most, room_bytes() - moments)
+
+
+def synchronize(device: str) -> None:
+    """Wait until the device has done what it was told."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def measure(trained: Trained, phase: str, rows: int, peak: float | None, steps: int = 4) -> dict[str, Any]:
+    """Speed and memory of whole steps: the median of `steps`, after two that compile and warm up."""
+    lengths, real = row_lengths(STEP_ROWS, trained.ways.packing)
+    batch = {**batch_of(trained.size, phase, lengths, real, trained.device), "phase": phase}
+    begin = time.perf_counter()
+    first = float(trained.step(batch, rows))
+    warm = time.perf_counter() - begin
+    trained.step(batch, rows)
+    synchronize(trained.device)
+    if trained.device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    seconds = []
+    for _ in range(steps):
+        begin = time.perf_counter()
+        last = trained.step(batch, rows)
+        synchronize(trained.device)
+        seconds.append(time.perf_counter() - begin)
+    median = statistics.median(seconds)
+    # Of a padded row, the padding is a segment that nobody wants.
+    wanted = [row[: 1 if trained.ways.packing == "padded" else None] for row in lengths]
+    flops = trained.size.flops([n for row in wanted for n in row], phase == "clm", batch["predicted"])
+    return {
+        "microbatch_rows": rows,
+        "step_rows": STEP_ROWS,
+        "step_seconds": seconds,
+        "first_step_seconds": warm,
+        "tokens_per_second": sum(real) / median,
+        "flops_per_second": flops / median,
+        "mfu": None if peak is None else flops / median / peak,
+        "peak_bytes": torch.cuda.max_memory_allocated() if trained.device == "cuda" else None,
+        "loss_first_and_last": [first, float(last)],
+        "segments_per_row": sum(len(row) for row in lengths) / len(lengths),
+    }
+
+
+KINDS = (
+    ("attention", ("flash", "fmha", "flex", "varlen", "attention")),
+    ("matrix products", ("gemm", "nvjet", "cutlass", "wgmma", "matmul", "_mm_")),
+    ("optimizer", ("adam", "multi_tensor", "foreach")),
+    ("compiled elementwise and norms", ("triton",)),
+)
+
+
+def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
+    """Where a step's time goes on the device: shares by kind of kernel, the dozen longest kernels, and idle time."""
+    from torch.profiler import ProfilerActivity
+    from torch.profiler import profile as record
+
+    batch = {
+        **batch_of(trained.size, phase, *row_lengths(STEP_ROWS, trained.ways.packing), trained.device),
+        "phase": phase,
+    }
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
+        begin = time.perf_counter()
+        trained.step(batch, rows)
+        synchronize(trained.device)
+        wall = time.perf_counter() - begin
+    times: dict[str, float] = {}
+    for event in found.key_averages():
+        # Kernels, not the operators that call them, whose time is theirs.
+        if str(getattr(event, "device_type", "")).endswith("CUDA"):
+            spent = getattr(event, "self_device_time_total", None) or getattr(event, "self_cuda_time_total", 0)
+            times[event.key] = times.get(event.key, 0.0) + spent / 1e6
+    kinds: dict[str, float] = {}
+    for name, spent in times.items():
+        kind = next((k for k, parts in KINDS if any(part in name.lower() for part in parts)), "other")
+        kinds[kind] = kinds.get(kind, 0.0) + spent
+    busy = sum(times.values())
+    longest = sorted(times.items(), key=lambda item: -item[1])[:12]
+    return {
+        "wall_seconds": wall,
+        "share_of_wall": {**{kind: spent / wall for kind, spent in kinds.items()}, "idle": max(0.0, 1 - busy / wall)},
+        "longest_kernels": [{"name": name[:120], "share_of_wall": spent / wall} for name, spent in longest],
+    }
+
+
+def roofline(device: str, side: int = 8192, copied: int = 2 << 30) -> dict[str, float]:
+    """FLOP/s of a large bf16 matrix product of random numbers, bytes/s (read and written) of a large copy."""
+
+    def median(work: Callable[[], object]) -> float:
+        for _ in range(3):
+            work()
+        found = []
+        for _ in range(10):
+            synchronize(device)
+            begin = time.perf_counter()
+            work()
+            synchronize(device)
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found)
+
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    source = torch.randn(copied // 4, device=device)
+    target = torch.empty_like(source)
+    return {
+        "matrix_product_flops_per_second": 2 * side**3 / median(lambda: a @ b),
+        "copy_bytes_per_second": 2 * copied / median(lambda: target.copy_(source)),
+    }
+
+
+def main() -> None:
+    """Measure, and write the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=["1b", "210m", "610m"], choices=list(PRESETS))
+    parser.add_argument("--seconds", type=float, default=380, help="no new measurement begins after so many")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("make bench-gpu: skipped, there is no CUDA device")
+        return
+    name = torch.cuda.get_device_name()
+    report = Report(given.results, name, time.monotonic() + given.seconds)
+    print(f"{name}: about {given.seconds / 60:.0f} minutes, into {report.path}.md and .json", flush=True)
+    report.note("machine", about())
+    report.note("roofline", roofline("cuda"))
+    peak = dense_peak(name, torch.bfloat16)
+    report.note("dense_peak", peak)
+    for size in given.sizes:
+        one_size(report, size, peak)
+    for size in given.sizes[:2]:
+        variants(report, size, peak)
+    report.write()
+    print(report.markdown())
+
+
+def one_size(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
+    """The size's largest microbatch, and both phases with it, and profiles. In the first way of computing that works."""
+    size = PRESETS[name]
+    for ways in (Ways(), Ways(attention="flex"), Ways(loss="chunked"), Ways(compile=False, loss="chunked")):
+        if not report.time_left():
+            return
+        trained = None
+        with report.attempt(f"{name} {ways}") as attempt:
+            trained = Trained(size, ways, device)
+            rows = even(STEP_ROWS, trained.fit("clm", STEP_ROWS)) if device == "cuda" else STEP_ROWS
+            for phase in PHASES:
+                report.add(name, phase, ways, measure(trained, phase, rows, peak))
+            for phase in PHASES:
+                if report.time_left():
+                    report.profiled(name, phase, profile(trained, phase, rows))
+        del trained
+        free()
+        if attempt.worked:
+            return
+
+
+def variants(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
+    """The same size in other ways, CLM, with the microbatch that was found."""
+    best = report.best(name, "clm")
+    if best is None:
+        return
+    others = [Ways(packing="whole"), Ways(packing="padded"), Ways(compile=False, loss="chunked")]
+    others += [Ways(attention=one) for one in BACKENDS if one != "mask" and installed(one)]
+    for ways in others:
+        if not report.time_left():
+            return
+        trained = None
+        with report.attempt(f"{name} {ways}"):
+            trained = Trained(PRESETS[name], ways, device)
+            # What isn't compiled keeps more for the backward pass.
+            rows = best["microbatch_rows"] if ways.compile else max(1, best["microbatch_rows"] // 2)
+            report.add(name, "clm", ways, measure(trained, "clm", rows, peak, steps=3))
+        del trained
+        free()
+
+
+def free() -> None:
+    """Forget compiled code and cached memory."""
+    gc.collect()
+    torch._dynamo.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def about() -> dict[str, Any]:
+    """Device and versions."""
+    import transformers
+
+    properties = torch.cuda.get_device_properties(0)
+    return {
+        "device": properties.name,
+        "memory_gib": round(properties.total_memory / 2**30, 1),
+        "cuda": torch.version.cuda,  # pyright: ignore[reportAttributeAccessIssue]
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "attention_backends": [one for one in BACKENDS if installed(one)],
+        "date": datetime.now(UTC).date().isoformat(),
+    }
+
+
+if __name__ == "__main__":
+    main()
