@@ -9,7 +9,8 @@ READY := $(VENV)/.ready
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test faults test-slurm lint bench-data bench-saving lock clean
+.PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+	bench-gpu lock clean
 
 env: $(READY)
 
@@ -50,6 +51,26 @@ bench-data: env
 # About five minutes. Writes benchmarks/results/saving.*.
 bench-saving: env
 	$(BIN)/python benchmarks/saving.py --stretches 4 --steps 10
+
+# The trainer over the barest correct loop, on this machine's cores.
+bench-train: env
+	$(BIN)/python benchmarks/train.py
+
+# The trainer over Hugging Face's, padded and packed.
+bench-peers: env
+	$(BIN)/python benchmarks/peers.py
+
+# What the loss takes in memory, with and without logits.
+bench-loss: env
+	$(BIN)/python benchmarks/loss_memory.py
+
+# One and two ranks over the barest loop's.
+bench-scaling: env
+	$(BIN)/python benchmarks/scaling.py
+
+# Within 8 minutes on one GPU. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
+bench-gpu:
+	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
 
 # Resolves again; needed when pyproject.toml changes.
 lock: env
