@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed
+from torch.distributed.fsdp import fully_shard
 
 from biphasic.config.architecture import Architecture
 from biphasic.training import parallel
@@ -68,6 +70,33 @@ def test_a_monolithic_start(write_yaml: Write) -> None:
     refused = launch(write_yaml("mixed", data__num_canonical_nodes=4, parallelism__strategy="ddp"))
     assert refused.returncode == 2
     assert "parallelism.strategy: ddp can't load" in refused.stderr
+
+
+def test_compiled_and_recomputed_layers_that_are_sharded(write_yaml: Write) -> None:
+    keys: dict[str, Any] = {
+        "checkpoint__interval": "100ba",
+        "objective__phases": [{"name": "clm"}],
+        "max_duration": "8ba",
+    }
+    computing = {"compile": True, "activation_checkpointing": [1]}
+    for name, more in (("plain", {"data__num_canonical_nodes": 4}), ("compiled", {**FSDP, "compute": computing})):
+        run = launch(write_yaml(name, **keys, **more), processes=1 + (name == "compiled"))
+        assert run.returncode == 0, run.stderr[-3000:]
+        assert name == "plain" or "layers compiled (1 computed again)" in run.stdout
+    runs = Path(config_of(write_yaml("plain", **keys)).output)
+    assert close(losses(runs / "compiled"), losses(runs / "plain"))
+
+
+def test_a_layer_gathers_the_next_one_s_weights() -> None:
+    """FSDP2's forward prefetch, of all layers but the last."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        layers = [fully_shard(torch.nn.Linear(2, 2)) for _ in range(3)]
+        parallel.prefetch([*layers, torch.nn.Linear(2, 2)])
+        following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
+        assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_the_first_weights_are_the_same(write_yaml: Write) -> None:
