@@ -200,3 +200,29 @@ def test_a_branch_of_a_trunk_in_a_bucket(s3: Path, write_yaml: Write) -> None:
         train(config_of(write_yaml("other", **keys, schedule={**decay, "decay_from": place})))
     with pytest.raises(UserError, match=r"its manifest is ba9.json"):
         train(config_of(write_yaml("none", **keys, schedule={**decay, "decay_from": place.replace("ba8", "ba9")})))
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "gone"),
+    [(0, 0, {"__0_0.distcp", ".metadata", "__4_0.distcp", "__7_1.distcp"}), (1, 1, {"__1_0.distcp"}),
+     (4, 0, {"__0_0.distcp", "__1_0.distcp", ".metadata", "__4_0.distcp", "__7_1.distcp"})],
+)  # fmt: skip
+def test_a_machine_keeps_nothing_that_a_start_brought(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int, local: int, gone: set[str]
+) -> None:
+    """Machines of two ranks; the checkpoint was of eight. Each rank clears its own, the first what is nobody's here."""
+    from biphasic.checkpointing import uploads
+
+    files = {"__0_0.distcp", "__1_0.distcp", "__4_0.distcp", "__7_1.distcp", ".metadata"}
+    for batch in (3, 5):
+        folder = tmp_path / f"ep0-ba{batch}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("x")
+    for name, value in {"get_global_rank": rank, "get_local_rank": local, "get_local_world_size": 2}.items():
+        monkeypatch.setattr(uploads.dist, name, lambda value=value: value)
+    ours = uploads.Uploads(tmp_path, "s3://elsewhere/run", 1, None)
+    ours._clear_here(5)
+    left = {path.name for path in (tmp_path / "ep0-ba3").iterdir()} if (tmp_path / "ep0-ba3").exists() else set()
+    assert files - left == gone
+    assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files

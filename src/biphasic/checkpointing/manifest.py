@@ -185,6 +185,12 @@ def newest_batch(there: dict[str, StoredFile]) -> int:
     )
 
 
+def rank_of(name: str) -> int:
+    """Which rank wrote a checkpoint's file; what the run has once is the first one's."""
+    match = re.search(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$", name)
+    return 0 if match is None else int(next(number for number in match.groups() if number is not None))
+
+
 def part_name(batch: int, rank: int) -> str:
     """What a rank has stored of a checkpoint that is not complete yet."""
     return f"ba{batch}.rank{rank}.json"

@@ -21,6 +21,7 @@ from biphasic.checkpointing.manifest import (
     outdated,
     part_name,
     part_of,
+    rank_of,
 )
 from biphasic.storage import Store, StoredFile, is_remote, short, store
 
@@ -183,13 +184,17 @@ class Uploads:
         place.remove(orphans(there, batch))
 
     def _clear_here(self, stored: int) -> None:
-        """Of the checkpoints that lie in a bucket, this machine keeps the newest."""
-        here, rank = store(str(self._here)), dist.get_global_rank()
-        ours = (f"__{rank}_", f"-rank{rank}.pt", f".rank{rank}.json", *((".metadata",) if rank == 0 else ()))
+        """Of the checkpoints that lie in a bucket, this machine keeps the newest.
+
+        Each rank removes its own files; a machine's first one also what a start brought of ranks that aren't here.
+        """
+        here, rank, local = store(str(self._here)), dist.get_global_rank(), dist.get_local_rank()
+        neighbours = range(rank - local, rank - local + dist.get_local_world_size())
         with self._changed:
             still = {name for one in self._jobs for name in one.files}
         gone = [name for name in here.list() if (batch := batch_of(name)) is not None and batch < stored
-                and name not in still and any(mark in name for mark in ours)]  # fmt: skip
+                and name not in still
+                and ((owner := rank_of(name)) == rank or (local == 0 and owner not in neighbours))]  # fmt: skip
         here.remove([*gone, part_name(stored, rank)])
 
 
