@@ -62,7 +62,7 @@ bench-peers: env
 
 # What the loss takes in memory, with and without logits.
 bench-loss: env
-	$(BIN)/python benchmarks/loss_memory.py
+	$(BIN)/python benchmarks/loss_memory.py --width 128
 
 # One and two ranks over the barest loop's.
 bench-scaling: env

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from tables import save
+from workload import write_tokenizer
 
 sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
@@ -50,7 +51,7 @@ def _run(folder: Path, place: str, stretches: int, steps: int, width: int) -> di
 
     last = 2 * stretches * steps
     write_rows(folder / "train", 8 * (last + 2))
-    _tokenizer(folder / "tokenizer")
+    write_tokenizer(folder / "tokenizer", 1 << 16)
     # A save at the first step of every second stretch; the last one is the run's end.
     saves = [f"{(2 * at + 1) * steps}ba" for at in range(stretches)]
     content = {
@@ -102,15 +103,6 @@ def _copies(size: int, count: int) -> list[float]:
         target.copy_(source)
         found.append(time.perf_counter() - start)
     return found
-
-
-def _tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    names = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
-    words = {word: at for at, word in enumerate([*names.values(), *(f"w{at}" for at in range((1 << 16) - 4))])}
-    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, "w0")), **names).save_pretrained(folder)
 
 
 def _bucket(folder: Path) -> tuple[Any, str]:

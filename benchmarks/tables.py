@@ -20,7 +20,7 @@ def machine() -> dict[str, Any]:
         (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
     )
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    packages = ("torch", "tokenizers", "mosaicml-streaming", "pyarrow", "ray")
+    packages = ("torch", "transformers", "tokenizers", "mosaicml", "mosaicml-streaming", "pyarrow", "ray")
     return {
         "processor": model,
         "cores": len(os.sched_getaffinity(0)),
@@ -30,8 +30,26 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save(name: str, title: str, command: str, header: list[str], rows: list[list[str]], numbers: dict[str, Any]) -> str:
-    """Write `results/NAME.json` and `results/NAME.md`; returns the Markdown."""
+def save(
+    name: str,
+    title: str,
+    command: str,
+    header: list[str],
+    rows: list[list[str]],
+    numbers: dict[str, Any],
+    note: str | None = None,
+) -> str:
+    """Write `results/NAME.json` and `results/NAME.md`; returns the Markdown.
+
+    Args:
+        name: of the files.
+        title: the page's.
+        command: that was run.
+        header: the table's first line.
+        rows: the table's others.
+        numbers: everything measured, for the JSON.
+        note: what was measured, a paragraph above the table.
+    """
     about, date = machine(), datetime.now(UTC).date().isoformat()
     table = [header, ["---", *["---:"] * (len(header) - 1)], *rows]
     lines = [
@@ -40,6 +58,8 @@ def save(name: str, title: str, command: str, header: list[str], rows: list[list
         f"`{command}`, {date}: " + ", ".join(f"{key} {value}" for key, value in about.items()),
         "",
     ]
+    if note is not None:
+        lines += [note, ""]
     text = "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in table)]) + "\n"
     RESULTS.mkdir(exist_ok=True)
     content = {"title": title, "command": command, "date": date, "machine": about, **numbers}

@@ -38,6 +38,29 @@ def test_the_first_batch_of_a_phase_is_the_one_that_the_plan_names(write_yaml: W
     assert [entries[b].get("objective/masking_ratio") for b in (0, 3, 6, 7)] == [0.4, None, 0.5, pytest.approx(0.4)]
 
 
+def test_each_batch_is_trained_with_its_own_rate(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the optimizer steps with, and what is logged, is the schedule's rate at that batch; after a resume too."""
+    rates: list[float] = []
+    step = torch.optim.AdamW.step
+
+    def spy(self: torch.optim.AdamW, *given: object, **named: object) -> object:
+        rates.append(self.param_groups[0]["lr"])
+        return step(self, *given, **named)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", spy)
+    path = write_yaml(schedule={"warmup": "3ba", "decay": "4ba"}, checkpoint__interval="1ba")
+    folder = train(config_of(path))
+    expected = [0, 1 / 3, 2 / 3, 1, 1, 1, 1, 1, 1, 3 / 4, 2 / 4, 1 / 4]
+    assert rates == pytest.approx([5e-3 * factor for factor in expected])
+    logged = [entry["lr-AdamW/group0"] for entry in read_metrics(folder / "metrics.jsonl")]
+    assert logged == rates
+    keep_checkpoints_up_to(folder, 9)
+    rates.clear()
+    train(config_of(path))
+    # Loading makes PyTorch take a step of its own, at rate 0.
+    assert rates[-3:] == pytest.approx([5e-3 * factor for factor in expected[9:]])
+
+
 def test_tokens_are_those_really_seen(write_yaml: Write) -> None:
     """A phase that ends after 1,000 tokens ends with the batch that reaches them; padding does not count."""
     phases = [{"name": "clm", "until": "1000tok"}, {"name": "mlm"}]

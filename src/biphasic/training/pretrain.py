@@ -146,9 +146,11 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         eval_dataloader=evaluators(config, ranks, stopping),
         max_duration=str(config.max_duration),
         optimizers=optimizer,
-        schedulers=WarmupStableDecay(config.schedule, config.max_duration),
-        step_schedulers_every_batch=True,
-        algorithms=[schedule, gradients],
+        algorithms=[
+            WarmupStableDecay(config.schedule, config.max_duration, config.optimizer.lr),
+            schedule,
+            gradients,
+        ],
         # The saver comes before the agreement to stop, for which it may have a reason.
         callbacks=[*callbacks(config, model, data), saver, stopping],
         loggers=loggers(config.logging, folder, config.run_name),

@@ -1,0 +1,208 @@
+"""The other side of `peers.py`: models and Trainer of Hugging Face, as run_clm.py and run_mlm.py put them together."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from datasets import Dataset
+from torch import Tensor, nn
+from transformers import (
+    DataCollatorForLanguageModeling,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaModel,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from workload import EOS, MASKING_RATIO, PHASES, SPECIAL, Shape, documents, feed_forward
+
+
+class MaskedLlama(nn.Module):
+    """Llama's backbone seen from both sides, and a head over all positions, as Hugging Face's ForMaskedLM classes have it.
+
+    transformers 4.57's Llama looks back only unless it is given a whole mask, or, where nothing is padded, its layers are
+    told and the mask is all ones; the latter is faster.
+    """
+
+    def __init__(self, config: LlamaConfig):
+        super().__init__()
+        self.model = LlamaModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        nn.init.normal_(self.lm_head.weight, std=config.initializer_range)
+        for layer in self.model.layers:
+            layer.self_attn.is_causal = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        """Loss (mean over the positions with a label, nats) and logits.
+
+        Args:
+            input_ids: int64 [batch, length].
+            attention_mask: [batch, length], 0 at padding.
+            labels: int64 [batch, length], -100 where nothing is predicted.
+        """
+        seen = attention_mask
+        if not bool(attention_mask.all()):
+            seen = attention_mask.bool()[:, None, None, :].expand(-1, 1, input_ids.shape[1], -1)
+        hidden = self.model(input_ids=input_ids, attention_mask=seen, use_cache=False).last_hidden_state
+        logits = self.lm_head(hidden)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def llama(shape: Shape) -> LlamaConfig:
+    """The configuration of ours, with Hugging Face's sdpa attention."""
+    return LlamaConfig(
+        vocab_size=shape.vocabulary,
+        hidden_size=shape.width,
+        intermediate_size=feed_forward(shape.width),
+        num_hidden_layers=shape.layers,
+        num_attention_heads=shape.heads,
+        max_position_embeddings=shape.length,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=False,
+        pad_token_id=None,
+        bos_token_id=None,  # pyright: ignore[reportArgumentType]
+        eos_token_id=EOS,
+        attn_implementation="sdpa",
+    )
+
+
+def samples(way: str, shape: Shape) -> tuple[list[np.ndarray], int]:
+    """Token ids of each sample, and samples in a microbatch of about as many real tokens as ours has.
+
+    Args:
+        way: `padded`, a document a sample, cut off at the row's length; `packed`, all documents joined and cut into rows.
+        shape: of the documents and rows.
+    """
+    found = documents(shape)
+    if way == "packed":
+        joined = np.concatenate(found)
+        rows = [joined[at : at + shape.length] for at in range(0, len(joined) - shape.length + 1, shape.length)]
+        return rows, shape.microbatch
+    cut = [one[: shape.length] for one in found]
+    mean = sum(map(len, cut)) / len(cut)
+    return cut, max(1, round(shape.microbatch * shape.length / mean))
+
+
+class _Clock(TrainerCallback):
+    """When the first step begins, and when each ends."""
+
+    def __init__(self) -> None:
+        self.began = 0.0
+        self.ends: list[float] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.began = self.began or time.time()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.ends.append(time.time())
+
+
+class _Collator:
+    """Hugging Face's collator; remembers the real tokens of each microbatch."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, phase: str):
+        masks: dict[str, Any] = {"mlm": False}
+        if phase == "mlm":
+            # Always the mask token, as ours.
+            masks = {"mlm_probability": MASKING_RATIO, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
+        self.collate = DataCollatorForLanguageModeling(tokenizer, **masks)
+        self.tokens: list[int] = []
+
+    def __call__(self, chosen: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = dict(self.collate(chosen))
+        # The collator for CLM leaves it in.
+        batch.pop("special_tokens_mask", None)
+        self.tokens.append(int(batch["attention_mask"].sum()))
+        return batch
+
+
+def train(phase: str, way: str, folder: Path, shape: Shape) -> dict[str, Any]:
+    """One phase, from fresh weights.
+
+    Args:
+        phase: `clm` or `mlm`.
+        way: `padded` or `packed`.
+        folder: with the tokenizer; the Trainer's own folder is made in it.
+        shape: what is trained.
+
+    Returns:
+        `began` (the first step) and `ends` (of each), seconds since the epoch; the real `tokens` of each step; `losses`,
+        the one mean over all steps that the Trainer reports.
+    """
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
+    rows, size = samples(way, shape)
+    # Columns as run_clm.py and run_mlm.py have them.
+    columns = {
+        "input_ids": [row.tolist() for row in rows],
+        "attention_mask": [[1] * len(row) for row in rows],
+        "special_tokens_mask": [(row < len(SPECIAL)).astype(int).tolist() for row in rows],
+    }
+    torch.manual_seed(shape.seed)
+    clock, collator, accumulated = _Clock(), _Collator(tokenizer, phase), shape.rows // shape.microbatch
+    arguments = TrainingArguments(
+        output_dir=str(folder / "trainer"),
+        use_cpu=True,
+        max_steps=shape.steps,
+        per_device_train_batch_size=size,
+        gradient_accumulation_steps=accumulated,
+        optim="adamw_torch",
+        learning_rate=5e-4,
+        adam_beta1=0.9,
+        adam_beta2=0.95,
+        adam_epsilon=1e-5,
+        weight_decay=0.1,
+        max_grad_norm=1.0,
+        lr_scheduler_type="constant_with_warmup",
+        warmup_steps=2,
+        seed=shape.seed,
+        save_strategy="no",
+        logging_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+    trainer = Trainer(
+        model=LlamaForCausalLM(llama(shape)) if phase == "clm" else MaskedLlama(llama(shape)),
+        args=arguments,
+        train_dataset=Dataset.from_dict(columns),
+        data_collator=collator,
+        callbacks=[clock],
+    )
+    mean = trainer.train().training_loss
+    # The loader reads a microbatch ahead; the order is the steps'.
+    tokens = [sum(collator.tokens[at : at + accumulated]) for at in range(0, shape.steps * accumulated, accumulated)]
+    return {"began": clock.began, "ends": clock.ends, "tokens": tokens, "losses": [mean]}
+
+
+def run(way: str, folder: Path, out: Path) -> None:
+    """Both phases in this process; writes the fields of `workload.Run` but `started` to `out`.
+
+    Args:
+        way: `padded` or `packed`.
+        folder: what `workload.prepare` wrote.
+        out: the JSON file.
+    """
+    # Whoever has CUDA or a launcher's variables around: one process on the CPU.
+    os.environ.pop("WORLD_SIZE", None)
+    shape = Shape(**json.loads((folder / "shape.json").read_text(encoding="utf-8")))
+    whole: dict[str, Any] = {}
+    for phase in PHASES:
+        found = train(phase, way, folder, shape)
+        if not whole:
+            whole = found
+            continue
+        # What lies between the phases (another model, another Trainer) belongs to no step.
+        between = found["began"] - whole["ends"][-1]
+        whole["ends"] += [end - between for end in found["ends"]]
+        whole["tokens"] += found["tokens"]
+        whole["losses"] += found["losses"]
+    out.write_text(json.dumps(whole), encoding="utf-8")
