@@ -75,7 +75,7 @@ def read_metrics(path: str | Path) -> list[dict[str, Any]]:
             entry = json.loads(line)
         except json.JSONDecodeError:
             continue
-        # A validation's line follows its batch's line and adds to it; a batch trained again begins anew.
-        again = "loss/train/total" in entry
-        found[entry["batch"]] = entry if again else {**found.get(entry["batch"], {}), **entry}
+        # A validation's line follows its batch's line and adds to it, but not its time; a batch trained again begins anew.
+        before = {} if "loss/train/total" in entry else found.get(entry["batch"], {})
+        found[entry["batch"]] = {**before, **entry, "time": before.get("time", entry["time"])}
     return [found[batch] for batch in sorted(found)]
