@@ -124,7 +124,9 @@ def test_a_compiled_run_with_recomputed_layers_is_the_same_run(
 
 
 @pytest.mark.parametrize("most", [1, 2, 6, 12, 48, 96, 288])
-@pytest.mark.parametrize(("fixed", "row"), [(1.0, 0.4), (5.0, 2.3), (20.0, 0.11), (20.0, 28.2), (60.0, 30.0), (3.0, 90.0)])
+@pytest.mark.parametrize(
+    ("fixed", "row"), [(1.0, 0.4), (5.0, 2.3), (20.0, 0.11), (20.0, 28.2), (60.0, 30.0), (3.0, 90.0)]
+)
 def test_the_largest_microbatch_is_found_by_a_few_measurements(most: int, fixed: float, row: float) -> None:
     """Memory is a line, with a little more at the first rows; beyond the device's 140 nothing fits."""
     room, calls = 131.0, []
