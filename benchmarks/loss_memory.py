@@ -29,7 +29,7 @@ SPARE = 1 << 30
 
 
 def measure(
-    tokens: list[int], vocabulary: int, width: int, repeats: int = 1, limit: int | None = None
+    tokens: list[int], vocabulary: int, width: int, repeats: int = 1, limit: int | None = None, threads: int = 2
 ) -> dict[str, Any]:
     """Every point, in turn.
 
@@ -39,6 +39,7 @@ def measure(
         width: of the hidden states.
         repeats: of each point; memory's largest and time's smallest count.
         limit: bytes that a point's process may allocate; default the machine's free memory, but for `SPARE`.
+        threads: of each.
 
     Returns:
         `points`: for each objective and number of tokens, `ours` and `full`: `bytes` and `seconds`, or null where it
@@ -50,7 +51,7 @@ def measure(
             point: dict[str, Any] = {"phase": phase, "tokens": count}
             for kind in KINDS:
                 say(f"{phase}, {count} tokens, {kind}")
-                made = [_apart(kind, phase, count, vocabulary, width, limit) for _ in range(repeats)]
+                made = [_apart(kind, phase, count, vocabulary, width, limit, threads) for _ in range(repeats)]
                 fits = [one for one in made if one is not None]
                 point[kind] = None
                 if len(fits) == repeats:
@@ -64,13 +65,14 @@ def measure(
 
 
 def _apart(
-    kind: str, phase: str, tokens: int, vocabulary: int, width: int, limit: int | None
+    kind: str, phase: str, tokens: int, vocabulary: int, width: int, limit: int | None, threads: int
 ) -> dict[str, float] | None:
     """One point in a process of its own; None when it doesn't fit."""
     command = [sys.executable, __file__, "--point", kind, phase, *map(str, (tokens, vocabulary, width))]
     if limit is not None:
         command += ["--limit", str(limit)]
-    run = subprocess.run(command, capture_output=True, text=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
     if run.returncode == 0:
         return json.loads(run.stdout.splitlines()[-1])
     # Negative: the kernel ended it, for want of memory.
@@ -150,8 +152,7 @@ def main() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (most, most))
         print(json.dumps(point(kind, phase, *map(int, sizes))))
         return
-    os.environ["OMP_NUM_THREADS"] = str(given.threads)
-    found = measure(given.tokens, given.vocabulary, given.width, given.repeats, given.limit)
+    found = measure(given.tokens, given.vocabulary, given.width, given.repeats, given.limit, given.threads)
     header, rows = table(found)
     note = (
         f"Width {given.width}, vocabulary {given.vocabulary:,}, fp32, {given.threads} threads, forward and backward; bytes "

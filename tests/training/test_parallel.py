@@ -89,14 +89,18 @@ def test_compiled_and_recomputed_layers_that_are_sharded(write_yaml: Write) -> N
 
 def test_a_layer_gathers_the_next_one_s_weights() -> None:
     """FSDP2's forward prefetch, of all layers but the last."""
-    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    # A run in this process may have made a group already.
+    own = not torch.distributed.is_initialized()
+    if own:
+        torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         layers = [fully_shard(torch.nn.Linear(2, 2)) for _ in range(3)]
         parallel.prefetch([*layers, torch.nn.Linear(2, 2)])
         following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
         assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
     finally:
-        torch.distributed.destroy_process_group()
+        if own:
+            torch.distributed.destroy_process_group()
 
 
 def test_the_first_weights_are_the_same(write_yaml: Write) -> None:
