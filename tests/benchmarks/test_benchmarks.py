@@ -194,7 +194,7 @@ def test_memory_of_the_loss_and_what_does_not_fit(results: Path, monkeypatch: py
 def test_points_fail_loudly() -> None:
     """What is no lack of memory is no point left out."""
     with pytest.raises(RuntimeError, match="ended with"):
-        module("loss_memory")._apart("neither", "clm", 8, 16, 8, None)
+        module("loss_memory")._apart("neither", "clm", 8, 16, 8, None, threads=1)
 
 
 def test_a_failed_run_says_why() -> None:
