@@ -20,6 +20,7 @@ from typing import Any
 
 from tables import save
 from workload import (
+    Agreement,
     Disagreement,
     Run,
     Shape,
@@ -30,7 +31,6 @@ from workload import (
     prepare,
     rates,
     raw,
-    require_same,
     shape_of,
     take_turns,
 )
@@ -57,8 +57,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     """
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary), shape)
-        first: list[Run] = []
-        differences: list[float] = []
+        agreed = Agreement()
 
         def maker(name: str) -> Callable[[int], Run]:
             what, ranks, strategy = WAYS[name]
@@ -69,9 +68,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
                     run = bare(path, run_name, shape, ranks)
                 else:
                     run = ours(path, run_name, shape, ranks, f"parallelism.strategy={strategy}")
-                first.append(run)
-                differences.append(require_same(first[0], run, f"the bare loop and {what}"))
-                return run
+                return agreed(run, f"the bare loop and {what}")
 
             return make
 
@@ -82,7 +79,7 @@ def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     return {
         "shape": vars(shape),
         "rounds": rounds,
-        "largest_difference_of_losses": max(differences),
+        "largest_difference_of_losses": agreed.largest,
         "rates": found,
         "over_bare": {
             name: speed[name] / speed[f"bare_{ranks}"] for name, (_, ranks, strategy) in WAYS.items() if strategy

@@ -22,6 +22,7 @@ from typing import Any
 from tables import save
 from workload import (
     PHASES,
+    Agreement,
     Disagreement,
     Run,
     Shape,
@@ -32,7 +33,6 @@ from workload import (
     prepare,
     rates,
     raw,
-    require_same,
     shape_of,
     take_turns,
 )
@@ -53,20 +53,12 @@ def measure(shape: Shape, rounds: int, seed: int | None = None) -> dict[str, Any
     """
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary), shape)
-        differences: list[float] = []
-        first: list[Run] = []
-
-        def checked(run: Run) -> Run:
-            # Against the first run, at once: nobody should wait for rounds that mean nothing.
-            first.append(run)
-            differences.append(require_same(first[0], run, "Biphasic and the bare loop"))
-            return run
-
+        agreed, what = Agreement(), "Biphasic and the bare loop"
         runs = take_turns(
             rounds,
             {
-                "ours": lambda turn: checked(ours(path, f"ours-{turn}", shape)),
-                "bare": lambda turn: checked(bare(path, f"bare-{turn}", shape, seed=seed)),
+                "ours": lambda turn: agreed(ours(path, f"ours-{turn}", shape), what),
+                "bare": lambda turn: agreed(bare(path, f"bare-{turn}", shape, seed=seed), what),
             },
         )
     found = {name: rates(made, shape) for name, made in runs.items()}
@@ -74,7 +66,7 @@ def measure(shape: Shape, rounds: int, seed: int | None = None) -> dict[str, Any
     return {
         "shape": vars(shape),
         "rounds": rounds,
-        "largest_difference_of_losses": max(differences),
+        "largest_difference_of_losses": agreed.largest,
         "rates": found,
         "ratios": {
             phase: found["ours"][phase]["tokens_per_second"] / found["bare"][phase]["tokens_per_second"]

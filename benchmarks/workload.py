@@ -335,6 +335,26 @@ def require_same(one: Run, other: Run, what: str) -> float:
     return largest
 
 
+class Agreement:
+    """Compares each run's losses with the first run's, as soon as it is there: nobody should wait for rounds that mean
+    nothing."""
+
+    def __init__(self) -> None:
+        self.largest = 0.0
+        """Difference so far, in nats."""
+        self._first: Run | None = None
+
+    def __call__(self, run: Run, what: str) -> Run:
+        """The run, if it trains the same.
+
+        Raises:
+            Disagreement: it doesn't.
+        """
+        self._first = self._first or run
+        self.largest = max(self.largest, require_same(self._first, run, what))
+        return run
+
+
 def rates(runs: list[Run], shape: Shape) -> dict[str, dict[str, float]]:
     """For each phase, over the timed steps of all rounds: the median of a step's seconds, and real tokens a second at it.
 

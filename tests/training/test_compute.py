@@ -157,7 +157,7 @@ def test_microbatches_are_even(most: int, fit: int, rows: int) -> None:
     assert even(most, fit) == rows
 
 
-def test_a_microbatch_is_remembered_for_the_same_circumstances(write_yaml: Write, tmp_path: Path) -> None:
+def test_a_microbatch_is_remembered_for_the_same_circumstances(tmp_path: Path) -> None:
     from biphasic.training import microbatch
 
     file = tmp_path / microbatch.FILE

@@ -10,14 +10,14 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.version import hip
 
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, seen
 from biphasic.model.varlen import varlen_attention
 
 NAME = "biphasic"
@@ -25,6 +25,18 @@ BACKENDS = ("flash3", "flash2", "varlen", "flex", "sdpa", "mask")
 """`flash3`, `flash2`: the packages flash-attn-3 and flash-attn. `varlen`: PyTorch's own flash kernels. `flex`: PyTorch's
 FlexAttention. `sdpa`: PyTorch's dense attention, a segment at a time, or all at once where they are equally long. `mask`:
 the same with a mask of all tokens by all tokens, the reference in tests."""
+
+
+class _How(NamedTuple):
+    """What a layer asks of a backend: `window` 0 is none."""
+
+    scale: float
+    dropout: float
+    causal: bool
+    window: int
+    softcap: float | None
+
+
 _HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -130,22 +142,22 @@ def attention(
     # Under autocast, rotary positions and norms may have left queries and keys in fp32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    window = sliding_window or 0
+    how = _How(scale, dropout, is_causal, sliding_window or 0, softcap)
     backend = segments.attention
     if (backend in ("varlen", "flex") and dropout) or (backend == "varlen" and softcap is not None):
         raise ValueError(f"attention {backend} has no {'dropout' if dropout else 'softcap'}: choose another, or auto")
     if backend == "varlen":
         q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        found = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, is_causal, scale, window - 1)
+        found = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, is_causal, scale, how.window - 1)
         return found[None], None
     if backend == "flex":
         from biphasic.model.flex import flex
 
-        return flex(query, key, value, segments.block_masks[window], scale, softcap).transpose(1, 2), None
+        return flex(query, key, value, segments.block_masks[how.window], scale, softcap).transpose(1, 2), None
     if backend in ("flash2", "flash3"):
-        return _flash(backend, query, key, value, segments, scale, dropout, is_causal, window, softcap), None
+        return _flash(backend, query, key, value, segments, how), None
     compute = _masked if backend == "mask" else _by_segment
-    return compute(query, key, value, segments, scale, dropout, is_causal, window, softcap).transpose(1, 2), None
+    return compute(query, key, value, segments, how).transpose(1, 2), None
 
 
 @functools.cache
@@ -160,90 +172,49 @@ def _flash_kernel(backend: str) -> Callable[..., Any]:
 # These are kernels of their own whatever surrounds them, and `lengths` differ in every batch: a compiled layer ends before
 # them and begins again behind them.
 @torch.compiler.disable
-def _flash(
-    backend: str,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    dropout: float,
-    causal: bool,
-    window: int,
-    softcap: float | None,
-) -> Tensor:
+def _flash(backend: str, query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: _How) -> Tensor:
+    longest = max(segments.lengths)
     found = _flash_kernel(backend)(
         *(x[0].transpose(0, 1) for x in (query, key, value)),
         cu_seqlens_q=segments.cu_seqlens,
         cu_seqlens_k=segments.cu_seqlens,
-        max_seqlen_q=max(segments.lengths),
-        max_seqlen_k=max(segments.lengths),
-        softmax_scale=scale,
-        causal=causal,
-        window_size=(window - 1, window - 1),
-        softcap=softcap or 0.0,
-        **({"dropout_p": dropout} if backend == "flash2" else {}),
+        max_seqlen_q=longest,
+        max_seqlen_k=longest,
+        softmax_scale=how.scale,
+        causal=how.causal,
+        window_size=(how.window - 1, how.window - 1),
+        softcap=how.softcap or 0.0,
+        **({"dropout_p": how.dropout} if backend == "flash2" else {}),
     )
     # Some versions of flash-attn-3 give the normalisers too.
     return (found[0] if isinstance(found, tuple) else found)[None]
 
 
 @torch.compiler.disable
-def _by_segment(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    dropout: float,
-    causal: bool,
-    window: int,
-    softcap: float | None,
-) -> Tensor:
+def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: _How) -> Tensor:
     key, value = _for_each_query_head(query, key, value)
     if segments.uniform:
         length = segments.lengths[0]
         rows = [x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value)]
-        found = _dense(rows[0], rows[1], rows[2], scale, dropout, causal, window, softcap)
-        return found.transpose(0, 1).flatten(1, 2)[None]
+        return _dense(rows[0], rows[1], rows[2], how).transpose(0, 1).flatten(1, 2)[None]
     lengths = list(segments.lengths)
     pieces = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([_dense(q, k, v, scale, dropout, causal, window, softcap) for q, k, v in pieces], dim=2)
+    return torch.cat([_dense(q, k, v, how) for q, k, v in pieces], dim=2)
 
 
-def _dense(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    scale: float,
-    dropout: float,
-    causal: bool,
-    window: int,
-    softcap: float | None,
-) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
     """Segments of one length, [segments, heads, length, head_dim] each."""
     length = query.shape[2]
-    if softcap is None and not 0 < window < length:
-        return F.scaled_dot_product_attention(query, key, value, None, dropout, causal, scale=scale)
-    return _scored(query, key, value, _seen(length, causal, window, query.device), scale, dropout, softcap)
+    if how.softcap is None and not 0 < how.window < length:
+        return F.scaled_dot_product_attention(query, key, value, None, how.dropout, how.causal, scale=how.scale)
+    return _scored(query, key, value, seen(length, how.causal, how.window, query.device), how)
 
 
 @torch.compiler.disable
-def _masked(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    segments: Segments,
-    scale: float,
-    dropout: float,
-    causal: bool,
-    window: int,
-    softcap: float | None,
-) -> Tensor:
+def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: _How) -> Tensor:
     key, value = _for_each_query_head(query, key, value)
-    seen = _seen(query.shape[2], causal, window, query.device)
-    seen &= segments.owner[:, None] == segments.owner[None, :]
-    return _scored(query, key, value, seen, scale, dropout, softcap)
+    together = segments.owner[:, None] == segments.owner[None, :]
+    return _scored(query, key, value, together & seen(query.shape[2], how.causal, how.window, query.device), how)
 
 
 def _for_each_query_head(query: Tensor, *others: Tensor) -> Iterable[Tensor]:
@@ -251,20 +222,11 @@ def _for_each_query_head(query: Tensor, *others: Tensor) -> Iterable[Tensor]:
     return others if groups == 1 else [x.repeat_interleave(groups, dim=1) for x in others]
 
 
-def _seen(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return seen & (distance.abs() < window) if window else seen
-
-
-def _scored(
-    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, scale: float, dropout: float, softcap: float | None
-) -> Tensor:
-    if softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, seen, dropout, scale=scale)
-    scores = softcap * torch.tanh(query @ key.transpose(2, 3) * scale / softcap)
-    weights = F.dropout(scores.masked_fill(~seen, float("-inf")).float().softmax(-1).to(query.dtype), dropout)
+def _scored(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: _How) -> Tensor:
+    if how.softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, mask, how.dropout, scale=how.scale)
+    scores = how.softcap * torch.tanh(query @ key.transpose(2, 3) * how.scale / how.softcap)
+    weights = F.dropout(scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(query.dtype), how.dropout)
     return weights @ value
 
 

@@ -9,7 +9,6 @@ products can be compiled, so that it reads the logits twice or three times and w
 from __future__ import annotations
 
 import functools
-import importlib.util
 from collections.abc import Callable
 from typing import Any
 
@@ -27,7 +26,7 @@ _GPU_SHARE = 1 / 64
 """Of a GPU's memory that a chunk's logits take. A small chunk costs time: each adds to the head's whole gradient."""
 
 
-def choose_kernel(asked: str, device: str, compiling: bool, softcap: float | None) -> str:
+def choose_kernel(asked: str, compiling: bool, softcap: float | None, liger: bool) -> str:
     """The kernel asked for, or with `auto` ours, and liger-kernel's on a GPU where it is installed and nothing is compiled.
 
     liger-kernel cuts the logits into an eighth to a hundredth of the pieces' size that ours does, and adds to the head's
@@ -35,9 +34,9 @@ def choose_kernel(asked: str, device: str, compiling: bool, softcap: float | Non
 
     Args:
         asked: `auto`, or one of `KERNELS`.
-        device: type of the device.
         compiling: whether the layers are compiled.
         softcap: of the logits.
+        liger: whether liger-kernel is installed, and a GPU for it.
 
     Raises:
         ValueError: liger-kernel's was asked for, with a softcap.
@@ -46,8 +45,7 @@ def choose_kernel(asked: str, device: str, compiling: bool, softcap: float | Non
         raise ValueError("liger-kernel's loss is wrong for models that squash their logits")
     if asked != "auto" or compiling:
         return "compiled" if asked == "auto" else asked
-    liger = device == "cuda" and softcap is None and importlib.util.find_spec("liger_kernel") is not None
-    return "liger" if liger else "chunked"
+    return "liger" if liger and softcap is None else "chunked"
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):

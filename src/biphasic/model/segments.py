@@ -63,3 +63,18 @@ class Segments:
     def uniform(self) -> bool:
         """Whether all segments are equally long."""
         return min(self.lengths) == max(self.lengths)
+
+
+def seen(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
+    """Which tokens of a segment see which: bool [length, length], queries first.
+
+    Args:
+        length: tokens.
+        causal: whether a token sees only itself and what is before it.
+        window: tokens this far apart, or further, don't see each other; 0: no limit.
+        device: of the mask.
+    """
+    at = torch.arange(length, device=device)
+    distance = at[:, None] - at[None, :]
+    found = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return found & (distance.abs() < window) if window else found

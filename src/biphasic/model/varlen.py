@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.version import hip
 
+from biphasic.model.segments import seen
+
 _ALL = -1
 """The kernels' word for a window without limit."""
 
@@ -122,13 +124,10 @@ def _logsumexp_like(query: Tensor, cu_seqlens: Tensor, longest: int) -> Tensor:
 def _weights(query: Tensor, key: Tensor, causal: bool, scale: float, window: int) -> Tensor:
     """Attention weights of one segment: [heads, groups, length, head_dim] and [heads, 1, length, head_dim] to
     [heads, groups, length, length]."""
-    at = torch.arange(query.shape[2], device=query.device)
-    distance = at[:, None] - at[None, :]
-    seen = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    if window != _ALL:
-        seen &= distance.abs() <= window
+    # This window counts from 0, that one from 1.
+    mask = seen(query.shape[2], causal, window + 1, query.device)
     scores = (query @ key.transpose(2, 3)).float() * scale
-    return scores.masked_fill(~seen, float("-inf")).softmax(-1).to(query.dtype)
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1).to(query.dtype)
 
 
 def _cut(x: Tensor, kv_heads: int, cu_seqlens: Tensor) -> tuple[Tensor, ...]:

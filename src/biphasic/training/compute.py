@@ -18,21 +18,21 @@ def set_up(model: LanguageModel, config: ComputeConfig) -> str:
     Raises:
         UserError: something that was asked for isn't installed, or doesn't run on this machine.
     """
-    gpu = torch.cuda.is_available()
+    gpu, installed = torch.cuda.is_available(), kernels.liger_installed()
     if config.attention != "auto" and not attention.installed(config.attention):
         package = _PACKAGES.get(config.attention)
         wants = "needs a GPU of this kind" if package is None or not gpu else f"needs {package}, which isn't installed"
         raise UserError(f"compute.attention: {config.attention} {wants}: expected another one, or auto")
     for key in ("loss", "layers"):
-        if getattr(config, key) == "liger" and not kernels.liger_installed():
+        if getattr(config, key) == "liger" and not installed:
             raise UserError(
                 f"compute.{key}: liger needs a GPU and liger-kernel (pip install 'biphasic[gpu]'): expected auto"
             )
     compiling = gpu if config.compile == "auto" else config.compile
-    liger = config.layers == "liger" or (config.layers == "auto" and not compiling and kernels.liger_installed())
+    liger = config.layers == "liger" or (config.layers == "auto" and not compiling and installed)
     model.attention = config.attention
     try:
-        model.loss_kernel = losses.choose_kernel(config.loss, "cuda" if gpu else "cpu", compiling, model.softcap)
+        model.loss_kernel = losses.choose_kernel(config.loss, compiling, model.softcap, installed)
     except ValueError as error:
         raise UserError(f"compute.loss: {error}: expected auto") from None
     if liger:
