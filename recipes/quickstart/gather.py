@@ -3,8 +3,9 @@
 Writes into a folder, by default `runs/quickstart/text/`:
 
     documents.parquet     the docstrings, in FineWeb-Edu's columns
-    pairs_train.parquet   id, query, positive: a docstring's summary line and the rest of it
-    pairs_test.parquet    the same, from the documents that conversion puts into the validation split
+    pairs/train.parquet   id, query, positive, negatives (none): a docstring's summary line and the rest of it
+    pairs/test.parquet    the same, from the documents that conversion puts into the validation split
+    pairs/task.json       what fine-tuning reads first (see docs/tasks.md)
     gathered.json         counts; written last
 
 It reads source files, and imports none of the packages. It's prose about software, fit for seeing losses fall, not for
@@ -34,7 +35,9 @@ from typing import Any
 
 from biphasic.config.conversion import ConvertConfig, FilesSource
 from biphasic.config.load import load
+from biphasic.data.downstream import RECORD
 from biphasic.data.rows import in_validation
+from biphasic.storage import as_bytes, store
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
 """The conversion that reads what is gathered here."""
@@ -86,7 +89,7 @@ class Docstring:
 
 
 def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
-    """Write the four files.
+    """Write the files.
 
     Args:
         folder: where to; it is created.
@@ -101,8 +104,11 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gathered.json").unlink(missing_ok=True)
     _write(folder / "documents.parquet", _document_columns(documents))
-    _write(folder / "pairs_train.parquet", train)
-    _write(folder / "pairs_test.parquet", test)
+    for name, columns in (("train", train), ("test", test)):
+        _write(folder / "pairs" / f"{name}.parquet", {**columns, "negatives": _none(len(columns["id"]))})
+    rows = {"train": len(train["id"]), "test": len(test["id"])}
+    record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": rows}
+    store(str(folder / "pairs")).write(RECORD, as_bytes(record))
     counts = {
         "documents": len(documents),
         "characters": sum(len(document.text) for document in documents),
@@ -243,10 +249,17 @@ def _document_columns(documents: list[Docstring]) -> dict[str, Any]:
     }
 
 
+def _none(count: int) -> Any:
+    import pyarrow as pa
+
+    return pa.array([[]] * count, pa.list_(pa.string()))
+
+
 def _write(file: Path, columns: dict[str, Any]) -> None:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{file.name}.partial")
     pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=5000)
     partial.replace(file)

@@ -64,7 +64,7 @@ def tokens_of() -> dict[str, int]:
     found = {"convert": converted, "verify": converted}
     found["pretrain"] = read_metrics(TRAINED / "metrics.jsonl")[-1]["tokens"]
     for start in ("encoder", "untrained"):
-        found[f"finetune-{start}"] = read(RUN / f"{start}-finetuned" / "record.json")["tokens"]
+        found[f"finetune-{start}"] = read(RUN / f"{start}-finetuned" / "record.json")["about"]["tokens"]
     return found
 
 

@@ -34,7 +34,7 @@ def main() -> int:
     found: dict[str, Scores] = {}
     try:
         longest = load_encoder(str(SYSTEMS["pretrained, fine-tuned"])).max_length
-        task = retrieval_from_pairs("Docstrings", [str(RUN / "text" / "pairs_test.parquet")])
+        task = retrieval_from_pairs("Docstrings", [str(RUN / "text" / "pairs" / "test.parquet")])
         for name, path in tqdm(SYSTEMS.items(), desc="systems scored", unit="system"):
             revision = name.replace(", ", "-")
             if path is None:

@@ -17,11 +17,12 @@ from datasets import Dataset, Sequence
 
 from biphasic.config.errors import UserError
 from biphasic.config.load import load
-from biphasic.config.tasks import TasksConfig
+from biphasic.config.tasks import DatasetConfig, TasksConfig
 from biphasic.data.downstream import RECORD, convert_task
+from biphasic.data.tables import open_table
 from biphasic.storage import store
 from buckets import bucket_for
-from downstream_sets import ROWS, TEXT, make_all, make_answers, write_split
+from downstream_sets import ROWS, TEXT, card, make_all, make_answers, write_split
 from hub_server import Repository, serve_hub
 from tiny import ROOT
 
@@ -372,3 +373,14 @@ def test_numbers_are_stored_as_said(sets: dict[str, str], tmp_path: Path) -> Non
         np.asarray(pq.read_table(tmp_path / "uner" / "train.parquet")["labels"].combine_chunks().values).dtype
         == np.int32
     )
+
+
+def test_a_folder_is_read_as_it_is_now(tmp_path: Path) -> None:
+    # The datasets library knows a folder by its last name and its card, and would give what the other one held.
+    for parent, count in (("a", 3), ("b", 5)):
+        folder = tmp_path / parent / "same"
+        write_split(folder / "default", "train", [{"x": str(at)} for at in range(count)], {"x": TEXT})
+        card(folder, {"default": ["train"]})
+        assert len(open_table(DatasetConfig(path=str(folder)), "train")) == count
+    write_split(folder / "default", "train", [{"x": "new"}] * 7, {"x": TEXT})
+    assert len(open_table(DatasetConfig(path=str(folder)), "train")) == 7

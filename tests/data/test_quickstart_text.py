@@ -58,7 +58,7 @@ def test_documents_have_fineweb_edus_columns(gather: ModuleType, text: Path) -> 
 
 
 def test_pairs_are_a_summary_and_its_body(gather: ModuleType, text: Path) -> None:
-    train, test = (pq.read_table(text / f"pairs_{split}.parquet").to_pylist() for split in ("train", "test"))
+    train, test = (pq.read_table(text / "pairs" / f"{split}.parquet").to_pylist() for split in ("train", "test"))
     documents = {row["id"]: row["text"] for row in pq.read_table(text / "documents.parquet").to_pylist()}
     assert len(train) > 5 * len(test) * 0.8 > 400
     for split, pairs in ((False, train), (True, test)):

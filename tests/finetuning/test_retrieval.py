@@ -1,9 +1,10 @@
-"""Retrieval fine-tuning: the loss, its two-rank form, learning, and what goes wrong."""
+"""Retrieval fine-tuning: the loss, its two-rank form, hard negatives, and mteb's view of what was trained."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,18 +13,25 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import LlamaConfig
+import torch.nn.functional as F
 
+from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
-from biphasic.config.finetune import FinetuneConfig
-from biphasic.data.tokenizer import load_tokenizer
-from biphasic.evaluation.retrieval import MTEBEncoder, bm25, retrieval_from_pairs, retrieval_task, score
-from biphasic.export.write import export_encoder
-from biphasic.finetuning.retrieval import info_nce
+from biphasic.config.load import dump
+from biphasic.evaluation.retrieval import (
+    LocalRetrieval,
+    MTEBEncoder,
+    bm25,
+    retrieval_from_pairs,
+    retrieval_task,
+    score,
+)
+from biphasic.finetuning.retrieval import Retrieval, _number, info_nce
 from biphasic.finetuning.run import run
+from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import Encoder, load_encoder
-from biphasic.model.fresh import from_hf_config
-from tiny import WORDS, composer_command
+from tiny import composer_command, launch, losses
+from toy_sets import config_of
 
 
 def test_info_nce_is_the_full_matrix_s() -> None:
@@ -53,67 +61,88 @@ def test_two_ranks_are_one(tmp_path: Path) -> None:
     assert found[0][1:].abs().sum() > 0
 
 
-@pytest.fixture
-def start(dataset: Path, tmp_path: Path) -> Path:
-    """An untrained encoder."""
-    config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=32, pad_token_id=None,
-    )  # fmt: skip
-    tokenizer = load_tokenizer(str(dataset / "tokenizer"))
-    export_encoder(from_hf_config(config, seed=0).backbone, tokenizer, tmp_path / "start", "card")
-    return tmp_path / "start"
+def test_hard_negatives_are_documents_more(toy: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    queries, documents = torch.randn(3, 7, generator=generator), torch.randn(5, 7, generator=generator)
+    ids = torch.tensor([0, 1, 2, 1, 9])  # the first hard negative is the second query's own document
+    q, d = (F.normalize(x, dim=1) for x in (queries, documents))
+    total = 0.0
+    for i in range(3):
+        scores = [float(q[i] @ d[j]) / 0.05 for j in range(5) if j == i or ids[j] != ids[i]]
+        total += float(np.log(np.sum(np.exp(np.array(scores) - float(q[i] @ d[i]) / 0.05))))
+    assert abs(float(info_nce(queries, documents, ids, 0.05, gather=False)) - total / 3) < 1e-5
 
 
-def write_pairs(path: Path, count: int, seed: int) -> Path:
-    """A query names a topic in other words than its document: word i of a query is word i + 30 of the document."""
-    generator = np.random.default_rng(seed)
-    queries, documents = [], []
-    for _ in range(count):
-        topic = generator.choice(30, size=4, replace=False)
-        queries.append(" ".join(f"w{word}" for word in topic))
-        documents.append(" ".join(f"w{word + 30}" for word in generator.permutation(topic)))
-    pq.write_table(pa.table({"query": queries, "positive": documents}), path)
-    return path
+def test_which_hard_negatives(toy: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "hard"
+    shutil.copytree(toy / "tasks" / "msmarco", folder)
+    rows = 64
+    negatives = [[f"w{at % 50 + number}" for number in range(1 + at % 3)] for at in range(rows)]
+    texts = [f"w{at % 60} w{at // 60}" for at in range(rows)]
+    table = pa.table({"query": texts, "positive": texts, "negatives": negatives})
+    pq.write_table(table, folder / "train.parquet")
+    config = config_of(
+        "msmarco", toy / "tasks", toy / "start", tmp_path, task__data=str(folder), task__hard_negatives=2
+    )
+    reader = load_encoder(str(toy / "start")).reader
+    task = Retrieval(config.task, reader, config.cache)
+    examples = task.training()
+    batch = task.collate(examples, [5, 0, 7], epoch=0, seed=1)
+    assert batch["queries"] == 3
+    assert len(batch["lengths"]) == 3 + 3 + 6
+    known = {_number(text): text for row in negatives for text in row} | {_number(text): text for text in texts}
+    documents = [known[int(id)] for id in batch["ids"]]
+    assert documents[:3] == [texts[5], texts[0], texts[7]]
+    for at, row in enumerate((5, 0, 7)):
+        assert set(documents[3 + 2 * at : 5 + 2 * at]) <= set(negatives[row])
+    assert len(set(documents[3:5])) == 2  # row 5 has three of them, so no one twice
+    # The tokens are those texts'.
+    tokens = batch["tokens"].split(batch["lengths"])
+    assert [one.tolist() for one in tokens[3:]] == reader.read(documents, 64)
+    # A draw is the row's, the epoch's and the seed's, whatever stands beside it.
+    alone = task.collate(examples, [5], epoch=0, seed=1)
+    assert torch.equal(alone["ids"][1:], batch["ids"][3:5])
+    others = [
+        task.collate(examples, [5], epoch, seed)["ids"][1:].tolist() for epoch, seed in ((1, 1), (2, 1), (0, 2), (0, 3))
+    ]
+    assert any(one != alone["ids"][1:].tolist() for one in others)
+    assert run_trial(config.model_copy(update={"max_duration": Duration(2, "ba")})).about["steps"] == 2
 
 
-def config_of(start: Path, train: Path, tmp_path: Path, **changes: object) -> FinetuneConfig:
-    content = {
-        "job": "finetune",
-        "run_name": "fine",
-        "output": str(tmp_path / "runs"),
-        "model": {"path": str(start)},
-        "task": {
-            "name": "retrieval",
-            "train": [str(train)],
-            "query_prompt": "w0 ",
-            "document_prompt": "",
-            "max_length": 16,
-        },
-        "max_duration": "60ba",
-        "batch_size": 32,
-        "optimizer": {"lr": 5e-3},
-        "logging": {"tensorboard": False, "progress_bar": False},
-    }
-    return FinetuneConfig.model_validate({**content, **changes})
+@pytest.mark.parametrize("name", ["msmarco", "conll2003", "squad"])
+def test_two_ranks_train_as_one(name: str, toy: Path, tmp_path: Path) -> None:
+    """Equal global batches, equal losses, of each batch: negatives are gathered with gradients, and means are over what all
+    ranks predict."""
+    found = []
+    for ranks in (1, 2):
+        folder = tmp_path / str(ranks)
+        config = config_of(name, toy / "tasks", toy / "start", folder, max_duration="8ba", logging__jsonl=True)
+        path = tmp_path / f"{ranks}.yaml"
+        path.write_text(dump(config))
+        outcome = launch(path, processes=ranks)
+        assert outcome.returncode == 0, outcome.stderr[-2000:]
+        record = json.loads((folder / "runs" / name / "record.json").read_text())
+        found.append((losses(folder / "runs" / name), record["results"], record["about"]["ranks"]))
+    assert [one[2] for one in found] == [1, 2]
+    assert len(found[0][0]) == 8
+    np.testing.assert_allclose(found[0][0], found[1][0], atol=1e-5)
+    for one, two in zip(found[0][1], found[1][1], strict=True):
+        assert one["test"] == pytest.approx(two["test"], abs=0.02)
+        assert one["validation"] == pytest.approx(two["validation"], abs=0.02)
 
 
-def test_it_learns_what_the_untrained_model_cannot_know(
-    start: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    train, held_out = write_pairs(tmp_path / "train.parquet", 2000, 1), write_pairs(tmp_path / "test.parquet", 100, 2)
-    config = config_of(start, train, tmp_path)
+def test_mteb_sees_the_same(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_of("msmarco", toy / "tasks", toy / "start", tmp_path, max_duration="30ba", save_model=True)
     folder = run(config)
-    record = json.loads((folder / "record.json").read_text())
-    assert record["steps"] == 60
-    task = retrieval_from_pairs("Toy", [str(held_out)])
-    before = score(MTEBEncoder(load_encoder(str(start)), "biphasic/start", "0"), task, tmp_path / "scores")
+    [result] = json.loads((folder / "record.json").read_text())["results"]
+    task = whole_task(toy / "tasks" / "msmarco", "test")
     encoder = load_encoder(str(folder / "model"))
-    assert encoder.max_length == 16
-    after = score(MTEBEncoder(encoder, "biphasic/fine", "1"), task, tmp_path / "scores")
-    assert after.ndcg_at_10 > before.ndcg_at_10 + 0.3, (before.ndcg_at_10, after.ndcg_at_10)
-    assert len(after.by_query) == 100
-    assert abs(sum(after.by_query.values()) / 100 - after.ndcg_at_10) < 1e-5  # mteb rounds to five places
+    ours = score(MTEBEncoder(encoder, "biphasic/fine", "1"), task, tmp_path / "scores")
+    for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100"):
+        assert abs(getattr(ours, name) - result["more"]["test"][name]) < 2e-5, name  # mteb rounds to five places
+    before = score(MTEBEncoder(load_encoder(str(toy / "start")), "biphasic/start", "0"), task, tmp_path / "scores")
+    assert ours.ndcg_at_10 > before.ndcg_at_10 + 0.2
+    assert len(ours.by_query) == 160
     # No word in common: nothing for BM25.
     assert score(bm25(), task, tmp_path / "scores").ndcg_at_10 < 0.2
 
@@ -121,49 +150,46 @@ def test_it_learns_what_the_untrained_model_cannot_know(
     from sentence_transformers import SentenceTransformer
 
     theirs = score(SentenceTransformer(str(folder / "model"), device="cpu"), task, tmp_path / "scores")
-    assert abs(theirs.ndcg_at_10 - after.ndcg_at_10) < 1e-4
-
-    # Done is done; other settings under the same name are refused; the same seed gives the same weights.
-    run(config)
-    assert "already fine-tuned" in capsys.readouterr().out
-    with pytest.raises(UserError, match="holds another fine-tuning"):
-        run(config_of(start, train, tmp_path, seed=5))
-    again = load_encoder(str(run(config_of(start, train, tmp_path, run_name="again")) / "model"))
-    for name, weight in encoder.backbone.state_dict().items():
-        assert torch.equal(weight, again.backbone.state_dict()[name]), name
+    assert abs(theirs.ndcg_at_10 - ours.ndcg_at_10) < 1e-4
 
 
-def test_at_most_one_epoch(start: Path, tmp_path: Path) -> None:
-    config = config_of(start, write_pairs(tmp_path / "train.parquet", 70, 1), tmp_path)
-    assert json.loads((run(config) / "record.json").read_text())["steps"] == 2
+def whole_task(folder: Path, split: str) -> LocalRetrieval:
+    """A set's split as mteb's task."""
+    tables = {
+        name: pq.read_table(folder / f"{name}.parquet").to_pydict() for name in ("corpus", "queries", f"qrels/{split}")
+    }
+    qrels: dict[str, dict[str, int]] = {}
+    for query, document, grade in zip(*tables[f"qrels/{split}"].values(), strict=True):
+        qrels.setdefault(query, {})[document] = grade
+    queries = {
+        id: text for id, text in zip(tables["queries"]["_id"], tables["queries"]["text"], strict=True) if id in qrels
+    }
+    corpus = dict(zip(tables["corpus"]["_id"], tables["corpus"]["text"], strict=True))
+    return retrieval_task("Toy", corpus, queries, qrels)
 
 
-def test_bad_input_is_one_line(start: Path, tmp_path: Path) -> None:
-    train = write_pairs(tmp_path / "train.parquet", 10, 1)
-    other = tmp_path / "other.parquet"
-    pq.write_table(pa.table({"question": ["a"], "positive": ["b"]}), other)
-    empty = tmp_path / "empty.parquet"
-    pq.write_table(pa.table({"query": pa.array([], pa.string()), "positive": pa.array([], pa.string())}), empty)
-    (tmp_path / "broken.parquet").write_bytes(b"PAR1")
-    for path, says in (
-        (other, r"has no column `query` \(it has: question, positive\)"),
-        (empty, "no rows in"),
-        (tmp_path / "broken.parquet", "can't be read"),
-        (tmp_path / "missing.parquet", "can't be read"),
-        (train, "don't fill one batch of 32"),
+def test_pairs_as_a_task(tmp_path: Path) -> None:
+    pq.write_table(pa.table({"query": ["a", "b"], "positive": ["x", "y"]}), tmp_path / "pairs.parquet")
+    assert len(retrieval_from_pairs("Pairs", [str(tmp_path / "pairs.parquet")]).content["corpus"]) == 2
+    for table, says in (
+        ({"question": ["a"], "positive": ["b"]}, r"has no column `query` \(it has: question, positive\)"),
+        ({"query": pa.array([], pa.string()), "positive": pa.array([], pa.string())}, "no rows in"),
     ):
+        pq.write_table(pa.table(table), tmp_path / "odd.parquet")
         with pytest.raises(UserError, match=says):
-            run(config_of(start, path, tmp_path))
-    with pytest.raises(UserError, match="be loaded"):
-        run(config_of(tmp_path / "no-model", train, tmp_path))
+            retrieval_from_pairs("Odd", [str(tmp_path / "odd.parquet")])
+    (tmp_path / "odd.parquet").write_bytes(b"PAR1")
+    for name in ("odd", "missing"):
+        with pytest.raises(UserError, match="can't be read"):
+            retrieval_from_pairs("Odd", [str(tmp_path / f"{name}.parquet")])
     with pytest.raises(UserError, match="corpus is empty"):
         retrieval_task("Empty", {}, {"q": "a"}, {"q": {"d": 1}})
     with pytest.raises(UserError, match=r"1 queries have no relevant document, e\.g\. q"):
         retrieval_task("Lost", {"d": "a"}, {"q": "a"}, {})
 
 
-def test_embedding_does_not_depend_on_the_batch(start: Path) -> None:
-    encoder: Encoder = load_encoder(str(start))
+def test_embedding_does_not_depend_on_the_batch(toy: Path) -> None:
+    encoder: Encoder = load_encoder(str(toy / "start"))
     texts = [[5, 6, 7], [8] * 30, [9], [10, 11, 12, 13]]
     together = encoder.embed(texts)
     for text, embedding in zip(texts, together, strict=True):

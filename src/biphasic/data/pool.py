@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import logging
-import os
-import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from biphasic.cluster import connected, cores, require_shared
 from biphasic.config.conversion import ClusterConfig
 from biphasic.config.errors import UserError
 from biphasic.data.reading import DamagedFile
 from biphasic.data.work import Limit, Record, Task, Work
 from biphasic.data.worker import convert_task
-from biphasic.storage import is_remote, short
+from biphasic.storage import short
 
 if TYPE_CHECKING:
     from ray import ObjectRef
 
 _LOOK_EVERY = 0.5
-_ANSWER_SECONDS = 10
-_OBJECT_STORE_BYTES = 150 * 2**20
 
 
 @dataclass(frozen=True)
@@ -162,58 +158,17 @@ def open_pool(work: Work, tasks: int, report: Report, say: Callable[[str], None]
         UserError: there is no such cluster, or its machines don't share the output.
     """
     cluster = work.config.cluster
-    cores = len(os.sched_getaffinity(0))
-    wanted = min(tasks, cluster.workers or max(cores // cluster.cpus_per_worker, 1))
+    wanted = min(tasks, cluster.workers or max(cores() // cluster.cpus_per_worker, 1))
     if cluster.address is None and wanted <= 1:
         yield InlinePool(work, report)
         return
     import ray
 
-    # Ray reports each start to its makers unless it is told not to.
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     threads = str(cluster.cpus_per_worker)
     environment = {"RAYON_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
-    settings: dict[str, Any] = {"log_to_driver": False, "runtime_env": {"env_vars": environment}}
-    if cluster.address is None:
-        settings |= {"num_cpus": wanted * cluster.cpus_per_worker, "include_dashboard": False}
-        # Not one that happens to run on this machine.
-        settings |= {"object_store_memory": _OBJECT_STORE_BYTES, "address": "local"}
-    else:
-        settings |= {"address": cluster.address}
-        _require_answer(cluster.address)
-    try:
-        ray.init(logging_level=logging.ERROR, **settings)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(f"cluster.address {cluster.address}: no Ray cluster can be reached ({short(error)})") from None
-    try:
+    with connected(cluster.address, wanted * cluster.cpus_per_worker, environment):
         if cluster.address is not None:
             found = int(ray.cluster_resources().get("CPU", 1)) // cluster.cpus_per_worker
             wanted = min(tasks, cluster.workers or max(found, 1))
-            _require_shared(work, len([node for node in ray.nodes() if node["Alive"]]))
+            require_shared(work.config.output, cluster.shared_folder)
         yield RayPool(work, cluster, wanted, report, say)
-    finally:
-        ray.shutdown()
-
-
-def _require_answer(address: str) -> None:
-    """Ray itself tries for a quarter of an hour."""
-    if address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _ANSWER_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
-        expected = "expected auto, or the head's HOST:PORT that `ray start` has printed"
-        raise UserError(
-            f"cluster.address {address}: no Ray cluster can be reached ({short(error)}); {expected}"
-        ) from None
-
-
-def _require_shared(work: Work, machines: int) -> None:
-    output = work.config.output
-    if machines > 1 and not is_remote(output) and not work.config.cluster.shared_folder:
-        raise UserError(
-            f"output {output}: a folder of one machine, and the cluster has {machines}: name a bucket, or set "
-            "cluster.shared_folder: true when all of them see this folder"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -104,10 +105,27 @@ def open_table(config: DatasetConfig, split: str) -> Table:
             commit = None if Path(config.path).is_dir() else hub_commit(config.path, config.revision)
             given = None if config.files is None else {_ANY: config.files[split]}
             name = split if given is None else _ANY
-            rows = datasets.load_dataset(config.path, config.name, revision=commit, data_files=given, split=name)
+            cache = _cache_of(Path(config.path)) if commit is None else None
+            rows = datasets.load_dataset(
+                config.path, config.name, revision=commit, data_files=given, split=name, cache_dir=cache
+            )
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{where}: can't be read ({short(_cause(error))})") from error
     return Table(rows, where, commit)
+
+
+def _cache_of(folder: Path) -> str:
+    """Where the library keeps what it makes of a folder.
+
+    It knows a folder by its last name and its card alone, and so would give what another one of that name held, or what
+    this one held before it was changed.
+    """
+    import datasets
+
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    about = [(file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
+    mark = hashlib.sha256(repr((str(folder.resolve()), about)).encode()).hexdigest()[:24]
+    return str(Path(datasets.config.HF_DATASETS_CACHE) / "folders" / mark)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -59,6 +59,25 @@ class Tokenizer:
         """Token ids of each text, nothing added. What looks like a special token in a text is encoded as plain text."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
+    def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
+        """As `encode`, and the characters that each token stands for: from, and up to."""
+        return [(one.ids, one.offsets) for one in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The special tokens that its own settings put before and behind a text, such as BERT's [CLS] and [SEP]."""
+        found = self.tokenizer.encode("a", add_special_tokens=True)
+        text = [at for at, special in enumerate(found.special_tokens_mask) if not special]
+        ids = found.ids
+        return (tuple(ids[: text[0]]), tuple(ids[text[-1] + 1 :])) if text else ((), ())
+
+    @property
+    def separator_id(self) -> int:
+        """What stands between two texts: its separator, or else its end of text."""
+        named = self.settings.get("sep_token")
+        name = named.get("content") if isinstance(named, dict) else named
+        found = None if name is None else self.tokenizer.token_to_id(str(name))
+        return found if found is not None else self.pad_id if self.eos_id is None else self.eos_id
+
     def save(self, folder: Path) -> None:
         """Write a Hugging Face tokenizer folder, which `AutoTokenizer` and `load_tokenizer` read; creates the folder."""
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +90,7 @@ class Tokenizer:
             (folder / file).write_text(text + "\n", encoding="utf-8")
 
 
-def load_tokenizer(path: str) -> Tokenizer:
+def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     """Read a tokenizer from a folder, a bucket or the hub.
 
     A tokenizer without a mask token gets one, `<|mask|>`, after its last id; without a pad token, eos does for it (as in
@@ -79,6 +98,7 @@ def load_tokenizer(path: str) -> Tokenizer:
 
     Args:
         path: a folder or a bucket's prefix with `tokenizer.json` and `tokenizer_config.json`, or a hub id.
+        revision: of a hub id.
 
     Raises:
         UserError: nothing usable is there, or it has neither pad nor eos.
@@ -92,7 +112,7 @@ def load_tokenizer(path: str) -> Tokenizer:
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(path)
+        found = AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {short(error)}") from None
     with tempfile.TemporaryDirectory() as folder:

@@ -19,7 +19,6 @@ from mteb.models.model_meta import ModelMeta
 from tqdm import tqdm
 
 from biphasic.config.errors import UserError
-from biphasic.finetuning.retrieval import read_columns
 from biphasic.model.encoder import Encoder
 
 SPLIT = "test"
@@ -120,6 +119,36 @@ def retrieval_from_pairs(
     queries = {f"q{index}": text for index, text in enumerate(columns[query_column])}
     corpus = {f"d{index}": text for index, text in enumerate(columns[document_column])}
     return retrieval_task(name, corpus, queries, {f"q{index}": {f"d{index}": 1} for index in range(len(queries))})
+
+
+def read_columns(files: Sequence[str], names: Sequence[str]) -> dict[str, list[str]]:
+    """Columns of text from Parquet or JSONL files, one after another.
+
+    Raises:
+        UserError: a file is missing or damaged, lacks a column, or there are no rows at all.
+    """
+    import pyarrow as pa
+    import pyarrow.json
+    import pyarrow.parquet
+
+    found: dict[str, list[str]] = {name: [] for name in names}
+    for file in files:
+        try:
+            read = pyarrow.parquet.read_table if file.endswith(".parquet") else pyarrow.json.read_json
+            table = read(file)
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{file} can't be read ({str(error).splitlines()[0]})") from None
+        for name in names:
+            if name not in table.column_names:
+                have = ", ".join(table.column_names)
+                raise UserError(f"{file} has no column `{name}` (it has: {have})")
+            values = table[name].to_pylist()
+            if not all(isinstance(value, str) for value in values):
+                raise UserError(f"column `{name}` of {file} holds something else than text")
+            found[name] += values
+    if not found[names[0]]:
+        raise UserError(f"no rows in {', '.join(files)}")
+    return found
 
 
 def bm25() -> Any:

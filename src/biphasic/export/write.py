@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import nn
 
 from biphasic.config.errors import UserError
@@ -18,6 +19,8 @@ from biphasic.data.tokenizer import Tokenizer
 from biphasic.model.eurobert import EuroBertConfig, EuroBertForMaskedLM, EuroBertModel
 from biphasic.model.language_model import LanguageModel
 
+HEAD = "head.safetensors"
+"""A head that an encoder's format has no place for."""
 MARK = "biphasic.json"
 """In every export: says that the folder is one, and may be replaced by another."""
 LLAMA_SHAPED = ("llama", "eurobert", "mistral")
@@ -25,8 +28,8 @@ LLAMA_SHAPED = ("llama", "eurobert", "mistral")
 
 
 @dataclass(frozen=True)
-class _Sentences:
-    """What sentence-transformers does to texts."""
+class Sentences:
+    """What sentence-transformers does to texts: what goes before them, by role, and where it cuts them (tokens)."""
 
     prompts: dict[str, str]
     max_length: int
@@ -53,7 +56,7 @@ def export_language_model(
         target = EuroBertForMaskedLM(config)
     weights = {f"model.{name}": weight for name, weight in model.backbone.state_dict().items()}
     weights["lm_head.weight"] = model.lm_head.weight
-    _write(target, weights, tokenizer, out, card, _Sentences({}, config.max_position_embeddings), dtype, force)
+    write_eurobert(target, weights, tokenizer, out, card, Sentences({}, config.max_position_embeddings), dtype, force)
 
 
 def export_encoder(
@@ -66,17 +69,19 @@ def export_encoder(
     max_length: int | None = None,
     dtype: torch.dtype = torch.float32,
     force: bool = False,
+    around: bool = False,
+    rest: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Write a fine-tuned encoder, without a head. Arguments and errors as for `export_language_model`.
 
     `prompts` (`query`, `document`) are what sentence-transformers puts before texts, `max_length` (tokens) is where it
-    cuts them; default: the context's length.
+    cuts them; default: the context's length. `around` and `rest`: see `write_eurobert`.
     """
     config = eurobert_config(backbone.config, tokenizer)
     with torch.device("meta"):
         target = EuroBertModel(config)
-    settings = _Sentences(prompts or {}, max_length or config.max_position_embeddings)
-    _write(target, backbone.state_dict(), tokenizer, out, card, settings, dtype, force)
+    settings = Sentences(prompts or {}, max_length or config.max_position_embeddings)
+    write_eurobert(target, backbone.state_dict(), tokenizer, out, card, settings, dtype, force, around, rest)
 
 
 def eurobert_config(config: Any, tokenizer: Tokenizer) -> EuroBertConfig:
@@ -119,28 +124,50 @@ def eurobert_config(config: Any, tokenizer: Tokenizer) -> EuroBertConfig:
     )
 
 
-def _write(
+def write_eurobert(
     target: Any,
     weights: dict[str, torch.Tensor],
     tokenizer: Tokenizer,
     out: Path,
     card: str,
-    sentences: _Sentences,
+    sentences: Sentences,
     dtype: torch.dtype,
     force: bool,
+    around: bool = False,
+    rest: dict[str, torch.Tensor] | None = None,
 ) -> None:
+    """Write a model of EuroBERT's format, its tokenizer and its card.
+
+    Args:
+        target: one of `biphasic.model.eurobert`'s classes, on the meta device.
+        weights: its state.
+        tokenizer: its tokenizer.
+        out: the folder; it appears whole or not at all.
+        card: README.md.
+        sentences: for sentence-transformers.
+        dtype: of the weights on disk.
+        force: replace an earlier export.
+        around: keep what the tokenizer puts around a text.
+        rest: weights that the format has no place for, written to `head.safetensors`.
+
+    Raises:
+        UserError: `out` is taken, or can't be written.
+    """
     refuse_taken(out, force)
     target.load_state_dict({name: weight.detach() for name, weight in weights.items()}, assign=True)
     target.config.dtype = dtype
 
     def fill(folder: Path) -> None:
         target.to(dtype).save_pretrained(folder, max_shard_size="5GB", safe_serialization=True)
+        if rest:
+            save_file(rest, folder / HEAD)
         for file in folder.iterdir():
             file.chmod(0o644)  # safetensors writes for the owner only
         tokenizer.save(folder)
-        _add_nothing(folder / "tokenizer.json")
+        if not around:
+            _add_nothing(folder / "tokenizer.json")
         _plain_settings(folder, sentences.max_length)
-        _sentence_transformers(folder, target.config.hidden_size, sentences)
+        write_sentence_transformers(folder, target.config.hidden_size, sentences)
         (folder / "README.md").write_text(card, encoding="utf-8")
 
     whole_or_absent(out, fill)
@@ -204,7 +231,7 @@ def _plain_settings(folder: Path, max_length: int) -> None:
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def _sentence_transformers(folder: Path, width: int, sentences: _Sentences) -> None:
+def write_sentence_transformers(folder: Path, width: int, sentences: Sentences) -> None:
     """The module list that sentence-transformers reads: the encoder, then mean pooling."""
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},

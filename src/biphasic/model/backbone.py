@@ -13,6 +13,7 @@ from biphasic.config.checks import architecture_of
 from biphasic.config.errors import UserError
 from biphasic.config.schema import ModelConfig
 from biphasic.model import attention
+from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 
@@ -73,14 +74,16 @@ def load_language_model(path: str, trust_remote_code: bool = False) -> LanguageM
     Raises:
         UserError: nothing usable is there.
     """
-    from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
-
     if is_checkpoint(path):
-        checkpoint = read_checkpoint(path)
-        model = from_hf_config(hf_config_of(checkpoint.backbone), seed=0)
-        model.load_state_dict(checkpoint.weights)
-        return model
+        return from_checkpoint(read_checkpoint(path))
     return _from_pretrained(path, trust_remote_code)
+
+
+def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
+    """The network of a checkpoint, with its weights."""
+    model = from_hf_config(hf_config_of(checkpoint.backbone), seed=0)
+    model.load_state_dict(checkpoint.weights)
+    return model
 
 
 def hf_config_of(text: str) -> PretrainedConfig:

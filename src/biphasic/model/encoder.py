@@ -1,9 +1,9 @@
-"""An encoder ready to embed texts: a backbone that looks both ways, its tokenizer, its limits."""
+"""An encoder as fine-tuning and evaluation use it: tokens in, hidden states out, whatever it was loaded from."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,90 +15,217 @@ from torch import Tensor, nn
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model import attention
-from biphasic.model.backbone import load_language_model
-from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
-from biphasic.model.packed import encode_texts, mean_pool
+from biphasic.model.backbone import from_checkpoint, load_language_model
+from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
+from biphasic.model.packed import encode, mean_pool
+from biphasic.model.padded import encode_in_groups, looks_both_ways
+from biphasic.model.segments import Segments
 
 TOKENS_AT_ONCE = 8192
 """Tokens in a forward pass of `Encoder.embed`."""
 
 
+@dataclass(frozen=True)
+class Reader:
+    """How an encoder's texts become tokens.
+
+    `prefix` and `suffix` are what its own tokenizer puts around a text, such as BERT's [CLS] and [SEP]; nothing for what
+    Biphasic has trained.
+    """
+
+    tokenizer: Tokenizer
+    longest: int
+    """Tokens that it takes, special ones included."""
+    prompts: dict[str, str] = field(default_factory=dict)
+    """What goes before texts, by role (`query`, `document`)."""
+    prefix: tuple[int, ...] = ()
+    suffix: tuple[int, ...] = ()
+
+    @property
+    def nothing(self) -> int:
+        """What stands for a text without tokens: the end of text."""
+        return self.tokenizer.pad_id if self.tokenizer.eos_id is None else self.tokenizer.eos_id
+
+    def around(self, ids: Sequence[int], longest: int) -> list[int]:
+        """A text's tokens, cut so that the whole has at most `longest`, within prefix and suffix; never empty."""
+        room = longest - len(self.prefix) - len(self.suffix)
+        whole = [*self.prefix, *ids[: max(room, 0)], *self.suffix]
+        return whole[:longest] or [self.nothing]
+
+    def read(self, texts: Sequence[str], longest: int) -> list[list[int]]:
+        """Token ids of each text."""
+        return [self.around(ids, longest) for ids in self.tokenizer.encode(list(texts))]
+
+
 @dataclass
 class Encoder:
-    """`prompts` go before texts, by role (`query`, `document`); `max_length` counts tokens, the prompt's included."""
+    """`max_length` counts tokens, the prompt's included; `prompts` go before texts, by role (`query`, `document`)."""
 
     backbone: nn.Module
-    tokenizer: Tokenizer
-    max_length: int
+    reader: Reader
+    max_length: int = 0
     prompts: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.max_length = self.max_length or self.reader.longest
+        self.prompts = self.prompts or dict(self.reader.prompts)
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The reader's."""
+        return self.reader.tokenizer
+
+    @property
+    def width(self) -> int:
+        """Of hidden states."""
+        return self.backbone.config.hidden_size  # pyright: ignore
+
+    @property
+    def packs(self) -> bool:
+        """Whether texts go through it without any padding."""
+        return self.backbone.config._attn_implementation == attention.NAME  # pyright: ignore
 
     def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
         """Token ids of each text behind the prompt, cut to `max_length`; an empty text is one end-of-text token."""
-        ids = self.tokenizer.encode([prompt + text for text in texts])
-        nothing = [self.tokenizer.pad_id if self.tokenizer.eos_id is None else self.tokenizer.eos_id]
-        return [found[: self.max_length] or nothing for found in ids]
+        return self.reader.read([prompt + text for text in texts], self.max_length)
+
+    def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
+        """Hidden states of a flat run of tokens, each segment seen from both sides: int64 [tokens] to [tokens, width]."""
+        if self.packs:
+            return encode(self.backbone, tokens, segments, causal=False)
+        return encode_in_groups(self.backbone, tokens, segments, self.tokenizer.pad_id)
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None) -> Tensor:
         """Mean-pooled embeddings of token lists, fp32 [texts, width] on the CPU.
 
-        Texts of like length share a forward pass, without padding.
+        Texts of like length share a forward pass.
 
         Args:
             texts: token ids, none empty.
             progress: is told how many more texts are done.
         """
         device = next(self.backbone.parameters()).device
-        order = sorted(range(len(texts)), key=lambda index: len(texts[index]))
-        found: list[Tensor] = []
-        at = 0
-        while at < len(order):
-            end, tokens = at, 0
-            while end < len(order) and (end == at or tokens + len(texts[order[end]]) <= TOKENS_AT_ONCE):
-                tokens += len(texts[order[end]])
-                end += 1
-            hidden, segments = encode_texts(self.backbone, [texts[index] for index in order[at:end]], device)
-            found.append(mean_pool(hidden, segments).cpu())
+        embeddings = torch.empty((len(texts), self.width))
+        for chosen in passes([len(text) for text in texts], TOKENS_AT_ONCE):
+            segments = Segments.of([len(texts[index]) for index in chosen], device)
+            tokens = torch.tensor([token for index in chosen for token in texts[index]], dtype=torch.int64)
+            hidden = self.hidden(tokens.to(device, non_blocking=True), segments)
+            embeddings[chosen] = mean_pool(hidden, segments).cpu()
             if progress is not None:
-                progress(end - at)
-            at = end
-        width: int = self.backbone.config.hidden_size  # pyright: ignore
-        embeddings = torch.empty((len(texts), width))
-        if found:
-            embeddings[order] = torch.cat(found)
+                progress(len(chosen))
         return embeddings
 
 
-def load_encoder(path: str, trust_remote_code: bool = False) -> Encoder:
-    """An encoder from an exported folder, a Biphasic checkpoint, or a Hugging Face decoder's folder.
+def passes(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Texts by index, the shortest first, in forward passes of at most `tokens` tokens (a longer text has its own)."""
+    chosen: list[int] = []
+    held = 0
+    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
+        if chosen and held + lengths[index] > tokens:
+            yield chosen
+            chosen, held = [], 0
+        chosen.append(index)
+        held += lengths[index]
+    if chosen:
+        yield chosen
+
+
+def load_reader(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Reader:
+    """An encoder's tokenizer and settings, without its weights. Arguments and errors as for `load_encoder`."""
+    if is_checkpoint(path):
+        return _reader_of(read_checkpoint(path))
+    longest: int = hf_config(path, revision, trust_remote_code).max_position_embeddings
+    tokenizer = load_tokenizer(path, revision)
+    if Path(path).is_dir():
+        settings = _json(Path(path) / "sentence_bert_config.json")
+        longest = settings.get("max_seq_length") or longest
+    # Some count reserved positions too (RoBERTa); their tokenizer knows better.
+    longest = min(longest, int(tokenizer.settings.get("model_max_length") or longest))
+    prompts = _json(Path(path) / "config_sentence_transformers.json").get("prompts") or {}
+    prefix, suffix = tokenizer.around()
+    return Reader(tokenizer, longest, prompts, prefix, suffix)
+
+
+def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
+    """An encoder in fp32, on the CPU, that looks both ways.
+
+    Args:
+        path: an exported folder, a Biphasic checkpoint, a Hugging Face folder (a decoder is taken as an encoder, an encoder
+            as it is) or a hub id.
+        trust_remote_code: let it run its own Python files.
+        revision: of a hub id.
 
     Raises:
-        UserError: nothing usable is there.
+        UserError: nothing usable is there, or what is there looks back only.
     """
     if is_checkpoint(path):
-        config = yaml.safe_load(read_checkpoint(path).record["config"])
-        backbone = load_language_model(path).backbone
-        return Encoder(backbone, load_tokenizer(config["tokenizer"]), config["data"]["sequence_length"])
-    backbone = _bare_encoder(path) or load_language_model(path, trust_remote_code).backbone
-    tokenizer = load_tokenizer(path)
-    longest: int = backbone.config.max_position_embeddings  # pyright: ignore
-    settings = _json(Path(path) / "sentence_bert_config.json")
-    prompts = _json(Path(path) / "config_sentence_transformers.json").get("prompts") or {}
-    return Encoder(backbone, tokenizer, settings.get("max_seq_length") or longest, prompts)
+        checkpoint = read_checkpoint(path)
+        return Encoder(from_checkpoint(checkpoint).backbone, _reader_of(checkpoint))
+    config = hf_config(path, revision, trust_remote_code)
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+
+    own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
+    attention.register()
+    if config.model_type == "eurobert" and not own_code:
+        backbone = _from_pretrained(path, revision, config, attn_implementation=attention.NAME)
+    elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+        backbone = _from_pretrained(path, revision, config, trust_remote_code=trust_remote_code)
+        if not looks_both_ways(backbone.eval(), config.vocab_size):
+            raise UserError(f"model {path}: its own code looks back only: an encoder has to look both ways")
+    else:
+        backbone = load_language_model(path, trust_remote_code).backbone
+    reader = load_reader(path, revision, trust_remote_code)
+    rows: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    used = reader.tokenizer.vocab_size - (reader.tokenizer.mask_id == reader.tokenizer.vocab_size - 1)
+    if used > rows:
+        raise UserError(
+            f"model {path}: its tokenizer has {used:,} tokens, its embedding {rows:,}: they don't belong together"
+        )
+    return Encoder(backbone, reader)
 
 
-def _bare_encoder(path: str) -> nn.Module | None:
-    """The backbone of an exported folder, which may lack a language-model head; None if the folder is something else."""
-    if _json(Path(path) / "config.json").get("model_type") != "eurobert":
-        return None
+def _reader_of(checkpoint: Checkpoint) -> Reader:
+    config = yaml.safe_load(checkpoint.record["config"])
+    return Reader(load_tokenizer(config["tokenizer"]), config["data"]["sequence_length"])
+
+
+def hf_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """A Hugging Face folder's or hub id's configuration.
+
+    Raises:
+        UserError: there is none.
+    """
+    from transformers import AutoConfig
+
+    import biphasic.model.eurobert_config  # noqa: F401 - transformers 4.57 doesn't know it
+
+    try:
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
+        raise UserError(f"model {path}: can't be loaded ({where}: {str(error).strip().splitlines()[0]})") from None
+
+
+def _from_pretrained(path: str, revision: str | None, config: Any, **options: Any) -> nn.Module:
     from safetensors import SafetensorError
     from transformers import AutoModel
 
-    attention.register()
+    import biphasic.model.eurobert  # noqa: F401 - transformers 4.57 doesn't know it
+
     try:
-        return AutoModel.from_pretrained(path, attn_implementation=attention.NAME, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        backbone, info = AutoModel.from_pretrained(
+            path, config=config, revision=revision, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError, ImportError) as error:
         raise UserError(f"model {path}: can't be loaded ({str(error).strip().splitlines()[0]})") from None
+    # A pooler belongs to a task of its family's own; without gradients it would be in the way of several ranks.
+    if isinstance(getattr(backbone, "pooler", None), nn.Module):
+        backbone.pooler = None
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    if missing:
+        raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
+    return backbone
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor, nn
 
@@ -37,22 +35,6 @@ def encode(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool
         is_causal=causal,
     )
     return output.last_hidden_state[0]
-
-
-def encode_texts(backbone: nn.Module, texts: Sequence[Sequence[int]], device: torch.device) -> tuple[Tensor, Segments]:
-    """Hidden states of token lists of any lengths, seen from both sides, without padding.
-
-    Args:
-        backbone: as for `encode`.
-        texts: token ids of each text; none may be empty.
-        device: where the backbone is.
-
-    Returns:
-        [tokens of all texts, width] and the segments, one for each text.
-    """
-    segments = Segments.of([len(text) for text in texts], device)
-    tokens = torch.tensor([token for text in texts for token in text], dtype=torch.int64).to(device, non_blocking=True)
-    return encode(backbone, tokens, segments, causal=False), segments
 
 
 def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:

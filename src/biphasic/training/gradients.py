@@ -20,6 +20,7 @@ from biphasic.config.errors import UserError
 from biphasic.data.streaming import Batch
 
 ODD_BATCHES = "odd_batches.jsonl"
+RESUMES = "Start again to go on from the newest checkpoint; "
 _WINDOW, _ENOUGH = 100, 20
 
 
@@ -39,10 +40,12 @@ class Gradients(Algorithm):
         may_skip: batches.
         spike: factor; None: spikes aren't looked for.
         folder: of the run, on the first rank's machine.
+        after: what can be done once the run has ended, for its message.
     """
 
-    def __init__(self, clip_norm: float | None, may_skip: int, spike: float | None, folder: Path):
+    def __init__(self, clip_norm: float | None, may_skip: int, spike: float | None, folder: Path, after: str = RESUMES):
         self.clip_norm, self.may_skip, self.spike, self.file = clip_norm, may_skip, spike, folder / ODD_BATCHES
+        self.after = after
         self.skipped = 0
         self._bad: Tensor | None = None
         self._recent: deque[float] = deque(maxlen=_WINDOW)
@@ -86,9 +89,8 @@ class Gradients(Algorithm):
             allowed = f" ({self.may_skip} were left out before)" if self.may_skip else ""
             raise UserError(
                 f"batch {int(state.timestamp.batch)}: the {what} is not a finite number{allowed}; the weights are as they "
-                f"were before it. Its rows are in {self.file} (the first: {rows[0]}). Start again to go on from the newest "
-                "checkpoint; optimizer.skip_nonfinite: N leaves out up to N such batches, and a smaller optimizer.lr or "
-                "clip_norm may prevent them"
+                f"were before it. Its rows are in {self.file} (the first: {rows[0]}). {self.after}optimizer.skip_nonfinite: "
+                "N leaves out up to N such batches, and a smaller optimizer.lr or clip_norm may prevent them"
             )
 
     def _clip(self, state: State) -> Tensor:

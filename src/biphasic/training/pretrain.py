@@ -11,7 +11,6 @@ import torch
 from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
 from composer.core import Callback, Evaluator, Event, State
-from composer.loggers import LoggerDestination, TensorboardLogger
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 
 from biphasic.amounts import bytes_of
@@ -28,7 +27,7 @@ from biphasic.config.load import dump
 from biphasic.config.places import checkpoint_places, folder_of
 from biphasic.config.records import record_of
 from biphasic.config.same_run import deciding, differences
-from biphasic.config.schema import LoggingConfig, PretrainConfig
+from biphasic.config.schema import PretrainConfig
 from biphasic.config.timeline import decay_start
 from biphasic.data.shards import ShardError, indexes
 from biphasic.data.shared_memory import free_stale_shared_memory
@@ -44,7 +43,7 @@ from biphasic.training import microbatch
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import set_up
 from biphasic.training.gradients import Gradients
-from biphasic.training.jsonl_logger import JSONLLogger
+from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
 from biphasic.training.moments import saves
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
@@ -263,32 +262,6 @@ def callbacks(config: PretrainConfig, model: LanguageModel, data: dict[str, Any]
     precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32
     meters = Meters(model.architecture(), recomputed(model.backbone), precision)
     return [RunRecord(config, model, data), meters, LRMonitor(), RuntimeEstimator()]
-
-
-def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
-    """Where metrics go.
-
-    Raises:
-        UserError: a logger's package isn't installed.
-    """
-    found: list[LoggerDestination] = []
-    if config.jsonl:
-        found.append(JSONLLogger(folder / "metrics.jsonl"))
-    if config.tensorboard:
-        found.append(TensorboardLogger(log_dir=str(folder / "tensorboard")))
-    try:
-        if config.wandb is not None:
-            from composer.loggers import WandBLogger
-
-            settings = config.wandb
-            found.append(WandBLogger(settings.project, settings.group, run_name, settings.entity, settings.tags))
-        if config.mlflow is not None:
-            from composer.loggers import MLFlowLogger
-
-            found.append(MLFlowLogger(config.mlflow.experiment, run_name, tracking_uri=config.mlflow.tracking_uri))
-    except ImportError as error:
-        raise UserError(f"logging: {error.name or error} isn't installed: pip install 'biphasic[loggers]'") from None
-    return found
 
 
 def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:

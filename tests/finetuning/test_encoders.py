@@ -1,0 +1,227 @@
+"""Models that nobody here trained: small folders of the hub's format, of other families, through all four kinds of task."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import (
+    AutoModel,
+    BertConfig,
+    BertForMaskedLM,
+    ModernBertConfig,
+    ModernBertForMaskedLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from biphasic.config.errors import UserError
+from biphasic.finetuning.run import run
+from biphasic.finetuning.trial import run_trial
+from biphasic.model.encoder import load_encoder, passes
+from biphasic.model.packed import mean_pool
+from biphasic.model.padded import groups_of, looks_both_ways
+from biphasic.model.segments import Segments
+from toy_sets import config_of
+
+SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def bert_tokenizer(folder: Path) -> None:
+    """A vocabulary of BERT's kind, which puts [CLS] and [SEP] around a text."""
+    vocabulary = {word: index for index, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(60))])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    names = {
+        "pad_token": "[PAD]",
+        "unk_token": "[UNK]",
+        "cls_token": "[CLS]",
+        "sep_token": "[SEP]",
+        "mask_token": "[MASK]",
+    }
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=62, **names).save_pretrained(folder)
+
+
+def bert(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48,
+                        max_position_embeddings=64)  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(folder)
+    bert_tokenizer(folder)
+    return folder
+
+
+def modernbert(folder: Path) -> Path:
+    torch.manual_seed(0)
+    config = ModernBertConfig(
+        vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, local_attention=16, global_attn_every_n_layers=3, pad_token_id=0, cls_token_id=2,
+        sep_token_id=3, reference_compile=False,
+    )  # fmt: skip
+    ModernBertForMaskedLM(config).save_pretrained(folder)
+    bert_tokenizer(folder)
+    return folder
+
+
+def qwen3(folder: Path) -> Path:
+    """A decoder."""
+    torch.manual_seed(0)
+    config = Qwen3Config(vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                         head_dim=8, intermediate_size=48, max_position_embeddings=64)  # fmt: skip
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    bert_tokenizer(folder)
+    return folder
+
+
+MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert, "modernbert": modernbert, "qwen3": qwen3}
+
+
+@pytest.fixture(params=list(MAKERS))
+def model(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return MAKERS[request.param](tmp_path / request.param)
+
+
+@pytest.mark.parametrize("name", ["sst2", "conll2003", "squad", "msmarco"])
+def test_all_four_families(model: Path, name: str, toy: Path, tmp_path: Path) -> None:
+    steps = "3ep" if name == "sst2" else "10ba"
+    outcome = run_trial(config_of(name, toy / "tasks", model, tmp_path, max_duration=steps, optimizer__lr=2e-3))
+    [found] = outcome.results
+    assert found.test is not None
+    assert 0 <= found.test <= 1
+    if name == "sst2":
+        assert found.test > 0.75
+
+
+def test_hidden_states_are_the_model_s_own(model: Path) -> None:
+    """One text at a time and many at once, in groups with little padding, are the same; both ways, within a text."""
+    encoder = load_encoder(str(model))
+    encoder.backbone.eval()
+    texts = [[2, *range(5, 5 + length), 3] for length in (1, 30, 2, 2, 55, 7, 31, 1)]
+    segments = Segments.of([len(text) for text in texts], torch.device("cpu"))
+    with torch.inference_mode():
+        together = encoder.hidden(torch.tensor([token for text in texts for token in text]), segments)
+        at = 0
+        for text in texts:
+            alone = encoder.hidden(torch.tensor(text), Segments.of([len(text)], torch.device("cpu")))
+            torch.testing.assert_close(together[at : at + len(text)], alone, atol=2e-6, rtol=1e-4)
+            changed = encoder.hidden(torch.tensor([*text[:-1], 9]), Segments.of([len(text)], torch.device("cpu")))
+            assert (changed[0] - alone[0]).abs().max() > 1e-5
+            at += len(text)
+        if encoder.packs:
+            return
+        theirs: Any = AutoModel.from_pretrained(model).eval()
+        text = torch.tensor([texts[1]])
+        torch.testing.assert_close(
+            theirs(input_ids=text, attention_mask=torch.ones_like(text)).last_hidden_state[0],
+            encoder.hidden(text[0], Segments.of([text.shape[1]], torch.device("cpu"))), atol=1e-5, rtol=1e-4,
+        )  # fmt: skip
+
+
+def test_a_model_s_own_special_tokens(tmp_path: Path) -> None:
+    reader = load_encoder(str(bert(tmp_path / "bert"))).reader
+    assert (reader.prefix, reader.suffix) == ((2,), (3,))
+    assert reader.longest == 62  # the tokenizer's, below the 64 positions
+    assert reader.read(["w0 w1", ""], 62) == [[2, 5, 6, 3], [2, 3]]
+    assert reader.read(["w0 w1 w2 w3"], 4) == [[2, 5, 6, 3]]
+    assert reader.tokenizer.separator_id == 3
+
+
+def test_no_room_for_a_context(tmp_path: Path, toy: Path) -> None:
+    model = bert(tmp_path / "bert")
+    with pytest.raises(UserError, match="leave no room for a context"):
+        run_trial(config_of("squad", toy / "tasks", model, tmp_path, task__max_length=2))
+
+
+def test_what_was_fine_tuned_loads_again(tmp_path: Path, toy: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    config = config_of("msmarco", toy / "tasks", bert(tmp_path / "bert"), tmp_path, max_duration="5ba", save_model=True)
+    folder = run(config) / "model"
+    encoder = load_encoder(str(folder))
+    encoder.backbone.eval()
+    assert encoder.prompts == {"query": "w0 ", "document": ""}
+    ids = encoder.tokenize(["w3 w4"], encoder.prompts["query"])
+    theirs = SentenceTransformer(str(folder), device="cpu").encode(["w3 w4"], prompt_name="query")
+    torch.testing.assert_close(encoder.embed(ids), torch.tensor(theirs), atol=1e-5, rtol=1e-4)
+
+
+def test_a_decoder_that_cannot_be_written_is_refused_before_training(tmp_path: Path, toy: Path) -> None:
+    config = config_of("sst2", toy / "tasks", qwen3(tmp_path / "qwen3"), tmp_path, save_model=True, max_duration="1ba")
+    with pytest.raises(UserError, match="save_model=false trains and scores"):
+        run(config)
+
+
+def test_what_looks_back_only_is_refused(tmp_path: Path) -> None:
+    """A folder's own code that is a decoder's."""
+    torch.manual_seed(0)
+    causal = Qwen3ForCausalLM.from_pretrained(qwen3(tmp_path / "qwen3"))
+    assert not looks_both_ways(causal.model.eval(), 65)
+    folder = tmp_path / "own"
+    shutil.copytree(tmp_path / "qwen3", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.OwnConfig", "AutoModel": "own.OwnModel"}}
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "own.py").write_text(
+        "from transformers import Qwen3Config, Qwen3Model\n"
+        "class OwnConfig(Qwen3Config):\n    model_type = 'own'\n"
+        "class OwnModel(Qwen3Model):\n    config_class = OwnConfig\n"
+    )
+    with pytest.raises(UserError, match="looks back only"):
+        load_encoder(str(folder), trust_remote_code=True)
+
+
+def test_what_does_not_belong_together_is_said(tmp_path: Path) -> None:
+    folder = bert(tmp_path / "bert")
+    config = json.loads((folder / "config.json").read_text())
+    torch.manual_seed(0)
+    BertForMaskedLM(BertConfig(**{**config, "vocab_size": 40})).save_pretrained(folder)
+    with pytest.raises(UserError, match=r"its tokenizer has 65 tokens, its embedding 40"):
+        load_encoder(str(folder))
+    torch.manual_seed(0)
+    whole = bert(tmp_path / "whole")
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(whole / "model.safetensors")
+    weights.pop("bert.encoder.layer.1.output.dense.weight")
+    save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError, match=r"lack 1 weights, e\.g\. encoder\.layer\.1\.output\.dense\.weight"):
+        load_encoder(str(whole))
+
+
+def test_groups_pad_little() -> None:
+    lengths = [3, 100, 5, 98, 4, 97, 50, 3, 51, 3, 3, 2, 99, 96]
+    groups = groups_of(lengths)
+    assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
+    room = sum(len(group) * max(lengths[index] for index in group) for group in groups)
+    assert room < 1.35 * sum(lengths)
+    assert len(groups) <= 4
+    assert groups_of([7]) == [[0]]
+
+
+def test_passes_hold_their_tokens() -> None:
+    lengths = [5, 1, 9, 30, 2, 2]
+    found = list(passes(lengths, 10))
+    assert sorted(index for one in found for index in one) == list(range(6))
+    assert all(sum(lengths[index] for index in one) <= 10 or len(one) == 1 for one in found)
+    assert list(passes([], 10)) == []
+
+
+def test_pooling_is_over_all_tokens_of_a_text(tmp_path: Path) -> None:
+    """Special ones included, as sentence-transformers averages."""
+    encoder = load_encoder(str(bert(tmp_path / "bert")))
+    encoder.backbone.eval()
+    [ids] = encoder.tokenize(["w1 w2 w3"])
+    segments = Segments.of([len(ids)], torch.device("cpu"))
+    with torch.inference_mode():
+        hidden = encoder.hidden(torch.tensor(ids), segments)
+    torch.testing.assert_close(mean_pool(hidden, segments)[0], hidden.mean(0))

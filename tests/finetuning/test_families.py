@@ -1,0 +1,198 @@
+"""The four families on small sets with the hub's columns: they learn, repeat themselves, and share what is tokenized."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+
+from biphasic.config.errors import UserError
+from biphasic.finetuning.families import FAMILIES
+from biphasic.finetuning.run import run
+from biphasic.finetuning.trial import cost_of, results_of, run_trial, trial_name
+from toy_sets import config_of
+
+EPOCHS = {"sst2": 4, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}
+# What knows nothing: the more frequent label, no entity at all, one of the two words that could be meant (SQuAD v2: silence
+# too), the first of 160 documents by chance.
+KNOWS_NOTHING = {"sst2": 0.6, "conll2003": 0.0, "squad": 0.5, "squad_v2": 0.5, "msmarco": 0.1}
+
+
+@pytest.mark.parametrize("name", list(EPOCHS))
+def test_it_learns(name: str, toy: Path, tmp_path: Path) -> None:
+    config = config_of(name, toy / "tasks", toy / "start", tmp_path, max_duration=f"{EPOCHS[name]}ep")
+    outcome = run_trial(config)
+    [found], grid = outcome.results, results_of(config)
+    assert (found.task, found.name, found.metric) == grid.results[0]
+    assert found.family == grid.family
+    assert found.test is not None
+    assert found.validation is not None
+    assert found.test > KNOWS_NOTHING[name] + 0.25, found
+    assert found.validation > KNOWS_NOTHING[name] + 0.25, found
+    assert outcome.about["steps"] == EPOCHS[name] * (1600 if name == "msmarco" else 800) // 32
+    if name == "squad_v2":
+        assert found.more["test"]["no_answer_f1"] > 0.5
+        assert found.more["test"]["no_answer_threshold"] == found.more["validation"]["no_answer_threshold"]
+
+
+def test_the_same_trial_twice_is_the_same(toy: Path, tmp_path: Path) -> None:
+    def trial(**changes: Any) -> tuple[Any, float]:
+        config = config_of("conll2003", toy / "tasks", toy / "start", tmp_path, max_duration="20ba", **changes)
+        outcome = run_trial(config)
+        return outcome.results, outcome.about["loss"]
+
+    first = trial()
+    assert trial() == first
+    # How a batch is cut is memory and nothing else; seeds are something else.
+    cut = trial(microbatch_tokens=64)
+    assert abs(cut[1] - first[1]) < 1e-5
+    assert cut[0][0].test == pytest.approx(first[0][0].test, abs=0.02)
+    assert trial(seed=1)[1] != first[1]
+
+
+def test_a_trial_s_name_is_what_decides_it(toy: Path, tmp_path: Path) -> None:
+    def name(**changes: Any) -> str:
+        return trial_name(config_of("sst2", toy / "tasks", toy / "start", tmp_path, **changes))
+
+    first = name()
+    same = ({"run_name": "other"}, {"output": "x"}, {"cache": str(tmp_path / "c")}, {"microbatch_tokens": 77},
+            {"save_model": True}, {"logging__jsonl": True})  # fmt: skip
+    for changes in same:
+        assert name(**changes) == first, changes
+    other: list[dict[str, Any]] = [
+        {"seed": 1}, {"optimizer__lr": 1e-4}, {"batch_size": 16}, {"task__max_length": 20}, {"warmup": "0.2dur"},
+        {"task__text": "{text} w0"}, {"precision": "amp_bf16"}, {"task__metric": "f1"}, {"max_duration": "3ba"},
+    ]  # fmt: skip
+    names = [name(**changes) for changes in other]
+    assert len({first, *names}) == len(names) + 1
+
+
+def test_its_name_follows_the_files(toy: Path, tmp_path: Path) -> None:
+    import shutil
+
+    for part in ("tasks", "start"):
+        shutil.copytree(toy / part, tmp_path / part)
+    config = config_of("sst2", tmp_path / "tasks", tmp_path / "start", tmp_path)
+    first = trial_name(config)
+    assert first == trial_name(config_of("sst2", toy / "tasks", toy / "start", tmp_path / "elsewhere"))
+    for file in ("tasks/sst2/test.parquet", "start/model.safetensors"):
+        path = tmp_path / file
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        assert trial_name(config) != first, file
+        path.write_bytes(whole)
+        assert trial_name(config) == first
+
+
+def test_tokenized_once_for_all_trials(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of("squad", toy / "tasks", toy / "start", tmp_path, max_duration="2ba")
+    run_trial(config)
+    made = sorted((tmp_path / "cache" / "arrays").glob("*/key.json"))
+    assert len(made) == 3
+
+    def refuse(*_: Any) -> Any:
+        raise AssertionError("tokenized again")
+
+    monkeypatch.setattr("biphasic.data.tokenizer.Tokenizer.encode_with_offsets", refuse)
+    run_trial(
+        config_of("squad", toy / "tasks", toy / "start", tmp_path, max_duration="2ba", seed=3, optimizer__lr=1e-3)
+    )
+    assert sorted((tmp_path / "cache" / "arrays").glob("*/key.json")) == made
+
+
+def test_no_padding(toy: Path, tmp_path: Path) -> None:
+    """What is computed is what the texts hold: tokens of all batches are the texts' own."""
+    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="1ep")
+    rows = pq.read_table(toy / "tasks" / "sst2" / "train.parquet")["text"].to_pylist()
+    assert run_trial(config).about["tokens"] == sum(len(text.split()) for text in rows)
+
+
+def test_cost(toy: Path, tmp_path: Path) -> None:
+    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="10ba")
+    cost, tokens = cost_of(config), run_trial(config).about["tokens"]
+    assert cost.parameters == 2 * (4 * 32 * 24 + 3 * 32 * 48 + 64) + 32 + 64 * 32
+    # Four characters a token, where these texts have about three, and sizes from the file's footer.
+    assert 0.3 < cost.train_tokens / tokens < 3
+    assert cost.flops is not None
+    assert cost.bytes is not None
+
+
+def test_a_run_leaves_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("sst2", "conll2003", "squad"):
+        config = config_of(name, toy / "tasks", toy / "start", tmp_path, max_duration="30ba", save_model=True)
+        folder = run(config)
+        record = json.loads((folder / "record.json").read_text())
+        [result] = record["results"]
+        assert f"{name}: validation {result['metric']} {result['validation']:.4f}" in capsys.readouterr().out
+        card = (folder / "model" / "README.md").read_text()
+        assert f"{result['test']:.4f} (test)" in card
+        loaded = reload(folder / "model", name, toy)
+        assert loaded == result["test"], name
+        run(config)
+        assert "already fine-tuned" in capsys.readouterr().out
+    with pytest.raises(UserError, match="holds another fine-tuning"):
+        run(config_of("squad", toy / "tasks", toy / "start", tmp_path, seed=5, max_duration="30ba", save_model=True))
+
+
+def reload(folder: Path, name: str, toy: Path) -> float | None:
+    """The test score of what was written, by transformers' own classes where they have a place for the head."""
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+    from biphasic.finetuning.task import Trained
+    from biphasic.model.encoder import load_encoder
+
+    config = config_of(name, toy / "tasks", folder, folder.parent)
+    encoder = load_encoder(str(folder))
+    task = FAMILIES[config.task.kind](config.task, encoder.reader, config.cache)
+    if name == "squad":
+        head = task.head(encoder.width)
+        head.load_state_dict(load_file(folder / "head.safetensors"))
+        scores = task.scores(Trained(encoder, head, 4096, half=False))
+        return scores[0].test
+    kinds = {"sst2": AutoModelForSequenceClassification, "conll2003": AutoModelForTokenClassification}
+    model = kinds[name].from_pretrained(folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    table = pq.read_table(toy / "tasks" / name / "test.parquet").to_pydict()
+    said = []
+    with torch.inference_mode():
+        for text in table["text"] if name == "sst2" else map(" ".join, table["tokens"]):
+            logits = model(**tokenizer(text, return_tensors="pt")).logits[0]
+            said.append(logits.argmax(-1).tolist())
+    assert model.config.id2label[1] in ("positive", "B-PER")
+    if name == "sst2":
+        return float(np.mean([a == b for a, b in zip(said, table["label"], strict=True)]))
+    from biphasic.evaluation.metrics import entity_scores
+
+    names = task.data.label_names
+    return entity_scores(*([[names[label] for label in line] for line in lines] for lines in (table["labels"], said)))[
+        "f1"
+    ]
+
+
+def test_bad_input_is_one_line(toy: Path, tmp_path: Path) -> None:
+    sets = toy / "tasks"
+
+    def fails(name: str, says: str, **changes: Any) -> None:
+        with pytest.raises(UserError, match=says) as caught:
+            run_trial(config_of(name, sets, toy / "start", tmp_path, **changes))
+        assert "\n" not in str(caught.value)
+
+    fails("sst2", "has no task.json", task__data=str(tmp_path))
+    fails("sst2", "holds a tokens set; this task needs a classification one", task__data=str(sets / "conll2003"))
+    fails("sst2", "has no dev", task__validation="dev")
+    fails("sst2", "has single texts", task__text="{text} {text_pair}")
+    fails("sst2", "don't fill one batch of 1024", batch_size=1024)
+    fails("conll2003", "can't be loaded", model__path=str(tmp_path / "no-model"))
+    fails("msmarco", "of 1,600 pairs in .* have none", task__hard_negatives=1)
+    fails("sst2", "loss is not a finite number", optimizer__lr=1e30)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    (broken / "task.json").write_text('{"kind": "classification", "label_names": ["a", "b"]}')
+    (broken / "train.parquet").write_bytes(b"PAR1")
+    fails("sst2", "train.parquet: can't be read", task__data=str(broken))

@@ -1,0 +1,272 @@
+"""From texts to tokens and targets: real byte-level tokens, odd words, long contexts."""
+
+from __future__ import annotations
+
+import string
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
+
+from biphasic.config.finetune import ClassificationConfig, QuestionAnsweringConfig, TokensConfig
+from biphasic.data.array_cache import Ragged, cached, pack, unpack
+from biphasic.data.downstream import SCHEMAS
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.finetuning.classification import Classification
+from biphasic.finetuning.question_answering import QuestionAnswering
+from biphasic.finetuning.spans import Window, best_answer
+from biphasic.finetuning.task import longest_of, order_of
+from biphasic.finetuning.tokens import Tokens, first_tokens
+from biphasic.model.encoder import Reader
+from biphasic.model.losses import IGNORE
+from biphasic.storage import as_bytes
+
+WORDS = [
+    "Ångström",
+    "naïve",
+    "don't",
+    "U.S.",
+    ")",
+    "(",
+    "—",
+    "東京",
+    "New",
+    "York",
+    "e-mail",
+    "🙂",
+    "1,000",
+    "it",
+    "of",
+    "the",
+]
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
+    """A byte-level BPE, as Llama's and ModernBERT's are: a space belongs to the word behind it."""
+    folder = tmp_path_factory.mktemp("bpe")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    tokenizer.train_from_iterator([" ".join(WORDS)] * 50 + [string.ascii_letters], trainer)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
+    return Reader(load_tokenizer(str(folder)), 512)
+
+
+def write(folder: Path, kind: str, rows: list[dict[str, Any]], names: list[str] | None = None) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    table = pa.Table.from_pylist([{"id": str(at), **row} for at, row in enumerate(rows)], SCHEMAS[kind])
+    for split in ("train", "validation", "test"):
+        pq.write_table(table, folder / f"{split}.parquet")
+    (folder / "task.json").write_bytes(as_bytes({"kind": kind, "label_names": names, "rows": {}}))
+    return str(folder)
+
+
+def random_sentences(count: int, seed: int) -> list[list[str]]:
+    generator = np.random.default_rng(seed)
+    return [[WORDS[at] for at in generator.integers(len(WORDS), size=generator.integers(1, 25))] for _ in range(count)]
+
+
+def test_each_word_has_its_first_token(reader: Reader) -> None:
+    for words in random_sentences(200, 0):
+        [(ids, offsets)] = reader.tokenizer.encode_with_offsets([" ".join(words)])
+        firsts = first_tokens(words, offsets)
+        assert [word for word in firsts if word >= 0] == list(range(len(words)))
+        # From a word's first token to the next one's, the tokens are the word.
+        starts = [at for at, word in enumerate(firsts) if word >= 0]
+        for word, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
+            assert reader.tokenizer.tokenizer.decode(ids[start:end]).strip() == words[word]
+
+
+def test_a_word_without_a_token_is_nobody_s() -> None:
+    # The second word vanished (a tokenizer's normalizer takes some signs out), the third begins with a token of spaces.
+    assert first_tokens(["ab", "\u200b", "c"], [(0, 1), (1, 2), (4, 5), (5, 6)]) == [0, -1, -1, 2]
+    assert first_tokens(["ab"], []) == []
+    assert first_tokens(["ab", "cd"], [(0, 5)]) == [0]
+
+
+def test_gold_labels_give_all_points_and_cut_words_none(reader: Reader, tmp_path: Path) -> None:
+    sentences = random_sentences(60, 1)
+    generator = np.random.default_rng(2)
+    rows = [{"tokens": words, "labels": [int(x) for x in generator.integers(0, 2, len(words))]} for words in sentences]
+    config = TokensConfig(kind="tokens", name="t", data=write(tmp_path / "t", "tokens", rows, ["O", "B-X"]))
+
+    def points(config: TokensConfig) -> dict[str, float]:
+        task = Tokens(config, reader, str(tmp_path / "cache"))
+        examples = task.examples("test")
+        labels = Ragged(examples.arrays["labels"], examples.texts.ends)
+        words = Ragged(examples.arrays["words"], examples.texts.ends)
+        said = [(words[at][words[at] >= 0], labels[at][words[at] >= 0]) for at in range(len(examples))]
+        assert all((labels[at] == IGNORE).sum() == (words[at] < 0).sum() for at in range(len(examples)))
+        assert task.targets(examples, range(len(examples))) == sum(len(one[0]) for one in said)
+        return task.measure("test", said)
+
+    assert points(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0}
+    cut = points(config.model_copy(update={"max_length": 10}))
+    assert cut["precision"] == 1.0
+    assert 0.1 < cut["recall"] < 0.9
+
+
+def questions(count: int, seed: int, longest: int) -> list[dict[str, Any]]:
+    generator, rows = np.random.default_rng(seed), []
+    for _ in range(count):
+        words = [WORDS[at] for at in generator.integers(len(WORDS), size=generator.integers(1, longest))]
+        first = int(generator.integers(len(words)))
+        last = min(first + int(generator.integers(3)), len(words) - 1)
+        start = len(" ".join(words[:first])) + (first > 0)
+        text = " ".join(words[first : last + 1])
+        answers = {"text": [text, "other"], "answer_start": [start, 0]} if generator.integers(5) else \
+                  {"text": [], "answer_start": []}  # fmt: skip
+        rows.append({"question": "which the?", "context": " ".join(words), "answers": answers})
+    return rows
+
+
+@pytest.mark.parametrize(("longest", "stride"), [(0.99, 128), (60, 20), (40, 0), (30, 100)])
+def test_every_answer_can_be_found(reader: Reader, tmp_path: Path, longest: float, stride: int) -> None:
+    """Windows cover the context, and who says the targets says the answers."""
+    rows = questions(80, 3, 120)
+    data = write(tmp_path / "q", "question_answering", rows)
+    config = QuestionAnsweringConfig(kind="question_answering", name="q", data=data, max_length=longest, stride=stride)
+    task = QuestionAnswering(config, reader, str(tmp_path / "cache"))
+    examples = task.examples("test")
+    ends, about, offsets = (examples.arrays[name] for name in ("offsets.ends", "about", "offsets"))
+    most = task.longest
+    assert max(examples.texts.lengths) <= most
+    windows: dict[int, list[Window]] = {}
+    covered: dict[int, set[int]] = {}
+    for at in range(len(examples)):
+        row, begins, start, end = about[at]
+        tokens = examples.texts[at][begins:]
+        own = offsets[ends[at] : ends[at + 1]]
+        assert len(tokens) == len(own)
+        logits = [np.zeros(len(own)), np.zeros(len(own))]
+        if start:
+            logits[0][start - begins], logits[1][end - begins] = 9, 9
+        windows.setdefault(row, []).append(Window(logits[0], logits[1], own, 0.0 if start else 9.0))
+        covered.setdefault(row, set()).update(range(own[0][0], own[-1][1]) if len(own) else ())
+    held = 0
+    for number, row in enumerate(rows):
+        assert covered[number] == set(range(len(row["context"])))
+        found = best_answer(row["context"], windows[number], 60)
+        if not row["answers"]["text"]:
+            assert found.no_answer > 0
+            continue
+        if found.score == 18:
+            held += 1
+            assert found.text.strip() == row["answers"]["text"][0]
+    answered = sum(bool(row["answers"]["text"]) for row in rows)
+    # Windows without overlap cut some answers in two, and those are nobody's target.
+    assert held == answered if stride >= 20 else 0.5 * answered < held < answered
+
+
+def test_the_question_stands_before_the_context_in_each_window(reader: Reader, tmp_path: Path) -> None:
+    data = write(tmp_path / "q", "question_answering", questions(5, 4, 100))
+    config = QuestionAnsweringConfig(
+        kind="question_answering", name="q", data=data, max_length=40, text="Q: {question}{separator}"
+    )
+    task = QuestionAnswering(config, reader, str(tmp_path / "cache"))
+    examples = task.examples("train")
+    [before] = reader.tokenizer.encode(["Q: which the?"])
+    assert len(examples) > 5
+    for at in range(len(examples)):
+        assert examples.texts[at][: len(before) + 1].tolist() == [*before, reader.tokenizer.eos_id]
+
+
+def test_a_long_question_leaves_half_of_the_room(reader: Reader, tmp_path: Path) -> None:
+    rows = [{"question": "which " * 200, "context": "it of the", "answers": {"text": ["of"], "answer_start": [3]}}]
+    data = write(tmp_path / "q", "question_answering", rows)
+    config = QuestionAnsweringConfig(kind="question_answering", name="q", data=data, max_length=30)
+    examples = QuestionAnswering(config, reader, str(tmp_path / "cache")).examples("train")
+    assert len(examples) == 1
+    assert examples.arrays["about"][0, 1] == 15
+    empty = [{"question": "", "context": "", "answers": {"text": [], "answer_start": []}}]
+    config = config.model_copy(
+        update={"data": write(tmp_path / "e", "question_answering", empty), "text": "{question}"}
+    )
+    task = QuestionAnswering(config, reader, str(tmp_path / "cache"))
+    assert task.examples("train").texts[0].tolist() == [reader.tokenizer.eos_id]
+    assert task.measure("train", [(np.array([]), np.array([]), 0.0)])["exact_match"] == 1.0
+
+
+def test_the_template_is_what_the_model_reads(reader: Reader, tmp_path: Path) -> None:
+    rows = [{"text": "it {of}", "text_pair": "the", "label": 0}, {"text": "New", "text_pair": "York", "label": 1}]
+    data = write(tmp_path / "c", "classification", rows, ["a", "b"])
+    config = ClassificationConfig(
+        kind="classification", name="c", data=data, text="Premise: {text}\nHypothesis: {text_pair}"
+    )
+    examples = Classification(config, reader, str(tmp_path / "cache")).examples("test")
+    texts = [reader.tokenizer.tokenizer.decode(examples.texts[at].tolist()) for at in range(2)]
+    assert texts == ["Premise: it {of}\nHypothesis: the", "Premise: New\nHypothesis: York"]
+
+
+def test_shares_of_a_model_s_length() -> None:
+    assert longest_of(0.99, 2048) == 2028
+    assert longest_of(0.99, 512) == 507
+    assert longest_of(4096, 512) == 512
+    assert longest_of(64, 512) == 64
+
+
+def test_orders() -> None:
+    orders = [order_of(50, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert all(sorted(one) == list(range(50)) for one in orders)
+    assert orders[0] != orders[1] != orders[2] != orders[0]
+    assert order_of(50, 0, 0) == orders[0]
+
+
+def test_arrays_are_made_once_and_whole(tmp_path: Path) -> None:
+    rows, made = Ragged.of([[1, 2], [], [3]]), []
+
+    def make() -> dict[str, np.ndarray]:
+        made.append(1)
+        return pack(rows=rows, none=Ragged.of([]))
+
+    for _ in range(2):
+        found = cached(str(tmp_path), {"a": 1}, make)
+        back = unpack(found, "rows")
+        assert [back[at].tolist() for at in range(len(back))] == [[1, 2], [], [3]]
+        assert back.lengths.tolist() == [2, 0, 1]
+        assert len(unpack(found, "none")) == 0
+    cached(str(tmp_path), {"a": 2}, make)
+    assert len(made) == 2
+
+    def fail() -> dict[str, np.ndarray]:
+        raise ValueError("no")
+
+    with pytest.raises(ValueError, match="no"):
+        cached(str(tmp_path), {"a": 3}, fail)
+    cached(str(tmp_path), {"a": 3}, make)
+    # What a killed process began is no one's result.
+    [place] = [one for one in (tmp_path / "arrays").iterdir() if one.is_dir()][:1]
+    partial = place.with_name(f".unfinished-{place.name}")
+    place.rename(partial)
+    (partial / "rows.ends.npy").unlink()
+    keys = {"a": 1}, {"a": 2}, {"a": 3}
+    assert all(len(unpack(cached(str(tmp_path), key, make), "rows")) == 3 for key in keys)
+
+
+def test_dropout_is_the_batch_s(toy: Path, tmp_path: Path) -> None:
+    """What was drawn before, in this process, changes nothing."""
+    from transformers import BertConfig, BertForMaskedLM
+
+    from biphasic.finetuning.trial import run_trial
+    from toy_sets import config_of
+
+    torch.manual_seed(0)
+    config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,
+                        max_position_embeddings=64, hidden_dropout_prob=0.3)  # fmt: skip
+    BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
+    load_tokenizer(str(toy / "tokenizer")).save(tmp_path / "bert")
+    found = []
+    for seed in (0, 0, 1):
+        torch.manual_seed(int(np.random.default_rng().integers(1 << 30)))
+        trial = config_of("sst2", toy / "tasks", tmp_path / "bert", tmp_path, max_duration="5ba", seed=seed)
+        found.append(run_trial(trial).about["loss"])
+    assert found[0] == found[1] != found[2]
