@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
+    AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
     ModernBertConfig,
@@ -22,10 +23,14 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from biphasic.config.architecture import Architecture
 from biphasic.config.errors import UserError
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
-from biphasic.model.encoder import load_encoder, passes
+from biphasic.model.encoder import Encoder, Reader, load_encoder, passes
+from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.packed import mean_pool
 from biphasic.model.padded import groups_of, looks_both_ways
 from biphasic.model.segments import Segments
@@ -153,6 +158,30 @@ def test_what_was_fine_tuned_loads_again(tmp_path: Path, toy: Path) -> None:
     ids = encoder.tokenize(["w3 w4"], encoder.prompts["query"])
     theirs = SentenceTransformer(str(folder), device="cpu").encode(["w3 w4"], prompt_name="query")
     torch.testing.assert_close(encoder.embed(ids), torch.tensor(theirs), atol=1e-5, rtol=1e-4)
+
+
+def test_every_weight_is_trained(model: Path) -> None:
+    """A weight without a gradient (a pooler of the family's own) would be in the way of several ranks."""
+    encoder = load_encoder(str(model))
+    segments = Segments.of([4, 3], torch.device("cpu"))
+    encoder.hidden(torch.tensor([2, 5, 6, 3, 2, 7, 3]), segments).pow(2).sum().backward()
+    assert all(one.grad is not None for one in encoder.backbone.parameters())
+
+
+def test_a_text_is_read_as_in_training(toy: Path, tmp_path: Path) -> None:
+    """What the tokenizer puts around a text is in the written model exactly if it was there in training."""
+    bert_tokenizer(tmp_path / "tokenizer")
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    torch.manual_seed(0)
+    size = Architecture(65, 32, 48, 1, 4, 4, 8, False)
+    backbone = from_hf_config(llama_config(size, 64), seed=0).backbone
+    for around in (((), ()), ((2,), (3,))):
+        reader = Reader(tokenizer, 64, {}, *around)
+        out = tmp_path / f"out{len(around[0])}"
+        export_finetuned(Encoder(backbone, reader), torch.nn.Identity(), None, out, "card", prompts={}, max_length=64)
+        assert AutoTokenizer.from_pretrained(out)("w0")["input_ids"] == [*around[0], 5, *around[1]]
+        again = load_encoder(str(out)).reader
+        assert (again.prefix, again.suffix) == around
 
 
 def test_a_decoder_that_cannot_be_written_is_refused_before_training(tmp_path: Path, toy: Path) -> None:

@@ -252,8 +252,48 @@ def test_arrays_are_made_once_and_whole(tmp_path: Path) -> None:
     assert all(len(unpack(cached(str(tmp_path), key, make), "rows")) == 3 for key in keys)
 
 
-def test_dropout_is_the_batch_s(toy: Path, tmp_path: Path) -> None:
-    """What was drawn before, in this process, changes nothing."""
+def test_another_tokenizer_makes_other_arrays(reader: Reader, tmp_path: Path) -> None:
+    rows = [{"text": "it of", "text_pair": None, "label": 0}]
+    config = ClassificationConfig(
+        kind="classification", name="c", data=write(tmp_path / "c", "classification", rows, ["a"])
+    )
+    vocabulary = {"<eos>": 0, "it": 7, "of": 8}
+    words = Tokenizer(models.WordLevel(vocabulary, unk_token="<eos>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "words")
+    other = load_tokenizer(str(tmp_path / "words"))
+    readers = [reader, Reader(other, 512), Reader(other, 512, prefix=(8,)), Reader(other, 512, suffix=(8,))]
+    texts = [Classification(config, one, str(tmp_path / "cache")).training().texts[0].tolist() for one in readers]
+    assert texts[1:] == [[7, 8], [8, 7, 8], [7, 8, 8]]
+    assert texts[0] != texts[1]
+
+
+def test_the_seed_decides_the_order_and_the_head(toy: Path, tmp_path: Path) -> None:
+    from biphasic.finetuning.task import drawn
+    from biphasic.finetuning.trainer import Batches
+    from biphasic.model.encoder import load_encoder
+    from biphasic.model.heads import TextHead, initialize
+    from toy_sets import config_of
+
+    def first(seed: int, epoch: int) -> list[int]:
+        config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, seed=seed, batch_size=16)
+        task = Classification(config.task, load_encoder(str(toy / "start")).reader, config.cache)
+        batches = list(Batches(task, task.training(), config, 51))  # an epoch has 50
+        return batches[50 * epoch]["rows"].tolist()
+
+    assert first(0, 0) == first(0, 0) == order_of(800, 0, 0)[:16]
+    assert len({tuple(first(seed, epoch)) for seed, epoch in ((0, 0), (1, 0), (0, 1))}) == 3
+    heads = [TextHead(8, 3) for _ in range(3)]
+    for head, seed in zip(heads, (0, 0, 1), strict=True):
+        initialize(head, 0.02, drawn("head", seed))
+    assert torch.equal(heads[0].dense.weight, heads[1].dense.weight)
+    assert not torch.equal(heads[0].dense.weight, heads[2].dense.weight)
+    assert 0.01 < float(heads[0].dense.weight.detach().std()) < 0.04
+    assert not heads[0].classifier.bias.any()
+
+
+def test_dropout_is_the_batch_s(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was drawn before, or between batches, changes nothing."""
     from transformers import BertConfig, BertForMaskedLM
 
     from biphasic.finetuning.trial import run_trial
@@ -270,3 +310,13 @@ def test_dropout_is_the_batch_s(toy: Path, tmp_path: Path) -> None:
         trial = config_of("sst2", toy / "tasks", tmp_path / "bert", tmp_path, max_duration="5ba", seed=seed)
         found.append(run_trial(trial).about["loss"])
     assert found[0] == found[1] != found[2]
+
+    targets = Classification.targets
+
+    def draw_and_count(self: Classification, examples: Any, rows: Any) -> int:
+        torch.rand(3)
+        return targets(self, examples, rows)
+
+    monkeypatch.setattr(Classification, "targets", draw_and_count)
+    trial = config_of("sst2", toy / "tasks", tmp_path / "bert", tmp_path, max_duration="5ba")
+    assert run_trial(trial).about["loss"] == found[0]

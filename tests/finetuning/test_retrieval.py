@@ -102,10 +102,10 @@ def test_which_hard_negatives(toy: Path, tmp_path: Path) -> None:
     # A draw is the row's, the epoch's and the seed's, whatever stands beside it.
     alone = task.collate(examples, [5], epoch=0, seed=1)
     assert torch.equal(alone["ids"][1:], batch["ids"][3:5])
-    others = [
-        task.collate(examples, [5], epoch, seed)["ids"][1:].tolist() for epoch, seed in ((1, 1), (2, 1), (0, 2), (0, 3))
-    ]
-    assert any(one != alone["ids"][1:].tolist() for one in others)
+    for kind in ("epochs", "seeds"):
+        draws = [(0, at) if kind == "seeds" else (at, 1) for at in range(2, 8)]
+        others = [task.collate(examples, [5], epoch, seed)["ids"][1:].tolist() for epoch, seed in draws]
+        assert any(one != alone["ids"][1:].tolist() for one in others), kind
     assert run_trial(config.model_copy(update={"max_duration": Duration(2, "ba")})).about["steps"] == 2
 
 

@@ -17,12 +17,15 @@ def main(out: str) -> None:
     dist.initialize_dist(get_device("cpu"))
     world, rank = dist.get_world_size(), dist.get_global_rank()
     generator = torch.Generator().manual_seed(0)
-    queries, documents = (torch.randn(8, 16, generator=generator) for _ in range(2))
-    # The last two documents, on different ranks of two, are equal to the first.
+    queries, documents, negatives = (torch.randn(8, 16, generator=generator) for _ in range(3))
+    # The last two documents, on different ranks of two, are equal to the first, and so is a hard negative.
     ids = torch.tensor([0, 1, 2, 3, 4, 5, 0, 0])
+    hard_ids = torch.tensor([10, 11, 12, 13, 14, 15, 16, 0])
     weight = torch.eye(16, requires_grad=True)
     share = slice(rank * 8 // world, (rank + 1) * 8 // world)
-    loss = info_nce(queries[share] @ weight, documents[share] @ weight, ids[share], 0.05, gather=True)
+    mine = torch.cat([documents[share], negatives[share]])
+    known = torch.cat([ids[share], hard_ids[share]])
+    loss = info_nce(queries[share] @ weight, mine @ weight, known, 0.05, gather=True)
     loss.backward()
     assert weight.grad is not None
     found = torch.cat([loss.detach()[None], weight.grad.flatten()])

@@ -8,11 +8,14 @@ from posixpath import normpath
 from biphasic.config.architecture import Architecture, preset
 from biphasic.config.base import Found, Section, changed
 from biphasic.config.checks_data import conversion_problems, tasks_problems
+from biphasic.config.checks_finetune import finetune_problems
+from biphasic.config.checks_sweep import sweep_problems
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.places import splits_of
 from biphasic.config.schema import DataConfig, MLMPhase, ModelConfig, PretrainConfig, RampConfig
+from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
 from biphasic.config.timeline import spans
 
@@ -28,7 +31,9 @@ _ONLY_NEW = (
 )
 
 
-def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig, ranks: int) -> Found:
+def problems_of(
+    config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig | SweepConfig, ranks: int
+) -> Found:
     """Everything in `config` that can't be, for a run of `ranks` processes: the keys concerned, the first one first,
     and what was expected."""
     yield from _secrets(config)
@@ -42,9 +47,11 @@ def problems_of(config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksC
         yield from _checkpoints(config)
         yield from _places(config)
     elif isinstance(config, FinetuneConfig):
-        yield from _finetune(config, ranks)
+        yield from finetune_problems(config, ranks)
     elif isinstance(config, ConvertConfig):
         yield from conversion_problems(config)
+    elif isinstance(config, SweepConfig):
+        yield from sweep_problems(config)
     else:
         yield from tasks_problems(config)
 
@@ -334,22 +341,3 @@ def _folders(data: DataConfig) -> Found:
         elif stream.remote is not None and normpath(stream.remote) == place:
             yield [f"{key}.remote", f"{key}.local"], "expected another folder than the local one; leave it out"
         taken.setdefault(place, f"{key}.local")
-
-
-def _finetune(config: FinetuneConfig, ranks: int) -> Found:
-    if config.max_duration.unit in ("dur", "tok") or not config.max_duration.value:
-        yield ["max_duration"], f"expected a positive length in batches, rows or epochs; got {config.max_duration}"
-    elif config.warmup.unit not in ("dur", config.max_duration.unit):
-        message = f"expected dur or the unit of max_duration ({config.max_duration}); got {config.warmup}"
-        yield ["warmup", "max_duration"], message
-    elif config.warmup.of(config.max_duration).value >= config.max_duration.value:
-        yield (
-            ["warmup", "max_duration"],
-            f"expected less than max_duration ({config.max_duration}); got {config.warmup}",
-        )
-    if config.batch_size % ranks:
-        yield ["batch_size"], f"expected a multiple of the number of ranks ({ranks}); got {config.batch_size}"
-    elif config.batch_size // ranks < 2 and not config.task.gather_negatives:
-        yield ["batch_size"], "expected at least 2 pairs a rank: with one there are no in-batch negatives"
-    if "lr" not in config.optimizer.model_fields_set and "optimizer" in config.model_fields_set:
-        yield ["optimizer.lr"], "is missing: give the learning rate beside the other optimizer keys"

@@ -16,15 +16,17 @@ from biphasic.config.errors import ConfigError, Problem
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.messages import translate
 from biphasic.config.schema import PretrainConfig
+from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
 
-Config = PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig
+Config = PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig | SweepConfig
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="job")])
 _JOBS: dict[str, type[BaseModel]] = {
     "pretrain": PretrainConfig,
     "finetune": FinetuneConfig,
     "convert": ConvertConfig,
     "tasks": TasksConfig,
+    "sweep": SweepConfig,
 }
 _COMMAND_LINE = "command line"
 

@@ -120,12 +120,12 @@ def _cache_of(folder: Path) -> str:
     It knows a folder by its last name and its card alone, and so would give what another one of that name held, or what
     this one held before it was changed.
     """
-    import datasets
+    from datasets import config
 
     files = sorted(file for file in folder.rglob("*") if file.is_file())
     about = [(file.relative_to(folder).as_posix(), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     mark = hashlib.sha256(repr((str(folder.resolve()), about)).encode()).hexdigest()[:24]
-    return str(Path(datasets.config.HF_DATASETS_CACHE) / "folders" / mark)
+    return str(Path(config.HF_DATASETS_CACHE) / "folders" / mark)
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -1,0 +1,63 @@
+"""CONTRIBUTING.md's example of a new kind of task is a whole one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+import torch.nn.functional as F
+
+from biphasic.config.finetune import _ScoredConfig
+from biphasic.data.array_cache import Ragged, unpack
+from biphasic.data.downstream import SCHEMAS
+from biphasic.finetuning.families import FAMILIES
+from biphasic.finetuning.task import Examples, SplitTask, Trained, drawn, flat
+from biphasic.finetuning.trainer import fit
+from biphasic.model.encoder import load_encoder
+from biphasic.model.heads import TextHead, initialize
+from biphasic.model.packed import mean_pool
+from biphasic.model.segments import Segments
+from tiny import ROOT
+from toy_sets import config_of
+
+
+class RegressionConfig(_ScoredConfig):
+    kind: str = "regression"
+
+
+def test_the_example_is_a_task(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    schema = pa.schema({"id": pa.string(), "text": pa.string(), "number": pa.float32()})
+    monkeypatch.setitem(SCHEMAS, "regression", schema)
+    code = re.search(r"```python\n(class Regression.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
+    assert code is not None
+    names = {"SplitTask": SplitTask, "TextHead": TextHead, "Ragged": Ragged, "Examples": Examples, "unpack": unpack,
+             "flat": flat, "torch": torch, "np": np, "F": F, "mean_pool": mean_pool, "Segments": Segments}  # fmt: skip
+    exec(code[1], names)
+    monkeypatch.setitem(FAMILIES, "regression", names["Regression"])  # pyright: ignore[reportArgumentType]
+
+    folder, generator = tmp_path / "numbers", np.random.default_rng(0)
+    folder.mkdir()
+    for split, count in (("train", 640), ("validation", 64), ("test", 64)):
+        numbers = generator.integers(0, 4, count)
+        texts = [" ".join(["w1"] * number + ["w2"] * (4 - number)) for number in numbers]
+        rows = {"id": [str(at) for at in range(count)], "text": texts, "number": numbers.astype(np.float32)}
+        pq.write_table(pa.table(rows, schema), folder / f"{split}.parquet")
+    (folder / "task.json").write_text(json.dumps({"kind": "regression", "rows": {}}))
+
+    base = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ep")
+    config = base.model_copy(update={"task": RegressionConfig(name="numbers", data=str(folder))})
+    encoder = load_encoder(config.model.path)
+    task = FAMILIES["regression"](config.task, encoder.reader, config.cache)
+    head = task.head(encoder.width)
+    initialize(head, 0.02, drawn("head", 0))
+    assert fit(config, encoder, head, task).steps == 40
+    [found] = task.scores(Trained(encoder, head, 4096, half=False))
+    assert found.metric == "pearson"
+    assert found.test is not None
+    assert found.test > 0.9
