@@ -91,10 +91,10 @@ os._exit(9)
 
 
 def test_a_number_that_another_process_has_now(tmp_path: Path) -> None:
-    process = [*module._process(os.getpid())[:3], "1"]
-    assert module._is_dead_here(process)
-    assert not module._is_dead_here(module._process(os.getpid()))
-    assert not module._is_dead_here(["another boot", *process[1:]])
+    process = [*module.process_of(os.getpid())[:3], "1"]
+    assert module.is_dead_here(process)
+    assert not module.is_dead_here(module.process_of(os.getpid()))
+    assert not module.is_dead_here(["another boot", *process[1:]])
 
 
 def test_who_was_taken_for_dead_stops(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_the_alive_the_silent_and_the_dead(place: Store, monkeypatch: pytest.Mon
         assert ours.take(["a"]) == {"a"}
         # One of this machine whose process is gone is dead at once.
         gone = subprocess.Popen(["true"])
-        process = claims._process(gone.pid)
+        process = claims.process_of(gone.pid)
         write_other(place, ["b"], 9, process)
         ours.look()
         gone.wait()

@@ -50,7 +50,7 @@ class Claim:
             UserError: another run holds it, or it can't be written to.
         """
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
-        about = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": _process(os.getpid()),
+        about = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_of(os.getpid()),
                  "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
         try:
             place = store(self._place)
@@ -115,7 +115,7 @@ class Claim:
                 _log.debug("no sign of life in %s: %s", self._place, short(error))
 
     def _wait_until_dead(self, place: Store, before: dict[str, Any]) -> None:
-        if _is_dead_here(before["process"]):
+        if is_dead_here(before["process"]):
             return
         print(f"{self._place} is claimed by {_who(before)}; waiting {EXPIRES:.0f} s for a sign of life", flush=True)
         end = time.monotonic() + EXPIRES
@@ -170,7 +170,7 @@ def _held(place: str, claim: dict[str, Any]) -> str:
     return f"{said}. Stop that one, or choose another run_name"
 
 
-def _process(pid: int) -> list[str]:
+def process_of(pid: int) -> list[str]:
     """What tells a process from all others: the machine's boot, the namespace of its number, the number, its start."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # The command's name, in brackets, may hold spaces; the 20th field after it is the start time.
@@ -178,11 +178,11 @@ def _process(pid: int) -> list[str]:
     return [boot, os.readlink("/proc/self/ns/pid"), str(pid), start]
 
 
-def _is_dead_here(process: list[str]) -> bool:
+def is_dead_here(process: list[str]) -> bool:
     """Whether it was a process of this machine that is no more; False for those of others."""
-    if process[:2] != _process(os.getpid())[:2]:
+    if process[:2] != process_of(os.getpid())[:2]:
         return False
     try:
-        return _process(int(process[2])) != process
+        return process_of(int(process[2])) != process
     except OSError:
         return True

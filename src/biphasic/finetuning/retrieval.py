@@ -10,16 +10,14 @@ import numpy as np
 import torch
 import torch.distributed
 import torch.nn.functional as F
-from composer.utils import dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from biphasic.config.errors import UserError
 from biphasic.data.array_cache import Arrays, Ragged, unpack
 from biphasic.data.task_folder import TaskFolder
 from biphasic.evaluation.search import retrieval_scores
 from biphasic.finetuning.task import Batch, Examples, Score, Task, Trained, flat
-from biphasic.model.encoder import Encoder, passes
+from biphasic.model.encoder import Encoder
 from biphasic.model.packed import mean_pool
 from biphasic.model.segments import Segments
 
@@ -139,10 +137,12 @@ class Retrieval(Task):
         return found
 
     def _score(self, name: str, folder: TaskFolder, model: Trained) -> dict[str, dict[str, float]]:
+        from biphasic.finetuning.predicting import embed
+
         ids, embeddings = {}, {}
         for table, role in (("queries", "query"), ("corpus", "document")):
             ids[table], texts = self._texts(folder, table, role)
-            embeddings[table] = _embed(model, texts, f"{name}: {table}")
+            embeddings[table] = embed(model, texts, f"{name}: {table}")
         places = {query: at for at, query in enumerate(ids["queries"])}
         found = {}
         for split in _splits(folder):
@@ -181,22 +181,6 @@ class Retrieval(Task):
 def _splits(folder: TaskFolder) -> list[str]:
     """Which qrels there are."""
     return [split for split in ("validation", "test") if f"qrels/{split}" in folder.record["rows"]]
-
-
-def _embed(model: Trained, texts: Ragged, title: str) -> Tensor:
-    """Embeddings of all texts, fp32 [texts, width], on every rank; the ranks share the work."""
-    embeddings = torch.zeros((len(texts), model.encoder.width), device=model.device)
-    bar = tqdm(total=len(texts), desc=title, unit="text", delay=10, leave=False, disable=dist.get_global_rank() > 0)
-    with model.scoring(), bar:
-        for number, rows in enumerate(passes(texts.lengths.tolist(), model.tokens_at_once)):
-            if number % dist.get_world_size() == dist.get_global_rank():
-                tokens, lengths = flat(texts, rows)
-                segments = Segments.of(lengths, model.device)
-                hidden = model.encoder.hidden(tokens.to(model.device, non_blocking=True), segments)
-                embeddings[rows] = mean_pool(hidden, segments)
-            bar.update(len(rows))
-        dist.all_reduce(embeddings, reduce_operation="SUM")
-    return embeddings
 
 
 def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float, *, gather: bool) -> Tensor:

@@ -12,13 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.utils import dist
 from torch import Tensor, nn
-from tqdm import tqdm
 
+from biphasic.config.durations import Duration
+from biphasic.config.errors import UserError
+from biphasic.config.finetune import FinetuneConfig
 from biphasic.data.array_cache import Arrays, Ragged, cached, pack
 from biphasic.data.task_folder import TaskFolder
-from biphasic.model.encoder import Encoder, Reader, passes
+from biphasic.model.encoder import Encoder, Reader
 from biphasic.model.segments import Segments
 
 Batch = dict[str, Any]
@@ -182,6 +183,9 @@ class SplitTask(Task):
 
     def scores(self, model: Trained) -> list[Score]:
         """See `Task`."""
+        # Here: Composer takes seconds to import, and who only asks for a trial's name needs none of it.
+        from biphasic.finetuning.predicting import outputs
+
         validation = self.config.validation
         found: dict[str, dict[str, float]] = {}
         for split in dict.fromkeys(self.splits()):
@@ -218,28 +222,6 @@ class SplitTask(Task):
         """Metrics over all examples of a split, in their order; validation comes before the tests."""
 
 
-def outputs(task: SplitTask, examples: Examples, model: Trained, title: str) -> list[Any]:
-    """What the model says of all examples, in their order, on every rank; the ranks share the work."""
-    chosen = list(passes(examples.texts.lengths.tolist(), model.tokens_at_once))
-    mine: list[tuple[int, Any]] = []
-    bar = tqdm(
-        total=len(examples), desc=title, unit="example", delay=10, leave=False, disable=dist.get_global_rank() > 0
-    )
-    with model.scoring(), bar:
-        for number, rows in enumerate(chosen):
-            if number % dist.get_world_size() == dist.get_global_rank():
-                tokens, lengths = flat(examples.texts, rows)
-                segments = Segments.of(lengths, model.device)
-                hidden = model.encoder.hidden(tokens.to(model.device, non_blocking=True), segments)
-                mine += zip(rows, task.say(hidden, segments, model.head, examples, rows), strict=True)
-            bar.update(len(rows))
-    found: list[Any] = [None] * len(examples)
-    for part in dist.all_gather_object(mine):
-        for row, one in part:
-            found[row] = one
-    return found
-
-
 def flat(texts: Ragged, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
     """Some texts as one run of tokens, int64, and their lengths."""
     chosen = [texts[row] for row in rows]
@@ -262,3 +244,22 @@ def drawn(*what: Any) -> int:
     """A 63-bit seed for a draw, from what it is drawn for."""
     text = " ".join(map(str, what))
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def steps_of(config: FinetuneConfig, examples: int) -> int:
+    """Batches of a run: so many epochs, or `max_duration` and at most one epoch. A rest below a batch is left out.
+
+    Raises:
+        UserError: there is no whole batch.
+    """
+    in_epoch = examples // config.batch_size
+    if not in_epoch:
+        raise UserError(f"{config.task.data}: {examples} training examples don't fill one batch of {config.batch_size}")
+    if config.max_duration.unit == "ep":
+        return in_epoch * int(config.max_duration.value)
+    return max(min(in_epoch, batches_in(config, config.max_duration)), 1)
+
+
+def batches_in(config: FinetuneConfig, duration: Duration) -> int:
+    """Batches in a length in batches or rows."""
+    return int(duration.value) if duration.unit == "ba" else int(duration.value) // config.batch_size

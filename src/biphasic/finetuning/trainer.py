@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, IterableDataset
 
 from biphasic.config.durations import Duration
-from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.places import folder_of
 from biphasic.config.schema import ScheduleConfig
-from biphasic.finetuning.task import Batch, Examples, Task, drawn, order_of
+from biphasic.finetuning.task import Batch, Examples, Task, batches_in, drawn, order_of, steps_of
 from biphasic.model.encoder import Encoder
 from biphasic.training.gradients import Gradients
 from biphasic.training.loggers import loggers
@@ -106,20 +105,6 @@ class Fitted:
     loss: float | None
 
 
-def steps_of(config: FinetuneConfig, examples: int) -> int:
-    """Batches of a run: so many epochs, or `max_duration` and at most one epoch. A rest below a batch is left out.
-
-    Raises:
-        UserError: there is no whole batch.
-    """
-    in_epoch = examples // config.batch_size
-    if not in_epoch:
-        raise UserError(f"{config.task.data}: {examples} training examples don't fill one batch of {config.batch_size}")
-    if config.max_duration.unit == "ep":
-        return in_epoch * int(config.max_duration.value)
-    return max(min(in_epoch, _batches(config, config.max_duration)), 1)
-
-
 def fit(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Task) -> Fitted:
     """Train encoder and head in place.
 
@@ -147,7 +132,7 @@ def _trainer(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Ta
         share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
         warmup = Duration(share, "dur").of(whole)
     else:
-        warmup = Duration(_batches(config, config.warmup), "ba")
+        warmup = Duration(batches_in(config, config.warmup), "ba")
     schedule = ScheduleConfig(warmup=warmup, decay=Duration(max(whole.value - warmup.value, 0), "ba"))
     model = FinetuneModel(encoder, head, task)
     embedding = encoder.backbone.get_input_embeddings().weight  # pyright: ignore
@@ -182,12 +167,3 @@ def _trainer(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Ta
         console_log_interval=str(ours.console_interval or "1ep"),
         auto_log_hparams=False,
     )
-
-
-def _batches(config: FinetuneConfig, duration: Duration) -> int:
-    return int(duration.value) if duration.unit == "ba" else int(duration.value) // config.batch_size
-
-
-def parameters(encoder: Encoder, head: nn.Module) -> int:
-    """How many are trained."""
-    return sum(one.numel() for module in (encoder.backbone, head) for one in module.parameters())

@@ -14,17 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.utils import dist, get_device
 from pydantic import TypeAdapter
 
 from biphasic.config.architecture import Architecture
 from biphasic.config.errors import UserError
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
-from biphasic.export.finetuned import require_exportable
 from biphasic.finetuning.families import FAMILIES
-from biphasic.finetuning.task import FORMAT, Task, Trained, drawn
-from biphasic.finetuning.trainer import fit, parameters, steps_of
+from biphasic.finetuning.task import FORMAT, Task, Trained, drawn, steps_of
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import Reader, hf_config, load_encoder, load_reader
 from biphasic.model.heads import initialize
@@ -103,7 +100,7 @@ def task_of(model: EncoderConfig, task: TaskConfig, cache: str) -> tuple[Task, R
     Raises:
         UserError: model or data aren't there.
     """
-    reader = _reader(model.path, model.revision, model.trust_remote_code, _stamp(model.path))
+    reader = _reader(model)
     return FAMILIES[task.kind](task, reader, cache), reader
 
 
@@ -118,6 +115,12 @@ def run_trial(config: FinetuneConfig) -> Outcome:
 
 def train_and_score(config: FinetuneConfig) -> tuple[Outcome, Trained, Task]:
     """As `run_trial`, and the model."""
+    # Here: these take seconds to import, and who only asks for a trial's name needs none of them.
+    from composer.utils import dist, get_device
+
+    from biphasic.export.finetuned import require_exportable
+    from biphasic.finetuning.trainer import fit
+
     dist.initialize_dist(get_device(None))
     begin = time.monotonic()
     task, _ = task_of(config.model, config.task, config.cache)
@@ -130,7 +133,8 @@ def train_and_score(config: FinetuneConfig) -> tuple[Outcome, Trained, Task]:
     ready = time.monotonic()
     fitted = fit(config, encoder, head, task)
     trained = time.monotonic()
-    if not all(bool(torch.isfinite(one).all()) for one in (*encoder.backbone.parameters(), *head.parameters())):
+    weights = [*encoder.backbone.parameters(), *head.parameters()]
+    if not all(bool(torch.isfinite(one).all()) for one in weights):
         raise UserError(
             "training: a weight is not a finite number after the last batch: a smaller optimizer.lr may help"
         )
@@ -145,7 +149,7 @@ def train_and_score(config: FinetuneConfig) -> tuple[Outcome, Trained, Task]:
             "steps": fitted.steps,
             "tokens": fitted.tokens,
             "loss": fitted.loss,
-            "parameters": parameters(encoder, head),
+            "parameters": sum(one.numel() for one in weights),
             "ranks": dist.get_world_size(),
             "config": dump(config),
             "host": socket.gethostname(),
@@ -234,10 +238,21 @@ def _content(encoder: str, task: str, cache: str, stamps: tuple[Any, ...]) -> li
     ]
 
 
-@functools.lru_cache(maxsize=4)
-def _reader(path: str, revision: str | None, trust_remote_code: bool, stamp: Any) -> Reader:
-    """Remembered while the model's files stay as they are: reading a large vocabulary takes a second."""
-    return load_reader(path, revision, trust_remote_code)
+def _reader(model: EncoderConfig) -> Reader:
+    found = _reader_or_fault(model.path, model.revision, model.trust_remote_code, _stamp(model.path))
+    if isinstance(found, UserError):
+        raise UserError(str(found))
+    return found
+
+
+@functools.lru_cache(maxsize=64)
+def _reader_or_fault(path: str, revision: str | None, trust_remote_code: bool, stamp: Any) -> Reader | UserError:
+    """Remembered while the model's files stay as they are: reading a large vocabulary takes a second, and asking a hub
+    that can't be reached a minute."""
+    try:
+        return load_reader(path, revision, trust_remote_code)
+    except UserError as error:
+        return error
 
 
 @functools.cache

@@ -200,6 +200,8 @@ def hf_config(path: str, revision: str | None = None, trust_remote_code: bool = 
 
     import biphasic.model.eurobert_config  # noqa: F401 - transformers 4.57 doesn't know it
 
+    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise UserError(f"model {path}: can't be loaded (there is no such checkpoint or folder)")
     try:
         return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

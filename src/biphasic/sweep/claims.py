@@ -23,7 +23,7 @@ from datetime import UTC, datetime
 from threading import Event, Lock, Thread
 from typing import Any
 
-from biphasic.checkpointing.claim import BEAT, EXPIRES, _is_dead_here, _process
+from biphasic.checkpointing.claim import BEAT, EXPIRES, is_dead_here, process_of
 from biphasic.storage import Store, as_bytes, short
 
 CLAIMS = "claims"
@@ -160,7 +160,7 @@ class Claims:
     def _write(self, new: set[str]) -> None:
         self._beat += 1
         pid = os.getpid()
-        about = {"driver": self.driver, "host": socket.gethostname(), "pid": pid, "process": _process(pid),
+        about = {"driver": self.driver, "host": socket.gethostname(), "pid": pid, "process": process_of(pid),
                  "beat": self._beat, "trials": sorted(self._mine), "new": sorted(new)}  # fmt: skip
         self._place.write(self._file, as_bytes(about))
 
@@ -174,4 +174,4 @@ class Claims:
 
 
 def _is_dead(other: _Other) -> bool:
-    return _is_dead_here(other.about["process"]) or time.monotonic() - other.changed >= EXPIRES
+    return is_dead_here(other.about["process"]) or time.monotonic() - other.changed >= EXPIRES

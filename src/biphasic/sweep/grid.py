@@ -111,15 +111,21 @@ def make(config: SweepConfig, cells: dict[Cell, FinetuneConfig], trials: Trials)
     """
     names: dict[str, Cell] = {}
     faults: dict[tuple[str, str], str] = {}
+    """By model and task."""
     for cell, one in cells.items():
         if (cell.model, cell.task) in faults:
             continue
         try:
             names[f"{cell.model}.{cell.task}.{trials.trial_name(one)}"] = cell
         except UserError as error:
-            faults[cell.model, cell.task] = f"{cell.task} of {cell.model}: {error}"
+            faults[cell.model, cell.task] = str(error)
     if faults:
-        raise UserError("\n".join(faults.values()))
+        # A model that isn't there is missing for every task, and a set for every model: each is said once.
+        said: dict[str, list[str]] = {}
+        for (model, task), fault in faults.items():
+            said.setdefault(fault, []).append(f"{task} of {model}")
+        more = {fault: f" and {len(pairs) - 1} more" if len(pairs) > 1 else "" for fault, pairs in said.items()}
+        raise UserError("\n".join(f"{pairs[0]}{more[fault]}: {fault}" for fault, pairs in said.items()))
     if len(names) < len(cells):
         # The rate and the seed are part of each: a bug, and half of the grid would be missing without a word.
         raise RuntimeError(f"{len(cells)} trials have only {len(names)} names")

@@ -150,6 +150,8 @@ def describe_plan(plan: SweepPlan) -> str:
         said.append(f"{least}{plan.device_hours:,.3g} hours of a device (a GPU, or a machine without one){price}")
     if plan.unknown:
         said.append(f"{plan.unknown} trials of unknown length: run a few (--limit), or give cost.flops_per_second")
+    if plan.faults is not None:
+        said += ["it can't run yet:", *(f"  {line}" for line in plan.faults.splitlines())]
     return "\n".join(said)
 
 

@@ -158,6 +158,17 @@ def read_records(place: Store, trials: Iterable[str]) -> dict[str, Record]:
     return {record.trial: record for record in found}
 
 
+def read_record(place: Store, trial: str) -> Record | None:
+    """One trial's record; None when there is none.
+
+    Raises:
+        OSError: the place can't be read.
+        UserError: it is no record.
+    """
+    name = record_name(trial)
+    return None if place.stat(name) is None else _record(name, place.read(name), place.root)
+
+
 def _record(name: str, content: bytes, root: str) -> Record:
     try:
         found = json.loads(content)

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 
 from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.storage import Store, store
+from biphasic.storage import store
 from biphasic.sweep.grid import functions_of
-from biphasic.sweep.records import Cell, Record, _record, record_name, write_record
+from biphasic.sweep.records import Cell, Record, read_record, write_record
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Worker:
 
     def _done(self, trial: str) -> Record | None:
         try:
-            found = _read(self._place, trial)
+            found = read_record(self._place, trial)
         except (OSError, UserError):
             # Then it is written over: it would be the same.
             return None
@@ -118,11 +118,6 @@ class Worker:
         except OSError:
             return Ended(job, record, written=False)
         return Ended(job, record)
-
-
-def _read(place: Store, trial: str) -> Record | None:
-    name = record_name(trial)
-    return None if place.stat(name) is None else _record(name, place.read(name), place.root)
 
 
 def _die_with_parent() -> None:
