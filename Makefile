@@ -10,7 +10,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
-	bench-gpu lock clean
+	bench-finetuning bench-sweep bench-gpu lock clean
 
 env: $(READY)
 
@@ -27,8 +27,10 @@ quickstart: env
 	$(BIN)/python recipes/quickstart/quickstart.py
 
 test: env
-	# What fails beside others, on a busy machine, is run again alone.
-	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal || $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	# A thread each: tiny models are slower with more, and much slower beside others. What fails beside others, on a busy
+	# machine, is run again alone.
+	export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
+		|| $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
 
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env
@@ -67,6 +69,14 @@ bench-loss: env
 # One and two ranks over the barest loop's.
 bench-scaling: env
 	$(BIN)/python benchmarks/scaling.py
+
+# Fine-tuning over Hugging Face's Trainer with dynamic padding.
+bench-finetuning: env
+	$(BIN)/python benchmarks/finetuning.py
+
+# A sweep of 60 trials over bare training loops.
+bench-sweep: env
+	$(BIN)/python benchmarks/sweep.py
 
 # Within 8 minutes on one GPU. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
 bench-gpu:

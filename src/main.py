@@ -65,7 +65,12 @@ def _sweep(config: SweepConfig, given: argparse.Namespace) -> int:
     if not given.plan:
         from biphasic.sweep.run import run
 
-        return run(config, given.limit, given.retry_failed)
+        status = run(config, given.limit, given.retry_failed)
+        if status in (0, 1):
+            from biphasic.report.__main__ import main as report
+
+            report([config.output])
+        return status
     from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 
     found = plan_sweep(config)

@@ -34,6 +34,9 @@ from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.packed import mean_pool
 from biphasic.model.padded import groups_of, looks_both_ways
 from biphasic.model.segments import Segments
+from conftest import Write
+from tiny import LENGTH, train
+from tiny import config_of as pretraining
 from toy_sets import config_of
 
 SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -107,6 +110,18 @@ def test_all_four_families(model: Path, name: str, toy: Path, tmp_path: Path) ->
         assert found.test > 0.75
 
 
+def test_a_checkpoint_of_pretraining(write_yaml: Write, toy: Path, tmp_path: Path) -> None:
+    """As it lies there, without an export; nothing is put around its texts."""
+    changes = {"schedule": {}, "objective": {"phases": [{"name": "mlm"}]}}
+    folder = train(pretraining(write_yaml(max_duration="2ba", **changes)))
+    checkpoint = folder / "checkpoints" / "ba2-rank0.pt"
+    encoder = load_encoder(str(checkpoint))
+    assert (encoder.reader.prefix, encoder.reader.suffix, encoder.max_length) == ((), (), LENGTH)
+    outcome = run_trial(config_of("sst2", toy / "tasks", checkpoint, tmp_path, max_duration="4ep"))
+    assert outcome.results[0].test is not None
+    assert outcome.results[0].test > 0.75
+
+
 def test_hidden_states_are_the_model_s_own(model: Path) -> None:
     """One text at a time and many at once, in groups with little padding, are the same; both ways, within a text."""
     encoder = load_encoder(str(model))
@@ -136,8 +151,8 @@ def test_a_model_s_own_special_tokens(tmp_path: Path) -> None:
     reader = load_encoder(str(bert(tmp_path / "bert"))).reader
     assert (reader.prefix, reader.suffix) == ((2,), (3,))
     assert reader.longest == 62  # the tokenizer's, below the 64 positions
-    assert reader.read(["w0 w1", ""], 62) == [[2, 5, 6, 3], [2, 3]]
-    assert reader.read(["w0 w1 w2 w3"], 4) == [[2, 5, 6, 3]]
+    assert list(reader.read(["w0 w1", ""], 62)) == [[2, 5, 6, 3], [2, 3]]
+    assert list(reader.read(["w0 w1 w2 w3"], 4)) == [[2, 5, 6, 3]]
     assert reader.tokenizer.separator_id == 3
 
 

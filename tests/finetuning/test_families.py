@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from biphasic.config.errors import UserError
 from biphasic.finetuning.families import FAMILIES
@@ -140,7 +141,6 @@ def test_a_run_leaves_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pyte
 
 def reload(folder: Path, name: str, toy: Path) -> float | None:
     """The test score of what was written, by transformers' own classes where they have a place for the head."""
-    import torch
     from safetensors.torch import load_file
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
@@ -191,6 +191,8 @@ def test_bad_input_is_one_line(toy: Path, tmp_path: Path) -> None:
     fails("conll2003", "can't be loaded", model__path=str(tmp_path / "no-model"))
     fails("msmarco", "of 1,600 pairs in .* have none", task__hard_negatives=1)
     fails("sst2", "loss is not a finite number", optimizer__lr=1e30)
+    if not torch.cuda.is_available():
+        fails("sst2", "amp_bf16 needs a GPU", precision="amp_bf16")
     broken = tmp_path / "broken"
     broken.mkdir()
     (broken / "task.json").write_text('{"kind": "classification", "label_names": ["a", "b"]}')

@@ -99,7 +99,7 @@ def test_which_hard_negatives(toy: Path, tmp_path: Path) -> None:
     assert len(set(documents[3:5])) == 2  # row 5 has three of them, so no one twice
     # The tokens are those texts'.
     tokens = batch["tokens"].split(batch["lengths"])
-    assert [one.tolist() for one in tokens[3:]] == reader.read(documents, 64)
+    assert [one.tolist() for one in tokens[3:]] == list(reader.read(documents, 64))
     # A draw is the row's, the epoch's and the seed's, whatever stands beside it.
     alone = task.collate(examples, [5], epoch=0, seed=1)
     assert torch.equal(alone["ids"][1:], batch["ids"][3:5])

@@ -6,7 +6,7 @@ import fcntl
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +29,12 @@ class Ragged:
     """int64 [rows + 1], from 0."""
 
     @classmethod
-    def of(cls, rows: Sequence[Sequence[int]], dtype: Any = np.int32) -> Ragged:
-        """From lists of numbers."""
-        ends = np.zeros(len(rows) + 1, np.int64)
-        np.cumsum([len(row) for row in rows], out=ends[1:])
-        flat = np.fromiter((number for row in rows for number in row), dtype, int(ends[-1]))
-        return cls(flat, ends)
+    def of(cls, rows: Iterable[Sequence[int] | np.ndarray], dtype: Any = np.int32) -> Ragged:
+        """From lists of numbers, which may come one by one: as arrays they need a tenth of the memory."""
+        parts = [np.asarray(row, dtype) for row in rows]
+        ends = np.zeros(len(parts) + 1, np.int64)
+        np.cumsum([len(part) for part in parts], out=ends[1:])
+        return cls(np.concatenate([np.empty(0, dtype), *parts]), ends)
 
     def __len__(self) -> int:
         return len(self.ends) - 1

@@ -45,7 +45,7 @@ class Classification(SplitTask):
                 raise UserError(f"task.text: asks for {{text_pair}}, but {self.config.data} has single texts")
             texts = [self.config.text.format(text=text, text_pair=pair) for text, pair in pairs]
             return {
-                "texts": Ragged.of(self.reader.read(texts, self.longest)),
+                "texts": Ragged.of(self.reader.read(texts, self.longest, f"reading {self.config.name} {split}")),
                 "labels": Ragged.of([columns["label"]]),
             }
 

@@ -45,7 +45,7 @@ class QuestionAnswering(SplitTask):
         def make() -> dict[str, Ragged]:
             columns = self.data.read(split, "question_answering")
             questions = self._questions(columns["question"])
-            contexts = self.reader.tokenizer.encode_with_offsets(columns["context"])
+            contexts = self.reader.read_with_offsets(columns["context"], f"reading {self.config.name} {split}")
             found: dict[str, list[Any]] = {name: [] for name in ("texts", "about", "from", "to")}
             for row, (question, (ids, offsets), answers) in enumerate(
                 zip(questions, contexts, columns["answers"], strict=True)
@@ -56,10 +56,11 @@ class QuestionAnswering(SplitTask):
                     begins = len(self.reader.prefix) + len(question)
                     inside = answer is not None and first <= answer[0] and answer[1] < last
                     start, end = (begins + at - first for at in answer) if answer and inside else (0, 0)
-                    found["texts"].append(text or [self.reader.nothing])
+                    characters = np.array(offsets[first:last], np.int32).reshape(-1, 2)
+                    found["texts"].append(np.array(text or [self.reader.nothing], np.int32))
                     found["about"].append([row, begins, start, end])
-                    found["from"].append([start for start, _ in offsets[first:last]])
-                    found["to"].append([end for _, end in offsets[first:last]])
+                    found["from"].append(characters[:, 0])
+                    found["to"].append(characters[:, 1])
             return {name: Ragged.of(rows) for name, rows in found.items()}
 
         settings = {"text": self.config.text, "stride": self.config.stride}

@@ -171,8 +171,9 @@ class Retrieval(Task):
         arrays = self.tokenized(f"{role} texts", table, make, folder=folder, prompts=self.prompts)
         return ids, unpack(arrays, "texts")
 
-    def _read(self, texts: Sequence[str], role: str) -> list[list[int]]:
-        return self.reader.read([self.prompts[role] + text for text in texts], self.longest)
+    def _read(self, texts: Sequence[str], role: str) -> Iterator[list[int]]:
+        prompted = [self.prompts[role] + text for text in texts]
+        return self.reader.read(prompted, self.longest, f"reading {self.config.name}: {role} texts")
 
     def _scored(self) -> dict[str, TaskFolder]:
         return {name: TaskFolder(place, self.cache, self.family) for name, place in self.config.scored_on.items()}

@@ -38,18 +38,20 @@ class Tokens(SplitTask):
 
         def make() -> dict[str, Ragged]:
             columns = self.data.read(split, "tokens")
-            texts: list[list[int]] = []
-            words: list[list[int]] = []
-            labels: list[list[int]] = []
-            encodings = self.reader.tokenizer.encode_with_offsets([" ".join(one) for one in columns["tokens"]])
+            texts: list[np.ndarray] = []
+            words: list[np.ndarray] = []
+            labels: list[np.ndarray] = []
+            joined = [" ".join(one) for one in columns["tokens"]]
+            encodings = self.reader.read_with_offsets(joined, f"reading {self.config.name} {split}")
             for sentence, numbers, (ids, offsets) in zip(columns["tokens"], columns["labels"], encodings, strict=True):
                 first = first_tokens(sentence, offsets)
                 text = self.reader.around(ids, self.longest)
                 before, behind = len(self.reader.prefix), len(text) - len(self.reader.suffix)
                 kept = first[: behind - before]
-                texts.append(text)
-                words.append([-1] * before + kept + [-1] * (len(text) - before - len(kept)))
-                labels.append([IGNORE if word < 0 else numbers[word] for word in words[-1]])
+                firsts = [-1] * before + kept + [-1] * (len(text) - before - len(kept))
+                texts.append(np.array(text, np.int32))
+                words.append(np.array(firsts, np.int32))
+                labels.append(np.array([IGNORE if word < 0 else numbers[word] for word in firsts], np.int32))
             return {"texts": Ragged.of(texts), "words": Ragged.of(words), "labels": Ragged.of(labels)}
 
         arrays = self.tokenized("tokens", split, make)

@@ -120,7 +120,9 @@ def train_and_score(config: FinetuneConfig) -> tuple[Outcome, Trained, Task]:
 
     from biphasic.export.finetuned import require_exportable
     from biphasic.finetuning.trainer import fit
+    from biphasic.training.compute import require_precision
 
+    require_precision(config.precision)
     dist.initialize_dist(get_device(None))
     begin = time.monotonic()
     task, _ = task_of(config.model, config.task, config.cache)

@@ -63,20 +63,21 @@ def build(
     return from_hf_config(hf_config, seed, "meta" if on_meta else None)
 
 
-def load_language_model(path: str, trust_remote_code: bool = False) -> LanguageModel:
+def load_language_model(path: str, trust_remote_code: bool = False, revision: str | None = None) -> LanguageModel:
     """The network and its weights, on the CPU in fp32, from whatever `path` is.
 
     Args:
         path: a Biphasic checkpoint (file, or folder of a sharded one), an exported folder, a Hugging Face decoder's
             folder, or a hub id.
         trust_remote_code: let a Hugging Face folder run its own Python files.
+        revision: of a hub id.
 
     Raises:
         UserError: nothing usable is there.
     """
     if is_checkpoint(path):
         return from_checkpoint(read_checkpoint(path))
-    return _from_pretrained(path, trust_remote_code)
+    return _from_pretrained(path, trust_remote_code, revision)
 
 
 def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
@@ -94,12 +95,12 @@ def hf_config_of(text: str) -> PretrainedConfig:
     return AutoConfig.for_model(content.pop("model_type"), **content)
 
 
-def _from_pretrained(path: str, trust_remote_code: bool) -> LanguageModel:
+def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -> LanguageModel:
     from safetensors import SafetensorError
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
     attention.register()
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code}
+    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
         hf_config = AutoConfig.from_pretrained(path, **options)
         head_class = AutoModelForMaskedLM if hf_config.model_type == "eurobert" else AutoModelForCausalLM

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import yaml
 from torch import Tensor, nn
+from tqdm import tqdm
 
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
@@ -21,6 +22,8 @@ from biphasic.model.packed import encode, mean_pool
 from biphasic.model.padded import encode_in_groups, looks_both_ways
 from biphasic.model.segments import Segments
 
+_PORTION = 5000
+"""Texts that are tokenized at a time."""
 TOKENS_AT_ONCE = 8192
 """Tokens in a forward pass of `Encoder.embed`."""
 
@@ -52,9 +55,18 @@ class Reader:
         whole = [*self.prefix, *ids[: max(room, 0)], *self.suffix]
         return whole[:longest] or [self.nothing]
 
-    def read(self, texts: Sequence[str], longest: int) -> list[list[int]]:
-        """Token ids of each text."""
-        return [self.around(ids, longest) for ids in self.tokenizer.encode(list(texts))]
+    def read(self, texts: Sequence[str], longest: int, title: str = "") -> Iterator[list[int]]:
+        """Token ids of each text, one by one; with a `title`, a bar where it takes long."""
+        for portion in _portions(texts, title):
+            for ids in self.tokenizer.encode(portion):
+                yield self.around(ids, longest)
+
+    def read_with_offsets(
+        self, texts: Sequence[str], title: str = ""
+    ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
+        """Token ids of each text, nothing around them and nothing cut, and the characters that each stands for."""
+        for portion in _portions(texts, title):
+            yield from self.tokenizer.encode_with_offsets(portion)
 
 
 @dataclass
@@ -87,7 +99,7 @@ class Encoder:
 
     def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
         """Token ids of each text behind the prompt, cut to `max_length`; an empty text is one end-of-text token."""
-        return self.reader.read([prompt + text for text in texts], self.max_length)
+        return list(self.reader.read([prompt + text for text in texts], self.max_length))
 
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
         """Hidden states of a flat run of tokens, each segment seen from both sides: int64 [tokens] to [tokens, width]."""
@@ -115,6 +127,14 @@ class Encoder:
             if progress is not None:
                 progress(len(chosen))
         return embeddings
+
+
+def _portions(texts: Sequence[str], title: str) -> Iterator[list[str]]:
+    with tqdm(total=len(texts), desc=title, unit="text", delay=5, leave=False, disable=None if title else True) as bar:
+        for at in range(0, len(texts), _PORTION):
+            portion = list(texts[at : at + _PORTION])
+            yield portion
+            bar.update(len(portion))
 
 
 def passes(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
@@ -174,7 +194,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         if not looks_both_ways(backbone.eval(), config.vocab_size):
             raise UserError(f"model {path}: its own code looks back only: an encoder has to look both ways")
     else:
-        backbone = load_language_model(path, trust_remote_code).backbone
+        backbone = load_language_model(path, trust_remote_code, revision).backbone
     reader = load_reader(path, revision, trust_remote_code)
     rows: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
     used = reader.tokenizer.vocab_size - (reader.tokenizer.mask_id == reader.tokenizer.vocab_size - 1)

@@ -12,6 +12,16 @@ from biphasic.model.language_model import LanguageModel
 _PACKAGES = {"flash2": "flash-attn", "flash3": "flash-attn-3"}
 
 
+def require_precision(precision: str) -> None:
+    """Say in a line what Composer says in a traceback.
+
+    Raises:
+        UserError: this machine has no GPU, which `amp_bf16` needs.
+    """
+    if precision == "amp_bf16" and not torch.cuda.is_available():
+        raise UserError("precision: amp_bf16 needs a GPU, and there is none here: precision=fp32 runs on CPUs")
+
+
 def set_up(model: LanguageModel, config: ComputeConfig) -> str:
     """Choose attention, loss and layers, and say what was chosen. Nothing that is computed changes, beyond rounding.
 

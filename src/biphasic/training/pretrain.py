@@ -41,7 +41,7 @@ from biphasic.objectives.mlm import Vocabulary
 from biphasic.storage import join, short
 from biphasic.training import microbatch
 from biphasic.training.composer_model import PretrainModel
-from biphasic.training.compute import set_up
+from biphasic.training.compute import require_precision, set_up
 from biphasic.training.gradients import Gradients
 from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
@@ -63,6 +63,7 @@ def run(config: PretrainConfig) -> Path:
         UserError: data, tokenizer or a checkpoint are missing or don't fit, a shard turns out to be damaged, or another
             rank has ended.
     """
+    require_precision(config.precision)
     dist.initialize_dist(get_device(None))
     attempt = begin(*checkpoint_places(config), {"name": config.run_name, "decides": deciding(config)})
     trainer = None
