@@ -1,0 +1,194 @@
+"""A sweep's report: its numbers, computed here once more; what is missing; the same bytes from the same records."""
+
+from __future__ import annotations
+
+import csv
+import io
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from biphasic.report.__main__ import main
+from biphasic.report.sweep_report import report_files
+from biphasic.report.sweep_scores import gather
+from biphasic.storage import store
+from biphasic.sweep.records import Cell, Grid, Record, write_grid, write_record
+from sweeps import MNLI, MSMARCO, RATES, SEEDS, SST2, grid_of, records_of
+
+NUMBERS = {name: number for number, name in enumerate(["sst2", "mnli-m", "mnli-mm", "msmarco", "nq"])}
+
+
+def noisy(cell: Cell, name: str) -> tuple[float, float]:
+    """The second rate is best; models differ by a little more than the noise."""
+    noise = np.random.default_rng([int(cell.lr * 1e6), cell.seed, NUMBERS[name], ord(cell.model[0])])
+    base = 0.7 + 0.05 * NUMBERS[name] + (0.04 if cell.lr == 2e-5 else 0) + (0.02 if cell.model == "b" else 0)
+    return base + noise.normal(0, 0.001), base + noise.normal(0, 0.005) + 0.003 * cell.seed
+
+
+def files_of(grid: Grid, records: dict[str, Record]) -> dict[str, str]:
+    found = report_files(gather(grid, records))
+    return {
+        name: content.decode() for name, content in found.items() if content is not None and not name.endswith("png")
+    }
+
+
+def cells(page: str, heading: str, title: str) -> list[str]:
+    """The cells of a table's line, by the first of them."""
+    part = page.split(f"## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    [line] = [line for line in part.splitlines() if line.startswith(f"| {title} |")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_numbers_of_the_main_table() -> None:
+    grid = grid_of(tasks=(SST2, MNLI, MSMARCO))
+    page = files_of(grid, records_of(grid, noisy))["report.md"]
+
+    def tests(model: str, name: str) -> np.ndarray:
+        return np.array([noisy(Cell(model, "", 2e-5, seed), name)[1] for seed in SEEDS])
+
+    def said(values: np.ndarray) -> str:
+        half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
+        return f"{100 * values.mean():.2f} ± {100 * half:.2f} ({len(values)})"
+
+    for name in NUMBERS:
+        _, _, a, b = cells(page, "Test scores", name)
+        assert (a, b) == (said(tests("a", name)), f"**{said(tests('b', name)).partition(' (')[0]}** (3)")
+    # MNLI's two test sets count as one task.
+    family = [(tests(model, "sst2") + (tests(model, "mnli-m") + tests(model, "mnli-mm")) / 2) / 2 for model in "ab"]
+    assert cells(page, "Test scores", "SC, mean")[2] == said(family[0])
+    assert cells(page, "Chosen learning rates", "nq") == ["nq", "2e-5", "2e-5"]
+    differences = page.split("## Differences between models\n", 1)[1]
+    p = stats.ttest_rel(tests("a", "sst2"), tests("b", "sst2")).pvalue
+    [line] = [line for line in differences.splitlines() if line.startswith("| sst2 |")][:1]
+    assert f"| {p:.4f} |" in line or "< 0.0001" in line
+
+
+def test_what_is_missing_is_never_a_zero() -> None:
+    grid = grid_of(models=("a", "b", "c"), tasks=(SST2, MNLI))
+    whole = records_of(grid, noisy)
+    records = {
+        trial: record
+        for trial, record in whole.items()
+        if record.cell.model == "a"
+        or (record.cell.model == "b" and (record.cell.task, record.cell.seed) != ("mnli", 2))
+    }
+    found = files_of(grid, records)
+    page = found["report.md"]
+    assert cells(page, "Test scores", "sst2")[4] == "missing"
+    assert "(2 of 3, rate open)" in cells(page, "Test scores", "mnli-m")[3]
+    assert "(2 of 3, rate open)" in cells(page, "Test scores", "SC, mean")[3]
+    assert cells(page, "Test scores", "SC, mean")[4] == "missing"
+    # What isn't whole is not the best.
+    assert "**" not in cells(page, "Test scores", "mnli-m")[3]
+    assert f"{len(whole) - len(records)} trials are missing" in page
+    rows = list(csv.DictReader(io.StringIO(found["results.csv"])))
+    absent = [row for row in rows if row["status"] == "missing"]
+    assert absent
+    assert all(row["validation"] == row["test"] == "" for row in absent)
+    table = {(row["model"], row["name"]): row for row in csv.DictReader(io.StringIO(found["table.csv"]))}
+    assert table["c", "sst2"]["mean"] == ""
+    assert float(table["a", "sst2"]["mean"]) == pytest.approx(
+        np.mean([noisy(Cell("a", "", 2e-5, seed), "sst2")[1] for seed in SEEDS])
+    )
+
+
+def test_failures_are_listed_in_a_line() -> None:
+    grid = grid_of()
+    records = records_of(grid, lambda cell, name: None if cell.lr == 1e-4 else noisy(cell, name))
+    page = files_of(grid, records)["report.md"]
+    lines = page.split("## Failures\n", 1)[1].splitlines()
+    assert sum(r"ValueError: a \| b" in line for line in lines) == 6
+    assert "| a | sst2 | 1e-4 | 0 |" in page
+    assert "more" not in "".join(line for line in lines if line.startswith("| a"))
+    assert cells(page, "Chosen learning rates", "sst2")[1] == "2e-5"
+
+
+def test_no_records_one_seed_and_an_empty_grid() -> None:
+    grid = grid_of()
+    page = files_of(grid, {})["report.md"]
+    assert cells(page, "Test scores", "sst2")[2:] == ["missing", "missing"]
+    one = grid_of(seeds=(0,))
+    page = files_of(one, records_of(one, noisy))["report.md"]
+    a = noisy(Cell("a", "", 2e-5, 0), "sst2")[1]
+    assert cells(page, "Test scores", "sst2")[2] == f"{100 * a:.2f} (1)"
+    files_of(Grid((), (), (), (), {}), {})
+
+
+def test_halving_is_told() -> None:
+    grid = grid_of(models=tuple("abcdefgh"), halving={"keep": 0.5, "audit": 0.2})
+    whole = records_of(grid, noisy)
+    from biphasic.sweep.selection import audited, wanted
+
+    records: dict[str, Record] = {}
+    while names := wanted(grid, records):
+        records |= {name: whole[name] for name in names}
+    page = files_of(grid, records)["report.md"]
+    part = page.split("## Halving\n", 1)[1].split("\n## ", 1)[0]
+    left_out = len(grid.trials) - len(records)
+    assert left_out == (8 - len(audited(grid))) * 5
+    assert f"{left_out} pruned" in page
+    assert str(len(audited(grid))) in part
+    assert "0 of" in part
+    # What halving left out is no gap.
+    assert "missing" not in cells(page, "Test scores", "sst2")
+    assert "rate open" not in " ".join(cells(page, "Test scores", "sst2"))
+
+
+def test_the_same_bytes(tmp_path: Path) -> None:
+    """Another process, another hash seed, records written in another order."""
+    grid = grid_of(tasks=(SST2, MNLI, MSMARCO), steps={"a": 10000, "b": 42000})
+    records = list(
+        records_of(grid, lambda cell, name: None if (cell.lr, cell.seed) == (1e-4, 1) else noisy(cell, name)).items()
+    )
+    found = []
+    for turn in range(2):
+        place = tmp_path / str(turn)
+        random.Random(turn).shuffle(records)
+        for _, record in records:
+            write_record(store(str(place)), record)
+        write_grid(store(str(place)), grid)
+        environment = {**os.environ, "PYTHONHASHSEED": str(turn + 1)}
+        command = [sys.executable, "-m", "biphasic.report", "."]
+        ran = subprocess.run(command, capture_output=True, env=environment, cwd=place)
+        assert ran.returncode == 0, ran.stderr
+        found.append({file.name: file.read_bytes() for file in (place / "report").iterdir()})
+    assert (
+        found[0].keys()
+        == found[1].keys()
+        >= {"report.md", "results.csv", "table.csv", "learning-rates.png", "steps.png"}
+    )
+    for name, content in found[0].items():
+        assert content == found[1][name], name
+    assert found[0]["steps.png"].startswith(b"\x89PNG")
+    assert b"Software" not in found[0]["steps.png"]
+
+
+def test_stability_is_the_spread_over_seeds_and_rates() -> None:
+    grid = grid_of()
+    page = files_of(grid, records_of(grid, noisy))["report.md"]
+    scores = {lr: [noisy(Cell("a", "", lr, seed), "sst2")[1] for seed in SEEDS] for lr in RATES}
+    part = page.split("## Stability\n", 1)[1]
+    [line] = [line for line in part.splitlines() if line.startswith("| a | sst2 |")]
+    spread = 100 * np.std(scores[2e-5], ddof=1)
+    between = 100 * np.mean([max(column) - min(column) for column in zip(*scores.values(), strict=True)])
+    assert f"| {spread:.2f} | {between:.2f} | 1 of 4 |" in line
+
+
+def test_what_is_no_sweep_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "has no sweep.json: it is no sweep's output" in capsys.readouterr().err
+    grid = grid_of()
+    write_grid(store(str(tmp_path)), grid)
+    (tmp_path / "trials").mkdir()
+    (tmp_path / "trials" / f"{next(iter(grid.trials))}.json").write_text("{}")
+    assert main([str(tmp_path)]) == 2
+    assert "is no trial's record" in capsys.readouterr().err
+    (tmp_path / "sweep.json").write_text("{")
+    assert main([str(tmp_path)]) == 2
+    assert "can't be read" in capsys.readouterr().err
