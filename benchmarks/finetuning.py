@@ -68,8 +68,8 @@ def texts(shape: Shape, count: int, seed: int) -> tuple[list[str], list[int]]:
     return found, labels
 
 
-def prepare(folder: Path, shape: Shape) -> None:
-    """The set, the tokenizer and both models' first weights."""
+def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024) -> None:
+    """The set (with so many texts to score), the tokenizer and both models' first weights."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -83,7 +83,7 @@ def prepare(folder: Path, shape: Shape) -> None:
     from biphasic.model.fresh import from_hf_config, llama_config
 
     (folder / "set").mkdir(parents=True)
-    for number, (split, count) in enumerate((("train", shape.steps * 32), ("validation", 256), ("test", 1024))):
+    for number, (split, count) in enumerate((("train", shape.steps * 32), ("validation", validation), ("test", test))):
         found, labels = texts(shape, count, number)
         rows = {"id": [str(at) for at in range(count)], "text": found, "text_pair": [None] * count, "label": labels}
         pq.write_table(pa.table(rows, SCHEMAS["classification"]), folder / "set" / f"{split}.parquet")

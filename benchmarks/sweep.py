@@ -33,7 +33,7 @@ class Shape:
     """The grid and its trials."""
 
     seeds: int = 20
-    steps: int = 100
+    steps: int = 80
     width: int = 128
     layers: int = 3
     median: int = 40
@@ -57,7 +57,9 @@ def prepare(folder: Path, shape: Shape) -> Path:
     import yaml
 
     theirs = finetuning.Shape(steps=shape.steps, width=shape.width, layers=shape.layers, median=shape.median)
-    finetuning.prepare(folder, theirs)
+    # A tenth of what is trained on, as SST-2's are at 1,000 steps: scoring is work that has to be done, but no bare loop's.
+    scored = max(shape.steps * 32 // 20, 1)
+    finetuning.prepare(folder, theirs, scored, scored)
     one = finetuning.content(folder, "llama", 0)
     for key in ("run_name", "seed", "save_model"):
         one.pop(key)

@@ -5,7 +5,7 @@ heavy is imported for that: the registration happens when transformers' auto cla
 """
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from importlib import import_module
 from types import ModuleType
 
@@ -15,16 +15,22 @@ except ImportError:  # a bare image, for benchmarks/gpu.py: what needs `eurobert
     register_post_import_hook = None
 
 
-def _registering(name: str) -> Callable[[ModuleType], None]:
-    def hook(_: ModuleType) -> None:
-        if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
-            import_module(name)
+_AUTO, _LAYERS = "transformers.models.auto", "transformers.modeling_layers"
 
-    return hook
+
+def _register(name: str, loaded: ModuleType) -> None:
+    # A model that is imported by its own name brings the auto classes along while the module of its layers is half done.
+    # Ours are made of it too, and wait for the whole.
+    layers = sys.modules.get(_LAYERS)
+    half_done = layers is not None and getattr(layers.__spec__, "_initializing", False)
+    if loaded.__name__ == f"{_AUTO}.modeling_auto" and half_done:
+        return
+    if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
+        import_module(name)
 
 
 if register_post_import_hook is not None:
     # The modules register what they hold when they are whole, also when a hook fires while they are still being imported.
-    auto = "transformers.models.auto"
-    register_post_import_hook(_registering("biphasic.model.eurobert_config"), f"{auto}.configuration_auto")
-    register_post_import_hook(_registering("biphasic.model.eurobert"), f"{auto}.modeling_auto")
+    register_post_import_hook(partial(_register, "biphasic.model.eurobert_config"), f"{_AUTO}.configuration_auto")
+    for place in (f"{_AUTO}.modeling_auto", _LAYERS):
+        register_post_import_hook(partial(_register, "biphasic.model.eurobert"), place)

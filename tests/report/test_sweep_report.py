@@ -180,6 +180,14 @@ def test_stability_is_the_spread_over_seeds_and_rates() -> None:
     assert f"| {spread:.2f} | {between:.2f} | 1 of 4 |" in line
 
 
+def test_rates_near_the_best_are_those_within_a_point() -> None:
+    grid = grid_of(models=("a",))
+    scores = {1e-5: 0.8, 2e-5: 0.7925, 5e-5: 0.7899, 1e-4: 0.5}
+    page = files_of(grid, records_of(grid, lambda cell, _: (scores[cell.lr], scores[cell.lr])))["report.md"]
+    [line] = [line for line in page.split("## Stability\n", 1)[1].splitlines() if line.startswith("| a | sst2 |")]
+    assert "| 2 of 4 |" in line
+
+
 def test_what_is_no_sweep_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
     assert "has no sweep.json: it is no sweep's output" in capsys.readouterr().err

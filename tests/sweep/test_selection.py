@@ -71,6 +71,12 @@ def test_a_rate_without_a_seed_does_not_win_by_luck() -> None:
     assert (chosen(grid, worse).lr, chosen(grid, worse).complete) == (2e-5, True)
 
 
+def test_a_seed_that_no_rate_has_leaves_the_choice_open() -> None:
+    grid = grid_of()
+    records = records_of(grid, lambda cell, name: None if cell.seed == 2 else by_rate(cell, name))
+    assert (chosen(grid, records).lr, chosen(grid, records).complete) == (2e-5, False)
+
+
 def test_nothing_to_choose_from() -> None:
     grid = grid_of()
     for records in ({}, records_of(grid, lambda *_: None), records_of(grid, lambda *_: (None, 0.5))):
@@ -125,6 +131,15 @@ def test_a_failed_rate_ranks_last() -> None:
     records = records_of(grid, lambda cell, name: None if cell.lr == 2e-5 else by_rate(cell, name))
     first = {trial: record for trial, record in records.items() if record.cell.seed == 0}
     assert wanted(grid, first) == ["a.sst2.1e-05.1", "a.sst2.5e-05.1"]
+
+
+def test_a_rate_that_fails_later_ranks_last_too() -> None:
+    """However good it was with the seeds before."""
+    grid = grid_of(models=("a",), halving={"keep": 0.5, "audit": 0.0}, seeds=(0, 1, 2, 3))
+    records = records_of(grid, lambda cell, name: None if (cell.lr, cell.seed) == (2e-5, 1) else by_rate(cell, name))
+    two = {trial: one for trial, one in records.items() if one.cell.seed < 1 or (one.cell.lr, one.cell.seed) in
+           {(2e-5, 1), (5e-5, 1)}}  # fmt: skip
+    assert wanted(grid, two) == ["a.sst2.5e-05.2", "a.sst2.5e-05.3"]
 
 
 def test_audited_groups_run_whole() -> None:
