@@ -15,16 +15,18 @@ except ImportError:  # a bare image, for benchmarks/gpu.py: what needs `eurobert
     register_post_import_hook = None
 
 
-_AUTO, _LAYERS = "transformers.models.auto", "transformers.modeling_layers"
+_AUTO = "transformers.models.auto"
+_PARTS = ("transformers.modeling_layers", "transformers.models.llama.modeling_llama")
+"""What ours are made of."""
 
 
 def _register(name: str, loaded: ModuleType) -> None:
-    # A model that is imported by its own name brings the auto classes along while the module of its layers is half done.
-    # Ours are made of it too, and wait for the whole.
-    layers = sys.modules.get(_LAYERS)
-    half_done = layers is not None and getattr(layers.__spec__, "_initializing", False)
-    if loaded.__name__ == f"{_AUTO}.modeling_auto" and half_done:
-        return
+    # A model that is imported by its own name brings the auto classes along while these are half done: the last of them
+    # to be whole registers.
+    for part in _PARTS if loaded.__name__ != f"{_AUTO}.configuration_auto" else ():
+        found = sys.modules.get(part)
+        if found not in (None, loaded) and getattr(found.__spec__, "_initializing", False):
+            return
     if int(sys.modules["transformers"].__version__.split(".")[0]) < 5:
         import_module(name)
 
@@ -32,5 +34,5 @@ def _register(name: str, loaded: ModuleType) -> None:
 if register_post_import_hook is not None:
     # The modules register what they hold when they are whole, also when a hook fires while they are still being imported.
     register_post_import_hook(partial(_register, "biphasic.model.eurobert_config"), f"{_AUTO}.configuration_auto")
-    for place in (f"{_AUTO}.modeling_auto", _LAYERS):
+    for place in (f"{_AUTO}.modeling_auto", *_PARTS):
         register_post_import_hook(partial(_register, "biphasic.model.eurobert"), place)
