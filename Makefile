@@ -6,10 +6,12 @@ BIN := $(VENV)/bin
 # Test processes; many tests run two more each.
 WORKERS ?= 2
 READY := $(VENV)/.ready
+# A second environment, with transformers 5.
+INTEROP := .venv-interop
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test faults test-interop test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-gpu lock clean
 
 env: $(READY)
@@ -35,6 +37,16 @@ test: env
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env
 	BIPHASIC_KILLS=20 $(BIN)/python -m pytest tests/faults
+
+# What is exported, as transformers 5 and sentence-transformers load it.
+test-interop: env $(INTEROP)/.ready
+	BIPHASIC_TRANSFORMERS5_PYTHON=$(CURDIR)/$(INTEROP)/bin/python OMP_NUM_THREADS=1 \
+		$(BIN)/python -m pytest -m interop
+
+$(INTEROP)/.ready: tests/interop/requirements.lock
+	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(INTEROP)
+	$(BIN)/uv pip sync --quiet --python $(INTEROP)/bin/python tests/interop/requirements.lock
+	@touch $(INTEROP)/.ready
 
 # A real Slurm on this machine, with a real preemption; needs root and Debian's slurm-wlm.
 test-slurm: env
@@ -85,7 +97,9 @@ bench-gpu:
 # Resolves again; needed when pyproject.toml changes.
 lock: env
 	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
-		--extra loggers --extra dev pyproject.toml requirements.in --output-file requirements.lock
+		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
+	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
+		tests/interop/requirements.in --output-file tests/interop/requirements.lock
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV) $(INTEROP) runs
