@@ -12,7 +12,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test faults test-interop test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-gpu lock clean
+	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu lock clean
 
 env: $(READY)
 
@@ -41,7 +41,7 @@ faults: env
 # What is exported, as transformers 5 and sentence-transformers load it.
 test-interop: env $(INTEROP)/.ready
 	BIPHASIC_TRANSFORMERS5_PYTHON=$(CURDIR)/$(INTEROP)/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest -m interop
+		$(BIN)/python -m pytest tests/interop
 
 $(INTEROP)/.ready: tests/interop/requirements.lock
 	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(INTEROP)
@@ -89,6 +89,14 @@ bench-finetuning: env
 # A sweep of 60 trials over bare training loops.
 bench-sweep: env
 	$(BIN)/python benchmarks/sweep.py
+
+# Embedding a corpus over sentence-transformers.
+bench-encoding: env $(INTEROP)/.ready
+	$(BIN)/python benchmarks/encoding.py
+
+# Exact search in ten thousand to a million vectors.
+bench-search: env
+	$(BIN)/python benchmarks/search.py
 
 # Within 8 minutes on one GPU. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
 bench-gpu:

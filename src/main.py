@@ -90,6 +90,8 @@ def _run(config: Config) -> int:
         from biphasic.training.pretrain import run as job
     elif config.job == "finetune":
         from biphasic.finetuning.run import run as job
+    elif config.job == "evaluate":
+        from biphasic.evaluation.run import run as job
     else:
         raise UserError(f"job: {config.job} runs without Composer: python data_prep/{config.job}.py FILE.yaml")
     from biphasic.checkpointing.stopping import PREEMPTED, Preempted

@@ -1,6 +1,6 @@
 """Score the quickstart's encoders on the held-out pairs: a docstring's first line should find the rest of it.
 
-Writes into runs/quickstart/scores/: scores.json (last), summary.txt, and mteb's own results and rankings.
+Writes into runs/quickstart/scores/: scores.json (last), and summary.txt.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ SYSTEMS = {
 def main() -> int:
     """Score all systems. Exit status 2 when something isn't there."""
     from biphasic.evaluation.bootstrap import bootstrap_interval
-    from biphasic.evaluation.retrieval import MTEBEncoder, Scores, bm25, retrieval_from_pairs, score
+    from biphasic.evaluation.embedder import EncoderEmbedder
+    from biphasic.evaluation.retriever import Retriever
+    from biphasic.evaluation.scoring import Scores, bm25, score
+    from biphasic.evaluation.sets import retrieval_from_pairs
     from biphasic.model.encoder import load_encoder
 
     folder = RUN / "scores"
@@ -43,8 +46,8 @@ def main() -> int:
                 # All encoders see as much of a text as fine-tuning showed; BM25 sees the whole.
                 encoder = load_encoder(str(path))
                 encoder.max_length = min(encoder.max_length, longest)
-                system = MTEBEncoder(encoder, f"biphasic/{path.name}", revision)
-            found[name] = score(system, task, folder)
+                system = Retriever(EncoderEmbedder(encoder, f"biphasic/{path.name}", revision))
+            [found[name]], _ = score(system, task)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -61,7 +64,7 @@ def main() -> int:
     trained, untrained = found["pretrained, fine-tuned"].by_query, found["untrained, fine-tuned"].by_query
     differences = [trained[query] - untrained[query] for query in queries]
     gain = {"mean": sum(differences) / len(differences), "interval": bootstrap_interval(differences)}
-    documents = len(task.content["corpus"])
+    documents = found["BM25"].documents
     content = {"queries": len(queries), "documents": documents, "scores": scores, "gain_of_pretraining": gain}
     lines = [f"NDCG@10 of {len(queries):,} held-out queries over {documents:,} documents (95% bootstrap intervals):"]
     for name, values in scores.items():

@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
     AutoModel,
+    AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
@@ -33,6 +34,7 @@ from biphasic.model.encoder import Encoder, Reader, load_encoder, passes
 from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.packed import mean_pool
 from biphasic.model.padded import groups_of, looks_both_ways
+from biphasic.model.pooling import Sentences
 from biphasic.model.segments import Segments
 from conftest import Write
 from tiny import LENGTH, train
@@ -191,7 +193,7 @@ def test_a_text_is_read_as_in_training(toy: Path, tmp_path: Path) -> None:
     size = Architecture(65, 32, 48, 1, 4, 4, 8, False)
     backbone = from_hf_config(llama_config(size, 64), seed=0).backbone
     for around in (((), ()), ((2,), (3,))):
-        reader = Reader(tokenizer, 64, {}, *around)
+        reader = Reader(tokenizer, 64, Sentences(), *around)
         out = tmp_path / f"out{len(around[0])}"
         export_finetuned(Encoder(backbone, reader), torch.nn.Identity(), None, out, "card", prompts={}, max_length=64)
         assert AutoTokenizer.from_pretrained(out)("w0")["input_ids"] == [*around[0], 5, *around[1]]
@@ -199,10 +201,35 @@ def test_a_text_is_read_as_in_training(toy: Path, tmp_path: Path) -> None:
         assert (again.prefix, again.suffix) == around
 
 
+def test_a_decoder_of_another_family_is_written_with_its_code(tmp_path: Path, toy: Path) -> None:
+    """What was fine-tuned is what loads, here without the code and in transformers with it; no other way."""
+    model = qwen3(tmp_path / "qwen3")
+    config = config_of("sst2", toy / "tasks", model, tmp_path, save_model=True, max_duration="3ep", optimizer__lr=2e-3)
+    folder = run(config) / "model"
+    assert "trust_remote_code=True" in (folder / "README.md").read_text()
+    encoder = load_encoder(str(folder))
+    assert encoder.packs
+    encoder.backbone.eval()
+    text = torch.tensor(encoder.tokenize(["w1 w3 w4 w5"]))
+    theirs = AutoModelForSequenceClassification.from_pretrained(folder, trust_remote_code=True).eval()
+    with torch.inference_mode():
+        hidden = encoder.hidden(text[0], Segments.of([text.shape[1]], torch.device("cpu")))
+        torch.testing.assert_close(theirs.model(text).last_hidden_state[0], hidden, atol=1e-4, rtol=1e-4)
+    assert theirs.config.id2label[1] == "positive"
+    with pytest.raises(ValueError, match="trust_remote_code=True"):
+        AutoModel.from_pretrained(folder, trust_remote_code=False)
+
+
 def test_a_decoder_that_cannot_be_written_is_refused_before_training(tmp_path: Path, toy: Path) -> None:
-    config = config_of("sst2", toy / "tasks", qwen3(tmp_path / "qwen3"), tmp_path, save_model=True, max_duration="1ba")
+    """EuroBERT's own configuration can scale positions; what is written here doesn't."""
+    folder = tmp_path / "scaled"
+    shutil.copytree(toy / "start", folder)
+    config = json.loads((folder / "config.json").read_text())
+    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
+    config["rope_parameters"] |= config["rope_scaling"]
+    (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="save_model=false trains and scores"):
-        run(config)
+        run(config_of("sst2", toy / "tasks", folder, tmp_path, save_model=True, max_duration="1ba"))
 
 
 def test_what_looks_back_only_is_refused(tmp_path: Path) -> None:

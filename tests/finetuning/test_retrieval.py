@@ -20,14 +20,10 @@ import two_ranks
 from biphasic.config.durations import Duration
 from biphasic.config.errors import UserError
 from biphasic.config.load import dump
-from biphasic.evaluation.retrieval import (
-    LocalRetrieval,
-    MTEBEncoder,
-    bm25,
-    retrieval_from_pairs,
-    retrieval_task,
-    score,
-)
+from biphasic.evaluation.embedder import EncoderEmbedder
+from biphasic.evaluation.retriever import Retriever
+from biphasic.evaluation.scoring import bm25, score
+from biphasic.evaluation.sets import read_set, retrieval_from_pairs, retrieval_task
 from biphasic.finetuning.retrieval import Retrieval, _number, info_nce
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
@@ -136,45 +132,31 @@ def test_mteb_sees_the_same(toy: Path, tmp_path: Path, capsys: pytest.CaptureFix
     config = config_of("msmarco", toy / "tasks", toy / "start", tmp_path, max_duration="30ba", save_model=True)
     folder = run(config)
     [result] = json.loads((folder / "record.json").read_text())["results"]
-    task = whole_task(toy / "tasks" / "msmarco", "test")
-    encoder = load_encoder(str(folder / "model"))
-    ours = score(MTEBEncoder(encoder, "biphasic/fine", "1"), task, tmp_path / "scores")
+    # The set's own folder is laid out as BEIR's are.
+    task = read_set(str(toy / "tasks" / "msmarco"), "Toy", "eng-Latn", ["test"])
+    [ours], _ = score(Retriever(EncoderEmbedder(load_encoder(str(folder / "model")), "biphasic/fine", "1")), task)
     for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100"):
         assert abs(getattr(ours, name) - result["more"]["test"][name]) < 2e-5, name  # mteb rounds to five places
-    before = score(MTEBEncoder(load_encoder(str(toy / "start")), "biphasic/start", "0"), task, tmp_path / "scores")
-    assert ours.ndcg_at_10 > before.ndcg_at_10 + 0.2
+    before = score(Retriever(EncoderEmbedder(load_encoder(str(toy / "start")), "biphasic/start", "0")), task)[0][0]
+    assert ours.value > before.value + 0.2
     assert len(ours.by_query) == 160
     # No word in common: nothing for BM25.
-    assert score(bm25(), task, tmp_path / "scores").ndcg_at_10 < 0.2
+    assert score(bm25(), task)[0][0].value < 0.2
 
     # The same encoder through sentence-transformers, with its own prompts, pooling and cutting, scores the same.
     from sentence_transformers import SentenceTransformer
 
-    theirs = score(SentenceTransformer(str(folder / "model"), device="cpu"), task, tmp_path / "scores")
-    assert abs(theirs.ndcg_at_10 - ours.ndcg_at_10) < 1e-4
-
-
-def whole_task(folder: Path, split: str) -> LocalRetrieval:
-    """A set's split as mteb's task."""
-    tables = {
-        name: pq.read_table(folder / f"{name}.parquet").to_pydict() for name in ("corpus", "queries", f"qrels/{split}")
-    }
-    qrels: dict[str, dict[str, int]] = {}
-    for query, document, grade in zip(*tables[f"qrels/{split}"].values(), strict=True):
-        qrels.setdefault(query, {})[document] = grade
-    queries = {
-        id: text for id, text in zip(tables["queries"]["_id"], tables["queries"]["text"], strict=True) if id in qrels
-    }
-    corpus = dict(zip(tables["corpus"]["_id"], tables["corpus"]["text"], strict=True))
-    return retrieval_task("Toy", corpus, queries, qrels)
+    theirs = score(SentenceTransformer(str(folder / "model"), device="cpu"), task)[0][0]
+    assert abs(theirs.value - ours.value) < 1e-4
 
 
 def test_pairs_as_a_task(tmp_path: Path) -> None:
     pq.write_table(pa.table({"query": ["a", "b"], "positive": ["x", "y"]}), tmp_path / "pairs.parquet")
-    assert len(retrieval_from_pairs("Pairs", [str(tmp_path / "pairs.parquet")]).content["corpus"]) == 2
+    task = retrieval_from_pairs("Pairs", [str(tmp_path / "pairs.parquet")])
+    assert task.content["default"]["test"]["corpus"]["text"] == ["x", "y"]
     for table, says in (
         ({"question": ["a"], "positive": ["b"]}, r"has no column `query` \(it has: question, positive\)"),
-        ({"query": pa.array([], pa.string()), "positive": pa.array([], pa.string())}, "no rows in"),
+        ({"query": pa.array([], pa.string()), "positive": pa.array([], pa.string())}, "corpus is empty"),
     ):
         pq.write_table(pa.table(table), tmp_path / "odd.parquet")
         with pytest.raises(UserError, match=says):
@@ -185,7 +167,7 @@ def test_pairs_as_a_task(tmp_path: Path) -> None:
             retrieval_from_pairs("Odd", [str(tmp_path / f"{name}.parquet")])
     with pytest.raises(UserError, match="corpus is empty"):
         retrieval_task("Empty", {}, {"q": "a"}, {"q": {"d": 1}})
-    with pytest.raises(UserError, match=r"1 queries have no relevant document, e\.g\. q"):
+    with pytest.raises(UserError, match=r"1 queries have no judgments \(qrels\), e\.g\. q"):
         retrieval_task("Lost", {"d": "a"}, {"q": "a"}, {})
 
 

@@ -7,9 +7,11 @@ from typing import Any
 
 from composer.utils import dist
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, bring, newest
+from biphasic.checkpointing.fetched import fetch_named
+from biphasic.checkpointing.manifest import Manifest, bring, newest
 from biphasic.checkpointing.together import Together
 from biphasic.checkpointing.uploads import catch_up, complete_parts
+from biphasic.config.errors import UserError
 from biphasic.config.same_run import differences
 from biphasic.storage import is_remote, short, store
 
@@ -81,16 +83,14 @@ def local_copy(path: str | None, folder: Path, ranks: Together) -> str | None:
     """
     if path is None or not is_remote(path):
         return path
-    parent, _, name = path.rstrip("/").rpartition("/")
-    batch = batch_of(name) if name.endswith(".pt") else batch_of(f"{name}/")
-    fault = None if batch is not None else "its name is none of a checkpoint's: ba18000-rank0.pt or ep0-ba18000"
-    if batch is not None and dist.get_local_rank() == 0:
+    fault = None
+    if dist.get_local_rank() == 0:
         try:
-            fault = bring(Manifest.of(store(parent).read(f"ba{batch}.json")), store(parent), folder / "from")
-        except (OSError, ValueError) as error:
-            fault = f"{short(error)}; its manifest is ba{batch}.json"
-    ranks.raise_first(None if fault is None else f"checkpoint {path}: can't be used ({fault})")
-    return str(folder / "from" / name)
+            fetch_named(path, folder / "from")
+        except UserError as error:
+            fault = str(error)
+    ranks.raise_first(fault)
+    return str(folder / "from" / path.rstrip("/").rpartition("/")[2])
 
 
 def _store_what_is_left(place: str, folder: Path, ranks: Together) -> None:

@@ -8,10 +8,12 @@ from posixpath import normpath
 from biphasic.config.architecture import Architecture, preset
 from biphasic.config.base import Found, Section, changed
 from biphasic.config.checks_data import conversion_problems, tasks_problems
+from biphasic.config.checks_evaluate import evaluate_problems
 from biphasic.config.checks_finetune import finetune_problems
 from biphasic.config.checks_sweep import sweep_problems
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.durations import Duration
+from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.places import splits_of
 from biphasic.config.schema import DataConfig, MLMPhase, ModelConfig, PretrainConfig, RampConfig
@@ -32,7 +34,7 @@ _ONLY_NEW = (
 
 
 def problems_of(
-    config: PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig | SweepConfig, ranks: int
+    config: PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig, ranks: int
 ) -> Found:
     """Everything in `config` that can't be, for a run of `ranks` processes: the keys concerned, the first one first,
     and what was expected."""
@@ -48,6 +50,8 @@ def problems_of(
         yield from _places(config)
     elif isinstance(config, FinetuneConfig):
         yield from finetune_problems(config, ranks)
+    elif isinstance(config, EvaluateConfig):
+        yield from evaluate_problems(config)
     elif isinstance(config, ConvertConfig):
         yield from conversion_problems(config)
     elif isinstance(config, SweepConfig):

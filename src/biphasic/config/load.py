@@ -13,17 +13,19 @@ from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 from biphasic.config.checks import problems_of
 from biphasic.config.conversion import ConvertConfig
 from biphasic.config.errors import ConfigError, Problem
+from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.messages import translate
 from biphasic.config.schema import PretrainConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
 
-Config = PretrainConfig | FinetuneConfig | ConvertConfig | TasksConfig | SweepConfig
+Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="job")])
 _JOBS: dict[str, type[BaseModel]] = {
     "pretrain": PretrainConfig,
     "finetune": FinetuneConfig,
+    "evaluate": EvaluateConfig,
     "convert": ConvertConfig,
     "tasks": TasksConfig,
     "sweep": SweepConfig,

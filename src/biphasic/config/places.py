@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.schema import DataConfig, PretrainConfig, StreamConfig
 from biphasic.storage import is_remote
 
 
-def folder_of(config: PretrainConfig | FinetuneConfig) -> Path:
+def folder_of(config: PretrainConfig | FinetuneConfig | EvaluateConfig) -> Path:
     """Where a run writes."""
     return Path(config.output) / config.run_name
 

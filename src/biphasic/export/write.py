@@ -1,4 +1,4 @@
-"""Folders that transformers and sentence-transformers load: EuroBERT's native format, no remote code."""
+"""Folders that transformers and sentence-transformers load."""
 
 from __future__ import annotations
 
@@ -16,15 +16,13 @@ from torch import nn
 
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.model.eurobert import EuroBertConfig, EuroBertForMaskedLM, EuroBertModel
+from biphasic.export.folder import CARD, MARK
+from biphasic.export.formats import Format, Kind, format_of
+from biphasic.export.weights import Weights, expected_of, write_weights
 from biphasic.model.language_model import LanguageModel
 
 HEAD = "head.safetensors"
 """A head that an encoder's format has no place for."""
-MARK = "biphasic.json"
-"""In every export: says that the folder is one, and may be replaced by another."""
-LLAMA_SHAPED = ("llama", "eurobert", "mistral")
-"""Families whose layers are EuroBERT's, parameter by parameter."""
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,28 @@ class Sentences:
     max_length: int
 
 
+def export_checkpoint(
+    path: str, fmt: Format, tokenizer: Tokenizer, out: Path, card: str, *, dtype: torch.dtype, force: bool = False
+) -> int:
+    """Write a run's checkpoint as `export_language_model` does, reading and writing a file of weights at a time.
+
+    Args:
+        path: of the checkpoint, on this machine.
+        fmt: of the configuration in its record (`biphasic.model.checkpoint.read_record`).
+        tokenizer: as for `export_language_model`, like all others.
+
+    Returns:
+        How many parameters were written.
+
+    Raises:
+        UserError: besides, when the checkpoint is damaged or its weights aren't those of its configuration.
+    """
+    return _write_language_model(fmt, Weights.of_checkpoint(path), tokenizer, out, card, dtype, force)
+
+
 def export_language_model(
     model: LanguageModel, tokenizer: Tokenizer, out: Path, card: str, *, dtype: torch.dtype, force: bool = False
-) -> None:
+) -> int:
     """Write backbone and head, so that the folder loads as a masked language model and as a plain encoder.
 
     Args:
@@ -48,15 +65,22 @@ def export_language_model(
         dtype: of the weights on disk.
         force: replace an earlier export.
 
+    Returns:
+        How many parameters were written.
+
     Raises:
-        UserError: the family has parts that the format lacks, or `out` is taken.
+        UserError: no format can hold the family, or `out` is taken or can't be written.
     """
-    config = eurobert_config(model.config, tokenizer)
-    with torch.device("meta"):
-        target = EuroBertForMaskedLM(config)
-    weights = {f"model.{name}": weight for name, weight in model.backbone.state_dict().items()}
-    weights["lm_head.weight"] = model.lm_head.weight
-    write_eurobert(target, weights, tokenizer, out, card, Sentences({}, config.max_position_embeddings), dtype, force)
+    fmt = format_of(model.config, tokenizer)
+    return _write_language_model(fmt, Weights.held(model.state_dict()), tokenizer, out, card, dtype, force)
+
+
+def _write_language_model(
+    fmt: Format, weights: Weights, tokenizer: Tokenizer, out: Path, card: str, dtype: torch.dtype, force: bool
+) -> int:
+    named = weights.renamed(lambda name: f"model.{part}" if (part := name.removeprefix("backbone.")) != name else name)
+    sentences = Sentences({}, fmt.config.max_position_embeddings)
+    return write_folder(fmt, "masked_lm", named, tokenizer, out, card, sentences, dtype, force)
 
 
 def export_encoder(
@@ -75,58 +99,18 @@ def export_encoder(
     """Write a fine-tuned encoder, without a head. Arguments and errors as for `export_language_model`.
 
     `prompts` (`query`, `document`) are what sentence-transformers puts before texts, `max_length` (tokens) is where it
-    cuts them; default: the context's length. `around` and `rest`: see `write_eurobert`.
+    cuts them; default: the context's length. `around` and `rest`: see `write_folder`.
     """
-    config = eurobert_config(backbone.config, tokenizer)
-    with torch.device("meta"):
-        target = EuroBertModel(config)
-    settings = Sentences(prompts or {}, max_length or config.max_position_embeddings)
-    write_eurobert(target, backbone.state_dict(), tokenizer, out, card, settings, dtype, force, around, rest)
+    fmt = format_of(backbone.config, tokenizer)
+    settings = Sentences(prompts or {}, max_length or fmt.config.max_position_embeddings)
+    weights = Weights.held(backbone.state_dict())
+    write_folder(fmt, "model", weights, tokenizer, out, card, settings, dtype, force, around, rest)
 
 
-def eurobert_config(config: Any, tokenizer: Tokenizer) -> EuroBertConfig:
-    """The backbone's dimensions as a `eurobert` configuration.
-
-    Raises:
-        UserError: the backbone isn't of Llama's shape.
-    """
-    family = config.model_type
-    shaped = family in LLAMA_SHAPED and not getattr(config, "sliding_window", None)
-    plain = getattr(config, "rope_scaling", None) is None and not getattr(config, "attention_bias", False)
-    if not (shaped and plain and not getattr(config, "mlp_bias", False)):
-        raise UserError(
-            f"export: a {family} model can't be written as eurobert, which has no place for some of its parts; only plain "
-            f"Llama-shaped models can ({', '.join(LLAMA_SHAPED)}, without sliding window, rope scaling and biases)"
-        )
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    names = (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-        "num_attention_heads",
-        "num_key_value_heads",
-        "max_position_embeddings",
-        "rms_norm_eps",
-        "rope_theta",
-        "initializer_range",
-        "hidden_act",
-        "tie_word_embeddings",
-    )
-    return EuroBertConfig(
-        **{name: getattr(config, name) for name in names},
-        head_dim=head_dim,
-        pad_token_id=tokenizer.pad_id,
-        bos_token_id=tokenizer.bos_id,
-        eos_token_id=tokenizer.eos_id,
-        mask_token_id=tokenizer.mask_id,
-        classifier_pooling="mean",
-    )
-
-
-def write_eurobert(
-    target: Any,
-    weights: dict[str, torch.Tensor],
+def write_folder(
+    fmt: Format,
+    kind: Kind,
+    weights: Weights,
     tokenizer: Tokenizer,
     out: Path,
     card: str,
@@ -135,12 +119,13 @@ def write_eurobert(
     force: bool,
     around: bool = False,
     rest: dict[str, torch.Tensor] | None = None,
-) -> None:
-    """Write a model of EuroBERT's format, its tokenizer and its card.
+) -> int:
+    """Write a network, its tokenizer and its card.
 
     Args:
-        target: one of `biphasic.model.eurobert`'s classes, on the meta device.
-        weights: its state.
+        fmt: the format; its configuration is written as it is.
+        kind: what of it.
+        weights: named as in the format's class for that kind.
         tokenizer: its tokenizer.
         out: the folder; it appears whole or not at all.
         card: README.md.
@@ -150,15 +135,20 @@ def write_eurobert(
         around: keep what the tokenizer puts around a text.
         rest: weights that the format has no place for, written to `head.safetensors`.
 
+    Returns:
+        How many parameters were written.
+
     Raises:
-        UserError: `out` is taken, or can't be written.
+        UserError: the weights aren't the network's, or `out` is taken or can't be written.
     """
     refuse_taken(out, force)
-    target.load_state_dict({name: weight.detach() for name, weight in weights.items()}, assign=True)
-    target.config.dtype = dtype
+    network = fmt.network(kind)
 
     def fill(folder: Path) -> None:
-        target.to(dtype).save_pretrained(folder, max_shard_size="5GB", safe_serialization=True)
+        _write_config(fmt, network, folder, dtype)
+        for name, text in fmt.files.items():
+            (folder / name).write_text(text, encoding="utf-8")
+        write_weights(weights, network, folder, dtype)
         if rest:
             save_file(rest, folder / HEAD)
         for file in folder.iterdir():
@@ -167,10 +157,22 @@ def write_eurobert(
         if not around:
             _add_nothing(folder / "tokenizer.json")
         _plain_settings(folder, sentences.max_length)
-        write_sentence_transformers(folder, target.config.hidden_size, sentences)
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        write_sentence_transformers(folder, fmt.config.hidden_size, sentences)
+        (folder / CARD).write_text(card, encoding="utf-8")
 
     whole_or_absent(out, fill)
+    return sum(weight.numel() for weight in expected_of(network).values())
+
+
+def _write_config(fmt: Format, network: Any, folder: Path, dtype: torch.dtype) -> None:
+    config = fmt.config
+    config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
+    config.save_pretrained(folder)
+    if fmt.spelled:
+        file = folder / "config.json"
+        content = json.loads(file.read_text(encoding="utf-8"))
+        content |= {name: getattr(config, name) for name in fmt.spelled}
+        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def refuse_taken(out: Path, force: bool) -> None:

@@ -14,7 +14,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.config.places import folder_of
 from biphasic.export.card import finetuned_card
-from biphasic.export.finetuned import export_finetuned
+from biphasic.export.finetuned import export_finetuned, written_as
 from biphasic.finetuning.task import Task, Trained
 from biphasic.finetuning.trial import Outcome, train_and_score, trial_name
 from biphasic.storage import as_bytes, store
@@ -77,7 +77,8 @@ def _save(config: FinetuneConfig, folder: Path, outcome: Outcome, model: Trained
         "Last loss": about["loss"],
         **lines,
     }
-    card = finetuned_card(config.run_name, rows)
+    family, coded = written_as(model.encoder)
+    card = finetuned_card(config.run_name, rows, remote_code=coded, family=family)
     names = task.data.record.get("label_names")
     export_finetuned(
         model.encoder, model.head, names, folder / "model", card, prompts=task.prompts, max_length=task.longest

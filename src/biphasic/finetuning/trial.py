@@ -10,7 +10,6 @@ import platform
 import socket
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from biphasic.finetuning.task import FORMAT, Task, Trained, drawn, steps_of
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import Reader, hf_config, load_encoder, load_reader
 from biphasic.model.heads import initialize
-from biphasic.storage import hash_of
+from biphasic.model.mark import model_mark, stamp
 from biphasic.sweep.records import GridTask, Result
 
 _FREE = (
@@ -40,7 +39,6 @@ _FREE = (
     "task.scored_on",
 )
 """Keys that don't decide the result, or paths, of which what lies there decides."""
-_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", ".metadata", "*.py")
 _TASK: TypeAdapter[TaskConfig] = TypeAdapter(TaskConfig)
 _VERSIONS = ("biphasic", "mosaicml", "torch", "transformers", "tokenizers")
 
@@ -77,7 +75,7 @@ def trial_name(config: FinetuneConfig) -> str:
         (settings[section] if section else settings).pop(name, None)
     task = config.task
     places = [task.data, *getattr(task, "scored_on", {}).values()]
-    stamps = tuple(map(_stamp, [config.model.path, *places]))
+    stamps = tuple(map(stamp, [config.model.path, *places]))
     content = _content(config.model.model_dump_json(), task.model_dump_json(), config.cache, stamps)
     return hashlib.sha256(json.dumps([FORMAT, settings, content], sort_keys=True).encode()).hexdigest()[:24]
 
@@ -185,22 +183,6 @@ def cost_of(config: FinetuneConfig) -> Cost:
     return Cost(body, train, scored, float(matrices) * (6 * train + 2 * scored), memory)
 
 
-def model_mark(path: str, revision: str | None) -> str:
-    """A hash of a model's files, or the hub's commit.
-
-    Raises:
-        UserError: it isn't there.
-    """
-    place = Path(path)
-    if place.is_file():
-        return _hash(path, _stamp(path))
-    if not place.is_dir():
-        found = hf_config(path, revision)
-        return str(getattr(found, "_commit_hash", None))
-    files = sorted({file for pattern in _WEIGHTS for file in place.glob(pattern) if file.is_file()})
-    return "-".join(_hash(str(file), _stamp(str(file))) for file in files)
-
-
 def _architecture(config: FinetuneConfig) -> Architecture | None:
     path, model = config.model.path, config.model
     if is_checkpoint(path):
@@ -241,7 +223,7 @@ def _content(encoder: str, task: str, cache: str, stamps: tuple[Any, ...]) -> li
 
 
 def _reader(model: EncoderConfig) -> Reader:
-    found = _reader_or_fault(model.path, model.revision, model.trust_remote_code, _stamp(model.path))
+    found = _reader_or_fault(model.path, model.revision, model.trust_remote_code, stamp(model.path))
     if isinstance(found, UserError):
         raise UserError(str(found))
     return found
@@ -255,15 +237,3 @@ def _reader_or_fault(path: str, revision: str | None, trust_remote_code: bool, s
         return load_reader(path, revision, trust_remote_code)
     except UserError as error:
         return error
-
-
-@functools.cache
-def _hash(path: str, stamp: Any) -> str:
-    return hash_of(Path(path))
-
-
-def _stamp(path: str) -> tuple[Any, ...]:
-    """What changes when a file, or one of a folder's, does."""
-    place = Path(path)
-    files = sorted(place.iterdir()) if place.is_dir() else [place] if place.is_file() else []
-    return tuple((file.name, about.st_size, about.st_mtime_ns) for file in files for about in [file.stat()])

@@ -24,6 +24,12 @@ TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", 
 """Families for which the suite shows that no token sees what it must not, in either direction."""
 
 
+BIDIRECTIONAL = "bidirectional_"
+"""Before a family's name: the model type of an export that holds a decoder of that family as an encoder, and its code."""
+BIDIRECTIONAL_CODE = "bidirectional.BidirectionalConfig"
+"""Where such an export's config.json says that its configuration's class is."""
+
+
 def build(
     config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0, on_meta: bool = False
 ) -> LanguageModel:
@@ -95,14 +101,37 @@ def hf_config_of(text: str) -> PretrainedConfig:
     return AutoConfig.for_model(content.pop("model_type"), **content)
 
 
+def hf_config_at(path: str, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, bool]:
+    """The Hugging Face configuration of a folder or hub id, and whether it is an export of another family than EuroBERT's.
+
+    Of such an export it is the family's own: here the family's network looks both ways without the code that lies there.
+
+    Raises:
+        OSError: there is none.
+        ValueError: it is none, or of a family that isn't known.
+    """
+    from transformers import AutoConfig, PretrainedConfig
+
+    content, _ = PretrainedConfig.get_config_dict(path, revision=revision)
+    code = str((content.get("auto_map") or {}).get("AutoConfig"))
+    # Others may name a model type alike.
+    if not (str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)):
+        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code), False
+    theirs = ("model_type", "auto_map", "architectures", "mask_token_id")
+    kept = {name: value for name, value in content.items() if name not in theirs}
+    family = content["model_type"].removeprefix(BIDIRECTIONAL)
+    # An embedding's padding row gets no gradient, and padding may be the end of text, which has to be learned.
+    return AutoConfig.for_model(family, **{**kept, "pad_token_id": None}), True
+
+
 def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -> LanguageModel:
     from safetensors import SafetensorError
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+    from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     attention.register()
     options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
     try:
-        hf_config = AutoConfig.from_pretrained(path, **options)
+        hf_config, _ = hf_config_at(path, revision, trust_remote_code)
         head_class = AutoModelForMaskedLM if hf_config.model_type == "eurobert" else AutoModelForCausalLM
         loaded: Any = head_class.from_pretrained(
             path,

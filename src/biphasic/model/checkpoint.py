@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 import io
 import pickle
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ from biphasic.config.errors import UserError
 RECORD = "RunRecord"
 """The callback that puts the run's own record into every checkpoint."""
 _PREFIX = "model."
+_SHARDED = "state.model."
+"""Of weights in a sharded checkpoint."""
 _PLAIN = {
     "numpy.dtype",
     "numpy.ndarray",
@@ -60,20 +64,103 @@ def read_checkpoint(path: str) -> Checkpoint:
     Raises:
         UserError: there is no checkpoint, it is incomplete, or it was not written by Biphasic.
     """
+    state = _checked(path, {"state.model", "state.callbacks"})
+    with _faults_of(path):
+        record = _record_in(state)
+        weights = {name.removeprefix(_PREFIX): weight for name, weight in state["model"].items()}
+    return Checkpoint(weights, record)
+
+
+def read_record(path: str) -> dict[str, Any]:
+    """What the run recorded of itself, without the weights. Errors as for `read_checkpoint`."""
+    state = _checked(path, {"state.callbacks"})
+    with _faults_of(path):
+        return _record_in(state)
+
+
+def weight_shapes(path: str) -> dict[str, Tensor]:
+    """A checkpoint's weights by name, on the meta device: shapes and dtypes, of which no byte is read.
+
+    Errors as for `read_checkpoint`.
+    """
+    if not Path(path).is_dir():
+        return {name: _on_meta(weight.shape, weight.dtype) for name, weight in _weights_of_file(path).items()}
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    _require_checkpoint(path)
+    prefix = f"{_SHARDED}{_PREFIX}"
+    with _faults_of(path):
+        known = _index_of(Path(path)).state_dict_metadata
+        found = {
+            name.removeprefix(prefix): _on_meta(about.size, about.properties.dtype)
+            for name, about in known.items()
+            if name.startswith(prefix) and isinstance(about, TensorStorageMetadata)
+        }
+        if not found:
+            raise KeyError("model")
+    return found
+
+
+def read_weights(path: str, names: Iterable[str]) -> dict[str, Tensor]:
+    """Some of a checkpoint's weights, on the CPU: of a file, views into it as it is mapped; of a folder, read now.
+
+    The file is mapped anew each time, so that what was read before goes when nobody holds it.
+
+    Args:
+        path: a checkpoint that `weight_shapes` has seen.
+        names: of its weights.
+
+    Raises:
+        UserError: it is damaged or incomplete.
+    """
+    if not Path(path).is_dir():
+        found = _weights_of_file(path)
+        return {name: found[name] for name in names}
+    with _faults_of(path):
+        state = _read_sharded(Path(path), {f"{_SHARDED}{_PREFIX}{name}" for name in names})["model"]
+        return {name: state[f"{_PREFIX}{name}"] for name in names}
+
+
+def _record_in(state: dict[str, Any]) -> dict[str, Any]:
+    # PyTorch's sharded format leaves out dictionaries that are empty.
+    return {"data": {}, "losses": {}, "versions": {}} | dict(state["callbacks"])[RECORD]
+
+
+def _checked(path: str, keys: set[str]) -> dict[str, Any]:
+    """The state's parts `keys` (dotted names; a file gives all)."""
+    _require_checkpoint(path)
+    with _faults_of(path):
+        return _read_sharded(Path(path), keys) if Path(path).is_dir() else _read_file(Path(path))
+
+
+def _require_checkpoint(path: str) -> None:
     if not is_checkpoint(path):
         raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
     require_plain(path)
+
+
+@contextmanager
+def _faults_of(path: str) -> Iterator[None]:
+    """What goes wrong within, as the line that says it."""
     try:
-        state = _read_sharded(Path(path)) if Path(path).is_dir() else _read_file(Path(path))
-        record = dict(state["callbacks"])[RECORD]
-        weights = {name.removeprefix(_PREFIX): weight for name, weight in state["model"].items()}
+        yield
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise UserError(f"checkpoint {path}: is damaged or incomplete ({str(error).splitlines()[0]})") from None
+        text = str(error).strip() or type(error).__name__
+        raise UserError(f"checkpoint {path}: is damaged or incomplete ({text.splitlines()[0]})") from None
     except KeyError as error:
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it has no {error})") from None
-    except (TypeError, IndexError):
+    except (TypeError, IndexError, AttributeError):
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it is no dictionary)") from None
-    return Checkpoint(weights, record)
+
+
+def _weights_of_file(path: str) -> dict[str, Tensor]:
+    state = _checked(path, set())
+    with _faults_of(path):
+        return {name.removeprefix(_PREFIX): weight for name, weight in state["model"].items()}
+
+
+def _on_meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _read_file(path: Path) -> dict[str, Any]:
@@ -83,15 +170,15 @@ def _read_file(path: Path) -> dict[str, Any]:
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
 
 
-def _read_sharded(path: Path) -> dict[str, Any]:
+def _read_sharded(path: Path, keys: set[str]) -> dict[str, Any]:
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    # What torch's own dcp_to_torch_save does, less the optimizer's moments, which are twice the weights' size.
-    planner = _EmptyStateDictLoadPlanner(keys={"state.model", "state.callbacks"})
+    # What torch's own dcp_to_torch_save does, less what isn't asked for: an optimizer's moments are twice the weights.
+    planner = _EmptyStateDictLoadPlanner(keys=keys)
     try:
         _load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
     except CheckpointException as error:  # not an Exception: nobody above would catch it
@@ -154,12 +241,16 @@ def _is_description(module: str, name: str) -> bool:
     return isinstance(found, type)
 
 
+def _index_of(folder: Path) -> Any:
+    with (folder / ".metadata").open("rb") as file:
+        return _Index(file).load()
+
+
 def _globals_of_shards(folder: Path) -> set[str]:
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     try:
-        with (folder / ".metadata").open("rb") as file:
-            index: Any = _Index(file).load()
+        index = _index_of(folder)
     except _Named as named:
         return {str(named)}
     found: set[str] = set()

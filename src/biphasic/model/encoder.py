@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +15,17 @@ from tqdm import tqdm
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model import attention
-from biphasic.model.backbone import from_checkpoint, load_language_model
+from biphasic.model.backbone import from_checkpoint, hf_config_at, load_language_model
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
-from biphasic.model.packed import encode, mean_pool
+from biphasic.model.packed import encode
 from biphasic.model.padded import encode_in_groups, looks_both_ways
+from biphasic.model.pooling import Pooling, Sentences, read_sentences
 from biphasic.model.segments import Segments
 
 _PORTION = 5000
 """Texts that are tokenized at a time."""
-TOKENS_AT_ONCE = 8192
-"""Tokens in a forward pass of `Encoder.embed`."""
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 65536}
+"""Tokens in a forward pass of `Encoder.embed`, by the kind of device: on CPUs what a layer makes should fit their caches."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,8 @@ class Reader:
     tokenizer: Tokenizer
     longest: int
     """Tokens that it takes, special ones included."""
-    prompts: dict[str, str] = field(default_factory=dict)
-    """What goes before texts, by role (`query`, `document`)."""
+    sentences: Sentences = field(default_factory=Sentences)
+    """What its files say of prompts and pooling."""
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
@@ -58,6 +58,8 @@ class Reader:
     def read(self, texts: Sequence[str], longest: int, title: str = "") -> Iterator[list[int]]:
         """Token ids of each text, one by one; with a `title`, a bar where it takes long."""
         for portion in _portions(texts, title):
+            if self.sentences.lowercase:
+                portion = [text.lower() for text in portion]
             for ids in self.tokenizer.encode(portion):
                 yield self.around(ids, longest)
 
@@ -71,16 +73,14 @@ class Reader:
 
 @dataclass
 class Encoder:
-    """`max_length` counts tokens, the prompt's included; `prompts` go before texts, by role (`query`, `document`)."""
+    """A network and its way of reading; `max_length` counts tokens, the prompt's included."""
 
     backbone: nn.Module
     reader: Reader
     max_length: int = 0
-    prompts: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.max_length = self.max_length or self.reader.longest
-        self.prompts = self.prompts or dict(self.reader.prompts)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -107,23 +107,44 @@ class Encoder:
             return encode(self.backbone, tokens, segments, causal=False)
         return encode_in_groups(self.backbone, tokens, segments, self.tokenizer.pad_id)
 
+    @property
+    def prompts(self) -> dict[str, str]:
+        """What goes before texts, by role (`query`, `document`) or task."""
+        return self.reader.sentences.prompts
+
+    @property
+    def pooling(self) -> Pooling:
+        """As its files say, or else the mean, which is what Biphasic trains."""
+        return self.reader.sentences.pooling or Pooling()
+
+    def choose_pooling(self, pooling: Pooling) -> None:
+        """Say how to pool, for a model whose files don't."""
+        self.reader = replace(self.reader, sentences=replace(self.reader.sentences, pooling=pooling))
+
     @torch.inference_mode()
-    def embed(self, texts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None) -> Tensor:
-        """Mean-pooled embeddings of token lists, fp32 [texts, width] on the CPU.
+    def embed(
+        self,
+        texts: Sequence[Sequence[int]],
+        progress: Callable[[int], object] | None = None,
+        tokens_at_once: int | None = None,
+    ) -> Tensor:
+        """Pooled embeddings of token lists, fp32 [texts, width] on the CPU.
 
         Texts of like length share a forward pass.
 
         Args:
             texts: token ids, none empty.
             progress: is told how many more texts are done.
+            tokens_at_once: in a forward pass, about; default: by the device.
         """
         device = next(self.backbone.parameters()).device
+        at_once = tokens_at_once or TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cpu"])
         embeddings = torch.empty((len(texts), self.width))
-        for chosen in passes([len(text) for text in texts], TOKENS_AT_ONCE):
+        for chosen in passes([len(text) for text in texts], at_once):
             segments = Segments.of([len(texts[index]) for index in chosen], device)
             tokens = torch.tensor([token for index in chosen for token in texts[index]], dtype=torch.int64)
             hidden = self.hidden(tokens.to(device, non_blocking=True), segments)
-            embeddings[chosen] = mean_pool(hidden, segments).cpu()
+            embeddings[chosen] = self.pooling(hidden, segments).cpu()
             if progress is not None:
                 progress(len(chosen))
         return embeddings
@@ -157,14 +178,11 @@ def load_reader(path: str, revision: str | None = None, trust_remote_code: bool 
         return _reader_of(read_checkpoint(path))
     longest: int = hf_config(path, revision, trust_remote_code).max_position_embeddings
     tokenizer = load_tokenizer(path, revision)
-    if Path(path).is_dir():
-        settings = _json(Path(path) / "sentence_bert_config.json")
-        longest = settings.get("max_seq_length") or longest
+    sentences = read_sentences(path, revision)
     # Some count reserved positions too (RoBERTa); their tokenizer knows better.
     longest = min(longest, int(tokenizer.settings.get("model_max_length") or longest))
-    prompts = _json(Path(path) / "config_sentence_transformers.json").get("prompts") or {}
     prefix, suffix = tokenizer.around()
-    return Reader(tokenizer, longest, prompts, prefix, suffix)
+    return Reader(tokenizer, sentences.longest or longest, sentences, prefix, suffix)
 
 
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
@@ -182,12 +200,12 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
         return Encoder(from_checkpoint(checkpoint).backbone, _reader_of(checkpoint))
-    config = hf_config(path, revision, trust_remote_code)
+    config, exported = _hf_config(path, revision, trust_remote_code)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING
 
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
     attention.register()
-    if config.model_type == "eurobert" and not own_code:
+    if exported or (config.model_type == "eurobert" and not own_code):
         backbone = _from_pretrained(path, revision, config, attn_implementation=attention.NAME)
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         backbone = _from_pretrained(path, revision, config, trust_remote_code=trust_remote_code)
@@ -216,14 +234,17 @@ def hf_config(path: str, revision: str | None = None, trust_remote_code: bool = 
     Raises:
         UserError: there is none.
     """
-    from transformers import AutoConfig
+    return _hf_config(path, revision, trust_remote_code)[0]
 
+
+def _hf_config(path: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, bool]:
+    """And whether it is an export of another family, see `hf_config_at`."""
     import biphasic.model.eurobert_config  # noqa: F401 - transformers 4.57 doesn't know it
 
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"model {path}: can't be loaded (there is no such checkpoint or folder)")
     try:
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        return hf_config_at(path, revision, trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
         raise UserError(f"model {path}: can't be loaded ({where}: {str(error).strip().splitlines()[0]})") from None
@@ -248,7 +269,3 @@ def _from_pretrained(path: str, revision: str | None, config: Any, **options: An
     if missing:
         raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
     return backbone
-
-
-def _json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}

@@ -288,7 +288,10 @@ def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str,
                 f"sequence_length: {length}"
             )
         counts = {name: one.split[name] for name in ("tokens", "rows", "documents") if name in one.split}
-        found[key] = {"source": one.record.get("config", {}).get("source"), **counts}
+        source, commit = one.record.get("config", {}).get("source"), one.record.get("source", {}).get("commit")
+        if isinstance(source, dict) and commit is not None:
+            source = {**source, "revision": commit}  # a branch, or the newest, was this then
+        found[key] = {"source": source, **counts}
     if not found:
         return {}
     if config.data.mix is None:

@@ -1,0 +1,63 @@
+"""Small decoders of families that aren't of Llama's shape, and texts for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import AutoConfig
+
+from biphasic.model.fresh import from_hf_config
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.packed import encode
+from biphasic.model.segments import Segments
+from tiny import LENGTH, PAD, WORDS
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3": {},
+    "mistral": {"sliding_window": 3},
+    "olmo2": {},
+    "smollm3": {},
+    "gemma2": {"sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "llama": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "attention_bias": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
+}
+TEXTS = [[5, 6, 7, 8, 9, 10, 11, 2], [12, 13, 2], [14, 15, 16, 17, 2]]
+
+
+def decoder(family: str, **changes: Any) -> LanguageModel:
+    """With weights large enough that a wrong path shows, and five layers, since some differ every fourth."""
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=WORDS,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=5,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=LENGTH,
+        pad_token_id=None,
+        **{**FAMILIES[family], **changes},
+    )
+    model = from_hf_config(config, seed=1)
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+def padded(left: bool = False, texts: list[list[int]] = TEXTS) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens and mask."""
+    longest = max(map(len, texts))
+    fill = [[PAD] * (longest - len(text)) for text in texts]
+    rows = [f + t if left else t + f for t, f in zip(texts, fill, strict=True)]
+    tokens = torch.tensor(rows)
+    return tokens, (tokens != PAD).long()
+
+
+@torch.no_grad()
+def packed(backbone: Any, texts: list[list[int]] = TEXTS) -> torch.Tensor:
+    """Hidden states of all tokens by our own attention, one text after another."""
+    segments = Segments.of([len(text) for text in texts], torch.device("cpu"))
+    return encode(backbone, torch.tensor([token for text in texts for token in text]), segments, causal=False)

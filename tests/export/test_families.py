@@ -1,0 +1,287 @@
+"""Decoders of other families load as encoders: with a file of code, and never without it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from biphasic.config.errors import UserError
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.export import bidirectional
+from biphasic.export.finetuned import export_finetuned, require_exportable
+from biphasic.export.write import export_encoder, export_language_model
+from biphasic.model.backbone import load_language_model
+from biphasic.model.encoder import Encoder, Reader, load_encoder
+from biphasic.model.heads import TextHead, TokenHead
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.packed import mean_pool
+from biphasic.model.segments import Segments
+from conftest import Write
+from decoders import FAMILIES, TEXTS, decoder, packed, padded
+from stored_checkpoints import network
+from tiny import LENGTH, PAD, config_of, train
+
+TRUSTED: dict[str, Any] = {"trust_remote_code": True}
+
+
+@pytest.fixture
+def tokenizer(dataset: Path) -> Tokenizer:
+    return load_tokenizer(str(dataset / "tokenizer"))
+
+
+@pytest.fixture(params=list(FAMILIES))
+def family(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(family: str) -> LanguageModel:
+    return decoder(family)
+
+
+@pytest.fixture
+def out(model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path, family: str) -> Path:
+    # transformers keeps the code that it has run under the folder's name.
+    folder = tmp_path / f"out-{family}"
+    export_language_model(model, tokenizer, folder, "card", dtype=torch.float32)
+    return folder
+
+
+def ways(family: str) -> list[str]:
+    return ["eager"] if family == "gemma2" else ["eager", "sdpa"]
+
+
+def test_hidden_states_and_logits(model: LanguageModel, out: Path, family: str) -> None:
+    expected = packed(model.backbone)
+    assert expected.abs().max() > 0.1
+    logits = expected @ model.lm_head.weight.T
+    if model.softcap is not None:
+        logits = model.softcap * torch.tanh(logits / model.softcap)
+    for way in [None, *ways(family)]:
+        given = {**TRUSTED, "attn_implementation": way}
+        encoder = AutoModel.from_pretrained(out, **given).eval()
+        head = AutoModelForMaskedLM.from_pretrained(out, **given).eval()
+        for left in (False, True):
+            tokens, mask = padded(left)
+            inputs = {"input_ids": tokens, "attention_mask": mask}
+            with torch.no_grad():
+                hidden, said = encoder(**inputs).last_hidden_state, head(**inputs).logits
+            torch.testing.assert_close(hidden[mask.bool()], expected, atol=1e-4, rtol=1e-4)
+            torch.testing.assert_close(said[mask.bool()], logits, atol=1e-4, rtol=1e-4)
+        at = 0
+        for text in TEXTS:
+            with torch.no_grad():
+                alone = encoder(torch.tensor([text])).last_hidden_state[0]
+            torch.testing.assert_close(alone, expected[at : at + len(text)], atol=1e-4, rtol=1e-4)
+            at += len(text)
+
+
+def test_both_ways(out: Path, family: str) -> None:
+    """The first token sees the last; with windows, layer by layer."""
+    for way in ways(family):
+        encoder = AutoModel.from_pretrained(out, attn_implementation=way, **TRUSTED).eval()
+        text = torch.tensor([TEXTS[0]])
+        other = text.clone()
+        other[0, -1] = 20
+        with torch.no_grad():
+            first, changed = (encoder(x).last_hidden_state[0, 0] for x in (text, other))
+        assert (first - changed).abs().max() > 1e-4
+
+
+def test_nothing_loads_without_the_code(out: Path, family: str) -> None:
+    for auto in (AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification):
+        with pytest.raises(ValueError, match="trust_remote_code=True"):
+            auto.from_pretrained(out, trust_remote_code=False)
+    (out / "bidirectional.py").unlink()
+    with pytest.raises((OSError, ValueError)):
+        AutoModel.from_pretrained(out, **TRUSTED)
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == f"bidirectional_{family}"
+    # What is a default here may be another one in transformers 5.
+    assert {"rms_norm_eps", "tie_word_embeddings", "attention_dropout", "num_key_value_heads"} <= set(config)
+    del config["auto_map"]
+    (out / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=f"bidirectional_{family}"):
+        AutoModel.from_pretrained(out)
+
+
+def test_what_cannot_take_the_mask_is_refused(out: Path, family: str) -> None:
+    refused = ["flex_attention", "flash_attention_2"] + (["sdpa"] if family == "gemma2" else [])
+    for way in refused:
+        with pytest.raises((ValueError, ImportError)):
+            AutoModel.from_pretrained(out, attn_implementation=way, **TRUSTED)
+    encoder = AutoModel.from_pretrained(out, **TRUSTED).eval()
+    encoder.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="eager or sdpa, not flash_attention_2"):
+        encoder(torch.tensor([[5, 6]]))
+    encoder = AutoModel.from_pretrained(out, **TRUSTED)
+    with pytest.raises(ValueError, match="position_ids can't be given"):
+        encoder(torch.tensor([[5, 6]]), position_ids=torch.tensor([[3, 4]]))
+    with pytest.raises(ValueError, match=r"attention_mask of \[batch, length\]"):
+        encoder(torch.tensor([[5, 6]]), torch.ones(1, 1, 2, 2))
+    with pytest.raises(ValueError, match="takes input_ids or inputs_embeds"):
+        encoder()
+
+
+def test_ours_loads_it_without_the_code(model: LanguageModel, out: Path, family: str) -> None:
+    (out / "bidirectional.py").unlink()
+    expected = packed(model.backbone)
+    loaded = load_language_model(str(out))
+    assert loaded.config.model_type == family
+    for name, weight in model.state_dict().items():
+        assert torch.equal(weight, loaded.state_dict()[name]), name
+    encoder = load_encoder(str(out))
+    assert encoder.packs
+    assert encoder.reader.longest == LENGTH
+    torch.testing.assert_close(packed(encoder.backbone), expected, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(packed(loaded.backbone), expected, atol=1e-6, rtol=1e-5)
+    # Where padding and end of text are one token, the end of text goes on learning.
+    assert encoder.backbone.get_input_embeddings().padding_idx is None  # pyright: ignore
+    # trust_remote_code changes nothing: the code isn't needed, and isn't run.
+    assert load_encoder(str(out), trust_remote_code=True).packs
+
+
+def test_sentence_transformers(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    from sentence_transformers import SentenceTransformer
+
+    backbone = decoder(family).backbone
+    out = tmp_path / f"sentences-{family}"
+    export_encoder(backbone, tokenizer, out, "card", prompts={"query": "w1 "}, max_length=9)
+    encoder = SentenceTransformer(str(out), device="cpu", **TRUSTED)
+    assert (encoder.prompts["query"], encoder.max_seq_length) == ("w1 ", 9)
+    texts = ["w5 w6 w7 w8 w9 w10", "w9", "w3 w4"]
+    ids = tokenizer.encode(texts)
+    expected = mean_pool(packed(backbone, ids), Segments.of([len(i) for i in ids], torch.device("cpu")))
+    torch.testing.assert_close(torch.tensor(encoder.encode(texts)), expected, atol=1e-4, rtol=1e-4)
+    loaded = load_encoder(str(out))
+    assert (loaded.prompts["query"], loaded.max_length) == ("w1 ", 9)
+    torch.testing.assert_close(loaded.embed(ids), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_fine_tuned_heads(family: str, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    backbone = decoder(family).backbone
+    encoder = Encoder(backbone, Reader(tokenizer, LENGTH))
+    require_exportable(encoder)
+    expected = packed(backbone)
+    segments = Segments.of([len(text) for text in TEXTS], torch.device("cpu"))
+    tokens, mask = padded()
+    for kind, auto in (
+        (TextHead, AutoModelForSequenceClassification),
+        (TokenHead, AutoModelForTokenClassification),
+    ):
+        torch.manual_seed(0)
+        head = kind(32, 3)
+        out = tmp_path / f"{kind.__name__}-{family}"
+        export_finetuned(encoder, head, ["a", "b", "c"], out, "card", prompts={}, max_length=LENGTH)
+        loaded = auto.from_pretrained(out, **TRUSTED).eval()
+        assert loaded.config.id2label == {0: "a", 1: "b", 2: "c"}
+        labels = torch.tensor([0, 2, 1]) if kind is TextHead else torch.where(mask.bool(), tokens % 3, -100)
+        with torch.no_grad():
+            said = loaded(input_ids=tokens, attention_mask=mask, labels=labels)
+            wanted = head(mean_pool(expected, segments) if kind is TextHead else expected)
+        found = said.logits if kind is TextHead else said.logits[mask.bool()]
+        torch.testing.assert_close(found, wanted, atol=1e-4, rtol=1e-4)
+        kept = labels if kind is TextHead else labels[mask.bool()]
+        torch.testing.assert_close(said.loss, torch.nn.functional.cross_entropy(wanted, kept), atol=1e-4, rtol=1e-4)
+        # The encoder in it is ours again.
+        torch.testing.assert_close(packed(load_encoder(str(out)).backbone), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_it_trains_in_transformers(out: Path, family: str) -> None:
+    """Gradients reach every weight, the padding's embedding too; what was trained is saved and loads again."""
+    model = AutoModelForSequenceClassification.from_pretrained(out, num_labels=3, **TRUSTED)
+    model.gradient_checkpointing_enable()
+    tokens, mask = padded()
+    model.train()(input_ids=tokens, attention_mask=mask, labels=torch.tensor([0, 1, 2])).loss.backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+    model = AutoModelForMaskedLM.from_pretrained(out, **TRUSTED)
+    logits = model.eval()(input_ids=tokens, attention_mask=mask, labels=tokens)
+    kept = torch.nn.functional.cross_entropy(logits.logits.flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(logits.loss, kept)
+    encoder = AutoModel.from_pretrained(out, **TRUSTED)
+    encoder(torch.tensor([[PAD, 5]])).last_hidden_state.sum().backward()
+    assert encoder.embed_tokens.weight.grad[PAD].abs().sum() > 0
+    again = out.with_name(f"again-{family}")
+    model.save_pretrained(again)
+    found = AutoModelForMaskedLM.from_pretrained(again, **TRUSTED).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(found(input_ids=tokens, attention_mask=mask).logits, logits.logits)
+
+
+def test_half_precision_and_texts_without_a_token(out: Path, family: str) -> None:
+    """No NaN comes from rows in which nothing is seen."""
+    tokens, mask = padded()
+    mask[1] = 0
+    for way in ways(family):
+        encoder = AutoModel.from_pretrained(out, attn_implementation=way, **TRUSTED).eval()
+        with torch.no_grad():
+            expected = encoder(tokens, mask).last_hidden_state
+            for type_ in (torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype=type_):
+                    half = encoder(tokens, mask).last_hidden_state
+                assert torch.isfinite(half).all()
+            whole = encoder.to(torch.bfloat16)(tokens, mask).last_hidden_state
+        assert torch.isfinite(expected).all()
+        assert torch.isfinite(whole).all()
+        # Some kernels of GPUs give NaN where nothing is seen.
+        masks = encoder._masks(mask.bool(), (mask.cumsum(1) - 1).clamp(min=0))
+        for one in masks.values() if isinstance(masks, dict) else [masks]:
+            assert (one if one.dtype == torch.bool else one == 0).any(-1).all()
+
+
+def test_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Pretrained from a decoder, exported, and a start for another run."""
+    from biphasic.export import __main__ as command
+
+    export_language_model(decoder("qwen3"), tokenizer, tmp_path / "start", "card", dtype=torch.float32)
+    changes = {"schedule": {}, "objective": {"phases": [{"name": "mlm"}]}, "max_duration": "2ba"}
+    folder = train(config_of(write_yaml(model={"init_from": str(tmp_path / "start")}, **changes)))
+    checkpoint, out = folder / "checkpoints" / "ba2-rank0.pt", tmp_path / "trained-qwen3"
+    assert command.main([str(checkpoint), str(out)]) == 0
+    assert "trust_remote_code=True" in (out / "README.md").read_text()
+    expected = packed(load_encoder(str(checkpoint)).backbone)
+    tokens, mask = padded()
+    encoder = AutoModel.from_pretrained(out, **TRUSTED).eval()
+    with torch.no_grad():
+        hidden = encoder(tokens, mask).last_hidden_state[mask.bool()]
+    torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_what_differs_is_not_written(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The proof on a small network sees a mask that looks back only, and a window that is one too wide."""
+    template = (Path(bidirectional.__file__).with_name("bidirectional_template.py")).read_text()
+    for before, after in (
+        ("full = kept[:, None, None, :] | itself", "full = kept[:, None, None, :].tril() | itself"),
+        ("distance.abs() < window", "distance.abs() <= window"),
+        ("(kept.long().cumsum(1) - 1).clamp(min=0)", "(2 * kept.long().cumsum(1) - 1).clamp(min=0)"),
+    ):
+        assert before in template
+        (tmp_path / "template.py").write_text(template.replace(before, after))
+        monkeypatch.setattr(bidirectional, "_TEMPLATE", tmp_path / "template.py")
+        with pytest.raises(UserError, match=r"mistral model can't be written: what transformers would compute differs"):
+            export_language_model(decoder("mistral"), tokenizer, tmp_path / "out", "card", dtype=torch.float32)
+        assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be_written_is_said(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    model = decoder("qwen3")
+    model.config.layer_types = ["full_attention", "chunked_attention"]
+    with pytest.raises(UserError, match=r"qwen3 model can't be written: it has layers of the kinds chunked_attention"):
+        export_language_model(model, tokenizer, tmp_path / "out", "card", dtype=torch.float32)
+    scaled = network()
+    scaled.config.model_type = "eurobert"
+    scaled.config.rope_scaling = {"rope_type": "linear", "factor": 2.0}
+    encoder = Encoder(scaled.backbone, Reader(tokenizer, LENGTH))
+    with pytest.raises(UserError, match=r"eurobert model with rope scaling .*; save_model=false trains and scores"):
+        require_exportable(encoder)

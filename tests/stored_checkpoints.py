@@ -1,0 +1,96 @@
+"""Checkpoints as a run writes them, of networks that no run has trained."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import yaml
+from transformers import LlamaConfig
+
+from biphasic.checkpointing.manifest import Manifest
+from biphasic.model.fresh import from_hf_config
+from biphasic.model.language_model import LanguageModel
+from biphasic.storage import hash_of
+from tiny import LENGTH, WORDS
+
+
+def network(**changes: object) -> LanguageModel:
+    """Grouped-query attention, and weights large enough that a wrong path shows."""
+    values = {
+        "vocab_size": WORDS,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": LENGTH,
+        "rms_norm_eps": 1e-5,
+        "pad_token_id": None,
+        "initializer_range": 0.2,
+    }
+    return from_hf_config(LlamaConfig(**{**values, **changes}), seed=1)  # pyright: ignore[reportArgumentType]
+
+
+def record_of(model: LanguageModel, tokenizer: Path, batch: int) -> dict[str, Any]:
+    """What `RunRecord` would have kept."""
+    config = {
+        "run_name": "stored",
+        "tokenizer": str(tokenizer),
+        "max_duration": f"{batch}ba",
+        "global_batch_size": 8,
+        "precision": "fp32",
+        "model": {},
+        "data": {"sequence_length": LENGTH},
+        "objective": {"phases": [{"name": "mlm", "masking_ratio": 0.4}]},
+        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        "schedule": {"warmup": "1ba", "decay": "1ba", "decay_shape": "linear", "final_lr": 0.0},
+    }
+    return {
+        "config": yaml.safe_dump(config),
+        "backbone": json.dumps({**model.config.to_diff_dict(), "model_type": model.config.model_type}),
+        "command": "main.py run.yaml",
+        "versions": {},
+        "hardware": "none",
+        "phases": [{"name": "mlm", "batches": batch, "tokens": batch * 256}],
+        "losses": {},
+        "data": {},
+        **{"ranks": 1, "batches": batch, "rows": 8 * batch, "tokens": 256 * batch, "epochs": 0, "seconds": 1.0},
+    }
+
+
+def checkpoint_of(
+    model: LanguageModel,
+    folder: Path,
+    tokenizer: Path,
+    sharded: bool,
+    *,
+    batch: int = 40,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> Path:
+    """A complete checkpoint in `folder`, with moments of the optimizer that nobody should read; returns its path."""
+    found = {f"model.{name}": weight for name, weight in (model.state_dict() if weights is None else weights).items()}
+    moments = {name: torch.full((16,), float("nan")) for name in found}
+    state = {
+        "state": {
+            "model": found,
+            "optimizers": {"AdamW": moments},
+            "callbacks": {"RunRecord": record_of(model, tokenizer, batch)},
+        }
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / (f"ep0-ba{batch}" if sharded else f"ba{batch}-rank0.pt")
+    if sharded:
+        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+        files = {f"{path.name}/{file.name}": (file.stat().st_size, hash_of(file)) for file in path.iterdir()}
+    else:
+        torch.save(state, path)
+        files = {path.name: (path.stat().st_size, hash_of(path))}
+    manifest = Manifest(batch, path.name, files, {"name": "stored", "decides": {}})
+    (folder / manifest.name).write_bytes(manifest.as_bytes())
+    return path
