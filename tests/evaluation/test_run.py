@@ -18,7 +18,7 @@ from sentence_transformers import SentenceTransformer
 from biphasic.config.errors import UserError
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump
-from biphasic.evaluation import retriever
+from biphasic.evaluation import retriever, sets
 from biphasic.evaluation import run as job
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import run
@@ -214,6 +214,27 @@ def test_an_interrupted_evaluation_goes_on(model: Path, tmp_path: Path, monkeypa
     monkeypatch.setattr(retriever, "SMALL_BLOCK", 256)
     whole = config_of(model, tmp_path / "whole", sets=[str(own)], baselines=[])
     assert values_of(run(whole)) == values_of(folder)
+
+
+def test_candidates_are_ranked_again(model: Path, tmp_path: Path) -> None:
+    """As mteb's reranking tasks have them: only a query's candidates count."""
+    task = sets.read_set(str(write_own(tmp_path / "mine")), "Again", "eng-Latn")
+    data = task.content["default"]["test"]
+    candidates = {
+        f"q{at}": [f"d{at}", *(f"d{(at + 3 * step) % DOCUMENTS}" for step in range(1, 6))] for at in range(QUERIES)
+    }
+    data["top_ranked"] = candidates
+    search = retriever.Retriever(EncoderEmbedder(load_encoder(str(model)), "a/b", "1"))
+    [ours], _ = score(search, task)
+    [theirs], _ = score(SentenceTransformer(str(model), device="cpu"), task)
+    assert abs(ours.value - theirs.value) < 1e-4
+    assert ours.recall_at_100 == theirs.recall_at_100
+    data["top_ranked"] = None
+    assert score(search, task)[0][0].value < ours.value - 0.05
+    search.index(data["corpus"])
+    found = search.search(data["queries"], task_metadata=task.metadata, hf_split="test", hf_subset="default", top_k=4,
+                          top_ranked=candidates)  # fmt: skip
+    assert all(set(best) <= set(candidates[query]) and len(best) == 4 for query, best in found.items())
 
 
 def test_two_ranks_find_what_one_finds(

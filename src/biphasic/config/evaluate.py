@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from biphasic.config.base import Positive, Section, Size
 from biphasic.config.finetune import EncoderConfig, Name
@@ -13,10 +14,22 @@ PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
 """Of sentence-transformers' poolings, those that can be evaluated."""
 
 
+def _model_name(text: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
+        raise ValueError(f"expected ORGANISATION/MODEL, as on the hub; got {text!r}")
+    return text
+
+
+def _language(text: str) -> str:
+    if not re.fullmatch(r"[a-z]{3}-[A-Z][a-z]{3}", text):
+        raise ValueError(f"expected a language and its script, such as eng-Latn or deu-Latn; got {text!r}")
+    return text
+
+
 class EvaluatedModel(EncoderConfig):
     """What is scored. How it pools, what goes before its texts and where they are cut is said by its own files."""
 
-    name: Annotated[str, Field(pattern=r"^[\w.-]+/[\w.-]+$")] | None = None
+    name: Annotated[str, AfterValidator(_model_name)] | None = None
     """`organisation/model`, under which the results are written. Default: the hub id, or `biphasic/` and the run's name."""
     pooling: PoolingMode | None = None
     """For a folder without sentence-transformers' files, which don't say how it pools."""
@@ -44,7 +57,7 @@ class EvaluateConfig(Section):
     """Of a task or set, those that are scored. Default: those that mteb's leaderboard has; all of a set's own."""
     sets: list[str] = []
     """Folders in BEIR's layout: corpus, queries and qrels, as JSONL or Parquet. A folder's name is the task's."""
-    sets_language: Annotated[str, Field(pattern=r"^[a-z]{3}-[A-Z][a-z]{3}$")] = "eng-Latn"
+    sets_language: Annotated[str, AfterValidator(_language)] = "eng-Latn"
     """Of the folders in `sets`, as ISO 639-3 and script: BM25's stemmer and stop words go by it."""
     documents: Annotated[list[Literal["full", "judged"]], Field(min_length=1)] = ["full"]
     """`full`: the corpus. `judged`: of it, what any judgment of the scored splits names, as in the paper; named

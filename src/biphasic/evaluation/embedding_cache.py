@@ -16,7 +16,7 @@ import numpy as np
 
 from biphasic.config.errors import UserError
 from biphasic.data.array_cache import locked
-from biphasic.storage import short, unfinished
+from biphasic.storage import UNFINISHED, short
 
 
 class Blocks:
@@ -39,10 +39,14 @@ class Blocks:
         if embeddings.nbytes * (block + 1) > self._room:
             self.refused += 1
             return
+        # Two evaluations may make the same block at the same time.
+        partial = self._folder / f"{UNFINISHED}{os.getpid()}-{block:06d}.npy"
         try:
-            with unfinished(self._file(block)) as partial, partial.open("wb") as file:
+            with partial.open("wb") as file:
                 np.save(file, embeddings)
+            partial.replace(self._file(block))
         except OSError:  # the disk is full: the evaluation itself needs none of this
+            partial.unlink(missing_ok=True)
             self.refused += 1
 
     def _file(self, block: int) -> Path:

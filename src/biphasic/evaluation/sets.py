@@ -211,7 +211,10 @@ def _qrels(place: Path) -> dict[str, Qrels]:
     alone = [file for kind in _KINDS if (file := place / f"qrels{kind}").is_file()]
     files = {SPLIT: alone[0]} if alone else {}
     if not files and (place / "qrels").is_dir():
-        files = {file.stem: file for file in sorted((place / "qrels").iterdir()) if file.suffix in _KINDS}
+        found_files = [file for file in sorted((place / "qrels").iterdir()) if file.suffix in _KINDS]
+        files = {file.stem: file for file in found_files}
+        if twice := _twice(file.stem for file in found_files):
+            raise UserError(f"retrieval set {place}: qrels/{twice} is there as two kinds of file: keep one")
     if not files:
         raise UserError(f"retrieval set {place}: has no qrels (qrels/test.tsv, .jsonl or .parquet)")
     found: dict[str, Qrels] = {}

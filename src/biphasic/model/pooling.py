@@ -17,6 +17,8 @@ from biphasic.config.evaluate import PoolingMode
 from biphasic.model.packed import mean_pool
 from biphasic.model.segments import Segments
 
+_ROLES = ("query", "document")
+"""sentence-transformers gives every model a prompt for these, empty where none is said."""
 _MODES = {
     "pooling_mode_cls_token": "cls",
     "pooling_mode_max_tokens": "max",
@@ -88,7 +90,7 @@ def read_sentences(path: str, revision: str | None = None) -> Sentences:
     if similarity not in ("cosine", "dot"):
         raise UserError(f"model {path}: compares embeddings by {similarity}; here they are by cosine or dot")
     default = about.get("default_prompt_name")
-    if default is not None and default not in prompts:
+    if default not in (None, *_ROLES, *prompts):
         raise UserError(f"model {path}: names {default!r} as its default prompt, but has none of that name")
     return Sentences(
         prompts=prompts,
