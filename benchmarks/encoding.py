@@ -52,8 +52,8 @@ class Shape:
         )
 
 
-def measure(shape: Shape, newer: Path = NEWER) -> dict[str, Any]:
-    """Seconds of each side and round, and how far the embeddings are apart."""
+def measure(shape: Shape, names: tuple[str, ...] = finetuning.MODELS) -> dict[str, Any]:
+    """Seconds of each side and round of the models, and how far the embeddings are apart."""
     import torch
 
     from biphasic.model.encoder import load_encoder
@@ -67,10 +67,10 @@ def measure(shape: Shape, newer: Path = NEWER) -> dict[str, Any]:
         folder = Path(temporary) / "work"
         finetuning.prepare(folder, models, 32, 32)
         (folder / "texts.json").write_text(json.dumps(texts))
-        for model in finetuning.MODELS:
+        for model in names:
             # What transformers 4.57 lacks is ours there too: its number says what packing in its place is worth.
             sides = (
-                {"native": newer, "here": Path(sys.executable)} if model == "llama" else {"here": Path(sys.executable)}
+                {"native": NEWER, "here": Path(sys.executable)} if model == "llama" else {"here": Path(sys.executable)}
             )
             others = {way: _Other(python, folder, model, way, shape.threads) for way, python in sides.items()}
             encoder = load_encoder(str(folder / model))

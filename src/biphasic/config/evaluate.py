@@ -67,6 +67,6 @@ class EvaluateConfig(Section):
     baselines: list[Literal["bm25", "random"]] = ["bm25", "random"]
     """Scored on the same retrieval sets, so that a number can be read."""
     tokens_at_once: Positive | Literal["auto"] = "auto"
-    """Tokens in a forward pass, about. `auto`: 2,048 on CPUs, 65,536 on GPUs."""
+    """Tokens in a forward pass, about. `auto`: 1,024 on CPUs, 65,536 on GPUs."""
     precision: Literal["auto", "fp32", "amp_bf16"] = "auto"
     """`auto`: `amp_bf16` on GPUs, `fp32` on CPUs."""

@@ -24,7 +24,7 @@ from biphasic.model.segments import Segments
 
 _PORTION = 5000
 """Texts that are tokenized at a time."""
-TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 65536}
+TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
 """Tokens in a forward pass of `Encoder.embed`, by the kind of device: on CPUs what a layer makes should fit their caches."""
 
 
