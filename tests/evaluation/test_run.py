@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import socket
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from biphasic.evaluation.scoring import score
 from biphasic.evaluation.tasks import plan_tasks
 from biphasic.model.encoder import load_encoder
 from mteb_mirror import DOCUMENTS, QUERIES, config_of, write_mirror, write_model, write_own
-from tiny import launch
+from tiny import WORDS, launch
 
 PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
 PAPER = {
@@ -307,6 +308,11 @@ def test_bad_input_is_one_line(mirror: Path, model: Path, tmp_path: Path, monkey
     load_encoder(str(model)).backbone.save_pretrained(bare)  # pyright: ignore
     load_encoder(str(model)).tokenizer.save(bare)
     assert not (bare / "modules.json").exists()
+    wrong = tmp_path / "wrong"
+    shutil.copytree(model, wrong)
+    tokenizer = json.loads((wrong / "tokenizer.json").read_text())
+    tokenizer["model"]["vocab"] |= {f"more{at}": WORDS + at for at in range(40)}
+    (wrong / "tokenizer.json").write_text(json.dumps(tokenizer))
     for changes, says in (
         ({"tasks": ["MSMARC"]}, r"tasks: mteb has none of this name: .*MSMARCO"),
         ({"benchmarks": ["NanoBIER"]}, r"benchmarks: mteb has none of this name: .*NanoBEIR"),
@@ -318,6 +324,10 @@ def test_bad_input_is_one_line(mirror: Path, model: Path, tmp_path: Path, monkey
         ({"tasks": ["NQ"], "mirror": str(tmp_path)}, r"mirror .*: has no mteb/nq; bring it .* hf download"),
         ({"sets": ["nowhere"]}, r"sets: nowhere: there is no such folder"),
         ({"sets": [str(own)], "model__path": str(bare)}, r"bare: has no modules\.json, which says how it pools"),
+        (
+            {"sets": [str(own)], "model__path": str(wrong)},
+            r"its tokenizer has 104 tokens, its embedding 64: they don't belong",
+        ),
         ({"sets": [str(own)], "model__pooling": "cls"}, r"model\.pooling: cls, but the model's own files say mean"),
         ({"sets": [str(own)], "precision": "amp_bf16"}, "amp_bf16 needs a GPU"),
         ({"sets": [str(own)], "model__path": str(tmp_path / "nowhere")}, "can't be loaded"),

@@ -31,6 +31,7 @@ from biphasic.evaluation.scoring import Scores, bm25, score
 from biphasic.evaluation.sets import judged_only
 from biphasic.evaluation.table import table
 from biphasic.evaluation.tasks import Planned, plan_tasks
+from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import load_encoder
 from biphasic.model.mark import model_mark
 from biphasic.model.pooling import Pooling
@@ -125,7 +126,12 @@ def _score(system: _System, task: Any, folder: Path) -> list[dict[str, Any]]:
     rows: list[Scores] = []
     made = system.make()
     if isinstance(made, Retriever) or dist.get_global_rank() == 0:
-        rows, result = score(made, task)
+        try:
+            rows, result = score(made, task)
+        except UserError as error:
+            if dist.get_global_rank():  # one rank's own, of which the first one knows nothing
+                print(error, file=sys.stderr, flush=True)
+            raise
         if dist.get_global_rank() == 0:
             place = mteb.ResultCache(folder if system.name not in ("BM25", "random") else system.folder)
             place.save_to_cache(result, made.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
@@ -137,7 +143,7 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> _System:
     given = config.model
     path = _here(given.path, Path(config.cache) / "models")
     encoder = load_encoder(path, given.trust_remote_code, given.revision)
-    if encoder.reader.sentences.pooling is None and not Path(path, ".metadata").is_file() and not Path(path).is_file():
+    if encoder.reader.sentences.pooling is None and not is_checkpoint(path):
         if given.pooling is None:
             raise UserError(
                 f"model {given.path}: has no modules.json, which says how it pools (sentence-transformers' format): "

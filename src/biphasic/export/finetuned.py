@@ -15,7 +15,6 @@ from biphasic.export.formats import Kind, format_of
 from biphasic.export.weights import Weights
 from biphasic.export.write import (
     HEAD,
-    Sentences,
     export_encoder,
     refuse_taken,
     whole_or_absent,
@@ -25,6 +24,7 @@ from biphasic.export.write import (
 from biphasic.model.backbone import BIDIRECTIONAL
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
+from biphasic.model.pooling import Sentences
 
 
 def require_exportable(encoder: Encoder) -> None:
@@ -76,7 +76,7 @@ def export_finetuned(
     Raises:
         UserError: no format can hold the family, or `out` is taken or can't be written.
     """
-    sentences = Sentences(prompts, max_length)
+    sentences = Sentences(prompts, longest=max_length)
     if not encoder.packs:
         _write_own(encoder, head, out, card, sentences)
         return

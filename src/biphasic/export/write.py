@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,10 @@ from biphasic.export.folder import CARD, MARK
 from biphasic.export.formats import Format, Kind, format_of
 from biphasic.export.weights import Weights, expected_of, write_weights
 from biphasic.model.language_model import LanguageModel
+from biphasic.model.pooling import Sentences
 
 HEAD = "head.safetensors"
 """A head that an encoder's format has no place for."""
-
-
-@dataclass(frozen=True)
-class Sentences:
-    """What sentence-transformers does to texts: what goes before them, by role, and where it cuts them (tokens)."""
-
-    prompts: dict[str, str]
-    max_length: int
 
 
 def export_checkpoint(
@@ -79,7 +71,7 @@ def _write_language_model(
     fmt: Format, weights: Weights, tokenizer: Tokenizer, out: Path, card: str, dtype: torch.dtype, force: bool
 ) -> int:
     named = weights.renamed(lambda name: f"model.{part}" if (part := name.removeprefix("backbone.")) != name else name)
-    sentences = Sentences({}, fmt.config.max_position_embeddings)
+    sentences = Sentences(longest=fmt.config.max_position_embeddings)
     return write_folder(fmt, "masked_lm", named, tokenizer, out, card, sentences, dtype, force)
 
 
@@ -102,7 +94,7 @@ def export_encoder(
     cuts them; default: the context's length. `around` and `rest`: see `write_folder`.
     """
     fmt = format_of(backbone.config, tokenizer)
-    settings = Sentences(prompts or {}, max_length or fmt.config.max_position_embeddings)
+    settings = Sentences(prompts or {}, longest=max_length or fmt.config.max_position_embeddings)
     weights = Weights.held(backbone.state_dict())
     write_folder(fmt, "model", weights, tokenizer, out, card, settings, dtype, force, around, rest)
 
@@ -129,7 +121,7 @@ def write_folder(
         tokenizer: its tokenizer.
         out: the folder; it appears whole or not at all.
         card: README.md.
-        sentences: for sentence-transformers.
+        sentences: for sentence-transformers: prompts, and where texts are cut.
         dtype: of the weights on disk.
         force: replace an earlier export.
         around: keep what the tokenizer puts around a text.
@@ -156,7 +148,7 @@ def write_folder(
         tokenizer.save(folder)
         if not around:
             _add_nothing(folder / "tokenizer.json")
-        _plain_settings(folder, sentences.max_length)
+        _plain_settings(folder, sentences.longest)
         write_sentence_transformers(folder, fmt.config.hidden_size, sentences)
         (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -219,7 +211,7 @@ def _add_nothing(file: Path) -> None:
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _plain_settings(folder: Path, max_length: int) -> None:
+def _plain_settings(folder: Path, max_length: int | None) -> None:
     """Replace what the tokenizer's first owner set (its own class, a beginning of text, a path, a chat's template)."""
     names = json.loads((folder / "special_tokens_map.json").read_text(encoding="utf-8"))
     settings = {
@@ -243,7 +235,7 @@ def write_sentence_transformers(folder: Path, width: int, sentences: Sentences) 
     files = {
         "modules.json": modules,
         "1_Pooling/config.json": {**pooling, "pooling_mode_cls_token": False, "include_prompt": True},
-        "sentence_bert_config.json": {"max_seq_length": sentences.max_length, "do_lower_case": False},
+        "sentence_bert_config.json": {"max_seq_length": sentences.longest, "do_lower_case": False},
         "config_sentence_transformers.json": {
             "prompts": sentences.prompts,
             "default_prompt_name": None,
