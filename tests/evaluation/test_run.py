@@ -24,9 +24,9 @@ from biphasic.evaluation import run as job
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import run
 from biphasic.evaluation.scoring import score
-from biphasic.evaluation.tasks import plan_tasks
+from biphasic.evaluation.tasks import _offline, plan_tasks
 from biphasic.model.encoder import load_encoder
-from mteb_mirror import DOCUMENTS, QUERIES, config_of, write_mirror, write_model, write_own
+from mteb_mirror import DOCUMENTS, QUERIES, config_of, write_mirror, write_model, write_own, write_set
 from tiny import WORDS, launch
 
 PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
@@ -83,6 +83,8 @@ def scored(mirror: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) 
 def test_no_socket_is_opened(mirror: Path, model: Path, tmp_path: Path) -> None:
     folder = run(config_of(model, tmp_path, mirror=str(mirror), tasks=["NanoNQRetrieval"]))
     assert len(values_of(folder)) == 3
+    names = {one.name for one in plan_tasks(config_of(model, tmp_path, benchmarks=["NanoBEIR"]))}
+    assert len(names) == 13 and "NanoNQRetrieval" in names
 
 
 def test_a_network_would_be_asked_for_without_a_mirror(
@@ -91,6 +93,31 @@ def test_a_network_would_be_asked_for_without_a_mirror(
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
     with pytest.raises((AssertionError, UserError)):
         run(config_of(model, tmp_path, tasks=["NanoNQRetrieval"]))
+
+
+def test_a_mirror_that_changed_is_read_again(model: Path, tmp_path: Path) -> None:
+    """`datasets` itself knows a folder by its last name and its card, and would give the first one's rows."""
+    found = []
+    for seed in (1, 2):
+        root = tmp_path / str(seed)
+        write_set(root / "mteb" / "nq", seed, ["test"])
+        [planned] = plan_tasks(config_of(model, tmp_path, mirror=str(root), tasks=["NQ"]))
+        found.append((planned.mark, planned.load().dataset["default"]["test"]["corpus"]["text"]))
+    assert found[0][0] != found[1][0]
+    assert found[0][1] != found[1][1]
+
+
+def test_offline_while_a_mirror_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A task of mteb's may fetch more than its one set."""
+    from datasets import config
+    from huggingface_hub import constants
+
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    with _offline():
+        assert config.HF_HUB_OFFLINE and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
+    assert before == (config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE)
+    assert "HF_HUB_OFFLINE" not in os.environ
 
 
 def test_every_task_split_and_system(scored: tuple[Path, EvaluateConfig]) -> None:
@@ -335,5 +362,9 @@ def test_bad_input_is_one_line(mirror: Path, model: Path, tmp_path: Path, monkey
         with pytest.raises(UserError, match=says) as caught:
             run(config_of(model, tmp_path, **changes))
         assert "\n" not in str(caught.value)
-    found = run(config_of(bare, tmp_path, sets=[str(own)], model__pooling="mean"))
-    assert len(values_of(found)) == 3
+    scores = []
+    for pooling in ("mean", "max"):
+        found = run(config_of(bare, tmp_path / pooling, sets=[str(own)], model__pooling=pooling, baselines=[]))
+        assert json.loads((found / "scores.json").read_text())["settings"]["pooling"]["mode"] == pooling
+        scores += values_of(found).values()
+    assert len(set(scores)) == 2
