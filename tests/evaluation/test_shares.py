@@ -7,9 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from datasets import Dataset
 
 from biphasic.evaluation import ranks, retriever
 from biphasic.evaluation.embedder import RandomEmbedder
+from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.sets import read_set
 from mteb_mirror import write_own
@@ -54,3 +56,23 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(ranks, "same_on_all", lambda _: False)
     with pytest.raises(UserError, match="queries: the ranks were given different texts"):
         Retriever(Counted())._shared(["a"], "", "queries")
+
+
+def test_embeddings_are_kept_by_what_decides_them(tmp_path: Path) -> None:
+    corpora = [Dataset.from_dict({"id": ["a", "b"], "text": [f"{kind} one", f"{kind} two"]}) for kind in ("x", "y")]
+    embedder, cache = Counted(), EmbeddingCache(tmp_path, 1 << 20)
+
+    def made(corpus: Dataset, prompt: str = "") -> int:
+        embedder.seen = []
+        [(_, found)] = list(Retriever(embedder, cache)._documents(corpus, prompt, "documents"))
+        again = RandomEmbedder().embed([prompt + text for text in corpus["text"]], lambda _: None)
+        np.testing.assert_array_equal(found, again)
+        return len(embedder.seen)
+
+    assert [made(corpora[0]), made(corpora[0])] == [2, 0]
+    assert [made(corpora[1]), made(corpora[1]), made(corpora[0])] == [2, 0, 0]
+    assert [made(corpora[0], "query: "), made(corpora[0], "query: ")] == [2, 0]
+    embedder.revision = "another"
+    assert made(corpora[0]) == 2
+    embedder.settings = {"longest": 3}
+    assert made(corpora[0]) == 2
