@@ -8,6 +8,8 @@ WORKERS ?= 2
 READY := $(VENV)/.ready
 # A second environment, with transformers 5.
 INTEROP := .venv-interop
+# It names no address of a package in what it writes, unless it is asked to.
+COMPILE := $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
@@ -104,10 +106,9 @@ bench-gpu:
 
 # Resolves again; needed when pyproject.toml changes.
 lock: env
-	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
+	$(COMPILE) \
 		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
-	$(BIN)/uv pip compile --quiet --python-version 3.11 --no-header --no-emit-index-url --no-emit-find-links \
-		tests/interop/requirements.in --output-file tests/interop/requirements.lock
+	$(COMPILE) tests/interop/requirements.in --output-file tests/interop/requirements.lock
 
 clean:
 	rm -rf $(VENV) $(INTEROP) runs

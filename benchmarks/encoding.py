@@ -6,20 +6,19 @@ Biphasic packs, and a BERT. The sides take turns over the same texts, tokenizati
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tables import save
-from workload import ROOT, command, say
+from workload import ROOT, asked, command, say
 
 import finetuning
 
@@ -145,10 +144,7 @@ def table(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    shape = Shape(**vars(parser.parse_args()))
+    shape = asked(Shape, __doc__)
     if not NEWER.is_file():
         raise SystemExit(f"{NEWER} isn't there: make bench-encoding builds it")
     found = measure(shape)

@@ -7,17 +7,16 @@ Biphasic packs, and a BERT, which is called with padding on either side. Hugging
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from tables import save
-from workload import ROOT, command, launch, say
+from workload import ROOT, asked, command, launch, say
 
 GOAL = 1.3
 MODELS = ("llama", "bert")
@@ -205,10 +204,7 @@ def table(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
 
 def main() -> None:
     """Measure, and write the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    shape = Shape(**vars(parser.parse_args()))
+    shape = asked(Shape, __doc__)
     found = measure(shape)
     header, rows = table(found)
     title = "Fine-tuning against Hugging Face's Trainer"

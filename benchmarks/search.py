@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import resource
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from tables import save
-from workload import ROOT, command, say
+from workload import ROOT, asked, command, say
 
 SIZES = (10_000, 100_000, 1_000_000)
 
@@ -106,10 +105,7 @@ def main() -> None:
         folder, documents, shape = sys.argv[2:]
         print(json.dumps(search(Path(folder), int(documents), Shape(**json.loads(shape)))))
         return
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for field in fields(Shape):
-        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    shape = Shape(**vars(parser.parse_args()))
+    shape = asked(Shape, __doc__)
     found = measure(shape)
     header, rows = table(found)
     print(save("search", "Exact search as the corpus grows", command("bench-search"), header, rows, found,

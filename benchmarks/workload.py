@@ -18,10 +18,11 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
+Asked = TypeVar("Asked")
 ROOT = Path(__file__).parents[1]
 PHASES = ("clm", "mlm")
 MASKING_RATIO = 0.4
@@ -86,6 +87,14 @@ def add_options(parser: ArgumentParser, **defaults: int) -> None:
 def shape_of(given: Namespace) -> Shape:
     """The shape that the options ask for."""
     return Shape(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Shape)})
+
+
+def asked(kind: type[Asked], about: str | None) -> Asked:
+    """What the command line says: an option for each field of a shape of numbers. `about` is the script's docstring."""
+    parser = ArgumentParser(description=(about or "").splitlines()[0])
+    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+        parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
+    return kind(**vars(parser.parse_args()))
 
 
 def command(name: str) -> str:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig
 
+from backbones import SMALL
 from biphasic.model.fresh import from_hf_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packed import encode
@@ -29,15 +30,7 @@ def decoder(family: str, **changes: Any) -> LanguageModel:
     """With weights large enough that a wrong path shows, and five layers, since some differ every fourth."""
     config = AutoConfig.for_model(
         family,
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=5,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=LENGTH,
-        pad_token_id=None,
+        **{**SMALL, "vocab_size": WORDS, "num_hidden_layers": 5, "max_position_embeddings": LENGTH},
         **{**FAMILIES[family], **changes},
     )
     model = from_hf_config(config, seed=1)

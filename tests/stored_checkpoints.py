@@ -12,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from transformers import LlamaConfig
 
+from backbones import SMALL
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.model.fresh import from_hf_config
 from biphasic.model.language_model import LanguageModel
@@ -22,16 +23,10 @@ from tiny import LENGTH, WORDS
 def network(**changes: object) -> LanguageModel:
     """Grouped-query attention, and weights large enough that a wrong path shows."""
     values = {
+        **SMALL,
         "vocab_size": WORDS,
-        "hidden_size": 32,
-        "intermediate_size": 48,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
         "max_position_embeddings": LENGTH,
         "rms_norm_eps": 1e-5,
-        "pad_token_id": None,
         "initializer_range": 0.2,
     }
     return from_hf_config(LlamaConfig(**{**values, **changes}), seed=1)  # pyright: ignore[reportArgumentType]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,8 +89,8 @@ class EncoderEmbedder:
     def settings(self) -> dict[str, Any]:
         """See `Embedder`."""
         return {
-            **self.sentences.as_record(),
-            "pooling": {"mode": self.encoder.pooling.mode, "normalize": self.encoder.pooling.normalize},
+            **asdict(self.sentences),
+            "pooling": asdict(self.encoder.pooling),
             "longest": self.encoder.max_length,
             "precision": "amp_bf16" if self.half else "fp32",
             "tokenizer": self.encoder.tokenizer.sha256,

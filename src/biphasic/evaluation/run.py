@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -16,7 +17,6 @@ from typing import Any
 import mteb
 import torch
 from composer.utils import dist, get_device
-from mteb.abstasks.retrieval import AbsTaskRetrieval
 
 from biphasic.amounts import bytes_of, in_time
 from biphasic.checkpointing.fetched import fetched
@@ -43,11 +43,14 @@ _DAY = 86_400.0
 
 @dataclass(frozen=True)
 class _System:
-    """What is scored: its name in tables, what decides its numbers, and where mteb's files of it go."""
+    """What is scored: its name in tables, and what decides its numbers.
+
+    `baselines` is where mteb's files of a baseline go; None: it is the model.
+    """
 
     name: str
     mark: str
-    folder: Path
+    baselines: Path | None
     make: Callable[[], Any]
     settings: Mapping[str, Any]
 
@@ -73,11 +76,10 @@ def run(config: EvaluateConfig) -> Path:
     systems = [_model(config, cache), *_baselines(config, cache)]
     records = []
     for one in planned:
-        held: list[Any] = []
+        data = _Data(one)
         for documents in config.documents:
-            records += _score_all(one, documents, systems, folder, held)
-        if held and held[0].data_loaded:
-            held[0].unload_data()
+            records += _score_all(one, documents, systems, folder, data)
+        data.free()
     lines = table(records)
     if dist.get_global_rank() == 0:
         store(str(folder)).write("scores.md", "\n".join([f"# {config.run_name}\n", *lines, ""]).encode())
@@ -87,25 +89,42 @@ def run(config: EvaluateConfig) -> Path:
     return folder
 
 
-def _score_all(
-    one: Planned, documents: str, systems: list[_System], folder: Path, held: list[Any]
-) -> list[dict[str, Any]]:
+class _Data:
+    """A task's data, loaded when it is first asked for; and the same over its judged documents."""
+
+    def __init__(self, planned: Planned):
+        self._planned = planned
+
+    @functools.cached_property
+    def full(self) -> Any:
+        """As mteb has it."""
+        return self._planned.load()
+
+    @functools.cached_property
+    def judged(self) -> Any:
+        """See `judged_only`."""
+        return judged_only(self.full)
+
+    def free(self) -> None:
+        """Give the memory back."""
+        if "full" in self.__dict__ and self.full.data_loaded:
+            self.full.unload_data()
+
+
+def _score_all(one: Planned, documents: str, systems: list[_System], folder: Path, data: _Data) -> list[dict[str, Any]]:
     """A task's records, of all systems; the task is loaded when the first one is missing."""
     found = []
     for system in systems:
+        if not one.retrieval and (documents == "judged" or system.baselines):
+            continue  # only retrieval has documents
         about = {"system": system.mark, "task": one.name, "documents": documents, "data": one.mark,
                  "mteb": importlib.metadata.version("mteb")}  # fmt: skip
         name = f"records/{one.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
         record = ranks.from_first(lambda name=name: _read(folder, name))
         if record is None:
-            if not held:
-                held.append(one.load())
-            task = held[0]
-            if not isinstance(task, AbsTaskRetrieval) and (documents == "judged" or system.name in ("BM25", "random")):
-                continue  # only retrieval has documents
+            task = data.judged if documents == "judged" else data.full
             start = time.monotonic()
-            chosen = judged_only(task) if documents == "judged" else task
-            rows = _score(system, chosen, folder / ("" if one.official and documents == "full" else "local"))
+            rows = _score(system, task, folder / ("" if one.official and documents == "full" else "local"))
             record = {
                 "system": system.name,
                 "scores": rows,
@@ -133,7 +152,7 @@ def _score(system: _System, task: Any, folder: Path) -> list[dict[str, Any]]:
                 print(error, file=sys.stderr, flush=True)
             raise
         if dist.get_global_rank() == 0:
-            place = mteb.ResultCache(folder if system.name not in ("BM25", "random") else system.folder)
+            place = mteb.ResultCache(system.baselines or folder)
             place.save_to_cache(result, made.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
     plain = [{key: value for key, value in asdict(row).items() if key != "by_query"} for row in rows]
     return ranks.from_first(lambda: plain)
@@ -165,7 +184,7 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> _System:
     embedder.revision = digest[:16] if local or mark == "None" else mark
     about = {"model": given.path, "revision": embedder.revision, **settings}
     retriever = Retriever(embedder, cache)
-    return _System(name, digest, folder_of(config), lambda: retriever, about)
+    return _System(name, digest, None, lambda: retriever, about)
 
 
 def _baselines(config: EvaluateConfig, cache: EmbeddingCache) -> list[_System]:
@@ -182,10 +201,10 @@ def _here(path: str, folder: Path) -> str:
     """The model on this machine, brought there by its first rank."""
     if is_remote(path):
         folder /= hashlib.sha256(path.encode()).hexdigest()[:16]  # checkpoints of two runs have the same names
-    if dist.get_local_rank() == 0:
-        fetched(path, folder)
+    # Asked again, each rank would compare the files with their hashes again.
+    found = fetched(path, folder) if dist.get_local_rank() == 0 else path
     dist.barrier()
-    return fetched(path, folder)
+    return ranks.from_first(lambda: found)
 
 
 def _read(folder: Path, name: str) -> dict[str, Any] | None:

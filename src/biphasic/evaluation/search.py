@@ -56,9 +56,7 @@ class Nearest:
                     some = wanted[at : at + self._block, start : start + self._block].to(keys.device)
                     keys = keys.masked_fill(~some, _NOTHING)
                 found.append(self._better(self._best[at : at + self._block], keys))
-            width = max((part.shape[1] for part in found), default=0)
-            self._best = torch.cat([F.pad(part, (0, width - part.shape[1]), value=_NOTHING) for part in found] or
-                                   [self._best])  # fmt: skip
+            self._best = torch.cat(found) if found else self._best
 
     def merge(self, others: Callable[[Tensor], list[Tensor]]) -> None:
         """Take what other processes found.

@@ -13,6 +13,7 @@ from typing import Any
 
 import mteb
 from mteb.abstasks.aggregated_task import AbsTaskAggregate
+from mteb.abstasks.retrieval import AbsTaskRetrieval
 
 from biphasic.config.checks_evaluate import set_name
 from biphasic.config.errors import UserError
@@ -25,12 +26,13 @@ from biphasic.storage import hash_of, short
 class Planned:
     """A task that will be run.
 
-    `load` gives it with its data; `source` says where that is from, and `mark` which it is: of the hub the revision, of a
-    folder a hash of its files. `official`: mteb's leaderboard knows it.
+    `official`: mteb's leaderboard knows it. `retrieval`: it has queries and documents. `source` says where its data is from,
+    and `mark` which it is: of the hub the revision, of a folder a hash of its files. `load` gives it with its data.
     """
 
     name: str
     official: bool
+    retrieval: bool
     source: str
     mark: str
     load: Callable[[], Any]
@@ -76,10 +78,10 @@ def _named(name: str, config: EvaluateConfig) -> Any:
 
 
 def _planned(task: Any, config: EvaluateConfig) -> Planned:
-    name, dataset = task.metadata.name, task.metadata.dataset
+    name, dataset, retrieval = task.metadata.name, task.metadata.dataset, isinstance(task, AbsTaskRetrieval)
     if config.mirror is None:
         mark = f"{dataset['path']}@{dataset['revision']}"
-        return Planned(name, True, mark, mark, lambda: _loaded(task))
+        return Planned(name, True, retrieval, mark, mark, lambda: _loaded(task))
     parts = list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
     copies = [_mirrored(part.metadata.dataset, config.mirror) for part in parts]
     mark = hashlib.sha256("".join(map(_folder_hash, copies)).encode()).hexdigest()[:24]
@@ -91,7 +93,7 @@ def _planned(task: Any, config: EvaluateConfig) -> Planned:
         with _offline(), _own_cache(Path(config.cache) / "datasets" / mark):
             return _loaded(task)
 
-    return Planned(name, True, ", ".join(map(str, copies)), mark, load)
+    return Planned(name, True, retrieval, ", ".join(map(str, copies)), mark, load)
 
 
 def _own(path: str, config: EvaluateConfig) -> Planned:
@@ -106,7 +108,7 @@ def _own(path: str, config: EvaluateConfig) -> Planned:
         task.load_data()
         return task
 
-    return Planned(name, False, path, _folder_hash(place), load)
+    return Planned(name, False, True, path, _folder_hash(place), load)
 
 
 def _loaded(task: Any) -> Any:

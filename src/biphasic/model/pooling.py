@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -67,10 +67,6 @@ class Sentences:
     lowercase: bool = False
     pooling: Pooling | None = None
     similarity: Literal["cosine", "dot"] = "cosine"
-
-    def as_record(self) -> dict[str, Any]:
-        """For results."""
-        return asdict(self)
 
 
 def read_sentences(path: str, revision: str | None = None) -> Sentences:
