@@ -26,8 +26,6 @@ SMALL = {
 
 
 def backbone(family: str, **changes: object) -> torch.nn.Module:
-    import biphasic  # noqa: F401 - registers eurobert
-
     config = AutoConfig.for_model(family, **{**SMALL, **changes})
     model = from_hf_config(config, seed=3).backbone
     # Larger weights than a fresh model's, so that a forbidden path would show far above rounding.

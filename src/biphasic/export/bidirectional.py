@@ -8,7 +8,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib.util
-import inspect
 import json
 import sys
 import tempfile
@@ -44,7 +43,8 @@ _AUTO: dict[Kind, str] = {
     "sequence": "AutoModelForSequenceClassification",
     "token": "AutoModelForTokenClassification",
 }
-_NOT_KEPT = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "torch_dtype", "use_cache")
+_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")
+_NOT_KEPT = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "use_cache", *_TOKENS)
 _SHAPES = ((9, 4, 1), (6, 6))
 
 
@@ -65,22 +65,12 @@ def bidirectional_format(config: Any, tokenizer: Tokenizer) -> Format:
     found.auto_map = {"AutoConfig": BIDIRECTIONAL_CODE}
     found.auto_map |= {auto: f"{FILE}.{_CLASSES[kind]}" for kind, auto in _AUTO.items()}
     classes: dict[Kind, Any] = {kind: getattr(module, name) for kind, name in _CLASSES.items()}
-    return Format(f"{BIDIRECTIONAL}{config.model_type}", found, classes, {f"{FILE}.py": code}, tuple(_named(config)))
-
-
-def _named(config: Any) -> list[str]:
-    """What the family's configuration names itself, less what is said anew."""
-    # The last is some families' own and in others inherited, with a default that transformers 5 has changed.
-    names = dict.fromkeys([*inspect.signature(type(config).__init__).parameters, "tie_word_embeddings"])
-    tokens = ("pad_token_id", "bos_token_id", "eos_token_id")
-    return [name for name in names if hasattr(config, name) and name not in (*_NOT_KEPT, *tokens, "self", "kwargs")]
+    return Format(f"{BIDIRECTIONAL}{config.model_type}", found, classes, {f"{FILE}.py": code})
 
 
 def _content_of(config: Any) -> dict[str, Any]:
     """The configuration's values, special tokens aside."""
-    content = {**config.to_diff_dict(), **{name: getattr(config, name) for name in _named(config)}}
-    tokens = ("pad_token_id", "bos_token_id", "eos_token_id", "mask_token_id")
-    return {name: value for name, value in content.items() if name not in (*_NOT_KEPT, *tokens) and name[0] != "_"}
+    return {name: value for name, value in config.to_diff_dict().items() if name not in _NOT_KEPT and name[0] != "_"}
 
 
 def _code_of(config: Any) -> str:

@@ -1,7 +1,7 @@
 """A decoder as an encoder: its own layers, with attention that looks both ways. Written by Biphasic's export.
 
-Loads with `trust_remote_code=True`, in transformers 4.57 and 5. What it does beyond the family's own classes: it hands them
-the mask that the encoder was trained with. Flash and Flex attention are refused, since they don't take such a mask.
+Loads with `trust_remote_code=True`, in transformers 5. What it does beyond the family's own classes: it hands them the mask
+that the encoder was trained with. Flash and Flex attention are refused, since they don't take such a mask.
 """
 
 from __future__ import annotations
@@ -27,9 +27,7 @@ class BidirectionalConfig(FamilyConfig):
 class _PreTrained(FamilyPreTrainedModel):
     config_class = BidirectionalConfig
     base_model_prefix = "model"
-    # PyTorch's attention can't squash scores, and transformers 4.57 would leave it out without a word.
-    _supports_sdpa = not hasattr(FamilyConfig(), "attn_logit_softcapping")
-    _supports_flash_attn = _supports_flash_attn_2 = _supports_flex_attn = False
+    _supports_flash_attn = _supports_flex_attn = False
     # The losses are means; transformers' Trainer then divides them by its accumulation steps.
     accepts_loss_kwargs = False
 

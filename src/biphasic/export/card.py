@@ -29,7 +29,7 @@ embeddings = SentenceTransformer("{name}"{trust}).encode(["a text", "another"])
 {code}
 Attention looks both ways. Texts are given without a beginning-of-text token, as in training.
 """
-_VERSION = "  # transformers >= 5; with 4.57: import biphasic first"
+_VERSION = "  # transformers >= 5"
 _CODE = """
 The folder holds Python code that makes this family's attention look both ways; `trust_remote_code=True` lets transformers
 run it. Read it first, and name a `revision`, so that it stays what you read.

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-
-from biphasic.config.errors import UserError
-from biphasic.data.tokenizer import Tokenizer
-from biphasic.model.eurobert import (
+from transformers import (
     EuroBertConfig,
     EuroBertForMaskedLM,
     EuroBertForSequenceClassification,
     EuroBertForTokenClassification,
     EuroBertModel,
 )
+
+from biphasic.config.errors import UserError
+from biphasic.data.tokenizer import Tokenizer
 
 LLAMA_SHAPED = ("llama", "eurobert", "mistral")
 """Families whose layers are EuroBERT's, parameter by parameter."""
@@ -33,15 +33,12 @@ class Format:
         config: its configuration.
         classes: the network's class for each kind.
         files: what else lies in the folder, by name; text.
-        spelled: keys of config.json that are written also where they are the family's defaults, since these differ from
-            version to version.
     """
 
     name: str
     config: Any
     classes: Mapping[Kind, Any]
     files: Mapping[str, str] = field(default_factory=dict)
-    spelled: tuple[str, ...] = ()
 
     def network(self, kind: Kind) -> Any:
         """The network, on the meta device."""
@@ -52,8 +49,8 @@ class Format:
 def is_llama_shaped(config: Any) -> bool:
     """Whether EuroBERT's format has a place for all parts of a network with this Hugging Face configuration."""
     shaped = config.model_type in LLAMA_SHAPED and not getattr(config, "sliding_window", None)
-    plain = getattr(config, "rope_scaling", None) is None and not getattr(config, "attention_bias", False)
-    return shaped and plain and not getattr(config, "mlp_bias", False)
+    biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
+    return shaped and not biases and config.rope_parameters["rope_type"] == "default"
 
 
 def format_of(config: Any, tokenizer: Tokenizer) -> Format:
@@ -103,7 +100,7 @@ def _eurobert_config(config: Any, tokenizer: Tokenizer) -> EuroBertConfig:
         "num_key_value_heads",
         "max_position_embeddings",
         "rms_norm_eps",
-        "rope_theta",
+        "rope_parameters",
         "initializer_range",
         "hidden_act",
         "tie_word_embeddings",

@@ -160,11 +160,6 @@ def _write_config(fmt: Format, network: Any, folder: Path, dtype: torch.dtype) -
     config = fmt.config
     config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
     config.save_pretrained(folder)
-    if fmt.spelled:
-        file = folder / "config.json"
-        content = json.loads(file.read_text(encoding="utf-8"))
-        content |= {name: getattr(config, name) for name in fmt.spelled}
-        file.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
 
 def refuse_taken(out: Path, force: bool) -> None:

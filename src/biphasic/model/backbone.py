@@ -90,7 +90,17 @@ def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
     """The network of a checkpoint, with its weights."""
     model = from_hf_config(hf_config_of(checkpoint.backbone), seed=0)
     model.load_state_dict(checkpoint.weights)
+    learn_every_token(model.backbone)
     return model
+
+
+def learn_every_token(backbone: nn.Module) -> None:
+    """Let the padding token's embedding get a gradient, which transformers leaves out.
+
+    No padding reaches a packed backbone, and where padding and end of text are one token, as in EuroBERT's tokenizer, the
+    end of text has to be learned.
+    """
+    backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
 
 
 def hf_config_of(text: str) -> PretrainedConfig:
@@ -120,8 +130,7 @@ def hf_config_at(path: str, revision: str | None = None, trust_remote_code: bool
     theirs = ("model_type", "auto_map", "architectures", "mask_token_id")
     kept = {name: value for name, value in content.items() if name not in theirs}
     family = content["model_type"].removeprefix(BIDIRECTIONAL)
-    # An embedding's padding row gets no gradient, and padding may be the end of text, which has to be learned.
-    return AutoConfig.for_model(family, **{**kept, "pad_token_id": None}), True
+    return AutoConfig.for_model(family, **kept), True
 
 
 def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -> LanguageModel:
@@ -157,4 +166,5 @@ def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -
         raise UserError(f"model {path}: {hf_config.model_type} is not a decoder of the kind that Biphasic can continue")
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
+    learn_every_token(backbone)
     return LanguageModel(backbone, lm_head)

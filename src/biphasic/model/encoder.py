@@ -15,7 +15,7 @@ from tqdm import tqdm
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.model import attention
-from biphasic.model.backbone import from_checkpoint, hf_config_at, load_language_model
+from biphasic.model.backbone import from_checkpoint, hf_config_at, learn_every_token, load_language_model
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.packed import encode
 from biphasic.model.padded import encode_in_groups, looks_both_ways
@@ -207,6 +207,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     attention.register()
     if exported or (config.model_type == "eurobert" and not own_code):
         backbone = _from_pretrained(path, revision, config, attn_implementation=attention.NAME)
+        learn_every_token(backbone)
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         backbone = _from_pretrained(path, revision, config, trust_remote_code=trust_remote_code)
         if not looks_both_ways(backbone.eval(), config.vocab_size):
@@ -239,8 +240,6 @@ def hf_config(path: str, revision: str | None = None, trust_remote_code: bool = 
 
 def _hf_config(path: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, bool]:
     """And whether it is an export of another family, see `hf_config_at`."""
-    import biphasic.model.eurobert_config  # noqa: F401 - transformers 4.57 doesn't know it
-
     if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
         raise UserError(f"model {path}: can't be loaded (there is no such checkpoint or folder)")
     try:
@@ -253,8 +252,6 @@ def _hf_config(path: str, revision: str | None, trust_remote_code: bool) -> tupl
 def _from_pretrained(path: str, revision: str | None, config: Any, **options: Any) -> nn.Module:
     from safetensors import SafetensorError
     from transformers import AutoModel
-
-    import biphasic.model.eurobert  # noqa: F401 - transformers 4.57 doesn't know it
 
     try:
         backbone, info = AutoModel.from_pretrained(
