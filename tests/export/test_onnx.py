@@ -31,7 +31,7 @@ from tiny import LENGTH, WORDS, config_of, train
 def exported(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Grouped-query attention, and weights large enough that a wrong path shows."""
     config = LlamaConfig(
-        vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
+        vocab_size=WORDS, hidden_size=32, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=LENGTH, rms_norm_eps=1e-5, pad_token_id=None,
         initializer_range=0.2,
     )  # fmt: skip

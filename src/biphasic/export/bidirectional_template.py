@@ -124,11 +124,11 @@ class BidirectionalForSequenceClassification(_PreTrained):
 
     def __init__(self, config: BidirectionalConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self.model = BidirectionalModel(config)
         self.dense = nn.Linear(config.hidden_size, config.hidden_size)
         self.activation = nn.GELU()
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     def forward(
@@ -153,9 +153,9 @@ class BidirectionalForTokenClassification(_PreTrained):
 
     def __init__(self, config: BidirectionalConfig):
         super().__init__(config)
-        self.num_labels = config.num_labels
+        self.num_labels: Any = config.num_labels
         self.model = BidirectionalModel(config)
-        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.classifier = nn.Linear(config.hidden_size, self.num_labels)
         self.post_init()
 
     def forward(

@@ -1,8 +1,8 @@
 """An exported folder as an ONNX graph, for runtimes without PyTorch: `onnx/model.onnx`, checked against our embeddings.
 
-The encoder takes padding out and attends to segments, which depends on the values of a batch and can't be traced. What is
-traced runs the same layers, weight for weight, on a padded batch: a mask keeps padding out of attention, and positions
-count from each text's first token.
+Packed attention takes padding out and attends to segments, which depends on the values of a batch and can't be traced. The
+traced network is transformers' own, on a padded batch: a mask keeps padding out of attention, and positions count from each
+text's first token.
 """
 
 from __future__ import annotations
@@ -33,24 +33,23 @@ TOLERANCE = 1e-3
 """The largest difference from our embeddings, in any number, that a graph may have."""
 _IN_ONE_FILE = 1_900_000_000
 """Bytes of weights up to which they lie in the graph's own file: a protobuf message has less than 2 GiB."""
-_OPSET = 17
 _LENGTHS = (1, 2, 3, 5, 9, 17, 64)
 _CHECKED = 512
 """Tokens of the longest text that is checked."""
 
 
 class PaddedEncoder(nn.Module):
-    """A Llama-shaped backbone with attention both ways, on padded batches, and the folder's pooling.
+    """A EuroBERT backbone on padded batches, and the folder's pooling.
 
     Args:
-        backbone: of EuroBERT's shape; its attention is set to PyTorch's own.
+        backbone: transformers' `EuroBertModel`; its attention is set to PyTorch's own.
         pooling: of hidden states to embeddings.
     """
 
-    def __init__(self, backbone: nn.Module, pooling: Pooling):
+    def __init__(self, backbone: Any, pooling: Pooling):
         super().__init__()
-        backbone.config._attn_implementation = "sdpa"  # pyright: ignore
-        self.backbone: Any = backbone
+        backbone.set_attn_implementation("sdpa")
+        self.backbone = backbone
         self.pooling = pooling
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,13 +61,11 @@ class PaddedEncoder(nn.Module):
         """
         kept = attention_mask != 0
         positions = (kept.long().cumsum(1) - 1).clamp(min=0)
-        hidden = self.backbone.embed_tokens(input_ids)
+        dtype = self.backbone.dtype
         # The lowest number and not -inf: a text without a token would give NaN.
-        closed = torch.zeros(kept.shape, dtype=hidden.dtype).masked_fill(~kept, torch.finfo(hidden.dtype).min)
-        rotary = self.backbone.rotary_emb(hidden, positions)
-        for layer in self.backbone.layers:
-            hidden = layer(hidden, attention_mask=closed[:, None, None, :], position_embeddings=rotary)
-        hidden = self.backbone.norm(hidden) * kept[..., None].to(hidden.dtype)
+        closed = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
+        output = self.backbone(input_ids=input_ids, attention_mask=closed[:, None, None, :], position_ids=positions)
+        hidden = output.last_hidden_state * kept[..., None].to(dtype)
         pooled = self._pooled(hidden, kept, positions)
         return hidden, F.normalize(pooled, dim=-1) if self.pooling.normalize else pooled
 
@@ -88,9 +85,9 @@ def require_onnx() -> None:
     """Say now, and not after loading a model, that packages are missing.
 
     Raises:
-        UserError: onnx or onnxruntime isn't installed.
+        UserError: onnx, onnxruntime or onnxscript isn't installed.
     """
-    missing = [name for name in ("onnx", "onnxruntime") if importlib.util.find_spec(name) is None]
+    missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"--onnx: {' and '.join(missing)} not installed: pip install 'biphasic[onnx]'")
 
@@ -177,41 +174,29 @@ def _ours(encoder: Encoder, text: list[int]) -> tuple[Tensor, Tensor]:
 
 
 def _trace(model: PaddedEncoder, folder: Path, external: bool) -> None:
-    """Write the graph, with weights in it or in one file beside it.
+    """Write the graph, with weights in it or in one file beside it."""
+    import onnx_ir
+    from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
-    TorchScript's exporter, and not the one of torch.export: with PyTorch 2.7 the latter refuses axes that have a name and a
-    range, and takes fifteen times as long for the same graph.
-    """
     tokens = torch.ones((3, 7), dtype=torch.int64)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
     both = {0: "batch", 1: "length"}
-    axes = {"input_ids": both, "attention_mask": both, "last_hidden_state": both, "sentence_embedding": {0: "batch"}}
-    plain = folder / "plain"
-    plain.mkdir()
-    with warnings.catch_warnings(), torch.inference_mode():
-        # It warns of every shape that is compared; the check runs other shapes than these.
+    with warnings.catch_warnings(), torch.no_grad():
+        # It warns that both inputs have axes of the same names.
         warnings.simplefilter("ignore")
-        torch.onnx.export(
+        program = torch.onnx.export(
             model,
             (tokens, mask),
-            str(plain / GRAPH),
             input_names=["input_ids", "attention_mask"],
             output_names=["last_hidden_state", "sentence_embedding"],
-            dynamic_axes=axes,
-            opset_version=_OPSET,
-            dynamo=False,
+            dynamic_shapes=(both, both),
+            dynamo=True,
+            verbose=False,
         )
-    if not external:
-        (plain / GRAPH).rename(folder / GRAPH)
-    else:
-        # Where the exporter leaves weights out of the graph, it makes a file of each.
-        import onnx
-
-        whole = onnx.load(str(plain / GRAPH))
-        onnx.save_model(whole, str(folder / GRAPH), save_as_external_data=True, location=WEIGHTS, size_threshold=1024)
-    shutil.rmtree(plain)
-    for file in folder.iterdir():
-        file.chmod(0o644)  # onnx writes for the owner only
+    assert program is not None
+    # The exporter notes with each operator which line of which file made it.
+    ClearMetadataAndDocStringPass()(program.model)
+    onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if external else None)
 
 
 def _difference(graph: Path, texts: list[list[int]], expected: list[tuple[Tensor, Tensor]]) -> float:
