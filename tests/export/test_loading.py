@@ -1,0 +1,179 @@
+"""What transformers' own classes and sentence-transformers make of exported folders, against training's packed attention."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import (
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from biphasic.config.architecture import PRESETS, Architecture
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.export import weights
+from biphasic.export.finetuned import export_finetuned, require_exportable
+from biphasic.export.write import export_encoder, export_language_model
+from biphasic.model.encoder import Encoder, Reader, load_encoder
+from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.model.heads import TextHead, TokenHead
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.packed import mean_pool
+from biphasic.model.segments import Segments
+from decoders import FAMILIES, TEXTS, decoder, packed, padded
+from tiny import LENGTH, MASK, WORDS
+
+NAMES = (*PRESETS, "tied", *FAMILIES)
+HIDDEN, LOGITS = 1e-5, 1e-4
+"""Tolerances for EuroBERT's format."""
+OTHERS = 1e-4
+"""For all that other families compute."""
+SEGMENTS = Segments.of([len(text) for text in TEXTS], torch.device("cpu"))
+
+
+def scaled_down(name: str) -> LanguageModel:
+    """A preset's shape with an eighth of its widths: as many heads, grouped alike."""
+    full = PRESETS["610m" if name == "tied" else name]
+    size = Architecture(
+        WORDS, hidden=full.hidden // 8, ffn=full.ffn // 8, layers=3, heads=full.heads, kv_heads=full.kv_heads,
+        head_dim=full.head_dim // 8, tied=name == "tied",
+    )  # fmt: skip
+    # Large enough that a wrong path shows, small enough that scores don't amplify rounding.
+    config = llama_config(size, LENGTH, rope_theta=500.0, initializer_range=size.hidden**-0.5)
+    return from_hf_config(config, seed=1)
+
+
+@pytest.fixture
+def tokenizer(dataset: Path) -> Tokenizer:
+    return load_tokenizer(str(dataset / "tokenizer"))
+
+
+@pytest.fixture(params=NAMES)
+def name(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture
+def model(name: str) -> LanguageModel:
+    return decoder(name) if name in FAMILIES else scaled_down(name)
+
+
+def options(name: str) -> dict[str, Any]:
+    """EuroBERT's format has to load without code."""
+    return {"trust_remote_code": True} if name in FAMILIES else {}
+
+
+def logits_of(model: LanguageModel, hidden: Tensor) -> Tensor:
+    logits = hidden @ model.lm_head.weight.detach().T
+    return logits if model.softcap is None else model.softcap * torch.tanh(logits / model.softcap)
+
+
+@torch.no_grad()
+def compare(auto: Any, folder: Path, name: str, expected: Tensor, tolerance: float) -> None:
+    """The largest difference, padded on either side and text by text, in each attention that the format takes.
+
+    `expected`: [tokens, ...] of all texts, or [texts, labels] for a classifier of texts.
+    """
+    per_text = auto is AutoModelForSequenceClassification
+    # Scores that are squashed are beyond PyTorch's attention; such a folder chooses eager itself.
+    for way in (None, "eager", *(["sdpa"] if name != "gemma2" else [])):
+        loaded = auto.from_pretrained(folder, attn_implementation=way, **options(name)).eval()
+        module = "transformers_modules." if name in FAMILIES else "transformers.models.eurobert."
+        assert type(loaded).__module__.startswith(module)
+        for left in (False, True):
+            tokens, mask = padded(left)
+            output = loaded(input_ids=tokens, attention_mask=mask)[0]
+            computed = output if per_text else output[mask.bool()]
+            assert (computed - expected).abs().max() <= tolerance, (way, left)
+        alone = torch.cat([loaded(input_ids=torch.tensor([text]))[0].flatten(0, -2) for text in TEXTS])
+        assert (alone - expected).abs().max() <= tolerance, (way, "alone")
+
+
+def test_hidden_states_and_logits(name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    out = tmp_path / f"language-{name}"
+    export_language_model(model, tokenizer, out, "card", dtype=torch.float32)
+    hidden = packed(model.backbone)
+    assert hidden.abs().max() > 0.1
+    compare(AutoModel, out, name, hidden, OTHERS if name in FAMILIES else HIDDEN)
+    compare(AutoModelForMaskedLM, out, name, logits_of(model, hidden), LOGITS)
+    if name not in FAMILIES:
+        config = json.loads((out / "config.json").read_text())
+        assert (config["model_type"], config["architectures"]) == ("eurobert", ["EuroBertForMaskedLM"])
+        assert (config["mask_token_id"], config["rope_parameters"]["rope_theta"]) == (MASK, 500.0)
+        assert "auto_map" not in config
+    # The first token sees the last; with windows, layer by layer.
+    encoder = AutoModel.from_pretrained(out, **options(name)).eval()
+    text = torch.tensor([TEXTS[0]])
+    other = text.clone()
+    other[0, -1] = 20
+    with torch.no_grad():
+        first, changed = (encoder(x).last_hidden_state[0, 0] for x in (text, other))
+    assert (first - changed).abs().max() > 1e-4
+    # A classifier starts from the same folder.
+    tokens, mask = padded()
+    for auto in (AutoModelForSequenceClassification, AutoModelForTokenClassification):
+        classifier = auto.from_pretrained(out, num_labels=3, **options(name))
+        assert classifier(input_ids=tokens, attention_mask=mask).logits.shape[-1] == 3
+
+
+def test_sentences(name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    out = tmp_path / f"sentences-{name}"
+    export_encoder(model.backbone, tokenizer, out, "card", prompts={"query": "w1 "}, max_length=9)
+    compare(AutoModel, out, name, packed(model.backbone), OTHERS if name in FAMILIES else HIDDEN)
+    encoder = SentenceTransformer(str(out), device="cpu", **options(name))
+    assert (encoder.prompts["query"], encoder.max_seq_length) == ("w1 ", 9)
+    texts = ["w5 w6 w7 w8 w9 w10", "w9", "w3 w4"]
+    ids = tokenizer.encode(texts)
+    expected = mean_pool(packed(model.backbone, ids), Segments.of([len(i) for i in ids], torch.device("cpu")))
+    embeddings = encoder.encode(texts, convert_to_tensor=True)
+    assert (embeddings - expected).abs().max() <= (OTHERS if name in FAMILIES else HIDDEN)
+    loaded = load_encoder(str(out))
+    assert (loaded.prompts["query"], loaded.max_length) == ("w1 ", 9)
+    torch.testing.assert_close(loaded.embed(ids), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", [TextHead, TokenHead])
+def test_fine_tuned_heads(kind: Any, name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    encoder = Encoder(model.backbone, Reader(tokenizer, LENGTH))
+    require_exportable(encoder)
+    hidden = packed(model.backbone)
+    torch.manual_seed(0)
+    head = kind(hidden.shape[1], 3)
+    out = tmp_path / f"{kind.__name__}-{name}"
+    export_finetuned(encoder, head, ["a", "b", "c"], out, "card", prompts={}, max_length=LENGTH)
+    with torch.no_grad():
+        logits = head(mean_pool(hidden, SEGMENTS) if kind is TextHead else hidden)
+    auto: Any = AutoModelForSequenceClassification if kind is TextHead else AutoModelForTokenClassification
+    compare(auto, out, name, logits, LOGITS)
+    tokens, mask = padded()
+    labels = torch.tensor([0, 2, 1]) if kind is TextHead else torch.where(mask.bool(), tokens % 3, -100)
+    loaded = auto.from_pretrained(out, **options(name)).eval()
+    assert loaded.config.id2label == {0: "a", 1: "b", 2: "c"}
+    with torch.no_grad():
+        loss = loaded(input_ids=tokens, attention_mask=mask, labels=labels).loss
+    kept = labels if kind is TextHead else labels[mask.bool()]
+    torch.testing.assert_close(loss, cross_entropy(logits, kept), atol=1e-4, rtol=1e-4)
+    # The encoder in it is ours again.
+    torch.testing.assert_close(packed(load_encoder(str(out)).backbone), hidden, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["610m", "qwen3"], indirect=True)
+def test_shards(
+    name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "SHARD_BYTES", 100_000 if name == "610m" else 30_000)
+    out = tmp_path / f"shards-{name}"
+    export_language_model(model, tokenizer, out, "card", dtype=torch.float32)
+    assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+    hidden = packed(model.backbone)
+    compare(AutoModel, out, name, hidden, OTHERS if name in FAMILIES else HIDDEN)
+    compare(AutoModelForMaskedLM, out, name, logits_of(model, hidden), LOGITS)
