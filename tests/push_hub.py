@@ -95,7 +95,7 @@ class _Handler(BaseHTTPRequestHandler):
         if name in self.hub.models:
             self._send(409, {**url, "error": "You already created this model repo"})
             return
-        self.hub.models[name] = Model(bool(wanted.get("private")))
+        self.hub.models[name] = Model(wanted.get("visibility") == "private")
         self._send(200, url)
 
     def _branch(self, model: Model, branch: str, content: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -39,13 +40,8 @@ def test_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path: Path) -> 
     assert (data["license"], data["library_name"]) == ("apache-2.0", "transformers")
     assert data["pipeline_tag"] == "feature-extraction"
     assert card.text.lstrip().startswith("# run\n")
-    for part in (
-        "| 0 | clm | 6 |",
-        "| 1 | mlm | 6 |",
-        "loss/train/mlm",
-        "masking_ratio: 0.4",
-        f"torch {torch.__version__}",
-    ):
+    software = f"torch {version('torch')}"
+    for part in ("| 0 | clm | 6 |", "| 1 | mlm | 6 |", "loss/train/mlm", "masking_ratio: 0.4", software):
         assert part in card.text, part
     trained, exported = load_language_model(str(checkpoint)), load_language_model(str(out))
     for name, weight in trained.state_dict().items():

@@ -133,7 +133,7 @@ def test_refusals_of_the_hub_are_a_line(hub: tuple[Hub, dict[str, str]], folder:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         nobody = {**environment, "HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}"}
-        assert "can't be reached (ConnectionError): try again" in one_line(run(nobody, folder, "org/encoder"))
+        assert "can't be reached (ConnectError): try again" in one_line(run(nobody, folder, "org/encoder"))
     offline = {**environment, "HF_HUB_OFFLINE": "1"}
     assert "HF_HUB_OFFLINE is set" in one_line(run(offline, folder, "org/encoder"))
 

@@ -68,7 +68,7 @@ def test_shards_are_the_whole_cut_up(
 def test_files_are_transformers_own(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same bytes that `save_pretrained` writes, whole and in shards, with a head of its own and with a tied one."""
     for tied in (False, True):
-        model, out = network(tie_word_embeddings=tied), tmp_path / f"ours{tied}"
+        model, out = network(tie_word_embeddings=tied, num_hidden_layers=11), tmp_path / f"ours{tied}"
         for limit in (5_000_000_000, 6_000):
             monkeypatch.setattr(writing, "SHARD_BYTES", limit)
             loaded = load_tokenizer(str(tokenizer))

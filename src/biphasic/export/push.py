@@ -134,8 +134,11 @@ def _say(repo: str, revision: str | None, private: bool, card: str, files: dict[
 @contextmanager
 def _one_line(repo: str) -> Iterator[None]:
     """Make of what may go wrong on the way a line for the person."""
-    import requests
-    from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of its HTTP client, which has changed before
+        OfflineModeIsEnabled,
+    )
 
     from biphasic.storage import short
 
@@ -152,7 +155,7 @@ def _one_line(repo: str) -> Iterator[None]:
         raise UserError(f"--push {repo}: {why}") from None
     except OfflineModeIsEnabled:
         raise UserError(f"--push {repo}: HF_HUB_OFFLINE is set: unset it") from None
-    except requests.RequestException as error:
+    except HTTPError as error:
         raise UserError(f"--push {repo}: {where} can't be reached ({type(error).__name__}): try again") from None
     except ValueError as error:  # the hub's own look at the card
         raise UserError(f"--push {repo}: {' '.join(str(error).split())}") from None

@@ -17,7 +17,7 @@ from biphasic.config.errors import UserError
 from biphasic.model.checkpoint import read_weights, weight_shapes
 
 SHARD_BYTES = 5_000_000_000
-"""A file of weights is no larger, unless a single one is; transformers' own limit at the time of writing."""
+"""A file of weights is no larger, unless a single one is."""
 PORTION_BYTES = 256_000_000
 """What is read at a time, unless a single weight is larger: it is cast before more is read."""
 
@@ -90,7 +90,8 @@ def write_weights(weights: Weights, network: nn.Module, folder: Path, dtype: tor
     """
     expected = expected_of(network)
     _require_fit(weights, expected, network)
-    stored = {name: torch.empty(weight.shape, dtype=dtype, device="meta") for name, weight in expected.items()}
+    names = sorted(expected, key=_order_of_names)
+    stored = {name: torch.empty(expected[name].shape, dtype=dtype, device="meta") for name in names}
     split = split_torch_state_dict_into_shards(stored, max_shard_size=SHARD_BYTES)
     for file, names in split.filename_to_tensors.items():
         save_file(_cast(weights, names, dtype), folder / file, metadata={"format": "pt"})
@@ -102,6 +103,11 @@ def write_weights(weights: Weights, network: nn.Module, folder: Path, dtype: tor
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
+
+
+def _order_of_names(name: str) -> list[tuple[int, int, str]]:
+    """The sort key by which transformers orders weights: layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
 
 def _require_fit(weights: Weights, expected: Mapping[str, Tensor], network: nn.Module) -> None:
