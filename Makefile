@@ -6,14 +6,12 @@ BIN := $(VENV)/bin
 # Test processes; many tests run two more each.
 WORKERS ?= 2
 READY := $(VENV)/.ready
-# A second environment, with transformers 5.
-INTEROP := .venv-interop
 # It names no address of a package in what it writes, unless it is asked to.
 COMPILE := $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test faults test-interop test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu lock clean
 
 env: $(READY)
@@ -39,16 +37,6 @@ test: env
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env
 	BIPHASIC_KILLS=20 $(BIN)/python -m pytest tests/faults
-
-# What is exported, as transformers 5 and sentence-transformers load it.
-test-interop: env $(INTEROP)/.ready
-	BIPHASIC_TRANSFORMERS5_PYTHON=$(CURDIR)/$(INTEROP)/bin/python OMP_NUM_THREADS=1 \
-		$(BIN)/python -m pytest tests/interop
-
-$(INTEROP)/.ready: tests/interop/requirements.lock
-	$(BIN)/uv venv --quiet --allow-existing --python $(BIN)/python $(INTEROP)
-	$(BIN)/uv pip sync --quiet --python $(INTEROP)/bin/python tests/interop/requirements.lock
-	@touch $(INTEROP)/.ready
 
 # A real Slurm on this machine, with a real preemption; needs root and Debian's slurm-wlm.
 test-slurm: env
@@ -93,7 +81,7 @@ bench-sweep: env
 	$(BIN)/python benchmarks/sweep.py
 
 # Embedding a corpus over sentence-transformers.
-bench-encoding: env $(INTEROP)/.ready
+bench-encoding: env
 	$(BIN)/python benchmarks/encoding.py
 
 # Exact search in ten thousand to a million vectors.
@@ -108,7 +96,6 @@ bench-gpu:
 lock: env
 	$(COMPILE) \
 		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
-	$(COMPILE) tests/interop/requirements.in --output-file tests/interop/requirements.lock
 
 clean:
-	rm -rf $(VENV) $(INTEROP) runs
+	rm -rf $(VENV) runs
