@@ -2,7 +2,7 @@
 
     PYTHONPATH=src python benchmarks/gpu.py [--sizes 1b 210m 610m] [--seconds 380]
 
-Needs this repository, PyTorch (2.7 or newer) and transformers (4.57 or newer), and nothing else of what Biphasic needs.
+Needs this repository, PyTorch (2.11 or newer) and transformers (5.17 or newer), and nothing else of what Biphasic needs.
 Without a CUDA device it says so and ends. Every step is a real one: bf16 with fp32 weights, packed documents, the loss of
 the phase, clipping, fused AdamW, over `STEP_ROWS` rows in microbatches. MFU counts the documents' tokens (no padding), the
 pairs that attention looks at, and the logits that are computed, over the dense peak of the data sheet; beside it stand the
@@ -18,7 +18,8 @@ import math
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,10 +28,11 @@ from typing import Any
 import torch
 from gpu_report import Report
 from torch import Tensor
+from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.model import kernels
-from biphasic.model.attention import BACKENDS, installed
+from biphasic.model.attention import BACKENDS, activate_flash_kernels, installed
 from biphasic.model.device import dense_peak
 from biphasic.model.fitting import even, largest, peak_bytes, room_bytes
 from biphasic.model.fresh import from_hf_config, llama_config
@@ -54,10 +56,30 @@ class Ways:
     """How the layers are computed."""
 
     compile: bool = True
+    """Of the layers and the loss."""
     attention: str = "auto"
-    loss: str = "compiled"
+    """`auto`, a backend, or `varlen by` one of `KERNELS`."""
     packing: str = "documents"
     """`documents`; `whole`: each row one segment; `padded`: each row one document and padding, as a collator makes it."""
+
+
+KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
+"""PyTorch's own kernels for segments."""
+
+
+@contextmanager
+def attention_by(kernel: str) -> Iterator[None]:
+    """Within, PyTorch's attention uses one of its own `KERNELS`; with an empty name, whatever it chooses."""
+    if not kernel:
+        yield
+        return
+    activate_flash_kernels()
+    restore_flash_attention_impl(_raise_warn=False)  # FlashAttention 3 or 4 stand in for FlashAttention 2
+    try:
+        with sdpa_kernel(KERNELS[kernel]):
+            yield
+    finally:
+        activate_flash_kernels.cache_clear()
 
 
 def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -114,7 +136,7 @@ class Trained:
     def __init__(self, size: Architecture, ways: Ways, device: str):
         self.size, self.ways, self.device = size, ways, device
         self.model: LanguageModel = from_hf_config(llama_config(size, LENGTH), seed=0, device=device)
-        self.model.loss_kernel = ways.loss
+        self.model.compiled_loss = ways.compile
         if ways.compile:
             kernels.compile_layers(self.model.backbone)
         self.optimizer = torch.optim.AdamW(
@@ -125,10 +147,12 @@ class Trained:
         """Add the gradients of some of a batch's rows; returns the summed loss."""
         inputs, targets = (batch[name][first : first + rows].flatten() for name in ("inputs", "targets"))
         lengths = [length for row in batch["lengths"][first : first + rows] for length in row]
-        segments = Segments.of(lengths, inputs.device, LENGTH, self.ways.attention)
-        with torch.autocast(self.device, dtype=torch.bfloat16):
-            total, _ = self.model(inputs, targets, segments, batch["phase"] == "clm")
-        (total / batch["predicted"]).backward()
+        backend, _, kernel = self.ways.attention.partition(" by ")
+        segments = Segments.of(lengths, inputs.device, LENGTH, backend)
+        with attention_by(kernel):
+            with torch.autocast(self.device, dtype=torch.bfloat16):
+                total, _ = self.model(inputs, targets, segments, batch["phase"] == "clm")
+            (total / batch["predicted"]).backward()
         return total.detach()
 
     def step(self, batch: dict[str, Any], rows: int) -> Tensor:
@@ -288,7 +312,7 @@ def main() -> None:
 def one_size(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
     """The size's largest microbatch, and both phases with it, and profiles. In the first way of computing that works."""
     size = PRESETS[name]
-    for ways in (Ways(), Ways(attention="flex"), Ways(loss="chunked"), Ways(compile=False, loss="chunked")):
+    for ways in (Ways(), Ways(attention="flex"), Ways(compile=False)):
         if not report.time_left():
             return
         trained = None
@@ -311,8 +335,10 @@ def variants(report: Report, name: str, peak: float | None, device: str = "cuda"
     best = report.best(name, "clm")
     if best is None:
         return
-    others = [Ways(packing="whole"), Ways(packing="padded"), Ways(compile=False, loss="chunked")]
-    others += [Ways(attention=one) for one in BACKENDS if one != "mask" and installed(one)]
+    others = [Ways(packing="whole"), Ways(packing="padded"), Ways(compile=False)]
+    if installed("varlen"):
+        others += [Ways(attention=f"varlen by {kernel}") for kernel in KERNELS]
+    others += [Ways(attention=one) for one in BACKENDS if one != "varlen" and installed(one)]
     for ways in others:
         if not report.time_left():
             return
@@ -347,6 +373,7 @@ def about() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "attention_backends": [one for one in BACKENDS if installed(one)],
+        "varlen": activate_flash_kernels(),
         "date": datetime.now(UTC).date().isoformat(),
     }
 

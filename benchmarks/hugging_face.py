@@ -27,19 +27,14 @@ from workload import EOS, MASKING_RATIO, PHASES, SPECIAL, Shape, documents, feed
 
 
 class MaskedLlama(nn.Module):
-    """Llama's backbone seen from both sides, and a head over all positions, as Hugging Face's ForMaskedLM classes have it.
-
-    transformers 4.57's Llama looks back only unless it is given a whole mask, or, where nothing is padded, its layers are
-    told and the mask is all ones; the latter is faster.
-    """
+    """A bidirectional Llama with a head over all positions, as in Hugging Face's ForMaskedLM classes."""
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
+        config.is_causal = False  # pyright: ignore[reportAttributeAccessIssue] - transformers reads it when it builds masks
         self.model = LlamaModel(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         nn.init.normal_(self.lm_head.weight, std=config.initializer_range)
-        for layer in self.model.layers:
-            layer.self_attn.is_causal = False  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Loss (mean over the positions with a label, nats) and logits.
@@ -49,10 +44,7 @@ class MaskedLlama(nn.Module):
             attention_mask: [batch, length], 0 at padding.
             labels: int64 [batch, length], -100 where nothing is predicted.
         """
-        seen = attention_mask
-        if not bool(attention_mask.all()):
-            seen = attention_mask.bool()[:, None, None, :].expand(-1, 1, input_ids.shape[1], -1)
-        hidden = self.model(input_ids=input_ids, attention_mask=seen, use_cache=False).last_hidden_state
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, use_cache=False).last_hidden_state
         logits = self.lm_head(hidden)
         return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 

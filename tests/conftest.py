@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +12,14 @@ import pytest
 import yaml
 
 from s3_server import KEY, SECRET, free_port, serve_s3
-from tiny import content_of, release_streaming, write_rows, write_tokenizer
+
+# `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
 
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tiny import write_rows, write_tokenizer
+
     folder = tmp_path_factory.mktemp("dataset")
     write_rows(folder / "train", 700, seed=1)
     write_rows(folder / "validation", 60, seed=2)
@@ -26,7 +30,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def files_are_given_back() -> Iterator[None]:
     yield
-    release_streaming()
+    if "tiny" in sys.modules:
+        sys.modules["tiny"].release_streaming()
 
 
 Write = Callable[..., Path]
@@ -35,6 +40,8 @@ Write = Callable[..., Path]
 @pytest.fixture
 def write_yaml(dataset: Path, tmp_path: Path) -> Write:
     """Writes a tiny run's YAML, with changes by dotted key; the data is copied, since Streaming unpacks beside it."""
+
+    from tiny import content_of
 
     def write(name: str = "run", **changes: Any) -> Path:
         local = tmp_path / "data"

@@ -1,4 +1,4 @@
-"""What only GPUs can show: FSDP1, HSDP, bf16, states staged in pinned memory. Skipped, and said so, without them."""
+"""What only GPUs can show: HSDP, bf16, states staged in pinned memory."""
 
 from __future__ import annotations
 
@@ -43,12 +43,11 @@ def test_a_resume_on_one_gpu_is_the_same_run(write_yaml: Write, precision: str) 
 
 
 @two
-@pytest.mark.parametrize("version", [1, 2])
 @pytest.mark.parametrize("degree", ["all", 1])
-def test_every_way_to_shard_is_the_same_run(write_yaml: Write, version: int, degree: Any) -> None:
+def test_every_way_to_shard_is_the_same_run(write_yaml: Write, degree: Any) -> None:
     keys: dict[str, Any] = {"data__num_canonical_nodes": 4}
     run(write_yaml("ddp", **keys, parallelism__strategy="ddp"), 2)
-    sharded = {"strategy": "fsdp", "fsdp_version": version, "shard_degree": degree}
+    sharded = {"strategy": "fsdp", "shard_degree": degree}
     path = write_yaml("sharded", **keys, parallelism=sharded)
     run(path, 2)
     runs = Path(config_of(path).output)

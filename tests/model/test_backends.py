@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import attention_on_cpu
 from backbones import backbone
 from biphasic.model import attention, flex
 from biphasic.model.attention import choose, prepare
@@ -33,9 +34,11 @@ def attend(
     segments = Segments.of(lengths, torch.device("cpu"), attention=backend)
     asks = Asks(sliding_window=keys.get("sliding_window"))
     prepare(segments, asks, "cpu", torch.float64, causal)
-    out, _ = attention.attention(
-        torch.nn.Identity(), *given, segments=segments, is_causal=causal, scaling=keys.pop("scaling", None), **keys
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        attention_on_cpu.replace_flash_attn(patch)
+        out, _ = attention.attention(
+            torch.nn.Identity(), *given, segments=segments, is_causal=causal, scaling=keys.pop("scaling", None), **keys
+        )
     (out * torch.arange(out.numel(), dtype=torch.float64).reshape(out.shape).sin()).sum().backward()
     return out.detach(), *(x.grad for x in given if x.grad is not None)
 
@@ -43,19 +46,19 @@ def attend(
 def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
     assert len(one) == len(other) == 4
     for a, b in zip(one, other, strict=True):
-        # The weights of `varlen` on CPUs, and those under a softcap, are fp32.
+        # The weights under a softcap are fp32.
         torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("lengths", CUTS)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash2", "flex"])
 def test_same_as_a_mask(backend: str, causal: bool, lengths: tuple[int, ...]) -> None:
     same(attend(backend, lengths, causal), attend("mask", lengths, causal))
 
 
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
+@pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash2", "flex"])
 @pytest.mark.parametrize("keys", [{"sliding_window": 3}, {"kv_heads": 4}, {"kv_heads": 1, "scaling": 0.7}], ids=str)
 def test_windows_heads_and_scales(backend: str, causal: bool, keys: dict[str, Any]) -> None:
     same(attend(backend, CUTS[0], causal, **keys), attend("mask", CUTS[0], causal, **keys))
@@ -116,13 +119,13 @@ def test_blocks_are_those_that_the_pairs_make(lengths: tuple[int, ...], causal: 
 @pytest.mark.parametrize(
     ("dtype", "softcap", "dropout", "have", "expected"),
     [
-        (torch.bfloat16, False, False, {"flash3", "flash2", "varlen", "flex"}, "flash3"),
-        (torch.bfloat16, False, False, {"flash2", "varlen", "flex"}, "flash2"),
-        (torch.bfloat16, False, False, {"varlen", "flex"}, "varlen"),
+        (torch.bfloat16, False, False, {"flash2", "varlen", "flex"}, "varlen"),
+        (torch.bfloat16, False, False, {"flash2", "flex"}, "flex"),
         (torch.bfloat16, True, False, {"varlen", "flex"}, "flex"),
-        (torch.bfloat16, True, False, {"flash3", "flash2", "varlen", "flex"}, "flash2"),
+        (torch.bfloat16, True, False, {"flash2", "varlen", "flex"}, "flash2"),
         (torch.float32, False, False, {"flash2", "varlen", "flex"}, "flex"),
         (torch.bfloat16, False, True, {"varlen", "flex"}, "sdpa"),
+        (torch.bfloat16, False, True, {"flash2", "varlen", "flex"}, "flash2"),
     ],
 )
 def test_auto_takes_the_first_that_fits(
@@ -152,18 +155,3 @@ def test_no_backend_lets_a_token_see_what_it_must_not(backend: str) -> None:
                 for t in (tokens, changed)
             )
         assert ((one - other).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
-
-
-def test_pytorch_s_kernels_are_called_as_they_are_declared(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What runs on GPUs only, on the meta device, which checks arguments and gives shapes."""
-    from biphasic.model import varlen
-
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    query, key = (torch.empty(64, heads, 16, device="meta", dtype=torch.bfloat16) for heads in (4, 2))
-    cuts = torch.empty(4, dtype=torch.int32, device="meta")
-    for causal, window in ((True, -1), (False, -1), (False, 5), (True, 5)):
-        given = (cuts, 64, causal, 0.25, window)
-        out, logsumexp = varlen._forward._init_fn(query, key, key, *given)
-        assert (out.shape, logsumexp.shape, logsumexp.dtype) == (query.shape, (4, 64), torch.float32)
-        found = varlen._backward._init_fn(out, query, key, key, out, logsumexp, *given)
-        assert [x.shape for x in found] == [query.shape, key.shape, key.shape]

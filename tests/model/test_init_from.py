@@ -9,9 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from backbones import backbone
 from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.model import attention
 from biphasic.model.backbone import TESTED_FAMILIES, load_language_model
+from biphasic.model.packing_probe import packing_problem
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 from conftest import Write
@@ -20,7 +23,7 @@ from tiny import WORDS, config_of, losses, train
 DECODERS = [family for family in TESTED_FAMILIES if family != "eurobert"]
 
 
-def decoder(family: str, folder: Path) -> Any:
+def decoder(family: str, folder: Path, **changes: Any) -> Any:
     """A small random model of the family, saved as the hub has it."""
     config = AutoConfig.for_model(
         family,
@@ -32,6 +35,7 @@ def decoder(family: str, folder: Path) -> Any:
         num_key_value_heads=2,
         head_dim=8,
         pad_token_id=None,
+        **changes,
     )
     torch.manual_seed(5)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
@@ -100,3 +104,56 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=f"{name}: can't be loaded") as caught:
             load_language_model(str(tmp_path / name))
         assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("family", "problem"),
+    [
+        ("stablelm", "its layers don't pass segments on to their attention function"),
+        ("nemotron", "its layers don't pass segments on to their attention function"),
+        ("mamba", "its segments see each other"),
+        ("jamba", "its segments see each other"),
+        ("gpt_oss", r"its code fails \(ValueError: attention sinks are not supported\)"),
+    ],
+)
+def test_a_family_that_can_t_be_packed_is_refused_by_name(family: str, problem: str, tmp_path: Path) -> None:
+    decoder(family, tmp_path)
+    with pytest.raises(UserError, match=f"{family} can't be trained on packed segments: {problem}") as caught:
+        load_language_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+
+
+def test_a_family_whose_attention_can_t_be_replaced_is_refused(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(
+        AutoConfig.for_model("gptj", vocab_size=97, n_embd=32, n_layer=1, n_head=4, rotary_dim=4)
+    ).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="its family's attention can't be replaced"):
+        load_language_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("broken", "problem"),
+    [
+        ("leaks", "its segments see each other"),
+        ("always causal", "its layers can't be made to look both ways"),
+        ("never causal", "its layers can't be made to look back only"),
+        ("another scale", "its hidden states are not those of its own attention"),
+    ],
+)
+def test_what_the_probe_notices(broken: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An attention that is wrong in one way at a time."""
+    compute = attention.COMPUTE["sdpa"]
+
+    def wrong(query: Any, key: Any, value: Any, segments: Segments, scoring: attention.Scoring) -> Any:
+        if broken == "leaks":
+            segments = Segments.of([query.shape[2]], query.device)
+        elif broken == "another scale":
+            scoring = scoring._replace(scale=2 * scoring.scale)
+        else:
+            scoring = scoring._replace(causal=broken == "always causal")
+        return compute(query, key, value, segments, scoring)
+
+    model = backbone("llama")
+    assert packing_problem(model) is None
+    monkeypatch.setitem(attention.COMPUTE, "sdpa", wrong)
+    assert packing_problem(model) == problem

@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from biphasic.config.architecture import PRESETS
 from biphasic.config.errors import UserError
 from biphasic.config.schema import ComputeConfig
-from biphasic.model import attention, kernels
+from biphasic.model import attention
 from biphasic.model.fitting import even, largest
 from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.training.compute import set_up
@@ -24,77 +25,45 @@ def meta() -> Any:
     return from_hf_config(llama_config(PRESETS["210m"], 2048), seed=0, device="meta")
 
 
-@pytest.mark.parametrize(
-    ("asked", "said"),
-    [
-        (
-            {"attention": "flash2"},
-            r"compute\.attention: flash2 needs a GPU of this kind: expected another one, or auto",
-        ),
-        ({"attention": "varlen"}, r"compute\.attention: varlen needs a GPU"),
-        ({"loss": "liger"}, r"compute\.loss: liger needs a GPU and liger-kernel \(pip install 'biphasic\[gpu\]'\)"),
-        ({"layers": "liger"}, r"compute\.layers: liger needs a GPU and liger-kernel"),
-    ],
-)
-def test_what_isn_t_here_is_refused(asked: dict[str, str], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        set_up(meta(), ComputeConfig(**asked))  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("backend", ["varlen", "flash2", "flex"])
+def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
+    with pytest.raises(UserError, match=rf"compute\.attention: {backend} needs a GPU: expected another one, or auto"):
+        set_up(meta(), ComputeConfig(attention=backend))
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention, "installed", lambda backend: False)
-    with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, which isn't installed"):
+    with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* 'biphasic\[flash-attn\]'"):
         set_up(meta(), ComputeConfig(attention="flash2"))
 
 
-def test_a_softcap_keeps_liger_s_loss_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "liger_installed", lambda: True)
-    model = meta()
-    model.softcap = 30.0
-    with pytest.raises(UserError, match=r"compute\.loss: liger-kernel's loss is wrong for models that squash"):
-        set_up(model, ComputeConfig(loss="liger", compile=False))
-
-
 @pytest.mark.parametrize(
-    ("asked", "gpu", "liger", "said"),
+    ("requested", "gpu", "expected"),
     [
-        ({}, False, False, "layers plain, attention auto, loss chunked"),
-        ({}, True, True, "layers compiled, attention auto, loss compiled"),
-        ({"compile": False}, True, True, "layers liger-kernel's, attention auto, loss liger"),
-        ({"compile": False}, True, False, "layers plain, attention auto, loss chunked"),
-        (
-            {"compile": False, "layers": "plain", "loss": "chunked"},
-            True,
-            True,
-            "layers plain, attention auto, loss chunked",
-        ),
+        ({}, False, "layers and loss not compiled, attention auto"),
+        ({}, True, "layers and loss compiled, attention auto (FA4)"),
+        ({"attention": "varlen", "compile": False}, True, "layers and loss not compiled, attention varlen (FA4)"),
+        ({"attention": "flex"}, True, "layers and loss compiled, attention flex"),
         (
             {"activation_checkpointing": 5},
             False,
-            False,
-            "layers plain (2 computed again), attention auto, loss chunked",
+            "layers and loss not compiled (2 of 12 layers recomputed), attention auto",
         ),
         (
             {"activation_checkpointing": [0]},
             False,
-            False,
-            "layers plain (1 computed again), attention auto, loss chunked",
+            "layers and loss not compiled (1 of 12 layers recomputed), attention auto",
         ),
     ],
 )
-def test_what_is_chosen(
-    asked: dict[str, Any], gpu: bool, liger: bool, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    import importlib.util
-
-    find = importlib.util.find_spec
+def test_what_is_chosen(requested: dict[str, Any], gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(kernels, "use_liger", lambda backbone: None)
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name: (liger or None) if name == "liger_kernel" else find(name)
-    )
-    assert set_up(meta(), ComputeConfig(**asked)) == said
+    monkeypatch.setattr(attention, "installed", lambda backend: True)
+    monkeypatch.setattr(attention, "activate_flash_kernels", lambda: "FA4")
+    model = meta()
+    assert set_up(model, ComputeConfig(**requested)) == expected
+    assert model.compiled_loss == (" compiled" in expected and "not compiled" not in expected)
 
 
 @pytest.mark.parametrize(

@@ -232,7 +232,7 @@ def _batches(config: PretrainConfig, ranks: int) -> Found:
 def _parallelism(config: PretrainConfig, ranks: int) -> Found:
     ours = config.parallelism
     if ours.strategy == "ddp":
-        for name in ("fsdp_version", "shard_degree", "reshard_after_forward"):
+        for name in ("shard_degree", "reshard_after_forward"):
             if changed(ours, name):
                 yield [f"parallelism.{name}", "parallelism.strategy"], "has no effect with parallelism.strategy: ddp"
     if isinstance(ours.shard_degree, int) and ranks % ours.shard_degree:
@@ -242,9 +242,6 @@ def _parallelism(config: PretrainConfig, ranks: int) -> Found:
 
 def _compute(config: PretrainConfig) -> Found:
     ours, size = config.compute, architecture_of(config.model)
-    if ours.layers == "liger" and ours.compile is True:
-        message = "expected auto or plain with compute.compile: true, which fuses the same and more"
-        yield ["compute.layers", "compute.compile"], message
     if size is None or ours.activation_checkpointing in ("none", "all"):
         return
     beyond = [layer for layer in ours.recomputed(size.layers) if layer >= size.layers]

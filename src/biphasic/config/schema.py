@@ -225,8 +225,6 @@ class ParallelismConfig(Section):
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     """`ddp`: each rank holds everything. `fsdp`: weights, gradients and optimizer state are split, by decoder layer.
     `auto`: ddp while the states take at most half of a GPU's memory."""
-    fsdp_version: Literal[1, 2] = 2
-    """Of PyTorch's FSDP. 1 needs GPUs."""
     shard_degree: Positive | Literal["all", "node"] = "all"
     """Ranks that hold the model once among them. `node`: a machine's ranks, with a copy on every machine (HSDP)."""
     reshard_after_forward: bool = True
@@ -236,17 +234,11 @@ class ParallelismConfig(Section):
 class ComputeConfig(Section):
     """What computes. Every choice gives the same numbers, within rounding; see docs/throughput.md."""
 
-    attention: Literal["auto", "flash3", "flash2", "varlen", "flex", "sdpa"] = "auto"
-    """`flash3`, `flash2`: those packages. `varlen`: PyTorch's own flash kernels. `flex`: FlexAttention. `sdpa`: PyTorch's
-    dense attention, a segment at a time. `auto`: the first of these that is installed and fits; on CPUs `sdpa`."""
-    loss: Literal["auto", "liger", "compiled", "chunked"] = "auto"
-    """Cross-entropy without logits. `liger`: liger-kernel's. `compiled`, `chunked`: ours. `auto`: `compiled` where layers
-    are, otherwise `liger` where it is installed, otherwise `chunked`."""
-    layers: Literal["auto", "liger", "plain"] = "auto"
-    """RMSNorm, rotary positions and SwiGLU. `liger`: liger-kernel's. `auto`: these where it is installed and layers aren't
-    compiled; a compiler fuses them too."""
+    attention: Literal["auto", "varlen", "flash2", "flex", "sdpa"] = "auto"
+    """`varlen`: PyTorch's kernels for segments. `flash2`: the package flash-attn. `flex`: FlexAttention. `sdpa`: PyTorch's
+    dense attention, one segment at a time. `auto`: the first of these that is installed and fits; on CPUs `sdpa`."""
     compile: bool | Literal["auto"] = "auto"
-    """torch.compile, each decoder layer by itself. `auto`: on GPUs."""
+    """torch.compile, each decoder layer by itself, and the loss. `auto`: on GPUs."""
     activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"
     """Layers that are computed again in the backward pass, which saves their memory: `all`, every Nth (`2`), or a list,
     counted from 0 (`[0, 1, 5]`)."""

@@ -1,93 +1,145 @@
 """Attention over packed segments, causal or bidirectional, for any Hugging Face decoder.
 
-The decoder's own layers call this function instead of theirs: it is registered under `NAME` with transformers, and no mask
-is ever built, since the segments' lengths say all that a mask would. Works with transformers 4.57 and 5. What computes it
-is one of `BACKENDS`; all give the same numbers, within rounding.
+The decoder's own layers call `attention` instead of their own function: it is registered with transformers under `NAME`. No
+mask is built, because the segments' lengths already hold everything that a mask would say. Every backend computes the same
+numbers, within rounding.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
-from collections.abc import Callable, Iterable
+import inspect
+import warnings
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
+from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.segments import Segments, seen
-from biphasic.model.varlen import varlen_attention
+from biphasic.model.segments import Segments, visible
 
 NAME = "biphasic"
-BACKENDS = ("flash3", "flash2", "varlen", "flex", "sdpa", "mask")
-"""`flash3`, `flash2`: the packages flash-attn-3 and flash-attn. `varlen`: PyTorch's own flash kernels. `flex`: PyTorch's
-FlexAttention. `sdpa`: PyTorch's dense attention, a segment at a time, or all at once where they are equally long. `mask`:
-the same with a mask of all tokens by all tokens, the reference in tests."""
+BACKENDS = ("varlen", "flash2", "flex", "sdpa")
+"""`varlen`: PyTorch's variable-length kernels (cuDNN, FlashAttention 2; FlashAttention 3 or 4 where one is installed).
+`flash2`: the package flash-attn. `flex`: FlexAttention. `sdpa`: dense attention, one segment at a time."""
 
 
-class _How(NamedTuple):
-    """What a layer asks of a backend: `window` 0 is none."""
+class Scoring(NamedTuple):
+    """How a layer scores a query against a key."""
 
     scale: float
     dropout: float
+    """Probability of dropping an attention weight."""
     causal: bool
     window: int
+    """Tokens this far apart, or further, don't see each other; 0: no limit."""
     softcap: float | None
+    """Scores are squashed to ±softcap by tanh."""
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """How many tokens to the left and to the right a query sees, as FlashAttention counts them; -1: all."""
+        left = self.window - 1
+        return left, 0 if self.causal else left
 
 
-_HALVES = (torch.float16, torch.bfloat16)
+_HALF_PRECISION = (torch.float16, torch.bfloat16)
+# PyTorch's name of the kernels, the module that holds them, and the major compute capabilities that run them.
+_FLASH_KERNELS = (("FA4", "flash_attn.cute", (9, 10)), ("FA3", "flash_attn_interface", (9,)))
+# PyTorch 2.11 accepts fewer key heads than query heads without this argument.
+_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+
+
+class NotPackedError(ValueError):
+    """The attention function was called without segments, or with a mask."""
 
 
 def installed(backend: str) -> bool:
-    """Whether that backend's package is here and, for a kernel, a GPU that runs it."""
-    if backend in ("sdpa", "mask"):
+    """Whether the backend runs on this machine: its package is installed and there is a GPU that runs it."""
+    if backend == "sdpa":
         return True
     if not torch.cuda.is_available():
         return False
-    if backend == "flash3":
-        hopper = torch.cuda.get_device_capability()[0] == 9
-        return hopper and importlib.util.find_spec("flash_attn_interface") is not None
     if backend == "flash2":
-        return importlib.util.find_spec("flash_attn") is not None
+        # Not `flash_attn` itself: the package flash-attn-4 lies in a folder of that name too.
+        return importlib.util.find_spec("flash_attn_2_cuda") is not None
     return backend == "flex" or hip is not None or torch.cuda.get_device_capability()[0] >= 8
 
 
 @functools.cache
-def choose(asked: str, device: str, dtype: torch.dtype, softcap: bool = False, dropout: bool = False) -> str:
-    """The backend for a layer: the one asked for, or with `auto` the first that is installed and fits.
+def choose(requested: str, device: str, dtype: torch.dtype, softcap: bool = False, dropout: bool = False) -> str:
+    """The backend for a layer: the requested one, or with `auto` the first that is installed and fits.
 
     Args:
-        asked: `auto`, or one of `BACKENDS`.
+        requested: `auto`, or one of `BACKENDS`.
         device: type of the tokens' device.
         dtype: of queries, keys and values.
         softcap: whether scores are squashed (Gemma 2).
         dropout: whether attention weights are dropped.
     """
-    if asked != "auto":
-        return asked
+    if requested != "auto":
+        return requested
     if device != "cuda":
         return "sdpa"
-    kernels = [] if dtype not in _HALVES else ["flash2"] if softcap or dropout else ["flash3", "flash2", "varlen"]
+    fitting = []
+    if dtype in _HALF_PRECISION:
+        fitting.append("flash2" if softcap or dropout else "varlen")
     if not dropout:
-        kernels.append("flex")
-    return next((backend for backend in kernels if installed(backend)), "sdpa")
+        fitting.append("flex")
+    return next((backend for backend in fitting if installed(backend)), "sdpa")
+
+
+@functools.cache
+def activate_flash_kernels() -> str:
+    """Put FlashAttention 4 or 3 behind PyTorch's attention, where one is installed and the GPU runs it.
+
+    PyTorch prefers cuDNN for segments, so cuDNN's attention is turned off then: whoever installs another one wants it used.
+
+    Returns:
+        The kernels in use: `FA4`, `FA3`, or `cuDNN or FA2`, between which PyTorch chooses.
+    """
+    if torch.cuda.is_available() and hip is None:
+        for name, module, capabilities in _FLASH_KERNELS:
+            if torch.cuda.get_device_capability()[0] not in capabilities or not _has_module(module):
+                continue
+            try:
+                activate_flash_attention_impl(name)
+            except (ImportError, OSError, RuntimeError) as error:
+                warnings.warn(f"attention: {module} can't be used ({error}); PyTorch's own kernels run", stacklevel=2)
+                continue
+            torch.backends.cuda.enable_cudnn_sdp(False)
+            break
+    return current_flash_attention_impl() or "cuDNN or FA2"
+
+
+def _has_module(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except ImportError:  # of the package around it
+        return False
 
 
 def prepare(segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool) -> Segments:
-    """Settle what the layers will read: the backend, and FlexAttention's masks.
+    """Set what the layers will read: the backend, and FlexAttention's block masks.
 
     Args:
         segments: of the tokens; changed in place.
         config: the backbone's Hugging Face configuration.
         device: type of the tokens' device.
         dtype: of queries, keys and values.
-        causal: whether a token sees only what is before it.
+        causal: whether a token sees only itself and what precedes it.
     """
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = bool(getattr(config, "attention_dropout", 0.0))
     segments.attention = choose(segments.attention, device, dtype, softcap, dropout)
+    if segments.attention == "varlen":
+        activate_flash_kernels()
     if segments.attention == "flex":
         from biphasic.model.flex import block_mask
 
@@ -111,128 +163,145 @@ def attention(
     softcap: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment. The signature is transformers' AttentionInterface.
+    """Attend within each segment. The signature is that of transformers' AttentionInterface.
 
     Args:
-        module: the attention layer that calls; unused but for the interface.
+        module: the attention layer that calls; required by the interface, not read.
         query: [1, heads, tokens, head_dim].
         key: [1, kv_heads, tokens, head_dim].
         value: [1, kv_heads, tokens, head_dim].
-        attention_mask: must be None; padding is taken out before the backbone is called.
+        attention_mask: must be None; padding is removed before the backbone is called.
         scaling: factor of the scores; default 1/sqrt(head_dim).
         dropout: probability of dropping an attention weight.
-        segments: how the tokens are cut; reaches this function as a keyword of the backbone's forward.
-        is_causal: whether a token sees only what is before it; likewise.
-        sliding_window: tokens further apart than this minus one don't see each other (Mistral, Gemma 2).
+        segments: how the tokens are cut; passed as a keyword of the backbone's forward.
+        is_causal: whether a token sees only itself and what precedes it; passed likewise.
+        sliding_window: tokens this far apart, or further, don't see each other (Mistral, Gemma 2).
         softcap: scores are squashed to ±softcap by tanh (Gemma 2).
 
     Returns:
-        [1, tokens, heads, head_dim] and None in place of attention weights.
+        [1, tokens, heads, head_dim], and None in place of attention weights.
 
     Raises:
-        ValueError: the backbone was called without segments, or with a mask, or the layer or its backend can't do it.
+        NotPackedError: the backbone was called without segments or with a mask.
+        ValueError: the backend lacks what the layer needs.
     """
     if segments is None or is_causal is None or attention_mask is not None:
-        raise ValueError(
-            "this backbone attends to packed segments: call it through biphasic.model.packed.encode, which takes the "
-            "padding out and says where the segments lie"
+        raise NotPackedError(
+            "this backbone attends to packed segments: call it through biphasic.model.packed.encode, which passes the "
+            "segments and no padding"
         )
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks are not supported")
-    # Under autocast, rotary positions and norms may have left queries and keys in fp32.
-    query, key = query.to(value.dtype), key.to(value.dtype)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    how = _How(scale, dropout, is_causal, sliding_window or 0, softcap)
     backend = segments.attention
     if (backend in ("varlen", "flex") and dropout) or (backend == "varlen" and softcap is not None):
         raise ValueError(f"attention {backend} has no {'dropout' if dropout else 'softcap'}: choose another, or auto")
-    if backend == "varlen":
-        q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-        found = varlen_attention(q, k, v, segments.cu_seqlens, segments.longest, is_causal, scale, how.window - 1)
-        return found[None], None
-    if backend == "flex":
-        from biphasic.model.flex import flex
-
-        return flex(query, key, value, segments.block_masks[how.window], scale, softcap).transpose(1, 2), None
-    if backend in ("flash2", "flash3"):
-        return _flash(backend, query, key, value, segments, how), None
-    compute = _masked if backend == "mask" else _by_segment
-    return compute(query, key, value, segments, how).transpose(1, 2), None
+    # Under autocast, rotary positions and norms may have left queries and keys in fp32.
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    scoring = Scoring(scale, dropout, is_causal, sliding_window or 0, softcap)
+    return COMPUTE[backend](query, key, value, segments, scoring), None
 
 
-@functools.cache
-def _flash_kernel(backend: str) -> Callable[..., Any]:
-    if backend == "flash3":
-        from flash_attn_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-    else:
-        from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
-    return flash_attn_varlen_func
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    q, k, v = _flat(query, key, value)
+    # The same tensor object for queries and keys: cuDNN's causal kernels take nothing else.
+    cu_seqlens, longest = segments.cu_seqlens, segments.longest
+    output = varlen_attn(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest,
+        scale=scoring.scale, window_size=scoring.window_size, **_GROUPED,
+    )  # fmt: skip
+    assert isinstance(output, Tensor)
+    return output[None]
 
 
-# These are kernels of their own whatever surrounds them, and `lengths` differ in every batch: a compiled layer ends before
-# them and begins again behind them.
-@torch.compiler.disable
-def _flash(backend: str, query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: _How) -> Tensor:
-    longest = max(segments.lengths)
-    found = _flash_kernel(backend)(
-        *(x[0].transpose(0, 1) for x in (query, key, value)),
+def _flash2(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    q, k, v = _flat(query, key, value)
+    return flash_attn_varlen_func(
+        q,
+        k,
+        v,
         cu_seqlens_q=segments.cu_seqlens,
-        cu_seqlens_k=segments.cu_seqlens,
-        max_seqlen_q=longest,
-        max_seqlen_k=longest,
-        softmax_scale=how.scale,
-        causal=how.causal,
-        window_size=(how.window - 1, how.window - 1),
-        softcap=how.softcap or 0.0,
-        **({"dropout_p": how.dropout} if backend == "flash2" else {}),
-    )
-    # Some versions of flash-attn-3 give the normalisers too.
-    return (found[0] if isinstance(found, tuple) else found)[None]
+        # Another tensor object: a compiled layer would be cut in two if one tensor were passed twice (flash-attn 2.8).
+        cu_seqlens_k=segments.cu_seqlens.view(-1),
+        max_seqlen_q=segments.longest,
+        max_seqlen_k=segments.longest,
+        dropout_p=scoring.dropout,
+        softmax_scale=scoring.scale,
+        causal=scoring.causal,
+        window_size=scoring.window_size,
+        softcap=scoring.softcap or 0.0,
+    )[None]
 
 
+def _flat(*given: Tensor) -> list[Tensor]:
+    """[1, heads, tokens, head_dim] to contiguous [tokens, heads, head_dim], whose gradients are laid out alike."""
+    return [x[0].transpose(0, 1).contiguous() for x in given]
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    from biphasic.model.flex import flex
+
+    mask = segments.block_masks[scoring.window]
+    return flex(query, key, value, mask, scoring.scale, scoring.softcap).transpose(1, 2)
+
+
+# The lengths differ in every batch: compiled in, they would mean a compilation for each.
 @torch.compiler.disable
-def _by_segment(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: _How) -> Tensor:
-    key, value = _for_each_query_head(query, key, value)
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    groups = query.shape[1] // key.shape[1]
+    if groups > 1:
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     if segments.uniform:
         length = segments.lengths[0]
-        rows = [x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value)]
-        return _dense(rows[0], rows[1], rows[2], how).transpose(0, 1).flatten(1, 2)[None]
+        q, k, v = (x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value))
+        return _dense(q, k, v, scoring).transpose(1, 2).flatten(0, 1)[None]
     lengths = list(segments.lengths)
     pieces = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([_dense(q, k, v, how) for q, k, v in pieces], dim=2)
+    return torch.cat([_dense(q, k, v, scoring) for q, k, v in pieces], dim=2).transpose(1, 2)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, how: _How) -> Tensor:
+def _dense(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Segments of one length, [segments, heads, length, head_dim] each."""
     length = query.shape[2]
-    if how.softcap is None and not 0 < how.window < length:
-        return F.scaled_dot_product_attention(query, key, value, None, how.dropout, how.causal, scale=how.scale)
-    return _scored(query, key, value, seen(length, how.causal, how.window, query.device), how)
+    if scoring.softcap is None and not 0 < scoring.window < length:
+        return F.scaled_dot_product_attention(
+            query, key, value, None, scoring.dropout, scoring.causal, scale=scoring.scale
+        )
+    return masked(query, key, value, visible(length, scoring.causal, scoring.window, query.device), scoring)
 
 
-@torch.compiler.disable
-def _masked(query: Tensor, key: Tensor, value: Tensor, segments: Segments, how: _How) -> Tensor:
-    key, value = _for_each_query_head(query, key, value)
-    together = segments.owner[:, None] == segments.owner[None, :]
-    return _scored(query, key, value, together & seen(query.shape[2], how.causal, how.window, query.device), how)
+def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """Dense attention under a mask.
+
+    Args:
+        query: [batch, heads, length, head_dim].
+        key: the same shape.
+        value: the same shape.
+        mask: bool [length, length], true where a query (first) sees a key.
+        scoring: of these only scale, dropout and softcap are read.
+    """
+    if scoring.softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, mask, scoring.dropout, scale=scoring.scale)
+    scores = scoring.softcap * torch.tanh(query @ key.transpose(2, 3) * scoring.scale / scoring.softcap)
+    weights = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(query.dtype)
+    return F.dropout(weights, scoring.dropout) @ value
 
 
-def _for_each_query_head(query: Tensor, *others: Tensor) -> Iterable[Tensor]:
-    groups = query.shape[1] // others[0].shape[1]
-    return others if groups == 1 else [x.repeat_interleave(groups, dim=1) for x in others]
-
-
-def _scored(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, how: _How) -> Tensor:
-    if how.softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, mask, how.dropout, scale=how.scale)
-    scores = how.softcap * torch.tanh(query @ key.transpose(2, 3) * how.scale / how.softcap)
-    weights = F.dropout(scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(query.dtype), how.dropout)
-    return weights @ value
+COMPUTE: dict[str, Callable[..., Any]] = {
+    "varlen": _varlen,
+    "flash2": _flash2,
+    "flex": _flex,
+    "sdpa": _sdpa,
+}
+"""By backend, a function of queries, keys, values ([1, heads or kv_heads, tokens, head_dim]), `Segments` and `Scoring`; it
+returns [1, tokens, heads, head_dim]."""
 
 
 def register() -> None:
     """Make `attn_implementation="biphasic"` known to transformers. Registering twice changes nothing."""
     from transformers.modeling_utils import AttentionInterface
 
-    # Without an entry of this name for masks, transformers builds none.
+    # transformers builds no mask for a name that it has no mask function for.
     AttentionInterface.register(NAME, attention)

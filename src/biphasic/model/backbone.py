@@ -16,11 +16,12 @@ from biphasic.model import attention
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
+from biphasic.model.packing_probe import packing_problem
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2")
+TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text")
 """Families for which the suite shows that no token sees what it must not, in either direction."""
 
 
@@ -152,6 +153,8 @@ def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        if isinstance(error, KeyError) and error.args == (attention.NAME,):
+            first = "its family's attention can't be replaced"
         where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
         raise UserError(f"model {path}: can't be loaded ({where}: {first})") from None
     model, info = loaded
@@ -159,12 +162,15 @@ def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -
         raise UserError(
             f"model {path}: its files lack {len(info['missing_keys'])} weights, e.g. {info['missing_keys'][0]}"
         )
-    lm_head, backbone = model.get_output_embeddings(), getattr(model, model.base_model_prefix)
+    lm_head, backbone, family = model.get_output_embeddings(), model.get_decoder(), hf_config.model_type
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
-        raise UserError(f"model {path}: expected a language-model head without bias ({hf_config.model_type} has none)")
+        raise UserError(f"model {path}: {family} has no language-model head without bias, which Biphasic needs")
     if not hasattr(backbone, "layers"):
-        raise UserError(f"model {path}: {hf_config.model_type} is not a decoder of the kind that Biphasic can continue")
+        raise UserError(f"model {path}: {family} is not a decoder of the kind that Biphasic can continue")
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
     learn_every_token(backbone)
+    problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
+    if problem is not None:
+        raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
     return LanguageModel(backbone, lm_head)

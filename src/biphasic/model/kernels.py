@@ -1,12 +1,10 @@
-"""How a backbone's layers are computed: compiled, with liger-kernel's fused kernels, recomputed in the backward pass.
+"""How a backbone's layers are computed: compiled, recomputed in the backward pass.
 
 None of it changes what is computed, beyond rounding, nor the names of parameters.
 """
 
 from __future__ import annotations
 
-import functools
-import importlib.util
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,52 +17,41 @@ _VARIANTS = 64
 
 
 def compile_layers(backbone: Any) -> None:
-    """Compile each decoder layer, and the last norm, by itself: layers of one kind share one compilation.
+    """Compile each decoder layer, and the final norm, by itself: layers of one kind share one compilation.
 
     A microbatch of another size, and the other phase, is compiled once more, when it first comes. What is wrapped around
     layers (FSDP's gathering, recomputation) stays outside.
     """
     import torch._dynamo as dynamo
 
-    name = "recompile_limit" if hasattr(dynamo.config, "recompile_limit") else "cache_size_limit"
-    setattr(dynamo.config, name, max(_VARIANTS, getattr(dynamo.config, name)))
-    for module in (*backbone.layers, backbone.norm):
+    dynamo.config.recompile_limit = max(_VARIANTS, dynamo.config.recompile_limit)
+    final_norm = [backbone.norm] if hasattr(backbone, "norm") else []
+    for module in (*backbone.layers, *final_norm):
         module.forward = torch.compile(module.forward, dynamic=False)
 
 
+class _Recomputed:
+    """A layer's forward that keeps only its inputs in training, and runs again in the backward pass."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer, self.forward = layer, layer.forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not self.layer.training:
+            return self.forward(*inputs, **named)
+        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
+
+
 def recompute_layers(backbone: Any, which: Iterable[int]) -> None:
-    """Keep only the inputs of those layers (counted from 0) for the backward pass, and compute them again in it."""
+    """Keep only the inputs of those layers (counted from 0) for the backward pass, and compute them again in it.
+
+    transformers' own gradient checkpointing sits within the forward that `compile_layers` compiles, and would compile each
+    layer that is recomputed apart from the others. Call this after `compile_layers`.
+    """
     for index in which:
-        layer = backbone.layers[index]
-        layer.gradient_checkpointing = True
-        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False)
+        backbone.layers[index].forward = _Recomputed(backbone.layers[index])
 
 
 def recomputed(backbone: Any) -> int:
     """How many layers are computed again in the backward pass."""
-    return sum(getattr(layer, "gradient_checkpointing", False) for layer in backbone.layers)
-
-
-def liger_installed() -> bool:
-    """Whether liger-kernel is here, and a GPU that runs its kernels."""
-    return torch.cuda.is_available() and importlib.util.find_spec("liger_kernel") is not None
-
-
-def use_liger(backbone: nn.Module) -> None:
-    """Replace RMSNorm, rotary positions and the gated MLP by liger-kernel's, in this backbone.
-
-    It also replaces transformers' own parts of that family: models that are built later in this process have its kernels
-    too, and don't run on a CPU.
-
-    Raises:
-        ValueError: liger-kernel knows no such family.
-    """
-    from liger_kernel.transformers.monkey_patch import (  # pyright: ignore[reportMissingImports]
-        MODEL_TYPE_TO_APPLY_LIGER_FN,
-    )
-
-    family: str = backbone.config.model_type  # pyright: ignore
-    apply = MODEL_TYPE_TO_APPLY_LIGER_FN.get("llama" if family == "eurobert" else family)
-    if apply is None:
-        raise ValueError(f"liger-kernel has no kernels for {family}")
-    apply(model=backbone, cross_entropy=False, fused_linear_cross_entropy=False)
+    return sum(isinstance(layer.forward, _Recomputed) for layer in backbone.layers)

@@ -22,7 +22,7 @@ class LanguageModel(nn.Module):
 
     Attributes:
         attention: backend that the batches' segments should name; see `biphasic.model.attention`.
-        loss_kernel: see `biphasic.model.losses`.
+        compiled_loss: whether the loss is compiled; see `biphasic.model.losses`.
     """
 
     def __init__(self, backbone: nn.Module, lm_head: nn.Linear):
@@ -30,7 +30,7 @@ class LanguageModel(nn.Module):
         self.backbone = backbone
         self.lm_head = lm_head
         self.attention = "auto"
-        self.loss_kernel = "chunked"
+        self.compiled_loss = False
         self.softcap: float | None = getattr(backbone.config, "final_logit_softcapping", None)
 
     def forward(self, inputs: Tensor, targets: Tensor, segments: Segments, causal: bool) -> tuple[Tensor, Tensor]:
@@ -49,7 +49,7 @@ class LanguageModel(nn.Module):
             fp32 scalar in nats, int64 scalar.
         """
         hidden = encode(self.backbone, inputs, segments, causal)
-        total = cross_entropy_sum(hidden, self.lm_head.weight, targets, self.softcap, self.loss_kernel)
+        total = cross_entropy_sum(hidden, self.lm_head.weight, targets, self.softcap, self.compiled_loss)
         return total, (targets >= 0).sum()
 
     @property

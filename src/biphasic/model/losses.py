@@ -2,8 +2,8 @@
 
 The gradients are computed chunk by chunk in the forward pass, while the chunk's logits exist, and only scaled in the
 backward pass: three matrix products in all, as many as with full logits. The idea is that of fused linear
-cross-entropy kernels (liger-kernel, cut-cross-entropy); this is plain PyTorch and runs everywhere. What lies between the
-products can be compiled, so that it reads the logits twice or three times and writes them once.
+cross-entropy kernels (cut-cross-entropy); this is plain PyTorch and runs everywhere. What lies between the products can be
+compiled, so that it reads the logits twice or three times and writes them once.
 """
 
 from __future__ import annotations
@@ -18,34 +18,10 @@ from torch import Tensor
 
 IGNORE = -100
 """The target of a position that is not predicted."""
-KERNELS = ("liger", "compiled", "chunked")
-"""`liger`: liger-kernel's. `compiled`, `chunked`: ours, what is between the matrix products compiled, or not."""
 CHUNK_BYTES = 128 * 2**20
 """Size of the logits that exist at one time, on a CPU. A larger chunk is not faster there."""
 _GPU_SHARE = 1 / 64
 """Of a GPU's memory that a chunk's logits take. A small chunk costs time: each adds to the head's whole gradient."""
-
-
-def choose_kernel(asked: str, compiling: bool, softcap: float | None, liger: bool) -> str:
-    """The kernel asked for, or with `auto` ours, and liger-kernel's on a GPU where it is installed and nothing is compiled.
-
-    liger-kernel cuts the logits into an eighth to a hundredth of the pieces' size that ours does, and adds to the head's
-    whole gradient for each. With a softcap it counts words that don't exist, up to its block's end (seen in 0.8.0).
-
-    Args:
-        asked: `auto`, or one of `KERNELS`.
-        compiling: whether the layers are compiled.
-        softcap: of the logits.
-        liger: whether liger-kernel is installed, and a GPU for it.
-
-    Raises:
-        ValueError: liger-kernel's was asked for, with a softcap.
-    """
-    if asked == "liger" and softcap is not None:
-        raise ValueError("liger-kernel's loss is wrong for models that squash their logits")
-    if asked != "auto" or compiling:
-        return "compiled" if asked == "auto" else asked
-    return "liger" if liger and softcap is None else "chunked"
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
@@ -57,7 +33,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         softcap: float | None,
         dtype: torch.dtype,
-        slope: Callable[..., tuple[Tensor, Tensor]],
+        loss_and_gradient: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
         with_gradients = any(ctx.needs_input_grad[:2])
         cast = weight.to(dtype)
@@ -73,7 +49,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             if grad_hidden is None or grad_weight is None:
                 total += _loss(logits, wanted, softcap)
                 continue
-            loss, grad = slope(logits, wanted, softcap)
+            loss, grad = loss_and_gradient(logits, wanted, softcap)
             del logits
             total += loss
             grad_hidden[start : start + chunk] = grad @ cast
@@ -111,8 +87,8 @@ def _loss(logits: Tensor, wanted: Tensor, softcap: float | None) -> Tensor:
     return (logits.logsumexp(1, keepdim=True) - logits.gather(1, wanted)).sum()
 
 
-def _slope_in_place(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Summed loss of a chunk, and its slope at each logit, with no more memory than the logits have (in fp32)."""
+def _loss_and_gradient_in_place(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """A chunk's summed loss and its gradient at each logit, in no more memory than the logits take (in fp32)."""
     dtype, logits = logits.dtype, logits.float()
     if softcap is not None:
         logits = torch.tanh_(logits.div_(softcap)).mul_(softcap)
@@ -126,8 +102,8 @@ def _slope_in_place(logits: Tensor, wanted: Tensor, softcap: float | None) -> tu
     return loss, grad.to(dtype)
 
 
-def _slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """The same for a compiler, which makes it two passes over the logits and none of the tensors between."""
+def _loss_and_gradient(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+    """The same for torch.compile, which makes two passes over the logits of it and none of the tensors in between."""
     bent = logits.float()
     if softcap is not None:
         bent = softcap * torch.tanh(bent / softcap)
@@ -141,19 +117,19 @@ def _slope(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tenso
 
 
 @functools.cache
-def _compiled_slope() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(_slope, dynamic=False)
+def _compiled_loss_and_gradient() -> Callable[..., tuple[Tensor, Tensor]]:
+    return torch.compile(_loss_and_gradient, dynamic=False)
 
 
-def _slope_compiled(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
+def _loss_and_gradient_compiled(logits: Tensor, wanted: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     # A batch's last chunk has another size each time.
     for x in (logits, wanted):
         torch._dynamo.maybe_mark_dynamic(x, 0)
-    return _compiled_slope()(logits, wanted, softcap)
+    return _compiled_loss_and_gradient()(logits, wanted, softcap)
 
 
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, kernel: str = "chunked"
+    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, compiled: bool = False
 ) -> Tensor:
     """The sum of cross-entropies, in nats, over the positions that have a target.
 
@@ -162,7 +138,7 @@ def cross_entropy_sum(
         weight: [vocabulary, width], the head.
         targets: int64 [tokens]; `IGNORE` where nothing is predicted.
         softcap: logits are squashed to ±softcap by tanh (Gemma 2).
-        kernel: one of `KERNELS`; `liger` takes no softcap.
+        compiled: whether what lies between the matrix products is compiled.
 
     Returns:
         fp32 scalar; 0 with zero gradients when nothing is predicted.
@@ -172,23 +148,10 @@ def cross_entropy_sum(
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     hidden, targets = hidden[predicted], targets[predicted]
     with torch.autocast(device, enabled=False):
-        # liger-kernel's divides by the number of tokens, also where it then multiplies with it.
-        if kernel == "liger" and len(targets):
-            return _liger()(weight.to(dtype), hidden.to(dtype), targets)
-        slope = _slope_compiled if kernel == "compiled" else _slope_in_place
-        total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, slope)
+        compute = _loss_and_gradient_compiled if compiled else _loss_and_gradient_in_place
+        total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, compute)
     assert isinstance(total, Tensor)
     return total
-
-
-@functools.cache
-def _liger() -> Callable[..., Tensor]:
-    from liger_kernel.transformers.fused_linear_cross_entropy import (  # pyright: ignore[reportMissingImports]
-        LigerFusedLinearCrossEntropyLoss,
-    )
-
-    # The weight's gradient is a sum over chunks.
-    return LigerFusedLinearCrossEntropyLoss(ignore_index=IGNORE, reduction="sum", accum_dtype=torch.float32)
 
 
 def full_logits_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:

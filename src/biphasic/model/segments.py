@@ -65,7 +65,7 @@ class Segments:
         return min(self.lengths) == max(self.lengths)
 
 
-def seen(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
+def visible(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
     """Which tokens of a segment see which: bool [length, length], queries first.
 
     Args:
@@ -76,5 +76,5 @@ def seen(length: int, causal: bool, window: int, device: torch.device) -> Tensor
     """
     at = torch.arange(length, device=device)
     distance = at[:, None] - at[None, :]
-    found = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
-    return found & (distance.abs() < window) if window else found
+    mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
+    return mask & (distance.abs() < window) if window else mask

@@ -8,14 +8,13 @@ from typing import Any, Literal
 
 import torch
 from composer.utils import dist
-from composer.utils.parallelism import FSDP2Config, FSDPConfig
+from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.errors import UserError
 from biphasic.config.schema import PretrainConfig
-from biphasic.training.gloo import average_on_gloo
 
 Strategy = Literal["ddp", "fsdp"]
 STATES_SHARE = 0.5
@@ -63,21 +62,6 @@ def parallelism(config: PretrainConfig, strategy: Strategy, *, whole: bool) -> d
         return None
     ours, form = config.parallelism, "full" if whole else "sharded"
     replicas, shards = _mesh(config)
-    if ours.fsdp_version == 1:
-        strategies = {(False, True): "FULL_SHARD", (False, False): "SHARD_GRAD_OP",
-                      (True, True): "HYBRID_SHARD", (True, False): "_HYBRID_SHARD_ZERO2"}  # fmt: skip
-        degrees: dict[str, Any] = {}
-        if replicas > 1:
-            degrees = {"data_parallel_shard_degree": shards, "data_parallel_replicate_degree": replicas}
-        return {
-            "fsdp": FSDPConfig(
-                sharding_strategy=strategies[replicas > 1, ours.reshard_after_forward],
-                mixed_precision="DEFAULT",
-                state_dict_type=form,
-                **degrees,
-            )
-        }
-    average_on_gloo()
     return {
         "fsdp": _FSDP2(
             replicas,
@@ -105,11 +89,22 @@ class _FSDP2(FSDP2Config):
         return self._degrees[0] if self._degrees[0] > 1 else None
 
 
-def prefetch(layers: Sequence[nn.Module]) -> None:
-    """Have FSDP2 gather a layer's weights while the one before it computes; for backward it does so by itself."""
+def set_up_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Set how FSDP2's modules gather weights and reduce gradients. Changes nothing that isn't sharded.
+
+    A layer's weights are gathered while the layer before it computes; in the backward pass FSDP2 does so by itself. Gloo has
+    no average: its reduce-scatter adds up where FSDP2 asks for one, so it is asked for a sum, which FSDP2 then divides.
+
+    Args:
+        model: as Composer has wrapped it.
+        layers: the decoder layers, in order.
+    """
     for layer, following in pairwise(layers):
         if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
             layer.set_modules_to_forward_prefetch([following])
+    for module in model.modules():
+        if isinstance(module, FSDPModule) and torch.distributed.get_backend() == "gloo":
+            module.set_force_sum_reduction_for_comms(True)
 
 
 def save_sharded(state: Any) -> None:

@@ -48,7 +48,7 @@ from biphasic.training.meters import Meters
 from biphasic.training.moments import saves
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
 from biphasic.training.optimizer import adamw
-from biphasic.training.parallel import Strategy, parallelism, prefetch, save_sharded, strategy_of
+from biphasic.training.parallel import Strategy, parallelism, save_sharded, set_up_collectives, strategy_of
 from biphasic.training.record import RunRecord
 from biphasic.training.wsd import WarmupStableDecay
 
@@ -164,7 +164,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         auto_log_hparams=False,
     )
     save_sharded(trainer.state)
-    prefetch(list(model.backbone.layers))  # pyright: ignore[reportArgumentType]
+    set_up_collectives(trainer.state.model, list(model.backbone.layers))  # pyright: ignore[reportArgumentType]
     if auto and torch.cuda.is_available():
         rows = microbatch.find(trainer, config, folder)
         trainer.state.device_train_microbatch_size = rows

@@ -1,0 +1,118 @@
+"""What attention is compared with on CPUs, and PyTorch's attention for GPUs made to run there.
+
+`varlen_attn` gets kernels for CPUs. FlexAttention refuses gradients on CPUs, where it has no compiled kernel for them; its
+uncompiled form, which these tests run, computes them all the same. flash-attn, which is compiled for GPUs, is replaced by a
+function of the same signature over the same kernels.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.flex_attention
+import torch.nn.attention.varlen
+from torch import Tensor
+
+from biphasic.model import attention
+from biphasic.model.attention import Scoring, masked
+from biphasic.model.segments import Segments, visible
+
+
+def _reference(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+    """All tokens at once, under a mask of all tokens by all tokens."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    same_segment = segments.owner[:, None] == segments.owner[None, :]
+    mask = same_segment & visible(query.shape[2], scoring.causal, scoring.window, query.device)
+    return masked(query, key, value, mask, scoring).transpose(1, 2)
+
+
+attention.COMPUTE["mask"] = _reference
+torch.nn.attention.flex_attention._validate_device = lambda query, key, value: None
+
+
+def _weights(query: Tensor, key: Tensor, cu_seqlens: Tensor, scale: float | None, window_size: Any) -> Tensor:
+    """Attention weights of [tokens, heads, head_dim] each: [heads, tokens, tokens]."""
+    left, right = window_size
+    segments = Segments.of(cu_seqlens.diff().tolist(), cu_seqlens.device)
+    same_segment = segments.owner[:, None] == segments.owner[None, :]
+    mask = same_segment & visible(query.shape[0], right == 0, left + 1, query.device)
+    scores = torch.einsum("qhd,khd->hqk", query, key) * scale
+    return scores.masked_fill(~mask, float("-inf")).softmax(-1)
+
+
+def _for_each_head(query: Tensor, *others: Tensor) -> list[Tensor]:
+    return [x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in others]
+
+
+@torch.library.register_kernel("torch_attn::_varlen_attn", "cpu")
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None, max_q: int, max_k: int,
+    is_causal: bool = False, scale: float | None = None, window_size: list[int] | None = None, *unused: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    assert cu_seq_k is not None and max_q == max_k >= int(cu_seq_q.diff().max())
+    assert is_causal == (window_size == [-1, 0])
+    keys, values = _for_each_head(query, key, value)
+    out = torch.einsum("hqk,khd->qhd", _weights(query, keys, cu_seq_q, scale, window_size), values).contiguous()
+    return out, out.new_zeros((query.shape[1], query.shape[0]), dtype=torch.float32), torch.zeros(2, dtype=torch.uint64)
+
+
+# Autograd is off inside an operator, so the gradients are written out.
+@torch.library.register_kernel("torch_attn::_varlen_attn_backward", "cpu")
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, lse: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor,
+    max_q: int, max_k: int, is_causal: bool, rng_state: Tensor, scale: float | None = None,
+    window_size: list[int] | None = None, *unused: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    keys, values = _for_each_head(query, key, value)
+    weights = _weights(query, keys, cu_seq_q, scale, window_size)
+    grad_weights = torch.einsum("qhd,khd->hqk", grad, values)
+    grad_scores = weights * (grad_weights - (grad_weights * weights).sum(-1, keepdim=True)) * scale
+    by_head = torch.einsum("hqk,qhd->khd", grad_scores, query), torch.einsum("hqk,qhd->khd", weights, grad)
+    grad_key, grad_value = (x.unflatten(1, (key.shape[1], -1)).sum(2) for x in by_head)
+    return torch.einsum("hqk,khd->qhd", grad_scores, keys).contiguous(), grad_key, grad_value
+
+
+class _FlashAttention2(torch.autograd.Function):
+    """As in flash-attn, cu_seqlens are inputs, and a tensor that is given twice would end a compiled graph."""
+
+    @staticmethod
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: int,
+        scale: float, window_size: tuple[int, int],
+    ) -> Tensor:  # fmt: skip
+        cuts = cu_seqlens_q, cu_seqlens_k, longest, longest, window_size == (-1, 0)
+        out, lse, state = torch.ops.torch_attn._varlen_attn(query, key, value, *cuts, scale, list(window_size))
+        ctx.save_for_backward(query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, state)
+        ctx.settings = cuts[2:], scale, list(window_size)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        *tensors, state = ctx.saved_tensors
+        cuts, scale, window_size = ctx.settings
+        grads = torch.ops.torch_attn._varlen_attn_backward(grad, *tensors, *cuts, state, scale, window_size)
+        return (*grads, None, None, None, None, None)
+
+
+def _flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+) -> Tensor:  # fmt: skip
+    assert dropout_p == 0 and softcap == 0 and max_seqlen_q == max_seqlen_k and causal == (window_size[1] == 0)
+    assert softmax_scale is not None
+    output = _FlashAttention2.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size)
+    assert isinstance(output, Tensor)
+    return output
+
+
+def replace_flash_attn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let `import flash_attn` give a module that holds the function above."""
+    module = ModuleType("flash_attn")
+    module.flash_attn_varlen_func = _flash_attn_varlen_func  # pyright: ignore[reportAttributeAccessIssue]
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
