@@ -6,23 +6,44 @@ BIN := $(VENV)/bin
 # Test processes; many tests run two more each.
 WORKERS ?= 2
 READY := $(VENV)/.ready
-# It names no address of a package in what it writes, unless it is asked to.
-COMPILE := $(BIN)/uv pip compile --quiet --python-version 3.11 --no-header
+LOG := $(VENV)/install.log
+comma := ,
+# One resolution for every supported Python and both architectures. It names no registry.
+COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-header --no-annotate
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu lock clean
 
+# $(1) explains in one line, $(2) is where the details are.
+define stop
+{ echo "make env: $(1)$(if $(2), ($$(grep -m 1 -i ^error $(2) || tail -n 1 $(2)); all of it: $(2)))" >&2; exit 2; }
+endef
+VERSION := -c 'import sys; print("%d.%d" % sys.version_info[:2])'
+
 env: $(READY)
+ifneq ($(origin PYTHON),file)
+	@test "$$($(PYTHON) $(VERSION))" = "$$($(BIN)/python $(VERSION))" || \
+		$(call stop,$(VENV) holds Python $$($(BIN)/python $(VERSION)) and PYTHON=$(PYTHON) is another: run make clean first)
+endif
 
 $(READY): requirements.lock pyproject.toml
-	@echo "environment: installing the locked requirements into $(VENV) (about 7 GB on disk, a minute or two)"
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check "$$(grep '^uv==' requirements.lock)"
-	# Compiled here once: where Python may not write its bytecode, each start would take seconds more.
-	$(BIN)/uv pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.lock
-	$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable .
+	@command -v $(PYTHON) >/dev/null || \
+		$(call stop,there is no $(PYTHON): name a Python from 3.11 to 3.14$(comma) such as make env PYTHON=python3.12)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || \
+		$(call stop,$(PYTHON) is Python $$($(PYTHON) $(VERSION)): name one from 3.11 to 3.14$(comma) such as make env PYTHON=python3.12)
+	@test -x $(BIN)/python || $(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+		$(call stop,$(PYTHON) has no venv module: install it (Debian and Ubuntu: apt install python3-venv) or name another PYTHON=)
+	@echo "environment: installing the locked requirements into $(VENV) (about 8 GB on disk, a minute or two)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --retries 1 "$$(grep '^uv==' requirements.lock)" \
+		>$(LOG) 2>&1 || $(call stop,can't install uv; is a package registry reachable?,$(LOG))
+	@# Compiled here once: where Python may not write its bytecode, each start would take seconds more.
+	@$(BIN)/uv pip sync --quiet --compile-bytecode --python $(BIN)/python requirements.lock \
+		>$(LOG) 2>&1 || $(call stop,can't install the locked packages,$(LOG))
+	@$(BIN)/uv pip install --quiet --python $(BIN)/python --no-deps --no-build-isolation --editable . \
+		>$(LOG) 2>&1 || $(call stop,can't install biphasic itself,$(LOG))
 	@touch $(READY)
 
 quickstart: env
@@ -92,9 +113,9 @@ bench-search: env
 bench-gpu:
 	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
 
-# Resolves again; needed when pyproject.toml changes.
+# Resolves again; needed when pyproject.toml changes. UPGRADE=1 takes the newest versions that it allows (docs/versions.md).
 lock: env
-	$(COMPILE) \
+	$(COMPILE) $(if $(UPGRADE),--upgrade) \
 		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
 
 clean:
