@@ -1,0 +1,69 @@
+"""What Biphasic replaces inside other libraries: another form is refused before anything is replaced."""
+
+import re
+import types
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from biphasic.config.errors import UserError
+from biphasic.versions import require_form
+
+
+class Library:
+    """Stands for a library's class."""
+
+    folder = Path("cache")
+
+    def take(self, names, retry=0):
+        pass
+
+    @property
+    def degree(self):
+        return -1
+
+
+def take(self, names, retry=1):
+    pass
+
+
+def test_the_original_is_returned_when_its_form_is_known():
+    assert require_form("pytest", Library, "take", take) is Library.take
+    assert require_form("pytest", Library, "degree", property(lambda self: 2)) is Library.degree
+    assert require_form("pytest", Library, "folder", Path("other")) == Path("cache")
+
+
+def test_a_method_is_compared_without_self_where_it_is_bound():
+    def bound(names, retry):
+        pass
+
+    library = Library()
+    assert require_form("pytest", library, "take", bound) == library.take
+    with pytest.raises(UserError):
+        require_form("pytest", library, "take", take)
+
+
+@pytest.mark.parametrize(
+    ("name", "replacement", "message"),
+    [
+        ("take", lambda self, names: None, "has the parameters (self, names, retry), but .* parameters (self, names)"),
+        ("take", lambda self, retry, names: None, "has the parameters (self, names, retry), but .*"),
+        ("took", take, "does not exist, but Biphasic replaces one that has the parameters (self, names, retry)"),
+        ("degree", take, "is of type property, but Biphasic replaces one that has the parameters"),
+        ("folder", "other", "is of type PosixPath, but Biphasic replaces one that is of type str"),
+    ],
+)
+def test_another_form_is_refused_in_one_line(name, replacement, message):
+    with pytest.raises(UserError) as refused:
+        require_form("pytest", Library, name, replacement)
+    expected = re.escape(message).replace(r"\.\*", ".*")
+    begin = re.escape(f"pytest {version('pytest')}: {__name__}.Library.{name} ")
+    assert re.match(f"{begin}{expected}.*requirements.lock.*docs/versions.md", str(refused.value))
+    assert "\n" not in str(refused.value)
+
+
+def test_a_module_is_named_by_its_path():
+    module = types.ModuleType("library.inside")
+    with pytest.raises(UserError, match=r"library\.inside\.take does not exist"):
+        require_form("pytest", module, "take", take)
