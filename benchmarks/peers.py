@@ -111,7 +111,7 @@ def main() -> None:
     given = parser.parse_args()
     if importlib.util.find_spec("accelerate") is None:
         sys.exit(
-            "accelerate isn't installed, which Hugging Face's Trainer needs: pip install 'biphasic[dev]', or make env"
+            "accelerate isn't installed, which Hugging Face's Trainer needs: uv pip install '.[dev]', or make env"
         )
     if given.part:
         from hugging_face import run

@@ -34,7 +34,7 @@ def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention, "installed", lambda backend: False)
-    with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* 'biphasic\[flash-attn\]'"):
+    with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* '\.\[flash-attn\]'"):
         set_up(meta(), ComputeConfig(attention="flash2"))
 
 

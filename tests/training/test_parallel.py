@@ -47,7 +47,7 @@ def test_two_ranks_then_one_then_two(write_yaml: Write) -> None:
 
 
 def test_a_monolithic_start(write_yaml: Write) -> None:
-    """From a checkpoint that one process wrote without any sharding; HSDP falls back to full sharding here, and says so."""
+    """From a checkpoint that one process wrote without any sharding; each rank holds a whole copy then (HSDP)."""
     ddp = write_yaml("ddp", data__num_canonical_nodes=4, parallelism__strategy="ddp")
     assert launch(ddp).returncode == 0
     whole = Path(config_of(ddp).output) / "ddp"
@@ -57,7 +57,6 @@ def test_a_monolithic_start(write_yaml: Write) -> None:
     path = write_yaml("mixed", **FSDP, parallelism__shard_degree=1)
     run = launch(path, processes=2)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "parallelism.shard_degree: 1 needs GPUs" in run.stdout
     assert close(losses(mixed), losses(whole))
     # What is saved from here on is sharded, and a run of one rank goes on from it.
     assert not (mixed / "checkpoints" / "ba12-rank0.pt").exists()
@@ -146,8 +145,7 @@ def test_auto_goes_by_the_states(
 def test_composer_s_parallelism_configuration(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch, reshard: bool, degree: str
 ) -> None:
-    """HSDP doesn't run without a GPU."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    """Of 16 ranks on two machines."""
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(parallel.dist, "get_local_world_size", lambda: 8)
     config = config_of(write_yaml(parallelism__shard_degree=degree, parallelism__reshard_after_forward=reshard))

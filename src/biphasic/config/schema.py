@@ -254,7 +254,7 @@ class ComputeConfig(Section):
 
 
 class WandBConfig(Section):
-    """Weights & Biases (`pip install biphasic[loggers]`); the key comes from the environment."""
+    """Weights & Biases (`uv pip install '.[loggers]'`); the key comes from the environment."""
 
     project: str
     entity: str | None = None
@@ -263,7 +263,7 @@ class WandBConfig(Section):
 
 
 class MLflowConfig(Section):
-    """MLflow (`pip install biphasic[loggers]`); credentials come from the environment."""
+    """MLflow (`uv pip install '.[loggers]'`); credentials come from the environment."""
 
     experiment: str
     tracking_uri: str | None = None

@@ -89,7 +89,7 @@ def require_onnx() -> None:
     """
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
-        raise UserError(f"--onnx: {' and '.join(missing)} not installed: pip install 'biphasic[onnx]'")
+        raise UserError(f"--onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
 
 
 def export_onnx(folder: Path, *, external: bool | None = None) -> Path:

@@ -31,7 +31,7 @@ def set_up(model: LanguageModel, config: ComputeConfig) -> str:
         wants = "needs a GPU" if not gpu else "doesn't run on this GPU"
         if gpu and config.attention == "flash2":
             wants = (
-                "needs flash-attn, which isn't installed (uv pip install --no-build-isolation 'biphasic[flash-attn]')"
+                "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
             )
         raise UserError(f"compute.attention: {config.attention} {wants}: expected another one, or auto")
     model.attention = config.attention

@@ -33,5 +33,5 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
 
             found.append(MLFlowLogger(config.mlflow.experiment, run_name, tracking_uri=config.mlflow.tracking_uri))
     except ImportError as error:
-        raise UserError(f"logging: {error.name or error} isn't installed: pip install 'biphasic[loggers]'") from None
+        raise UserError(f"logging: {error.name or error} isn't installed: uv pip install '.[loggers]'") from None
     return found

@@ -119,9 +119,4 @@ def _mesh(config: PretrainConfig) -> tuple[int, int]:
     shards = shard_ranks(degree, ranks, dist.get_local_world_size())
     if ranks % shards:
         raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
-    if shards < ranks and not torch.cuda.is_available():
-        if dist.get_global_rank() == 0:
-            instead = f"on CPUs all {ranks} ranks share one copy, with the same results"
-            print(f"parallelism.shard_degree: {degree} needs GPUs; {instead}")
-        return 1, ranks
     return ranks // shards, shards
