@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from backbones import SMALL, backbone
 from biphasic.model import attention
 from biphasic.model.backbone import TESTED_FAMILIES
-from biphasic.model.packed import encode, encode_padded, mean_pool
+from biphasic.model.packed import encode, mean_pool
 from biphasic.model.segments import Segments
 
 LENGTHS = (5, 9, 1, 6)
@@ -79,20 +79,6 @@ def test_causal_is_the_family_s_own_forward(family: str) -> None:
 def test_a_call_without_segments_is_refused() -> None:
     with pytest.raises(ValueError, match="packed segments"):
         backbone("llama")(input_ids=torch.arange(4)[None])
-
-
-def test_padding_is_taken_out_and_comes_back_as_zeros() -> None:
-    model = backbone("llama")
-    tokens = torch.arange(12).reshape(2, 6)
-    mask = torch.tensor([[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 1]])
-    with torch.no_grad():
-        padded = encode_padded(model, tokens, mask)
-        first = encode(model, tokens[0, :4], Segments.of([4], tokens.device), causal=False)
-        second = encode(model, tokens[1, 2:], Segments.of([4], tokens.device), causal=False)
-    torch.testing.assert_close(padded[0, :4], first)
-    torch.testing.assert_close(padded[1, 2:], second)
-    assert padded[0, 4:].abs().sum() == 0
-    assert padded[1, :2].abs().sum() == 0
 
 
 def test_mean_pool_and_positions() -> None:

@@ -1,4 +1,4 @@
-"""Calling a backbone on packed segments, and getting padded batches in and out of that form."""
+"""Calling a backbone on packed segments, and pooling what comes out."""
 
 from __future__ import annotations
 
@@ -43,25 +43,3 @@ def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
     owner = torch.repeat_interleave(counts.long(), output_size=hidden.shape[0])
     sums = hidden.new_zeros((len(segments.lengths), hidden.shape[1]), dtype=torch.float32)
     return sums.index_add(0, owner, hidden.float()) / counts[:, None]
-
-
-def encode_padded(backbone: nn.Module, tokens: Tensor, attention_mask: Tensor | None, causal: bool = False) -> Tensor:
-    """Hidden states of a padded batch; the padding is taken out before the backbone and comes back as zeros.
-
-    Args:
-        backbone: as for `encode`.
-        tokens: int64 [batch, length].
-        attention_mask: [batch, length], non-zero where there is a token; None when there is no padding.
-        causal: whether a token sees only what is before it.
-
-    Returns:
-        [batch, length, width]; zeros, too, for a text without a token.
-    """
-    kept = torch.ones_like(tokens, dtype=torch.bool) if attention_mask is None else attention_mask.bool()
-    lengths = [count for count in kept.sum(1).tolist() if count]
-    if not lengths:
-        embedding = backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
-        return embedding.new_zeros((*tokens.shape, embedding.shape[1]))
-    segments = Segments.of(lengths, tokens.device)
-    hidden = encode(backbone, tokens[kept], segments, causal)
-    return hidden.new_zeros((*tokens.shape, hidden.shape[1])).masked_scatter(kept[..., None], hidden)
