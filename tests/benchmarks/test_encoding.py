@@ -19,17 +19,18 @@ def module(name: str) -> ModuleType:
     return importlib.import_module(name)
 
 
-def test_embedding() -> None:
+@pytest.mark.parametrize("model", ["llama", "bert"])
+def test_embedding(model: str) -> None:
     benchmark = module("encoding")
     shape = benchmark.Shape(**TINY)
-    found = benchmark.measure(shape, ("bert",))
-    one = found["models"]["bert"]
-    assert {way: len(seconds) for way, seconds in one["seconds"].items()} == {"ours": 1, "here": 1}
-    assert one["apart"]["here"] < 1e-5
+    found = benchmark.measure(shape, (model,))
+    one = found["models"][model]
+    assert {side: len(seconds) for side, seconds in one["seconds"].items()} == dict.fromkeys(benchmark.SIDES, 1)
+    assert one["apart"] < 1e-5
     header, rows = benchmark.table(found)
     assert [len(row) for row in rows] == [len(header)] * 2
-    ratio = one["seconds"]["here"][0] / one["seconds"]["ours"][0]
-    assert rows[1][2] == f"{ratio:.2f}"
+    ours, theirs = (one["seconds"][side][0] for side in benchmark.SIDES)
+    assert rows[1][2] == f"{theirs / ours:.2f}"
 
 
 @pytest.mark.parametrize("documents", [50, 5000])
