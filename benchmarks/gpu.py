@@ -355,7 +355,7 @@ def variants(report: Report, name: str, peak: float | None, device: str = "cuda"
 def free() -> None:
     """Forget compiled code and cached memory."""
     gc.collect()
-    torch._dynamo.reset()
+    torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

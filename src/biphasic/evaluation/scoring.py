@@ -12,6 +12,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
 
 from biphasic.evaluation.bootstrap import bootstrap_interval
+from biphasic.versions import require_form
 
 BM25 = "mteb/baseline-bm25s"
 
@@ -84,7 +85,6 @@ def _by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
     if not isinstance(task, AbsTaskRetrieval):
         yield seen
         return
-    theirs = task.task_specific_scores
 
     def note(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
         seen[hf_split, hf_subset] = {
@@ -92,8 +92,9 @@ def _by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
             "queries": len(scores),
             "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
         }
-        return theirs(scores, qrels, results, hf_split, hf_subset)
+        return original(scores, qrels, results, hf_split, hf_subset)
 
+    original = require_form("mteb", task, "task_specific_scores", note)
     task.task_specific_scores = note
     try:
         yield seen

@@ -20,6 +20,7 @@ from biphasic.config.errors import UserError
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.evaluation.sets import read_set
 from biphasic.storage import hash_of, short
+from biphasic.versions import require_form
 
 
 @dataclass(frozen=True)
@@ -145,21 +146,20 @@ def _folder_hash(folder: Path) -> str:
 @contextmanager
 def _offline() -> Iterator[None]:
     """Nobody asks the hub: both libraries read these when they ask, and the environment is for their processes."""
-    import huggingface_hub
     from datasets import config
+    from huggingface_hub import constants
 
-    places = ((config, "HF_HUB_OFFLINE"), (config, "HF_DATASETS_OFFLINE"),
-              (huggingface_hub.constants, "HF_HUB_OFFLINE"))  # fmt: skip
-    before = [(place, name, getattr(place, name)) for place, name in places if hasattr(place, name)]
+    places: tuple[tuple[str, Any], ...] = (("datasets", config), ("huggingface_hub", constants))
+    before = [(place, require_form(package, place, "HF_HUB_OFFLINE", True)) for package, place in places]
     environment = os.environ.get("HF_HUB_OFFLINE")
     os.environ["HF_HUB_OFFLINE"] = "1"
     try:
-        for place, name, _ in before:
-            setattr(place, name, True)
+        for place, _ in before:
+            place.HF_HUB_OFFLINE = True
         yield
     finally:
-        for place, name, value in before:
-            setattr(place, name, value)
+        for place, value in before:
+            place.HF_HUB_OFFLINE = value
         os.environ.pop("HF_HUB_OFFLINE")
         if environment is not None:
             os.environ["HF_HUB_OFFLINE"] = environment
@@ -170,7 +170,7 @@ def _own_cache(folder: Path) -> Iterator[None]:
     """A place of its own for what `datasets` makes of a local folder: it knows one by its last name and card alone."""
     from datasets import config
 
-    before = config.HF_DATASETS_CACHE
+    before = require_form("datasets", config, "HF_DATASETS_CACHE", folder)
     config.HF_DATASETS_CACHE = folder
     try:
         yield

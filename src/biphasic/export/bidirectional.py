@@ -134,9 +134,7 @@ def _prove(content: str, family: str, code: str) -> None:
         ways = ["eager", "sdpa"] if module.BidirectionalModel._supports_sdpa else ["eager"]
         worst = 0.0
         for way in ways:
-            theirs = module.BidirectionalModel._from_config(
-                module.BidirectionalConfig(**values), attn_implementation=way, dtype=torch.float32
-            ).eval()
+            theirs = module.BidirectionalModel(module.BidirectionalConfig(**values, attn_implementation=way)).eval()
             theirs.load_state_dict(ours.state_dict())
             worst = max([worst, *(_difference(ours, theirs, lengths) for lengths in _SHAPES)])
     except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:

@@ -91,7 +91,7 @@ def checked(card: str) -> str:
 def require_id(name: Any, where: str) -> None:
     """Raise a UserError where `name` can't be a repository's on the hub; `where` begins the message."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils._validators import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id
 
     try:
         validate_repo_id(name)

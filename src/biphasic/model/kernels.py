@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import config as compiler
 from torch.utils.checkpoint import checkpoint
 
 _VARIANTS = 64
@@ -22,9 +23,7 @@ def compile_layers(backbone: Any) -> None:
     A microbatch of another size, and the other phase, is compiled once more, when it first comes. What is wrapped around
     layers (FSDP's gathering, recomputation) stays outside.
     """
-    import torch._dynamo as dynamo
-
-    dynamo.config.recompile_limit = max(_VARIANTS, dynamo.config.recompile_limit)
+    compiler.recompile_limit = max(_VARIANTS, compiler.recompile_limit)
     final_norm = [backbone.norm] if hasattr(backbone, "norm") else []
     for module in (*backbone.layers, *final_norm):
         module.forward = torch.compile(module.forward, dynamic=False)
