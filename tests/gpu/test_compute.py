@@ -11,8 +11,6 @@ import torch
 
 from biphasic.model.fitting import largest, peak_bytes, room_bytes
 from conftest import Write
-
-pytest.importorskip("composer")
 from tiny import config_of, train
 from tiny import losses as losses_of
 

@@ -1,0 +1,11 @@
+"""Without Composer, only what needs PyTorch and transformers alone is collected."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+collect_ignore = (
+    ["test_compute.py", "test_evaluation.py", "test_finetuning.py", "test_sharded.py"]
+    if find_spec("composer") is None
+    else []
+)
