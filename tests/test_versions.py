@@ -12,6 +12,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from biphasic.config.errors import UserError
 from biphasic.evaluation import scoring, tasks
 from biphasic.evaluation.sets import retrieval_task
+from biphasic.training import parallel
 from biphasic.versions import require_form
 
 
@@ -106,3 +107,10 @@ def test_scores_by_query_in_another_form_are_refused(monkeypatch):
     ):
         scoring._by_query(task).__enter__()
     assert "task_specific_scores" not in vars(task)
+
+
+def test_degrees_of_sharding_in_another_form_are_refused(monkeypatch):
+    assert parallel._FSDP2(2, 4).data_parallel_shard_degree == 4
+    monkeypatch.setattr(parallel.FSDP2Config, "data_parallel_shard_degree", lambda self: -1)
+    with pytest.raises(UserError, match=r"mosaicml \S+: \S+FSDP2Config.data_parallel_shard_degree has the parameters"):
+        parallel._FSDP2(2, 4)

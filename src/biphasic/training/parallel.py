@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.errors import UserError
 from biphasic.config.schema import PretrainConfig
+from biphasic.versions import require_form
 
 Strategy = Literal["ddp", "fsdp"]
 STATES_SHARE = 0.5
@@ -77,6 +78,8 @@ class _FSDP2(FSDP2Config):
     """Composer replaces an FSDP2Config's mesh by a flat one, unless its read-only degrees say otherwise."""
 
     def __init__(self, replicas: int, shards: int, **settings: Any):
+        for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
+            require_form("mosaicml", FSDP2Config, name, getattr(_FSDP2, name))
         self._degrees = (replicas, shards)
         super().__init__(**settings)
 
