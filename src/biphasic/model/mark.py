@@ -22,8 +22,11 @@ def model_mark(path: str, revision: str | None) -> str:
     if place.is_file():
         return _hash(path, stamp(path))
     if not place.is_dir():
-        found = hf_config(path, revision)
-        return str(getattr(found, "_commit_hash", None))
+        from huggingface_hub import hf_hub_download
+
+        hf_config(path, revision)
+        # The hub's cache keeps a commit's files in a folder of its name.
+        return Path(hf_hub_download(path, "config.json", revision=revision)).parent.name
     files = sorted({file for pattern in _WEIGHTS for file in place.glob(pattern) if file.is_file()})
     return "-".join(_hash(str(file), stamp(str(file))) for file in files)
 

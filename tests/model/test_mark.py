@@ -1,0 +1,27 @@
+"""A model on the hub is known by its commit, whatever revision was asked for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from biphasic.config.errors import UserError
+from biphasic.model.mark import model_mark
+
+
+def test_a_model_of_the_hub_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    commits = {"main": "a" * 40, "refs/pr/1": "b" * 40}
+    repository = tmp_path / "models--someone--model"
+    for revision, commit in commits.items():
+        LlamaConfig().save_pretrained(repository / "snapshots" / commit)
+        (repository / "refs" / revision).parent.mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+    assert model_mark("someone/model", None) == commits["main"]
+    assert model_mark("someone/model", "refs/pr/1") == commits["refs/pr/1"]
+    assert model_mark("someone/model", commits["main"]) == commits["main"]
+    with pytest.raises(UserError, match="model someone/another: can't be loaded"):
+        model_mark("someone/another", None)
