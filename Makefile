@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu lock clean
+	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
 define stop
@@ -112,6 +112,10 @@ bench-search: env
 # Within 8 minutes on one GPU. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
 bench-gpu:
 	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu.py
+
+# A real run through the switch on this machine's GPUs, killed once and resumed. Needs Composer.
+bench-gpu-run:
+	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu_run.py
 
 # Resolves again; needed when pyproject.toml changes. UPGRADE=1 takes the newest versions that it allows (docs/versions.md).
 lock: env

@@ -110,9 +110,7 @@ def main() -> None:
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if importlib.util.find_spec("accelerate") is None:
-        sys.exit(
-            "accelerate isn't installed, which Hugging Face's Trainer needs: uv pip install '.[dev]', or make env"
-        )
+        sys.exit("accelerate isn't installed, which Hugging Face's Trainer needs: uv pip install '.[dev]', or make env")
     if given.part:
         from hugging_face import run
 

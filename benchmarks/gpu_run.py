@@ -1,0 +1,168 @@
+"""A real pretraining run through the switch, and the same run killed once and resumed: losses, tokens/s, MFU.
+
+    python benchmarks/gpu_run.py [--batches 200] [--results FOLDER] [key=value ...]
+
+Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed to rows of 2,048), in bf16 on all
+GPUs of the machine: once without a stop, once killed in the last third and started again. Every figure comes from the runs'
+own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data lies in `runs/gpu_run/`, the tables in `--results`.
+On a CPU: `precision=fp32` and small values of the model's keys.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from biphasic.training.jsonl_logger import read_metrics
+
+ROOT = Path(__file__).parents[1]
+WORK = Path("runs/gpu_run")
+RESULTS = ROOT / "benchmarks" / "results"
+LOSS = "loss/train/total"
+
+
+def prepare() -> None:
+    """Gather text, train a tokenizer and convert, each once."""
+    python, recipes = sys.executable, "recipes/quickstart"
+    steps = [
+        (Path("runs/quickstart/text/gathered.json"), [python, f"{recipes}/gather.py"]),
+        (Path("runs/quickstart/tokenizer"), [python, f"{recipes}/train_tokenizer.py"]),
+        (
+            WORK / "data" / "conversion.json",
+            [
+                python,
+                "data_prep/convert.py",
+                "yamls/data/quickstart.yaml",
+                "sequence_length=2048",
+                f"output={WORK}/data",
+            ],
+        ),
+    ]
+    for made, command in steps:
+        if not made.exists():
+            print(" ".join(command), flush=True)
+            subprocess.run(command, check=True)
+
+
+def command(name: str, batches: int, overrides: list[str]) -> list[str]:
+    """One start of the run."""
+    settings = {
+        "run_name": name,
+        "output": f"{WORK}/runs",
+        "tokenizer": f"{WORK}/data/tokenizer",
+        "data.train.local": f"{WORK}/data/train",
+        "data.validation.local": f"{WORK}/data/validation",
+        "max_duration": f"{batches}ba",
+        "global_batch_size": 48,  # the paper's batch over 24 GPUs
+        "schedule.warmup": f"{batches // 10}ba",
+        "schedule.decay": f"{batches // 10}ba",
+        "evaluation.interval": f"{batches}ba",
+        "checkpoint.interval": f"{batches // 4}ba",
+    }
+    given = [f"{key}={value}" for key, value in settings.items()]
+    return ["composer", "src/main.py", "yamls/210m_biphasic.yaml", *given, *overrides]
+
+
+def train(name: str, batches: int, overrides: list[str], kill_at: int | None = None) -> float:
+    """Start the run and wait for its end, or kill all of its processes once batch `kill_at` is logged.
+
+    Returns:
+        Seconds.
+    """
+    start, metrics = time.monotonic(), WORK / "runs" / name / "metrics.jsonl"
+    process = subprocess.Popen(command(name, batches, overrides), start_new_session=True)
+    while process.poll() is None:
+        if kill_at is not None and len(losses(metrics)) >= kill_at:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            return time.monotonic() - start
+        time.sleep(0.2)
+    if process.returncode:
+        raise SystemExit(f"{name}: ended with status {process.returncode}")
+    return time.monotonic() - start
+
+
+def losses(metrics: Path) -> dict[int, float]:
+    """Training losses by batch; of a batch that was trained twice, the later one."""
+    if not metrics.exists():
+        return {}
+    return {entry["batch"]: entry[LOSS] for entry in read_metrics(metrics) if LOSS in entry}
+
+
+def figures(metrics: Path) -> dict[str, float]:
+    """The run's totals, as its last lines have them."""
+    totals: dict[str, float] = {}
+    for entry in read_metrics(metrics):
+        totals |= {
+            key: value for key, value in entry.items() if key.startswith(("throughput/", "time/", "memory/", "data/"))
+        }
+    return totals
+
+
+def markdown(record: dict[str, Any]) -> str:
+    """The page."""
+    whole = record["whole"]
+    lines = [f"# A run through the switch on {record['machine']['device']}", "",
+             f"`{record['command']}`, {record['machine']}", ""]  # fmt: skip
+    lines += ["| phase | tokens/s | MFU | HFU | step, median | p99 |", "|-|-:|-:|-:|-:|-:|"]
+    for phase in ("clm", "mlm"):
+        mfu, hfu = (whole.get(f"throughput/{phase}/{name}") for name in ("mfu", "hfu"))
+        cells = ["" if value is None else f"{value:.1%}" for value in (mfu, hfu)]
+        step = [f"{whole[f'time/{phase}/step_seconds_p{share}']:.3g} s" for share in (50, 99)]
+        speed = f"{whole[f'throughput/{phase}/tokens_per_second']:,.0f}"
+        lines.append(f"| {' | '.join([phase, speed, *cells, *step])} |")
+    lines += ["", f"Killed after batch {record['killed_at']}, resumed: largest difference of a loss from the run without a stop "
+              f"{record['largest_difference']:.3g}, {record['identical']} of {record['compared']} losses identical."]  # fmt: skip
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and write the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("overrides", nargs="*", metavar="key=value")
+    parser.add_argument("--batches", type=int, default=200, help="of each run; the switch is in the middle")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    given = parser.parse_args()
+    os.chdir(ROOT)
+    print(f"gpu_run: two runs of {given.batches} batches in {WORK}/, then {given.results}/gpu-run.md", flush=True)
+    prepare()
+    for name in ("whole", "killed"):
+        shutil.rmtree(WORK / "runs" / name, ignore_errors=True)
+    seconds = [train("whole", given.batches, given.overrides)]
+    kill_at = given.batches * 5 // 6
+    seconds.append(train("killed", given.batches, given.overrides, kill_at))
+    seconds.append(train("killed", given.batches, given.overrides))
+    whole, killed = (losses(WORK / "runs" / name / "metrics.jsonl") for name in ("whole", "killed"))
+    differences = [abs(whole[batch] - killed[batch]) for batch in whole]
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU"
+    record = {
+        "command": " ".join(["python benchmarks/gpu_run.py", f"--batches {given.batches}", *given.overrides]),
+        "machine": {"device": device, "torch": torch.__version__, "date": datetime.now(UTC).date().isoformat()},
+        "seconds": seconds,
+        "killed_at": kill_at,
+        "compared": len(differences),
+        "identical": differences.count(0.0),
+        "largest_difference": max(differences),
+        "losses": list(whole.values()),
+        "whole": figures(WORK / "runs" / "whole" / "metrics.jsonl"),
+    }
+    given.results.mkdir(parents=True, exist_ok=True)
+    (given.results / "gpu-run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (given.results / "gpu-run.md").write_text(markdown(record), encoding="utf-8")
+    print(markdown(record))
+
+
+if __name__ == "__main__":
+    main()
