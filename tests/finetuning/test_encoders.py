@@ -30,6 +30,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
+from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, Reader, load_encoder, passes
 from biphasic.model.fresh import from_hf_config, llama_config
 from biphasic.model.packed import mean_pool
@@ -225,8 +226,7 @@ def test_a_decoder_that_cannot_be_written_is_refused_before_training(tmp_path: P
     folder = tmp_path / "scaled"
     shutil.copytree(toy / "start", folder)
     config = json.loads((folder / "config.json").read_text())
-    config["rope_scaling"] = {"rope_type": "linear", "factor": 2.0}
-    config["rope_parameters"] |= config["rope_scaling"]
+    config["rope_parameters"] |= {"rope_type": "linear", "factor": 2.0}
     (folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(UserError, match="save_model=false trains and scores"):
         run(config_of("sst2", toy / "tasks", folder, tmp_path, save_model=True, max_duration="1ba"))
@@ -267,6 +267,16 @@ def test_what_does_not_belong_together_is_said(tmp_path: Path) -> None:
     save_file(weights, whole / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(UserError, match=r"lack 1 weights, e\.g\. encoder\.layer\.1\.output\.dense\.weight"):
         load_encoder(str(whole))
+
+
+@pytest.mark.parametrize("load", [load_encoder, load_language_model])
+def test_a_value_that_its_family_refuses_is_said_in_one_line(tmp_path: Path, load: Callable[[str], Any]) -> None:
+    folder = qwen3(tmp_path / "qwen3")
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": "wide"}
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"can't be loaded .*field 'hidden_size'.*value: 'wide'") as caught:
+        load(str(folder))
+    assert "\n" not in str(caught.value)
 
 
 def test_groups_pad_little() -> None:

@@ -120,10 +120,10 @@ def _prove(content: str, family: str, code: str) -> None:
     """
     from transformers import AutoConfig
 
-    values = _small(json.loads(content))
     module = _module_of(code)
     refused = f"export: a {family} model can't be written"
     try:
+        values = _small(json.loads(content))
         ours = from_hf_config(AutoConfig.for_model(family, **values), seed=0).backbone.eval()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)

@@ -119,19 +119,23 @@ def hf_config_at(path: str, revision: str | None = None, trust_remote_code: bool
 
     Raises:
         OSError: there is none.
-        ValueError: it is none, or of a family that isn't known.
+        ValueError: it is none, of a family that isn't known, or with values that the family can't have.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig, PretrainedConfig
 
     content, _ = PretrainedConfig.get_config_dict(path, revision=revision)
     code = str((content.get("auto_map") or {}).get("AutoConfig"))
-    # Others may name a model type alike.
-    if not (str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)):
-        return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code), False
-    theirs = ("model_type", "auto_map", "architectures", "mask_token_id")
-    kept = {name: value for name, value in content.items() if name not in theirs}
-    family = content["model_type"].removeprefix(BIDIRECTIONAL)
-    return AutoConfig.for_model(family, **kept), True
+    try:
+        # Others may name a model type alike.
+        if not (str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)):
+            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code), False
+        not_kept = ("model_type", "auto_map", "architectures", "mask_token_id")
+        kept = {name: value for name, value in content.items() if name not in not_kept}
+        family = content["model_type"].removeprefix(BIDIRECTIONAL)
+        return AutoConfig.for_model(family, **kept), True
+    except StrictDataclassError as error:  # no ValueError
+        raise ValueError(" ".join(str(error).split())) from None
 
 
 def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -> LanguageModel:
