@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_run.py [--batches 200] [--results FOLDER] [key=value ...]
 
-Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed to rows of 2,048), in bf16 on all
-GPUs of the machine: once without a stop, once killed in the last third and started again. Every figure comes from the runs'
-own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data lies in `runs/gpu_run/`, the tables in `--results`.
-On a CPU: `precision=fp32` and small values of the model's keys.
+Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed to rows of 2,048), in bf16 on
+all GPUs of the machine: once without a stop, once killed in the last third and started again. Every figure comes from the
+runs' own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data lies in `runs/gpu_run/`, the tables in
+`--results`. On a CPU: `precision=fp32` and small values of the model's keys.
 """
 
 from __future__ import annotations
@@ -123,8 +123,9 @@ def markdown(record: dict[str, Any]) -> str:
         step = [f"{whole[f'time/{phase}/step_seconds_p{share}']:.3g} s" for share in (50, 99)]
         speed = f"{whole[f'throughput/{phase}/tokens_per_second']:,.0f}"
         lines.append(f"| {' | '.join([phase, speed, *cells, *step])} |")
-    lines += ["", f"Killed after batch {record['killed_at']}, resumed: largest difference of a loss from the run without a stop "
-              f"{record['largest_difference']:.3g}, {record['identical']} of {record['compared']} losses identical."]  # fmt: skip
+    same = f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
+    lines += ["", f"Killed after batch {record['killed_at']} and resumed: {same}; largest difference "
+              f"{record['largest_difference']:.3g}."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
