@@ -155,3 +155,44 @@ def test_no_backend_lets_a_token_see_what_it_must_not(backend: str) -> None:
                 for t in (tokens, changed)
             )
         assert ((one - other).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("major", "modules", "expected"),
+    [
+        (10, {"flash_attn.cute", "flash_attn_interface"}, ["FA4"]),
+        (9, {"flash_attn.cute", "flash_attn_interface"}, ["FA4"]),
+        (9, {"flash_attn_interface"}, ["FA3"]),
+        (10, {"flash_attn_interface"}, []),
+        (12, {"flash_attn.cute"}, []),
+        (8, {"flash_attn.cute"}, []),
+        (9, set(), []),
+    ],
+)
+def test_flash_kernels_are_activated_where_they_run(
+    monkeypatch: pytest.MonkeyPatch, major: int, modules: set[str], expected: list[str]
+) -> None:
+    activated: list[str] = []
+    cudnn: list[bool] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
+    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
+    monkeypatch.setattr(attention, "_has_module", lambda name: name in modules)
+    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: (activated or [None])[-1])
+    attention.activate_flash_kernels.cache_clear()
+    assert attention.activate_flash_kernels() == (expected or ["cuDNN or FA2"])[0]
+    # cuDNN, which PyTorch would prefer, is off only where another kernel was activated.
+    assert (activated, cudnn) == (expected, [False] * len(expected))
+    attention.activate_flash_kernels.cache_clear()
+
+
+def test_flash_kernels_that_fail_are_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(attention, "_has_module", lambda name: name == "flash_attn.cute")
+    attention.activate_flash_kernels.cache_clear()
+    # The module isn't really here.
+    with pytest.warns(UserWarning, match=r"attention: flash_attn\.cute can't be used \(.*PyTorch's own kernels run"):
+        assert attention.activate_flash_kernels() == "cuDNN or FA2"
+    attention.activate_flash_kernels.cache_clear()
