@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +56,17 @@ class CheckedStream(Stream):
                 check = f"check the conversion with data_prep/verify.py and put the shard right{cache}"
                 raise ShardError(f"shard {where}: {message}; nothing of it was used; {check}") from error
             raise ShardError(f"shard {where}: can't be read into {folder} ({short(error)})") from error
+
+    def _decompress_shard_part(
+        self, zip_info: Any, zip_filename: str, raw_filename: str, compression: str | None
+    ) -> None:
+        """Unpack under a name of this process's own: several jobs may read one local dataset and unpack the same shard."""
+        unpacked = f"{raw_filename}.{secrets.token_hex(4)}"
+        try:
+            super()._decompress_shard_part(zip_info, zip_filename, unpacked, compression)
+            os.replace(unpacked, raw_filename)
+        finally:
+            Path(f"{unpacked}.tmp").unlink(missing_ok=True)
 
 
 def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:

@@ -20,7 +20,7 @@ from biphasic.config.schema import DataConfig, StreamConfig
 from biphasic.data.cache_limit import require_room
 from biphasic.data.loader_signals import in_loader
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
-from biphasic.data.shared_memory import one_job_at_a_time
+from biphasic.data.shared_memory import names_from_first_rank
 from biphasic.storage import short
 
 Batch = dict[str, Any]
@@ -140,7 +140,7 @@ def loader(
     # What has no remote is no cache: a limit would delete the data itself.
     limit = config.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
     try:
-        with one_job_at_a_time():
+        with names_from_first_rank():
             dataset = RowDataset(
                 streams=opened,
                 epoch_size=config.epoch_rows if train else None,

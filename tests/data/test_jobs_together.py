@@ -1,0 +1,118 @@
+"""Several jobs on one machine, which start together, read the same data and end at any time."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+from typing import Any
+
+import pytest
+from streaming.base.format import reader_from_json
+from streaming.base.shared import prefix
+
+from biphasic.config.errors import UserError
+from biphasic.config.schema import DataConfig
+from biphasic.data import shared_memory
+from biphasic.data.shards import open_stream
+from biphasic.data.shared_memory import names_from_first_rank
+from biphasic.data.streaming import loader
+from tiny import LENGTH, ROOT, write_rows
+
+JOBS, ROUNDS = 3, 4
+
+
+def data(**stream: Path) -> DataConfig:
+    train = {key: str(path) for key, path in stream.items()}
+    return DataConfig.model_validate({"sequence_length": LENGTH, "train": train, "num_workers": 0})
+
+
+def test_jobs_that_start_together(tmp_path: Path) -> None:
+    folders = [tmp_path / f"job{number}" for number in range(JOBS)]
+    for folder in folders:
+        write_rows(folder / "train", 300, seed=1)
+        write_rows(folder / "validation", 60, seed=2)
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests",
+    }
+    command = [sys.executable, Path(__file__).parent / "start_jobs.py", str(ROUNDS), *folders]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert run.stdout == ""
+
+
+def test_jobs_that_unpack_the_same_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has written its file before the first one gives it its name."""
+    write_rows(tmp_path, 100, seed=1)
+    shard = json.loads((tmp_path / "index.json").read_text())["shards"][0]
+    both, rename = Barrier(2), os.rename
+
+    def wait_and_rename(source: Any, target: Any) -> None:
+        both.wait(10)
+        rename(source, target)
+
+    def unpack() -> None:
+        config = data(local=tmp_path)
+        stream = open_stream(config, config.streams["data.train"])
+        stream.apply_default({"split": "", "validate_hash": None, "keep_zip": False})
+        stream.prepare_shard(reader_from_json(str(tmp_path), "", shard))
+
+    monkeypatch.setattr(os, "rename", wait_and_rename)
+    with ThreadPoolExecutor(2) as pool:
+        for job in [pool.submit(unpack) for _ in range(2)]:
+            job.result()
+    assert (tmp_path / shard["raw_data"]["basename"]).stat().st_size == shard["raw_data"]["bytes"]
+    assert {path.suffix for path in tmp_path.iterdir()} == {".json", ".mds", ".zstd"}
+
+
+@pytest.fixture
+def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    """A process that has `cache` as a dataset's folder, as Streaming records it."""
+    name = f"/dev/shm/{900000 + os.getpid() % 99999:06}_locals"
+    content = prefix._pack_locals([str(tmp_path / "cache")], 0)
+    code = f"""
+import mmap
+with open({name!r}, "w+b", buffering=0) as file:
+    file.write({content!r})
+    memory = mmap.mmap(file.fileno(), 0)
+print("mapped", flush=True)
+input()
+"""
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    job = subprocess.Popen([sys.executable, "-c", code], **pipes)
+    assert job.stdout is not None and job.stdout.readline() == "mapped\n"
+    yield job
+    if job.poll() is None:
+        job.communicate("\n")
+    Path(name).unlink(missing_ok=True)
+
+
+def test_the_cache_of_another_job(
+    tmp_path: Path, other_job: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "remote", 100, seed=1)
+    monkeypatch.setattr(shared_memory, "_PATIENCE", 0.5)
+    config = data(remote=tmp_path / "remote", local=tmp_path / "cache")
+    with pytest.raises(
+        UserError, match=f"{tmp_path}/cache is the cache of another job that is running on this machine"
+    ):
+        loader(config, config.streams, 8, seed=3, train=True)
+    # A dataset without a remote place is only read.
+    local = data(local=tmp_path / "cache")
+    loader(local, local.streams, 8, seed=3, train=True)
+    other_job.communicate("\n")
+    loader(config, config.streams, 8, seed=3, train=True)
+
+
+def test_another_version_of_streaming_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix, "get_shm_prefix", lambda streams, world: (0, None))
+    with pytest.raises(RuntimeError, match="get_shm_prefix has other parameters"), names_from_first_rank():
+        pass
