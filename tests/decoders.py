@@ -20,7 +20,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "smollm3": {},
     "gemma2": {"sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
-    "llama": {"rope_scaling": {"rope_type": "linear", "factor": 2.0}, "attention_bias": True},
+    "llama": {
+        "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
+        "attention_bias": True,
+    },
     "qwen2": {"use_sliding_window": True, "sliding_window": 3, "max_window_layers": 2},
 }
 TEXTS = [[5, 6, 7, 8, 9, 10, 11, 2], [12, 13, 2], [14, 15, 16, 17, 2]]

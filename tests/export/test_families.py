@@ -192,9 +192,13 @@ def test_what_cannot_be_written_is_said(tokenizer: Tokenizer, tmp_path: Path) ->
     model.config.layer_types = ["full_attention", "chunked_attention"]
     with pytest.raises(UserError, match=r"qwen3 model can't be written: it has layers of the kinds chunked_attention"):
         export_language_model(model, tokenizer, tmp_path / "out", "card", dtype=torch.float32)
+    with pytest.raises(
+        UserError, match=r"gpt2 model can't be written: .* small network of its kind \('num_hidden_layers'\)"
+    ):
+        bidirectional.bidirectional_format(AutoConfig.for_model("gpt2"), tokenizer)
     scaled = network()
     scaled.config.model_type = "eurobert"
-    scaled.config.rope_scaling = {"rope_type": "linear", "factor": 2.0}
+    scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
     encoder = Encoder(scaled.backbone, Reader(tokenizer, LENGTH))
     with pytest.raises(UserError, match=r"eurobert model with rope scaling .*; save_model=false trains and scores"):
         require_exportable(encoder)
