@@ -102,7 +102,7 @@ def _write_own(encoder: Encoder, head: nn.Module, out: Path, card: str, sentence
     backbone: Any = encoder.backbone
 
     def fill(folder: Path) -> None:
-        backbone.save_pretrained(folder, safe_serialization=True)
+        backbone.save_pretrained(folder)
         encoder.tokenizer.save(folder)
         write_sentence_transformers(folder, encoder.width, sentences)
         if head.state_dict():
