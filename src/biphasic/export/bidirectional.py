@@ -1,6 +1,6 @@
 """Other decoder families as encoders: a model type of their own, and one file of code that makes attention look both ways.
 
-A family's own model type would load without that file, as the decoder it was: without a word, it would look back only.
+Under its family's own model type a folder would also load without that file, as the decoder it was, and look back only.
 """
 
 from __future__ import annotations
