@@ -135,11 +135,12 @@ def test_families_that_need_code_say_so(record: dict[str, Any]) -> None:
     card = pretrained_card(record, "mine", remote_code=True)
     assert 'AutoModel.from_pretrained("mine", trust_remote_code=True)' in card
     assert 'SentenceTransformer("mine", trust_remote_code=True)' in card
-    assert "# transformers >= 5" not in card
+    assert "# transformers >= 5" in card
     assert ModelCard(card).data.tags == ["biphasic", "qwen3", "encoder", "sentence-transformers"]
     plain = pretrained_card(record, "mine")
     assert "trust_remote_code=True" not in plain
     assert "# transformers >= 5" in plain
+    assert "# transformers >= 5" not in finetuned_card("m", {}, family="bert")
     for card in (
         untrained_card(yaml.safe_load(record["config"]), remote_code=True),
         finetuned_card("m", {}, remote_code=True),

@@ -179,7 +179,7 @@ def _front(
 
 def _use(name: str, remote_code: bool, eurobert: bool = True) -> str:
     trust, code = (", trust_remote_code=True", _CODE) if remote_code else ("", "")
-    return _LOAD.format(name=name, trust=trust, code=code, version=_VERSION if eurobert and not remote_code else "")
+    return _LOAD.format(name=name, trust=trust, code=code, version=_VERSION if eurobert or remote_code else "")
 
 
 def _limits(more: Sequence[str], base: str | None) -> str:
