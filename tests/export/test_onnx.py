@@ -255,5 +255,5 @@ def test_what_can_not_be_written_as_onnx(exported: Path, tmp_path: Path, monkeyp
     with pytest.raises(UserError, match=r"model_quantized\.onnx, which was not written here"):
         export_onnx(folder)
     monkeypatch.setattr(module.importlib.util, "find_spec", lambda name: None if name == "onnxruntime" else True)
-    with pytest.raises(UserError, match=r"--onnx: onnxruntime not installed: pip install 'biphasic\[onnx\]'"):
+    with pytest.raises(UserError, match=r"--onnx: onnxruntime not installed: uv pip install '\.\[onnx\]'"):
         export_onnx(folder)
