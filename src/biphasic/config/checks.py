@@ -103,10 +103,8 @@ def _model(config: PretrainConfig) -> Found:
         if missing:
             return
         assert model.hidden_size and model.num_heads
-        if model.head_dim is None and model.hidden_size % model.num_heads:
-            message = (
-                f"expected a divisor of hidden_size ({model.hidden_size}), or head_dim beside it; got {model.num_heads}"
-            )
+        if model.hidden_size % model.num_heads:
+            message = f"expected a divisor of hidden_size ({model.hidden_size}); got {model.num_heads}"
             yield ["model.num_heads", "model.hidden_size"], message
             return
         if model.num_heads % (model.num_kv_heads or model.num_heads):
