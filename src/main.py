@@ -10,18 +10,30 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from pathlib import Path
+from typing import NoReturn
 
-from biphasic.config.errors import ConfigError, RankLost, UserError
+from biphasic.config.errors import UserError
 from biphasic.config.load import Config, load
 from biphasic.config.plan import describe, describe_other, plan
 from biphasic.config.schema import PretrainConfig
 from biphasic.config.sweep import SweepConfig
+from biphasic.faults import run_together
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Exit status: 0 done, 1 the run (or one of a sweep's trials) failed, 2 something has to be changed first, 75 stopped on
     request and saved: start it again."""
-    parser = argparse.ArgumentParser(prog="main.py", description="Run what a YAML describes, or print its plan.")
+    return run_together(lambda: _main(arguments))
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{self.format_usage()}{self.prog}: error: {message}")
+
+
+def _main(arguments: list[str] | None) -> int:
+    parser = _Parser(prog="main.py", description="Run what a YAML describes, or print its plan.")
     parser.add_argument("file", help="the YAML")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value, e.g. optimizer.lr=1e-4")
     parser.add_argument("--plan", action="store_true", help="check everything and say what would be done; do nothing")
@@ -31,24 +43,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=_at_least_one, metavar="N", help="of a sweep: begin so many trials at most")
     parser.add_argument("--retry-failed", action="store_true", help="of a sweep: run failed trials again")
     given = parser.parse_intermixed_args(arguments)
-    try:
-        config = load(given.file, given.overrides, given.ranks)
-        if isinstance(config, SweepConfig):
-            return _sweep(config, given)
-        if given.limit is not None or given.retry_failed:
-            raise UserError(f"--limit and --retry-failed are for sweeps; {given.file} is job: {config.job}")
-        if given.plan:
-            print(_plan(config, given.ranks, given.json))
-        else:
-            return _run(config)
-    except (ConfigError, UserError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        return 2
-    except RankLost as error:
-        # Each node's launcher shows its own ranks only.
-        print(error, file=sys.stderr)
-        return 1
+    config = load(given.file, given.overrides, given.ranks)
+    if isinstance(config, SweepConfig):
+        return _sweep(config, given)
+    if given.limit is not None or given.retry_failed:
+        raise UserError(f"--limit and --retry-failed are for sweeps; {given.file} is job: {config.job}")
+    print(_plan(config, given.ranks, given.json) if given.plan else f"written to {_run(config)}")
     return 0
 
 
@@ -84,7 +84,7 @@ def _at_least_one(text: str) -> int:
     return int(text)
 
 
-def _run(config: Config) -> int:
+def _run(config: Config) -> Path:
     # Imported here: torch and Composer take seconds, which nobody should wait for to read a plan or an error.
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job
@@ -94,15 +94,7 @@ def _run(config: Config) -> int:
         from biphasic.evaluation.run import run as job
     else:
         raise UserError(f"job: {config.job} runs without Composer: python data_prep/{config.job}.py FILE.yaml")
-    from biphasic.checkpointing.stopping import PREEMPTED, Preempted
-
-    try:
-        print(f"written to {job(config)}")  # pyright: ignore[reportArgumentType]
-    except Preempted as stop:
-        if os.environ.get("RANK", "0") == "0":
-            print(f"{stop}; status {PREEMPTED}: start the same command again and it goes on")
-        return PREEMPTED
-    return 0
+    return job(config)  # pyright: ignore[reportArgumentType]
 
 
 if __name__ == "__main__":

@@ -14,6 +14,7 @@ from transformers import LlamaConfig
 
 from backbones import SMALL
 from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.saver import ShardWriter
 from biphasic.model.fresh import from_hf_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.storage import hash_of
@@ -81,7 +82,7 @@ def checkpoint_of(
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / (f"ep0-ba{batch}" if sharded else f"ba{batch}-rank0.pt")
     if sharded:
-        dcp.save(state, checkpoint_id=str(path), no_dist=True)
+        dcp.save(state, storage_writer=ShardWriter(path), no_dist=True)
         files = {f"{path.name}/{file.name}": (file.stat().st_size, hash_of(file)) for file in path.iterdir()}
     else:
         torch.save(state, path)

@@ -18,11 +18,12 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import in_bytes
-from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.places import checkpoint_places, splits_of
 from biphasic.config.schema import PretrainConfig
+from biphasic.faults import run_together
 from biphasic.storage import is_remote, short, store
 
 _REDUCED = 1 << 25
@@ -43,15 +44,14 @@ def main(arguments: list[str] | None = None) -> int:
     if not given or given[0] in ("-h", "--help"):
         print(__doc__)
         return 0 if given else 2
-    try:
-        config = load(given[0], given[1:], int(os.environ.get("WORLD_SIZE", "1")))
-        if not isinstance(config, PretrainConfig | FinetuneConfig):
-            raise UserError(f"{given[0]}: expected job: pretrain or job: finetune; got {config.job}")
-        found = facts(config)
-    except (ConfigError, UserError) as error:
-        if os.environ.get("RANK", "0") == "0":
-            print(error, file=sys.stderr)
-        return 2
+    return run_together(lambda: _check(given))
+
+
+def _check(given: list[str]) -> int:
+    config = load(given[0], given[1:], int(os.environ.get("WORLD_SIZE", "1")))
+    if not isinstance(config, PretrainConfig | FinetuneConfig):
+        raise UserError(f"{given[0]}: expected job: pretrain or job: finetune; got {config.job}")
+    found = facts(config)
     from composer.utils import dist
 
     everybody: list[Facts] = dist.all_gather_object(found)

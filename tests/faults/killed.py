@@ -72,7 +72,7 @@ def patch() -> None:
         saving = mine.batch
         write(self, how, content, mine)
 
-    class Writer(saver.FileSystemWriter):
+    class Writer(saver.ShardWriter):
         def write_data(self, *given: Any, **keys: Any) -> Any:
             die_if("write", saving)
             return super().write_data(*given, **keys)
@@ -102,7 +102,7 @@ def patch() -> None:
 
     pretrain._saver, saver.Saver._write = building, writing
     pretrain.callbacks = lambda *given: [Moments(made[0]), *callbacks(*given)]
-    saver.FileSystemWriter = Writer  # pyright: ignore
+    saver.ShardWriter = Writer  # pyright: ignore
     S3Store.put, uploads.finish, uploads.forget = putting, finishing, forgetting
 
 

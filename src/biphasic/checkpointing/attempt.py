@@ -15,6 +15,7 @@ from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.stopping import Stopping
 from biphasic.checkpointing.together import Together
 from biphasic.config.errors import UserError
+from biphasic.faults import closing
 
 _PATIENCE = timedelta(hours=2)
 """For a large checkpoint and a slow bucket."""
@@ -47,8 +48,13 @@ def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
     """
     stopping, claim, ranks = Stopping(), Claim(place), Together(_PATIENCE)
     stopping.listen()
+
+    def close(reason: str) -> None:
+        stopping.release()
+        claim.release(f"could not start: {reason}")
+
     name, fault = "", None
-    try:
+    with closing(close):
         if dist.get_global_rank() == 0:
             try:
                 name = claim.take(dist.get_world_size())
@@ -57,10 +63,6 @@ def begin(place: str, here: Path, run: dict[str, Any]) -> Attempt:
         ranks.raise_first(fault)
         name = ranks.first(name)
         resume = resume_point(place, here, run, ranks)
-    except BaseException as error:
-        stopping.release()
-        claim.release(f"could not start: {error}")
-        raise
     if dist.get_global_rank() == 0:
         claim.starts_from(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
     return Attempt(name, place, here, claim, stopping, ranks, resume)

@@ -20,14 +20,26 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from biphasic.checkpointing.claim import Claim
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.staging import Staging
-from biphasic.checkpointing.stopping import Preempted, Stopping
+from biphasic.checkpointing.stopping import Stopping
 from biphasic.checkpointing.together import Together
 from biphasic.checkpointing.uploads import Uploads, write_part
-from biphasic.config.errors import UserError
+from biphasic.config.errors import Preempted, UserError
 from biphasic.storage import hash_of, short, unfinished
 
 FILENAME = "ba{batch}-rank0.pt"
 """Name of a monolithic checkpoint; a sharded one is a folder, `ep…-ba…`."""
+
+
+class ShardWriter(FileSystemWriter):
+    """PyTorch's writer of sharded checkpoints, with the folder as text in their index.
+
+    PyTorch pickles a path, whose class has another module in Python 3.13 than in 3.12 and 3.14: none could read the others'.
+    """
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder."""
+        return str(self.path)
 
 
 class Saver(Callback):
@@ -182,5 +194,5 @@ class Saver(Callback):
         for old in folder.glob(f"__{rank}_*.distcp"):
             old.unlink()
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
-        save_shards(content, storage_writer=FileSystemWriter(folder), planner=planner, process_group=self._group)
+        save_shards(content, storage_writer=ShardWriter(folder), planner=planner, process_group=self._group)
         return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]

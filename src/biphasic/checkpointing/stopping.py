@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,15 +17,9 @@ from biphasic.checkpointing.together import Together
 from biphasic.config.errors import UserError
 from biphasic.data.loader_signals import keep_loaders, let_loaders_go
 
-PREEMPTED = 75
-"""Exit status of a run that was asked to stop and has saved: start the same command again. (sysexits' EX_TEMPFAIL)"""
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _AGAIN = 3.0
 """Seconds. A signal to a whole process group comes twice: the launcher passes its own on at once."""
-
-
-class Preempted(Exception):
-    """The run has saved and stops, to be started again."""
 
 
 class Stopping(Callback):
@@ -56,6 +51,8 @@ class Stopping(Callback):
     def release(self) -> None:
         """Give the signals back."""
         let_loaders_go()
+        if threading.current_thread() is not threading.main_thread():
+            return  # the process is about to end
         for number, handler in self._before.items():
             # The launcher sends its signal to all that are left when the first process has ended.
             signal.signal(number, signal.SIG_IGN if self.saved else handler)

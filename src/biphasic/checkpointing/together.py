@@ -22,7 +22,7 @@ class Together:
 
     def __init__(self, patience: timedelta = timedelta(minutes=30)):
         ranks = dist.get_world_size()
-        self.group = torch.distributed.new_group(backend="gloo", timeout=patience) if ranks > 1 else None
+        self.group: Any = torch.distributed.new_group(backend="gloo", timeout=patience) if ranks > 1 else None
         """None for a single process."""
 
     def most(self, value: int) -> int:

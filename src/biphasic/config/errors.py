@@ -29,10 +29,14 @@ class UserError(Exception):
     """Something that the person who started the program can mend; its message is all they need to read."""
 
 
-class RankLost(Exception):
-    """Another rank has ended, so this one can't go on; nothing is to be mended here, and starting again may do."""
+class Preempted(Exception):
+    """The run was asked to stop and has saved; the same command continues it."""
+
+
+PREEMPTED = 75
+"""Exit status of a run that was preempted. (sysexits' EX_TEMPFAIL)"""
 
 
 def is_lost_rank(error: BaseException) -> bool:
-    """Whether it is what a collective says when a peer is gone."""
-    return isinstance(error, RuntimeError) and "by peer" in str(error)
+    """Whether the error means that another rank has ended: a collective's, of gloo or NCCL."""
+    return isinstance(error, RuntimeError) and any(part in str(error) for part in ("by peer", "ncclRemoteError"))

@@ -145,12 +145,7 @@ def _score(system: _System, task: Any, folder: Path) -> list[dict[str, Any]]:
     rows: list[Scores] = []
     made = system.make()
     if isinstance(made, Retriever) or dist.get_global_rank() == 0:
-        try:
-            rows, result = score(made, task)
-        except UserError as error:
-            if dist.get_global_rank():  # one rank's own, of which the first one knows nothing
-                print(error, file=sys.stderr, flush=True)
-            raise
+        rows, result = score(made, task)
         if dist.get_global_rank() == 0:
             place = mteb.ResultCache(system.baselines or folder)
             place.save_to_cache(result, made.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]

@@ -223,7 +223,7 @@ class _Index(pickle.Unpickler):
         known = module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard."))
         known |= module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
         known |= (module, name) in (("collections", "OrderedDict"), ("torch.serialization", "_get_layout"))
-        known |= (module, name) in (("pathlib", "PosixPath"), ("torch.torch_version", "TorchVersion"))
+        known |= (module, name) == ("torch.torch_version", "TorchVersion")
         # A description is a class; a function could be anything.
         if not known or (module.startswith("torch.distributed.") and not _is_description(module, name)):
             raise _Named(f"{module}.{name}")

@@ -30,9 +30,7 @@ def set_up(model: LanguageModel, config: ComputeConfig) -> str:
     if config.attention != "auto" and not attention.installed(config.attention):
         wants = "needs a GPU" if not gpu else "doesn't run on this GPU"
         if gpu and config.attention == "flash2":
-            wants = (
-                "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
-            )
+            wants = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
         raise UserError(f"compute.attention: {config.attention} {wants}: expected another one, or auto")
     model.attention = config.attention
     compiling = gpu if config.compile == "auto" else config.compile

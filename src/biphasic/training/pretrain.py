@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,27 +17,27 @@ from biphasic.checkpointing.attempt import Attempt, begin
 from biphasic.checkpointing.find import local_copy
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.saver import Saver
-from biphasic.checkpointing.stopping import Preempted, Stopping
+from biphasic.checkpointing.stopping import Stopping
 from biphasic.checkpointing.uploads import Uploads
 from biphasic.config.checks import architecture_of
 from biphasic.config.durations import Duration
-from biphasic.config.errors import RankLost, UserError, is_lost_rank
+from biphasic.config.errors import UserError
 from biphasic.config.load import dump
 from biphasic.config.places import checkpoint_places, folder_of
 from biphasic.config.records import record_of
 from biphasic.config.same_run import deciding, differences
 from biphasic.config.schema import PretrainConfig
 from biphasic.config.timeline import decay_start
-from biphasic.data.shards import ShardError, indexes
-from biphasic.data.shared_memory import free_stale_shared_memory
+from biphasic.data.shards import indexes
 from biphasic.data.streaming import loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.faults import closing
 from biphasic.model.backbone import build
 from biphasic.model.checkpoint import require_plain
 from biphasic.model.kernels import recomputed
 from biphasic.model.language_model import LanguageModel
 from biphasic.objectives.mlm import Vocabulary
-from biphasic.storage import join, short
+from biphasic.storage import join
 from biphasic.training import microbatch
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import require_precision, set_up
@@ -60,36 +59,26 @@ def run(config: PretrainConfig) -> Path:
         The run's folder.
 
     Raises:
-        UserError: data, tokenizer or a checkpoint are missing or don't fit, a shard turns out to be damaged, or another
-            rank has ended.
+        UserError: data, tokenizer or a checkpoint are missing or don't fit, or a shard turns out to be damaged.
     """
     require_precision(config.precision)
     dist.initialize_dist(get_device(None))
     attempt = begin(*checkpoint_places(config), {"name": config.run_name, "decides": deciding(config)})
     trainer = None
-    try:
+
+    def close(reason: str) -> None:
+        # Not `trainer.close()`: it waits for the other ranks, and they wait for this one's batch.
+        if trainer is not None:
+            trainer.engine.close()
+        attempt.end(reason)
+
+    with closing(close):
         trainer = prepare(config, attempt)
         if trainer.state.max_duration is not None and trainer.state.timestamp >= trainer.state.max_duration:
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
             trainer.fit()
         trainer.close()
-    except BaseException as error:
-        # The first rank says what stops all of them; a shard can stop any one.
-        if isinstance(error, ShardError) and dist.get_global_rank():
-            print(error, file=sys.stderr, flush=True)
-        # Not `trainer.close()`: it waits for the other ranks, and they wait for this one's batch.
-        if trainer is not None:
-            trainer.engine.close()
-        attempt.end(
-            short(error) if isinstance(error, UserError | Preempted) else f"{type(error).__name__}: {short(error)}"
-        )
-        if is_lost_rank(error):
-            rank = dist.get_global_rank()
-            raise RankLost(
-                f"rank {rank}: another rank ended in the middle of a step; its own message says why"
-            ) from error
-        raise
     attempt.end("finished")
     return folder_of(config)
 
@@ -101,10 +90,6 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     if resume is not None and not config.checkpoint.autoresume:
         raise UserError(f"{attempt.place} holds checkpoints (the newest: {resume.path}) and checkpoint.autoresume is false: "
                         "choose another run_name, or remove them")  # fmt: skip
-    if dist.get_local_rank() == 0:
-        free_stale_shared_memory()
-    dist.barrier()
-
     tokenizer = load_tokenizer(config.tokenizer)
     data = conversion_record(config, tokenizer)
     start = (

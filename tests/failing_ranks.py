@@ -1,0 +1,52 @@
+"""Helper of test_faults.py: three ranks that wait for each other until some of them fail.
+
+composer -n 3 failing_ranks.py CASE REASON      rank 0 writes why the job ended to the file REASON
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+import torch.distributed
+
+from biphasic.config.errors import UserError
+from biphasic.faults import closing, run_together
+
+
+def fail(case: str, rank: int) -> None:
+    if case == "one" and rank == 1:
+        raise UserError("the shard is damaged\nput it right")
+    if case == "bug" and rank == 1:
+        print(1 / 0)
+    if case == "all":
+        time.sleep(0 if rank else 1)
+        raise UserError("the loss is not a finite number")
+    if case == "two" and rank:
+        raise UserError(f"the disk of rank {rank} is full")
+    if case == "killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def job(case: str, reason: Path) -> int:
+    rank = int(os.environ["RANK"])
+    if case == "early" and rank == 1:
+        raise UserError("the file is not the same on this node")
+    torch.distributed.init_process_group("gloo")
+
+    def close(why: str) -> None:
+        if not rank:
+            reason.write_text(why)
+
+    with closing(close):
+        torch.distributed.barrier()
+        fail(case, rank)
+        torch.distributed.barrier()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_together(lambda: job(sys.argv[1], Path(sys.argv[2]))))
