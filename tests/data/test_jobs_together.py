@@ -13,6 +13,8 @@ from threading import Barrier
 from typing import Any
 
 import pytest
+from streaming import Stream, StreamingDataset
+from streaming.base import dataset
 from streaming.base.format import reader_from_json
 from streaming.base.shared import prefix
 
@@ -20,7 +22,6 @@ from biphasic.config.errors import UserError
 from biphasic.config.schema import DataConfig
 from biphasic.data import shared_memory
 from biphasic.data.shards import open_stream
-from biphasic.data.shared_memory import names_from_first_rank
 from biphasic.data.streaming import loader
 from tiny import LENGTH, ROOT, write_rows
 
@@ -112,7 +113,16 @@ def test_the_cache_of_another_job(
     loader(config, config.streams, 8, seed=3, train=True)
 
 
-def test_another_version_of_streaming_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "get_shm_prefix", lambda streams, world: (0, None))
-    with pytest.raises(RuntimeError, match="get_shm_prefix has other parameters"), names_from_first_rank():
-        pass
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(dataset, "get_shm_prefix"), (StreamingDataset, "_get_work"), (Stream, "_decompress_shard_part")],
+    ids=str,
+)
+def test_another_form_of_streaming_is_refused(
+    owner: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_rows(tmp_path / "rows", 20, seed=1)
+    config = data(local=tmp_path / "rows")
+    monkeypatch.setattr(owner, name, lambda other: None)
+    with pytest.raises(UserError, match=rf"mosaicml-streaming \S+: .*\.{name} has the parameters \(other\), but"):
+        loader(config, config.streams, 8, seed=3, train=True)

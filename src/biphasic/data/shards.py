@@ -14,6 +14,7 @@ from biphasic.config.errors import UserError
 from biphasic.config.records import parent_of
 from biphasic.config.schema import DataConfig, MixedStreamConfig, StreamConfig
 from biphasic.storage import Store, hash_of, short, store
+from biphasic.versions import require_form
 
 INDEX, STARTED = "index.json", "conversion.started"
 
@@ -73,8 +74,10 @@ def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:
     """A stream as Streaming takes it, without looking at the data.
 
     Raises:
-        UserError: there is no dataset, or only a part of one.
+        UserError: there is no dataset, or only a part of one; or this version of Streaming unpacks shards in another way.
     """
+    name = "_decompress_shard_part"
+    require_form("mosaicml-streaming", Stream, name, getattr(CheckedStream, name))
     _require_dataset(stream)
     return CheckedStream(
         local=stream.local,

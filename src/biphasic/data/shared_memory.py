@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import itertools
 import os
 import re
@@ -20,6 +19,7 @@ from streaming.base.shared import SharedMemory, prefix
 from streaming.base.world import World
 
 from biphasic.storage import short
+from biphasic.versions import require_form
 
 _MEMORY, _PROCESSES = Path("/dev/shm"), Path("/proc")
 _STREAMING = re.compile(r"^\d{6}_\w+$")
@@ -60,14 +60,9 @@ def names_from_first_rank() -> Iterator[None]:
     meanwhile, they find different ones.
 
     Raises:
-        RuntimeError: this version of Streaming takes names in another way.
+        UserError: this version of Streaming takes names in another way.
     """
-    original = prefix.get_shm_prefix
-    if list(inspect.signature(original).parameters) != list(inspect.signature(_take_names).parameters):
-        raise RuntimeError(
-            "streaming.base.shared.prefix.get_shm_prefix has other parameters than biphasic.data.shared_memory expects: "
-            "install the version of mosaicml-streaming in requirements.lock"
-        )
+    original = require_form("mosaicml-streaming", dataset, "get_shm_prefix", _take_names)
     setattr(dataset, original.__name__, _take_names)
     try:
         yield

@@ -22,6 +22,7 @@ from biphasic.data.loader_signals import in_loader
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
 from biphasic.data.shared_memory import names_from_first_rank
 from biphasic.storage import short
+from biphasic.versions import require_form
 
 Batch = dict[str, Any]
 """A batch: `tokens` int64 [rows, length], `segment_ids` int32 [rows, length] (1 for a row's first segment; 0 at padding),
@@ -135,6 +136,7 @@ def loader(
         UserError: a stream isn't there, is unfinished or can't be opened, or the cache is too small for it. While the
             batches are read: a shard can't be had or is damaged (a `ShardError`).
     """
+    require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
     opened = [open_stream(config, stream) for stream in streams.values()]
     where = ", ".join(stream.remote or stream.local for stream in streams.values())
     # What has no remote is no cache: a limit would delete the data itself.
