@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test faults test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test test-all faults mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
@@ -49,15 +49,25 @@ $(READY): requirements.lock pyproject.toml
 quickstart: env
 	$(BIN)/python recipes/quickstart/quickstart.py
 
+# COVERAGE=1 also prints which lines of src/ ran, in subprocesses too.
 test: env
-	# A thread each: tiny models are slower with more, and much slower beside others. What fails beside others, on a busy
-	# machine, is run again alone.
-	export OMP_NUM_THREADS=1; $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal \
-		|| $(BIN)/python -m pytest --last-failed --last-failed-no-failures none
+	@# One thread a process: tiny models are slower with more.
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
+
+# Also the long forms: many kills, whole benchmarks, thousands of generated inputs. CONTRIBUTING.md says when to run them.
+test-all: env
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
 
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env
 	BIPHASIC_KILLS=20 $(BIN)/python -m pytest tests/faults
+
+# Mutation tests of the modules in [tool.mutmut]: each mutant runs the unit tests that reach it. About an hour or two; a
+# pattern limits it: make mutants MUTANTS='biphasic.objectives*'. Works in mutants/, which is ignored by git.
+mutants: env
+	$(BIN)/uv pip install --quiet --python $(BIN)/python "mutmut>=3.8,<4"
+	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(WORKERS) $(if $(MUTANTS),'$(MUTANTS)')
+	$(BIN)/mutmut results
 
 # A real Slurm on this machine, with a real preemption; needs root and Debian's slurm-wlm.
 test-slurm: env
@@ -66,6 +76,7 @@ test-slurm: env
 lint: env
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/basedpyright
 
 # About a quarter of an hour on two cores: nothing else may run beside it. Writes benchmarks/results/.

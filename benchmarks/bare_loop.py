@@ -1,10 +1,10 @@
-"""The barest correct loop over a run's batches: what Biphasic's trainer is measured against.
+"""A minimal correct loop over a run's batches, as the baseline of Biphasic's trainer.
 
     python benchmarks/bare_loop.py RUN.yaml BATCHES.pt OUT.json [--seed N]
     torchrun --nproc-per-node 2 benchmarks/bare_loop.py …
 
-The same network from the same seed, the same batches in the same order, the same masks, optimizer, clipping and learning
-rates as the YAML's run; no Composer, no Streaming, no logging, no checkpoints. The batches lie in memory.
+The same network from the same seed, the same batches in the same order, the same masks, optimizer, clipping and
+learning rates as the YAML's run; no Composer, no Streaming, no logging, no checkpoints. The batches are in memory.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from biphasic.config.load import load
-from biphasic.config.schema import MLMPhase, PretrainConfig
-from biphasic.model.backbone import build
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import MLMPhase
+from biphasic.model.backbone import build_language_model
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
@@ -31,53 +32,57 @@ from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 
 
 def train(config: PretrainConfig, batches: list[dict[str, Any]], vocabulary: Vocabulary, seed: int) -> dict[str, Any]:
-    """Train on the batches, one a step; durations in the YAML are batches.
+    """Train on the batches, one per step; durations in the YAML are batches.
 
     Args:
         config: whose model, phases, optimizer, schedule and microbatch are used.
-        batches: global ones, as `biphasic.data.streaming.collate` makes them.
-        vocabulary: for the masks.
+        batches: global batches, as `biphasic.data.streaming.collate` makes them.
+        vocabulary: of the masks.
         seed: of the initial weights and the masks.
 
     Returns:
-        The fields of `workload.Run` but `started`; of all ranks together.
+        The fields of `workload.Run` except `started`, over all ranks.
     """
     ranks = dist.get_world_size() if dist.is_initialized() else 1
     rank = dist.get_rank() if dist.is_initialized() else 0
-    model: Any = build(config.model, config.data.sequence_length, seed)
+    model: Any = build_language_model(config.model, config.data.sequence_length, seed)
     if ranks > 1:
         model = torch.nn.parallel.DistributedDataParallel(model)
-    parameters, ours = list(model.parameters()), config.optimizer
+    parameters, settings = list(model.parameters()), config.optimizer
     optimizer = torch.optim.AdamW(
-        parameters, lr=ours.lr, betas=(ours.betas[0], ours.betas[1]), eps=ours.eps, weight_decay=ours.weight_decay
+        parameters,
+        lr=settings.lr,
+        betas=(settings.betas[0], settings.betas[1]),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
     )
-    assert isinstance(config.microbatch_size, int) and ours.clip_norm is not None
+    assert isinstance(config.microbatch_size, int) and settings.clip_norm is not None
     share, size = config.global_batch_size // ranks, config.microbatch_size
     began, ends, losses, tokens = time.time(), [], [], []
-    for step, whole in enumerate(batches):
-        batch = {name: value[rank * share : (rank + 1) * share] for name, value in whole.items()}
-        optimizer.param_groups[0]["lr"] = ours.lr * _factor(config, step)
+    for step, global_batch in enumerate(batches):
+        batch = {name: value[rank * share : (rank + 1) * share] for name, value in global_batch.items()}
+        optimizer.param_groups[0]["lr"] = settings.lr * _factor(config, step)
         causal, inputs, targets = _objective(config, batch, vocabulary, seed, step)
         count = (targets != IGNORE).sum()
         if ranks > 1:
             dist.all_reduce(count)
         summed = torch.zeros(())
-        for at in range(0, share, size):
-            rows = slice(at, at + size)
+        for first in range(0, share, size):
+            rows = slice(first, first + size)
             segments = Segments.of(_segments(batch["lengths"][rows], inputs.shape[1]), inputs.device)
-            # Gradients are exchanged once, with the last microbatch.
-            with model.no_sync() if ranks > 1 and at + size < share else nullcontext():
+            # Ranks reduce gradients once, with the last microbatch.
+            with model.no_sync() if ranks > 1 and first + size < share else nullcontext():
                 total, _ = model(inputs[rows].flatten(), targets[rows].flatten(), segments, causal)
-                # DDP divides by the ranks.
+                # DDP divides by the number of ranks.
                 (total * ranks / count).backward()
             summed += total.detach()
-        torch.nn.utils.clip_grad_norm_(parameters, ours.clip_norm)
+        torch.nn.utils.clip_grad_norm_(parameters, settings.clip_norm)
         optimizer.step()
         optimizer.zero_grad()
         if ranks > 1:
             dist.all_reduce(summed)
         losses.append(float(summed / count))
-        tokens.append(sum(map(sum, whole["lengths"])))
+        tokens.append(sum(map(sum, global_batch["lengths"])))
         ends.append(time.time())
     return {"began": began, "ends": ends, "losses": losses, "tokens": tokens}
 
@@ -85,25 +90,25 @@ def train(config: PretrainConfig, batches: list[dict[str, Any]], vocabulary: Voc
 def _objective(
     config: PretrainConfig, batch: dict[str, Any], vocabulary: Vocabulary, seed: int, step: int
 ) -> tuple[bool, Tensor, Tensor]:
-    """Whether a token sees only what is before it; inputs and targets."""
+    """Whether attention is causal; inputs and targets."""
     tokens, segment_ids = batch["tokens"], batch["segment_ids"]
     first, second = config.objective.phases
     assert first.until is not None and isinstance(second, MLMPhase) and isinstance(second.masking_ratio, float)
     if step < first.until.value:
         return True, tokens, clm_targets(tokens, segment_ids)
     inputs, targets = mlm_inputs_and_targets(
-        tokens, segment_ids, batch["rows"], vocabulary, seed=seed, epoch=0, masking_ratio=second.masking_ratio
+        tokens, segment_ids, batch["row_ids"], vocabulary, seed=seed, epoch=0, masking_ratio=second.masking_ratio
     )
     return False, inputs, targets
 
 
 def _segments(lengths: list[list[int]], row: int) -> list[int]:
-    """Of all rows, one after another; the padding at a row's end is one, too."""
-    found = []
+    """Segment lengths of all rows; the padding at a row's end is a segment."""
+    results = []
     for row_lengths in lengths:
         rest = row - sum(row_lengths)
-        found += [*row_lengths, rest] if rest else row_lengths
-    return found
+        results += [*row_lengths, rest] if rest else row_lengths
+    return results
 
 
 def _factor(config: PretrainConfig, step: int) -> float:
@@ -113,26 +118,26 @@ def _factor(config: PretrainConfig, step: int) -> float:
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Train, and write what was measured."""
+    """Train and write the measurements."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("yaml", type=Path)
     parser.add_argument("batches", type=Path)
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, help="default: the YAML's")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
-    config = load(given.yaml, [])
+    config = load(options.yaml, [])
     assert isinstance(config, PretrainConfig)
     from workload import MASK, SPECIAL
 
     vocabulary = Vocabulary(config.model.vocab_size or 0, MASK, tuple(range(len(SPECIAL))))
-    batches = torch.load(given.batches)
-    found = train(config, batches, vocabulary, config.seed if given.seed is None else given.seed)
+    batches = torch.load(options.batches)
+    results = train(config, batches, vocabulary, config.seed if options.seed is None else options.seed)
     if not dist.is_initialized() or dist.get_rank() == 0:
-        given.out.write_text(json.dumps(found), encoding="utf-8")
+        options.out.write_text(json.dumps(results), encoding="utf-8")
     if dist.is_initialized():
-        # Without the first, the second hangs now and then: gloo (2.7) waits for a rank that has gone.
+        # Without the barrier, gloo (2.7) sometimes waits for a rank that has ended.
         dist.barrier()
         dist.destroy_process_group()
 

@@ -1,14 +1,14 @@
-"""How fast text becomes shards: `make bench-data`.
+"""The speed of conversion from text to shards: `make bench-data`.
 
-One text for all: the docstrings of the installed packages, repeated under other ids up to the asked size, and a tokenizer
-of 32,768 words that is trained on them. In one run, each part in a process of its own, with two threads or workers:
+The text is the docstrings of the installed packages, repeated under other ids up to the requested size, with a tokenizer of
+32,768 words that is trained on them. Each part runs in its own process, with two threads or workers:
 
-    encode      `tokenizers`' own `encode_batch` over texts in memory, nothing else
-    convert     the whole of `data_prep/convert.py`: reading Parquet, tokenizing, packing, compressing, writing, hashing
-    plain       what most projects write: one process, a text at a time, concatenate and chop, MDSWriter
-    memory      the largest memory of all of convert's processes together, at the asked size and at ten times that
+    encode      `encode_batch` of `tokenizers` over texts in memory
+    convert     `data_prep/convert.py`: reading Parquet, tokenizing, packing, compressing, writing, hashing
+    plain       a common converter: one process, one text at a time, concatenate and chop, MDSWriter
+    memory      the peak memory of all of convert's processes, at the requested size and at ten times that size
 
-Rates count the tokens of the text. The start of the processes is told apart: it is the same for any size.
+Rates count the tokens of the text. The start of the processes, which is the same for any size, is reported separately.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from tables import save
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "runs" / "bench-data"
-WORDS, LENGTH, FILE_BYTES, TASK_BYTES = 32768, 2048, 16_000_000, 32 * 2**20
+WORDS, LENGTH, FILE_BYTES, UNIT_BYTES = 32768, 2048, 16_000_000, 32 * 2**20
 THREADS = 2
 
 
 def make_text(megabytes: int) -> Path:
-    """Parquet files of about `megabytes` of text, in FineWeb-Edu's columns."""
+    """Write Parquet files of about `megabytes` of text, in FineWeb-Edu's columns."""
     import pyarrow.parquet as pq
 
     folder = FOLDER / f"text-{megabytes}"
@@ -77,13 +77,13 @@ def _write(path: Path, ids: list[str], texts: list[str]) -> None:
 
 
 def make_tokenizer(text: Path) -> Path:
-    """A byte-level BPE of 32,768 words."""
+    """Train a byte-level BPE tokenizer of 32,768 words."""
     folder = FOLDER / "tokenizer"
     if not folder.exists():
         sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
         from train_tokenizer import train_tokenizer
 
-        from biphasic.config.conversion import ConvertConfig
+        from biphasic.config.convert import ConvertConfig
 
         source = {"kind": "files", "paths": [str(sorted(text.iterdir())[0])]}
         keys = {"job": "convert", "source": source, "tokenizer": str(folder), "output": str(FOLDER / "unused")}
@@ -92,7 +92,7 @@ def make_tokenizer(text: Path) -> Path:
 
 
 def batches(text: Path) -> Iterator[list[str]]:
-    """All texts, a thousand at a time."""
+    """All texts, in batches of a thousand."""
     import pyarrow.parquet as pq
 
     for path in sorted(text.iterdir()):
@@ -101,27 +101,27 @@ def batches(text: Path) -> Iterator[list[str]]:
 
 
 def encode(text: Path, tokenizer: Path) -> dict[str, float]:
-    """`encode_batch` alone; the texts are in memory before the clock starts."""
+    """Time `encode_batch` with the texts in memory."""
     from tokenizers import Tokenizer
 
-    found = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
+    fast_tokenizer = Tokenizer.from_file(str(tokenizer / "tokenizer.json"))
     tokens, seconds = 0, 0.0
     for batch in batches(text):
         start = time.perf_counter()
-        encoded = found.encode_batch(batch, add_special_tokens=False)
+        encoded = fast_tokenizer.encode_batch(batch, add_special_tokens=False)
         seconds += time.perf_counter() - start
-        tokens += sum(len(one) for one in encoded) + len(encoded)
+        tokens += sum(len(encoding) for encoding in encoded) + len(encoded)
     return {"tokens": tokens, "seconds": seconds, "start": 0.0}
 
 
 def convert(text: Path, tokenizer: Path) -> dict[str, float]:
-    """The whole command, from its first line to its last."""
+    """Time the complete command."""
     output = FOLDER / "converted"
     shutil.rmtree(output, ignore_errors=True)
     yaml = FOLDER / "convert.yaml"
     yaml.write_text(
         f"job: convert\nsource: {{kind: files, paths: ['{text}']}}\noutput: {output}\ntokenizer: {tokenizer}\n"
-        f"sequence_length: {LENGTH}\nvalidation_fraction: 0.01\ntask_bytes: {TASK_BYTES}\n"
+        f"sequence_length: {LENGTH}\nvalidation_fraction: 0.01\nunit_bytes: {UNIT_BYTES}\n"
         f"cluster: {{workers: {THREADS}}}\n"
     )
     start = time.time()
@@ -130,8 +130,8 @@ def convert(text: Path, tokenizer: Path) -> dict[str, float]:
     assert status == 0
     total = time.time() - start
     record = json.loads((output / "conversion.json").read_text())
-    # Until the first worker begins with its first task there is nothing but imports.
-    begins = min((output / "tasks" / f"{name}.json").stat().st_mtime - seconds for name, seconds in _tasks(output))
+    # Before the first worker starts its first unit there are only imports.
+    begins = min((output / "units" / f"{name}.json").stat().st_mtime - seconds for name, seconds in _units(output))
     tokens = sum(split["tokens"] for split in record["splits"].values())
     stored = sum(split["bytes"] for split in record["splits"].values())
     shutil.rmtree(output)
@@ -147,21 +147,21 @@ def convert(text: Path, tokenizer: Path) -> dict[str, float]:
     }
 
 
-def _tasks(output: Path) -> Iterator[tuple[str, float]]:
-    for path in (output / "tasks").iterdir():
+def _units(output: Path) -> Iterator[tuple[str, float]]:
+    for path in (output / "units").iterdir():
         yield path.stem, json.loads(path.read_text())["seconds"]
 
 
 def _watched(command: list[str], start: float) -> tuple[int, int]:
-    """Run a command; returns the largest memory of its processes together (shared pages counted once), and its status."""
+    """Run a command; returns the peak memory of its processes (shared pages counted once), and its exit status."""
     import psutil
 
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     peak = 0
     while process.poll() is None:
         try:
-            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-            peak = max(peak, sum(_memory(one) for one in family))
+            processes = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            peak = max(peak, sum(_memory(member) for member in processes))
         except psutil.Error:
             pass
         time.sleep(0.5)
@@ -178,22 +178,22 @@ def _memory(process: Any) -> int:
 
 
 def plain(text: Path, tokenizer: Path) -> dict[str, float]:
-    """Concatenate and chop, as pretraining repositories' converters do it."""
+    """Time a converter that concatenates and chops, as in common pretraining repositories."""
     import numpy as np
     from streaming import MDSWriter
     from transformers import AutoTokenizer
 
-    found: Callable[..., Any] = AutoTokenizer.from_pretrained(str(tokenizer))
+    tokenize: Callable[..., Any] = AutoTokenizer.from_pretrained(str(tokenizer))
     output = FOLDER / "plain"
     shutil.rmtree(output, ignore_errors=True)
-    end = found.eos_token_id  # pyright: ignore[reportFunctionMemberAccess]
+    end = tokenize.eos_token_id  # pyright: ignore[reportFunctionMemberAccess]
     start = time.perf_counter()
     tokens, buffer = 0, []
     columns = {"tokens": f"ndarray:uint16:{LENGTH}"}
     with MDSWriter(out=str(output), columns=columns, compression="zstd", hashes=["xxh64"]) as writer:
         for batch in batches(text):
-            for one in batch:
-                ids = found(one, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
+            for document in batch:
+                ids = tokenize(document, add_special_tokens=False, truncation=False, padding=False)["input_ids"]
                 buffer += [*ids, end]
                 tokens += len(ids) + 1
                 while len(buffer) >= LENGTH:
@@ -208,32 +208,32 @@ PARTS: dict[str, Callable[[Path, Path], dict[str, float]]] = {"encode": encode, 
 
 
 def part(name: str, text: Path, tokenizer: Path) -> dict[str, float]:
-    """Run one part in a process of its own."""
+    """Run one part in its own process."""
     environment = {**os.environ, "RAYON_NUM_THREADS": str(THREADS), "TOKENIZERS_PARALLELISM": "true"}
     print(f"{name} over {text.name} …", file=sys.stderr, flush=True)
-    found = subprocess.run(
+    run = subprocess.run(
         [sys.executable, __file__, "--part", name, str(text), str(tokenizer)],
         env=environment, stdout=subprocess.PIPE, text=True, check=True,
     )  # fmt: skip
-    return json.loads(found.stdout.splitlines()[-1])
+    return json.loads(run.stdout.splitlines()[-1])
 
 
-def rate(found: dict[str, float]) -> float:
-    """Tokens a second, once the processes have started."""
-    return found["tokens"] / (found["seconds"] - found["start"])
+def rate(result: dict[str, float]) -> float:
+    """Tokens per second, without the start of the processes."""
+    return result["tokens"] / (result["seconds"] - result["start"])
 
 
 def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
-    """The table's header and rows, from all numbers; adds the ratios to these."""
+    """The table's header and rows; adds the ratios to `numbers`."""
     best = {name: max((run[name] for run in numbers["runs"]), key=rate) for name in PARTS}
     large, megabytes = numbers["large"], numbers["megabytes"]
 
-    def row(what: str, found: dict[str, float], measured: float) -> list[str]:
+    def row(label: str, result: dict[str, float], measured: float) -> list[str]:
         over = {name: measured / rate(best[name]) for name in ("encode", "plain")}
-        numbers.setdefault("ratios", {})[what] = over
-        peak = f"{found['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in found else ""
+        numbers.setdefault("ratios", {})[label] = over
+        peak = f"{result['peak_bytes'] / 2**30:.2f}" if "peak_bytes" in result else ""
         return [
-            what,
+            label,
             f"{measured:,.0f}",
             f"{measured / THREADS:,.0f}",
             *(f"{ratio:.2f}" for ratio in over.values()),
@@ -244,34 +244,34 @@ def table(numbers: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         row("`encode_batch` alone, 2 threads", best["encode"], rate(best["encode"])),
         row("plain converter, 1 process", best["plain"], rate(best["plain"])),
     ]
-    for size, found in ((megabytes, best["convert"]), (10 * megabytes, large)):
-        if found is not None:
-            name, start = f"`convert.py`, {size:,} MB, 2 workers", found["start"]
-            rows.append(row(name, found, rate(found)))
-            rows.append(row(f"{name}, its start of {start:.0f} s included", found, found["tokens"] / found["seconds"]))
+    for size, result in ((megabytes, best["convert"]), (10 * megabytes, large)):
+        if result is not None:
+            name, start = f"`convert.py`, {size:,} MB, 2 workers", result["start"]
+            rows.append(row(name, result, rate(result)))
+            rows.append(row(f"{name}, with its start of {start:.0f} s", result, result["tokens"] / result["seconds"]))
     if large is not None:
         numbers["memory_ratio"] = large["peak_bytes"] / best["convert"]["peak_bytes"]
     return ["", "tokens/s", "tokens/s a core of 2", "over `encode_batch`", "over plain", "peak GiB"], rows
 
 
 def main() -> None:
-    """Measure, and write the table."""
+    """Measure and write the table."""
     parser = argparse.ArgumentParser(description="Conversion against the tokenizer alone and a plain converter.")
     parser.add_argument("--megabytes", type=int, default=200, help="text; memory is also measured at ten times as much")
     parser.add_argument("--repeats", type=int, default=2, help="of encode, convert and plain; the fastest counts")
     parser.add_argument("--no-memory", action="store_true", help="leave out the ten times as large conversion")
     parser.add_argument("--part", nargs=3, help=argparse.SUPPRESS)
-    chosen = parser.parse_args()
-    if chosen.part:
-        name, text, tokenizer = chosen.part
+    options = parser.parse_args()
+    if options.part:
+        name, text, tokenizer = options.part
         print(json.dumps(PARTS[name](Path(text), Path(tokenizer))))
         return
-    text = make_text(chosen.megabytes)
+    text = make_text(options.megabytes)
     tokenizer = make_tokenizer(text)
-    # By turns, so that a slow minute of the machine doesn't hit one of them alone.
-    runs = [{name: part(name, text, tokenizer) for name in PARTS} for _ in range(chosen.repeats)]
-    large = None if chosen.no_memory else part("convert", make_text(10 * chosen.megabytes), tokenizer)
-    numbers = {"megabytes": chosen.megabytes, "threads": THREADS, "runs": runs, "large": large}
+    # In turn, so that a slow minute of the machine affects all of them.
+    runs = [{name: part(name, text, tokenizer) for name in PARTS} for _ in range(options.repeats)]
+    large = None if options.no_memory else part("convert", make_text(10 * options.megabytes), tokenizer)
+    numbers = {"megabytes": options.megabytes, "threads": THREADS, "runs": runs, "large": large}
     header, rows = table(numbers)
     print(save("data", "Conversion", "make bench-data", header, rows, numbers))
 

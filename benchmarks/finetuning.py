@@ -1,8 +1,8 @@
 """Fine-tuning against Hugging Face's Trainer with dynamic padding: the same texts, weights, head, optimizer and schedule.
 
-Texts of very different lengths; tokens of text a second, and the test's accuracy. Two models: one of Llama's shape, which
-Biphasic packs, and a BERT, which is called with padding on either side. Hugging Face's Trainer runs twice: with
-`DataCollatorWithPadding` alone, and with `group_by_length` too, which changes the order of texts.
+Texts of very different lengths; the results are tokens of text per second and test accuracy. Two models: one of Llama's
+shape, which Biphasic packs, and a BERT, which both trainers call with padding. Hugging Face's Trainer runs twice: with
+`DataCollatorWithPadding`, and also with `group_by_length`, which changes the order of texts.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 from tables import save
-from workload import ROOT, asked, command, launch, say
+from workload import ROOT, command, launch, parse_options, say
 
 GOAL = 1.3
 MODELS = ("llama", "bert")
@@ -31,13 +31,13 @@ class Shape:
     steps: int = 60
     """Batches of 32 texts."""
     dropped: int = 5
-    """First steps that are not timed."""
+    """Steps at the start that are not timed."""
     seeds: int = 3
     width: int = 192
     layers: int = 3
     words: int = 2000
     median: int = 40
-    """Tokens of the text in the middle; lengths are lognormal with this spread."""
+    """Median tokens of a text; lengths are log-normal with `spread`."""
     spread: float = 1.0
     longest: int = 512
     threads: int = 2
@@ -52,23 +52,23 @@ class Shape:
 
 
 def texts(shape: Shape, count: int, seed: int) -> tuple[list[str], list[int]]:
-    """Texts and labels: one of two words, somewhere, decides."""
-    noise = np.random.default_rng([7, seed])
-    lengths = np.clip(noise.lognormal(np.log(shape.median), shape.spread, count), 2, shape.longest - 4).astype(int)
-    found, labels = [], []
+    """Texts and labels: one of two words at random positions decides the label."""
+    generator = np.random.default_rng([7, seed])
+    lengths = np.clip(generator.lognormal(np.log(shape.median), shape.spread, count), 2, shape.longest - 4).astype(int)
+    sentences, labels = [], []
     for length in lengths:
-        label = int(noise.integers(2))
-        words = [f"w{word}" for word in noise.integers(10, shape.words, length)]
-        # Three of them, so that a mean over a long text still shows them.
-        for at in noise.integers(0, length, 3):
-            words[at] = f"w{label}"
-        found.append(" ".join(words))
-        labels.append(label if noise.random() > 0.1 else int(noise.integers(2)))
-    return found, labels
+        label = int(generator.integers(2))
+        words = [f"w{word}" for word in generator.integers(10, shape.words, length)]
+        # Three times, so that it still shows in the mean over a long text.
+        for position in generator.integers(0, length, 3):
+            words[position] = f"w{label}"
+        sentences.append(" ".join(words))
+        labels.append(label if generator.random() > 0.1 else int(generator.integers(2)))
+    return sentences, labels
 
 
 def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024) -> None:
-    """The set (with so many texts to score), the tokenizer and both models' first weights."""
+    """Write the dataset, the tokenizer and both models' initial weights."""
     import pyarrow as pa
     import pyarrow.parquet as pq
     import torch
@@ -76,19 +76,26 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
     from biphasic.config.architecture import Architecture
-    from biphasic.data.downstream import SCHEMAS
     from biphasic.data.tokenizer import load_tokenizer
+    from biphasic.downstream.prepare import SCHEMAS
     from biphasic.export.write import export_encoder
-    from biphasic.model.fresh import from_hf_config, llama_config
+    from biphasic.model.initialization import from_hf_config, llama_config
 
     (folder / "set").mkdir(parents=True)
     for number, (split, count) in enumerate((("train", shape.steps * 32), ("validation", validation), ("test", test))):
-        found, labels = texts(shape, count, number)
-        rows = {"id": [str(at) for at in range(count)], "text": found, "text_pair": [None] * count, "label": labels}
+        sentences, labels = texts(shape, count, number)
+        rows = {
+            "id": [str(index) for index in range(count)],
+            "text": sentences,
+            "text_pair": [None] * count,
+            "label": labels,
+        }
         pq.write_table(pa.table(rows, SCHEMAS["classification"]), folder / "set" / f"{split}.parquet")
     record = {"kind": "classification", "label_names": ["a", "b"], "rows": {}}
     (folder / "set" / "task.json").write_text(json.dumps(record))
-    vocabulary = {word: at for at, word in enumerate([*SPECIAL, *(f"w{number}" for number in range(shape.words))])}
+    vocabulary = {
+        word: index for index, word in enumerate([*SPECIAL, *(f"w{number}" for number in range(shape.words))])
+    }
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(["pad_token", "eos_token", "cls_token", "sep_token", "mask_token"], SPECIAL, strict=True))
@@ -111,7 +118,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
 
 
 def content(folder: Path, model: str, seed: int) -> dict[str, Any]:
-    """Our YAML."""
+    """The YAML of a Biphasic fine-tuning."""
     return {
         "job": "finetune", "run_name": f"{model}-{seed}", "output": str(folder / "runs"), "cache": str(folder / "cache"),
         "seed": seed, "model": {"path": str(folder / model)},
@@ -120,11 +127,11 @@ def content(folder: Path, model: str, seed: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def ours(folder: Path, model: str, seed: int, shape: Shape) -> dict[str, Any]:
+def run_biphasic(folder: Path, model: str, seed: int, shape: Shape) -> dict[str, Any]:
     """Train and score with `src/main.py`: seconds and tokens of each step, accuracy."""
     import yaml
 
-    from biphasic.training.jsonl_logger import read_metrics
+    from biphasic.training.loggers import read_metrics
 
     path = folder / f"{model}-{seed}.yaml"
     path.write_text(yaml.safe_dump(content(folder, model, seed)))
@@ -141,8 +148,8 @@ def ours(folder: Path, model: str, seed: int, shape: Shape) -> dict[str, Any]:
     }
 
 
-def theirs(folder: Path, model: str, seed: int, shape: Shape, way: str) -> dict[str, Any]:
-    """The same with Hugging Face's Trainer, in a process of its own."""
+def run_hugging_face(folder: Path, model: str, seed: int, shape: Shape, way: str) -> dict[str, Any]:
+    """Train and score with Hugging Face's Trainer in its own process: as `run_biphasic`."""
     out = folder / f"{model}-{way}-{seed}.json"
     arguments = [str(ROOT / "benchmarks" / "finetuning_hugging_face.py"), str(folder), model, str(seed), way, str(out)]
     launch(arguments, 1, shape.threads)
@@ -150,7 +157,7 @@ def theirs(folder: Path, model: str, seed: int, shape: Shape, way: str) -> dict[
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Run all in turn."""
+    """Run all models, seeds and trainers in turn."""
     runs: dict[str, dict[str, list[Any]]] = {model: {way: [] for way in WAYS} for model in MODELS}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "work"
@@ -160,33 +167,37 @@ def measure(shape: Shape) -> dict[str, Any]:
             for model in MODELS:
                 for way in WAYS:
                     say(f"{model}, seed {seed}: {way}")
-                    one = ours(folder, model, seed, shape) if way == "ours" else theirs(folder, model, seed, shape, way)
-                    runs[model][way].append(one)
+                    run = (
+                        run_biphasic(folder, model, seed, shape)
+                        if way == "ours"
+                        else run_hugging_face(folder, model, seed, shape, way)
+                    )
+                    runs[model][way].append(run)
     return {"shape": asdict(shape), "runs": runs, "rates": rates(runs, shape)}
 
 
 def rates(runs: dict[str, dict[str, list[Any]]], shape: Shape) -> dict[str, dict[str, Any]]:
-    """Tokens/s over all timed steps of all seeds, their ratio to ours, and accuracies."""
-    found: dict[str, dict[str, Any]] = {}
+    """Tokens/s over all timed steps of all seeds, the ratios to Biphasic's, and accuracies."""
+    results: dict[str, dict[str, Any]] = {}
     for model, ways in runs.items():
-        found[model] = {}
-        for way, made in ways.items():
-            timed = [(one["tokens"][shape.dropped :], one["seconds"][shape.dropped :]) for one in made]
-            tokens, seconds = (sum(sum(part[at]) for part in timed) for at in range(2))
-            accuracies = [one["accuracy"] for one in made]
-            found[model][way] = {
+        results[model] = {}
+        for way, of_way in ways.items():
+            timed = [(run["tokens"][shape.dropped :], run["seconds"][shape.dropped :]) for run in of_way]
+            tokens, seconds = (sum(sum(run_parts[part]) for run_parts in timed) for part in range(2))
+            accuracies = [run["accuracy"] for run in of_way]
+            results[model][way] = {
                 "tokens_per_second": tokens / seconds,
                 "accuracy": statistics.fmean(accuracies),
                 "spread": statistics.stdev(accuracies) if len(accuracies) > 1 else 0.0,
             }
         for way in WAYS[1:]:
-            found[model][way]["ratio"] = (
-                found[model]["ours"]["tokens_per_second"] / found[model][way]["tokens_per_second"]
+            results[model][way]["ratio"] = (
+                results[model]["ours"]["tokens_per_second"] / results[model][way]["tokens_per_second"]
             )
-    return found
+    return results
 
 
-def table(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table's header and rows."""
     names = {
         "ours": "Biphasic",
@@ -194,21 +205,21 @@ def table(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
         "grouped": "Hugging Face, and group_by_length",
     }
     rows = []
-    for model, ways in found["rates"].items():
-        for way, one in ways.items():
-            ratio = [f"{one['ratio']:.2f}", f"≥ {GOAL}" if way == "padded" else ""] if way != "ours" else ["", ""]
-            score = f"{one['accuracy']:.4f} ± {one['spread']:.4f}"
-            rows.append([f"{model}: {names[way]}", f"{one['tokens_per_second']:,.0f}", *ratio, score])
-    return ["", "tokens/s", "Biphasic over it", "goal", "test accuracy, and its standard deviation over seeds"], rows
+    for model, ways in results["rates"].items():
+        for way, rate in ways.items():
+            ratio = [f"{rate['ratio']:.2f}", f"≥ {GOAL}" if way == "padded" else ""] if way != "ours" else ["", ""]
+            score = f"{rate['accuracy']:.4f} ± {rate['spread']:.4f}"
+            rows.append([f"{model}: {names[way]}", f"{rate['tokens_per_second']:,.0f}", *ratio, score])
+    return ["", "tokens/s", "Biphasic over it", "goal", "test accuracy ± standard deviation over seeds"], rows
 
 
 def main() -> None:
-    """Measure, and write the table."""
-    shape = asked(Shape, __doc__)
-    found = measure(shape)
-    header, rows = table(found)
+    """Measure and write the table."""
+    shape = parse_options(Shape, __doc__)
+    results = measure(shape)
+    header, rows = table(results)
     title = "Fine-tuning against Hugging Face's Trainer"
-    print(save("finetuning", title, command("bench-finetuning"), header, rows, found, note=shape.describe()))
+    print(save("finetuning", title, command("bench-finetuning"), header, rows, results, note=shape.describe()))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The other side of `finetuning.py`: Hugging Face's models, tokenizer, collator and Trainer, as run_glue.py joins them."""
+"""Hugging Face's part of `finetuning.py`: models, tokenizer, collator and Trainer as in run_glue.py."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ class Classifier(nn.Module):
 
     def __init__(self, model: str, folder: Path):
         super().__init__()
-        self.both_ways = model == "llama"
-        if self.both_ways:
-            # The export's weights in transformers' own Llama, whose attention is told to look both ways.
+        self.bidirectional = model == "llama"
+        if self.bidirectional:
+            # The export's weights in transformers' Llama, with bidirectional attention.
             config = LlamaConfig(**json.loads((folder / model / "config.json").read_text()), attn_implementation="sdpa")
             self.backbone: Any = LlamaModel(config)
             self.backbone.load_state_dict(load_file(folder / model / "model.safetensors"))
@@ -51,10 +51,10 @@ class Classifier(nn.Module):
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, labels: Tensor) -> dict[str, Tensor]:
         """Loss and logits."""
-        seen = attention_mask
-        if self.both_ways and not bool(attention_mask.all()):
-            seen = attention_mask.bool()[:, None, None, :].expand(-1, 1, input_ids.shape[1], -1)
-        hidden = self.backbone(input_ids=input_ids, attention_mask=seen).last_hidden_state
+        mask = attention_mask
+        if self.bidirectional and not bool(attention_mask.all()):
+            mask = attention_mask.bool()[:, None, None, :].expand(-1, 1, input_ids.shape[1], -1)
+        hidden = self.backbone(input_ids=input_ids, attention_mask=mask).last_hidden_state
         kept = attention_mask[..., None].to(hidden.dtype)
         pooled = (hidden * kept).sum(1) / kept.sum(1)
         logits = self.classifier(F.gelu(self.dense(pooled)))
@@ -62,7 +62,7 @@ class Classifier(nn.Module):
 
 
 class _Clock(TrainerCallback):
-    """When each step ends."""
+    """Records the end of each step."""
 
     def __init__(self) -> None:
         self.ends: list[float] = []
@@ -72,19 +72,19 @@ class _Clock(TrainerCallback):
 
 
 class _Counting:
-    """The collator; remembers the real tokens of each batch."""
+    """The collator; counts the real tokens of each batch."""
 
     def __init__(self, tokenizer: Any):
         self.collate, self.tokens = DataCollatorWithPadding(tokenizer), list[int]()
 
-    def __call__(self, chosen: list[dict[str, Any]]) -> Any:
-        batch = self.collate(chosen)
+    def __call__(self, samples: list[dict[str, Any]]) -> Any:
+        batch = self.collate(samples)
         self.tokens.append(int(batch["attention_mask"].sum()))
         return batch
 
 
 def run(folder: Path, model: str, seed: int, way: str) -> dict[str, Any]:
-    """Train and score: seconds and tokens of each step after the first, accuracy, the last loss."""
+    """Train and score: seconds and tokens of each step after the first, accuracy, last loss."""
     shape = Shape(**json.loads((folder / "shape.json").read_text()))
     tokenizer = AutoTokenizer.from_pretrained(folder / model)
 
@@ -108,14 +108,14 @@ def run(folder: Path, model: str, seed: int, way: str) -> dict[str, Any]:
         callbacks=[clock],
     )  # fmt: skip
     loss = trainer.train().training_loss
-    # The loader reads ahead; the order is the steps'.
+    # The loader reads ahead, in the order of the steps.
     tokens = collator.tokens[1 : shape.steps]
-    found: Any = trainer.predict(read("test"))  # pyright: ignore[reportArgumentType]
-    accuracy = float((found.predictions.argmax(-1) == found.label_ids).mean())
+    prediction: Any = trainer.predict(read("test"))  # pyright: ignore[reportArgumentType]
+    accuracy = float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())
     seconds = [after - before for before, after in zip(clock.ends, clock.ends[1:], strict=False)]
     return {"seconds": seconds, "tokens": tokens, "accuracy": accuracy, "loss": loss}
 
 
 if __name__ == "__main__":
-    where, which, number, how, out = sys.argv[1:]
-    Path(out).write_text(json.dumps(run(Path(where), which, int(number), how)))
+    folder, model, number, way, out = sys.argv[1:]
+    Path(out).write_text(json.dumps(run(Path(folder), model, int(number), way)))

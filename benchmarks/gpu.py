@@ -1,13 +1,13 @@
-"""Training on one GPU against what it can do: largest microbatch, tokens/s, MFU and peak memory of the paper's three sizes.
+"""Training on one GPU: largest microbatch, tokens/s, MFU and peak memory of the paper's three sizes.
 
     PYTHONPATH=src python benchmarks/gpu.py [--sizes 1b 210m 610m] [--seconds 380]
 
-Needs this repository, PyTorch (2.11 or newer) and transformers (5.17 or newer), and nothing else of what Biphasic needs.
-Without a CUDA device it says so and ends. Every step is a real one: bf16 with fp32 weights, packed documents, the loss of
-the phase, clipping, fused AdamW, over `STEP_ROWS` rows in microbatches. MFU counts the documents' tokens (no padding), the
-pairs that attention looks at, and the logits that are computed, over the dense peak of the data sheet; beside it stand the
-rates of a large matrix product and a large copy in the same run. Results are written after each measurement, to
-results/gpu-NAME.{json,md}, so that a run that is cut short leaves what it has.
+Needs this repository, PyTorch (2.11 or newer) and transformers (5.17 or newer), and no other dependency of Biphasic. Without
+a CUDA device it prints a message and ends. Every step is a complete one: bf16 with fp32 weights, packed documents, the loss
+of the phase, clipping, fused AdamW, over `STEP_ROWS` rows in microbatches. MFU counts the documents' tokens (without
+padding), the pairs within attention's reach, and the computed logits, over the dense peak of the data sheet. The rates of a
+large matrix product and a large copy in the same run are reported beside it. Results are written after each measurement, to
+results/gpu-NAME.{json,md}, so that an interrupted run keeps what it has measured.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
 from biphasic.config.architecture import PRESETS, Architecture
-from biphasic.model import kernels
-from biphasic.model.attention import BACKENDS, activate_flash_kernels, installed
-from biphasic.model.device import dense_peak
-from biphasic.model.fitting import even, largest, peak_bytes, room_bytes
-from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.model import layers
+from biphasic.model.attention import BACKENDS, activate_flash_kernels, backend_available
+from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
+from biphasic.model.device import peak_flops
+from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
@@ -44,23 +44,23 @@ from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 RESULTS = Path(__file__).parent / "results"
 LENGTH = 2048
 STEP_ROWS = 48
-"""Rows of a step: the paper's batch (1,152 rows of 2,048) over 24 GPUs."""
+"""Rows of a step: the paper's batch (1,152 rows of 2,048 tokens) over 24 GPUs."""
 MEAN_DOCUMENT = 1000
-"""Tokens of a document, roughly FineWeb-Edu's mean; log-normal, cut where a row ends."""
+"""Mean tokens of a document, roughly as in FineWeb-Edu; log-normal, cut at the row's end."""
 MASKING_RATIO = 0.4
 PHASES = ("clm", "mlm")
 
 
 @dataclass(frozen=True)
-class Ways:
-    """How the layers are computed."""
+class Variant:
+    """A way to compute the layers."""
 
     compile: bool = True
-    """Of the layers and the loss."""
+    """Compile the layers and the loss."""
     attention: str = "auto"
     """`auto`, a backend, or `varlen by` one of `KERNELS`."""
     packing: str = "documents"
-    """`documents`; `whole`: each row one segment; `padded`: each row one document and padding, as a collator makes it."""
+    """`documents`; `whole`: each row is one segment; `padded`: each row is one document and padding."""
 
 
 KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
@@ -69,12 +69,12 @@ KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTIO
 
 @contextmanager
 def attention_by(kernel: str) -> Iterator[None]:
-    """Within, PyTorch's attention uses one of its own `KERNELS`; with an empty name, whatever it chooses."""
+    """Make PyTorch's attention use one of its `KERNELS`; with an empty name, PyTorch chooses."""
     if not kernel:
         yield
         return
     activate_flash_kernels()
-    restore_flash_attention_impl(_raise_warn=False)  # FlashAttention 3 or 4 stand in for FlashAttention 2
+    restore_flash_attention_impl(_raise_warn=False)  # FlashAttention 3 or 4 may replace FlashAttention 2
     try:
         with sdpa_kernel(KERNELS[kernel]):
             yield
@@ -83,7 +83,7 @@ def attention_by(kernel: str) -> Iterator[None]:
 
 
 def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]], list[int]]:
-    """Segments of each row, which fill it, and how many tokens of each row are documents'."""
+    """The segment lengths of each row, which add up to it, and the document tokens in each row."""
     if packing == "whole":
         return [[LENGTH]] * rows, [LENGTH] * rows
     generator = torch.Generator().manual_seed(seed)
@@ -95,24 +95,24 @@ def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]]
         )
         return max(16, round(length))
 
-    found: list[list[int]] = []
-    real: list[int] = []
+    segments: list[list[int]] = []
+    real_tokens: list[int] = []
     for _ in range(rows):
         if packing == "padded":
             length = min(document(), LENGTH)
-            found.append([length, LENGTH - length] if length < LENGTH else [length])
-            real.append(length)
+            segments.append([length, LENGTH - length] if length < LENGTH else [length])
+            real_tokens.append(length)
             continue
         lengths: list[int] = []
         while (left := LENGTH - sum(lengths)) > 0:
             lengths.append(min(document(), left))
-        found.append(lengths)
-        real.append(LENGTH)
-    return found, real
+        segments.append(lengths)
+        real_tokens.append(LENGTH)
+    return segments, real_tokens
 
 
 def batch_of(size: Architecture, phase: str, lengths: list[list[int]], real: list[int], device: str) -> dict[str, Any]:
-    """Rows of random tokens as inputs and targets of a phase."""
+    """Inputs and targets of a phase for rows of random tokens."""
     rows = len(lengths)
     generator = torch.Generator(device=device).manual_seed(1)
     tokens = torch.randint(16, size.vocab_size, (rows, LENGTH), generator=generator, device=device)
@@ -131,14 +131,14 @@ def batch_of(size: Architecture, phase: str, lengths: list[list[int]], real: lis
 
 
 class Trained:
-    """A model in one way of computing, its optimizer, and steps of it."""
+    """A model in one variant, its optimizer, and its steps."""
 
-    def __init__(self, size: Architecture, ways: Ways, device: str):
-        self.size, self.ways, self.device = size, ways, device
+    def __init__(self, size: Architecture, variant: Variant, device: str):
+        self.size, self.variant, self.device = size, variant, device
         self.model: LanguageModel = from_hf_config(llama_config(size, LENGTH), seed=0, device=device)
-        self.model.compiled_loss = ways.compile
-        if ways.compile:
-            kernels.compile_layers(self.model.backbone)
+        self.model.compiled_loss = variant.compile
+        if variant.compile:
+            layers.compile_layers(self.model.backbone)
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-4, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True
         )
@@ -147,7 +147,7 @@ class Trained:
         """Add the gradients of some of a batch's rows; returns the summed loss."""
         inputs, targets = (batch[name][first : first + rows].flatten() for name in ("inputs", "targets"))
         lengths = [length for row in batch["lengths"][first : first + rows] for length in row]
-        backend, _, kernel = self.ways.attention.partition(" by ")
+        backend, _, kernel = self.variant.attention.partition(" by ")
         segments = Segments.of(lengths, inputs.device, LENGTH, backend)
         with attention_by(kernel):
             with torch.autocast(self.device, dtype=torch.bfloat16):
@@ -165,51 +165,54 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
         return total / batch["predicted"]
 
-    def fit(self, phase: str, most: int) -> int:
-        """The largest number of rows that a microbatch can have."""
+    def fit(self, phase: str, limit: int) -> int:
+        """The largest number of rows in a microbatch."""
 
         def measure(rows: int) -> float | None:
-            batch = {**batch_of(self.size, phase, *row_lengths(rows, self.ways.packing), self.device), "phase": phase}
-            found = peak_bytes(lambda: [self.backward(batch, 0, rows) for _ in range(2)])
+            batch = {
+                **batch_of(self.size, phase, *row_lengths(rows, self.variant.packing), self.device),
+                "phase": phase,
+            }
+            peak = peak_bytes(lambda: [self.backward(batch, 0, rows) for _ in range(2)])
             self.optimizer.zero_grad(set_to_none=True)
-            return found
+            return peak
 
-        moments = 0 if self.optimizer.state else 8 * sum(p.numel() for p in self.model.parameters())
-        return largest(measure, most, room_bytes() - moments)
+        state_bytes = 0 if self.optimizer.state else 8 * sum(p.numel() for p in self.model.parameters())
+        return largest_microbatch(measure, limit, available_bytes() - state_bytes)
 
 
 def synchronize(device: str) -> None:
-    """Wait until the device has done what it was told."""
+    """Wait until the device has finished."""
     if device == "cuda":
         torch.cuda.synchronize()
 
 
 def measure(trained: Trained, phase: str, rows: int, peak: float | None, steps: int = 4) -> dict[str, Any]:
-    """Speed and memory of whole steps: the median of `steps`, after two that compile and warm up."""
-    lengths, real = row_lengths(STEP_ROWS, trained.ways.packing)
+    """Speed and memory of complete steps: the median of `steps`, after two steps that compile and warm up."""
+    lengths, real = row_lengths(STEP_ROWS, trained.variant.packing)
     batch = {**batch_of(trained.size, phase, lengths, real, trained.device), "phase": phase}
-    begin = time.perf_counter()
+    start = time.perf_counter()
     first = float(trained.step(batch, rows))
-    warm = time.perf_counter() - begin
+    first_seconds = time.perf_counter() - start
     trained.step(batch, rows)
     synchronize(trained.device)
     if trained.device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
     for _ in range(steps):
-        begin = time.perf_counter()
+        start = time.perf_counter()
         last = trained.step(batch, rows)
         synchronize(trained.device)
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(time.perf_counter() - start)
     median = statistics.median(seconds)
-    # Of a padded row, the padding is a segment that nobody wants.
-    wanted = [row[: 1 if trained.ways.packing == "padded" else None] for row in lengths]
-    flops = trained.size.flops([n for row in wanted for n in row], phase == "clm", batch["predicted"])
+    # The padding of a padded row is a segment whose FLOPs are not counted.
+    segments = [row[: 1 if trained.variant.packing == "padded" else None] for row in lengths]
+    flops = trained.size.flops([n for row in segments for n in row], phase == "clm", batch["predicted"])
     return {
         "microbatch_rows": rows,
         "step_rows": STEP_ROWS,
         "step_seconds": seconds,
-        "first_step_seconds": warm,
+        "first_step_seconds": first_seconds,
         "tokens_per_second": sum(real) / median,
         "flops_per_second": flops / median,
         "mfu": None if peak is None else flops / median / peak,
@@ -228,22 +231,22 @@ KINDS = (
 
 
 def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
-    """Where a step's time goes on the device: shares by kind of kernel, the dozen longest kernels, and idle time."""
+    """The device time of a step: shares by kind of kernel, the twelve longest kernels, and idle time."""
     from torch.profiler import ProfilerActivity
     from torch.profiler import profile as record
 
     batch = {
-        **batch_of(trained.size, phase, *row_lengths(STEP_ROWS, trained.ways.packing), trained.device),
+        **batch_of(trained.size, phase, *row_lengths(STEP_ROWS, trained.variant.packing), trained.device),
         "phase": phase,
     }
-    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as found:
-        begin = time.perf_counter()
+    with record(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as events:
+        start = time.perf_counter()
         trained.step(batch, rows)
         synchronize(trained.device)
-        wall = time.perf_counter() - begin
+        wall = time.perf_counter() - start
     times: dict[str, float] = {}
-    for event in found.key_averages():
-        # Kernels, not the operators that call them, whose time is theirs.
+    for event in events.key_averages():
+        # Only kernels: the operators that call them report the same time again.
         if str(getattr(event, "device_type", "")).endswith("CUDA"):
             spent = getattr(event, "self_device_time_total", None) or getattr(event, "self_cuda_time_total", 0)
             times[event.key] = times.get(event.key, 0.0) + spent / 1e6
@@ -261,19 +264,19 @@ def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
 
 
 def roofline(device: str, side: int = 8192, copied: int = 2 << 30) -> dict[str, float]:
-    """FLOP/s of a large bf16 matrix product of random numbers, bytes/s (read and written) of a large copy."""
+    """FLOP/s of a large bf16 matrix product of random numbers, and bytes/s (read and written) of a large copy."""
 
     def median(work: Callable[[], object]) -> float:
         for _ in range(3):
             work()
-        found = []
+        durations = []
         for _ in range(10):
             synchronize(device)
-            begin = time.perf_counter()
+            start = time.perf_counter()
             work()
             synchronize(device)
-            found.append(time.perf_counter() - begin)
-        return statistics.median(found)
+            durations.append(time.perf_counter() - start)
+        return statistics.median(durations)
 
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
     source = torch.randn(copied // 4, device=device)
@@ -285,42 +288,42 @@ def roofline(device: str, side: int = 8192, copied: int = 2 << 30) -> dict[str, 
 
 
 def main() -> None:
-    """Measure, and write the tables."""
+    """Measure and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["1b", "210m", "610m"], choices=list(PRESETS))
-    parser.add_argument("--seconds", type=float, default=380, help="no new measurement begins after so many")
+    parser.add_argument("--seconds", type=float, default=380, help="no measurement starts after this time")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     if not torch.cuda.is_available():
         print("make bench-gpu: skipped, there is no CUDA device")
         return
     name = torch.cuda.get_device_name()
-    report = Report(given.results, name, time.monotonic() + given.seconds)
-    print(f"{name}: about {given.seconds / 60:.0f} minutes, into {report.path}.md and .json", flush=True)
-    report.note("machine", about())
+    report = Report(options.results, name, time.monotonic() + options.seconds)
+    print(f"{name}: about {options.seconds / 60:.0f} minutes, into {report.path}.md and .json", flush=True)
+    report.note("machine", describe_machine())
     report.note("roofline", roofline("cuda"))
-    peak = dense_peak(name, torch.bfloat16)
+    peak = peak_flops(name, torch.bfloat16)
     report.note("dense_peak", peak)
-    for size in given.sizes:
-        one_size(report, size, peak)
-    for size in given.sizes[:2]:
+    for size in options.sizes:
+        measure_size(report, size, peak)
+    for size in options.sizes[:2]:
         variants(report, size, peak)
     report.write()
     print(report.markdown())
 
 
-def one_size(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
-    """The size's largest microbatch, and both phases with it, and profiles. In the first way of computing that works."""
+def measure_size(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
+    """Measure a size in the first variant that works: its largest microbatch, both phases, and their profiles."""
     size = PRESETS[name]
-    for ways in (Ways(), Ways(attention="flex"), Ways(compile=False)):
+    for variant in (Variant(), Variant(attention="flex"), Variant(compile=False)):
         if not report.time_left():
             return
         trained = None
-        with report.attempt(f"{name} {ways}") as attempt:
-            trained = Trained(size, ways, device)
-            rows = even(STEP_ROWS, trained.fit("clm", STEP_ROWS)) if device == "cuda" else STEP_ROWS
+        with report.attempt(f"{name} {variant}") as attempt:
+            trained = Trained(size, variant, device)
+            rows = even_microbatch(STEP_ROWS, trained.fit("clm", STEP_ROWS)) if device == "cuda" else STEP_ROWS
             for phase in PHASES:
-                report.add(name, phase, ways, measure(trained, phase, rows, peak))
+                report.add(name, phase, variant, measure(trained, phase, rows, peak))
             for phase in PHASES:
                 if report.time_left():
                     report.profiled(name, phase, profile(trained, phase, rows))
@@ -331,36 +334,36 @@ def one_size(report: Report, name: str, peak: float | None, device: str = "cuda"
 
 
 def variants(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
-    """The same size in other ways, CLM, with the microbatch that was found."""
+    """Measure other variants of the same size with CLM and the same microbatch."""
     best = report.best(name, "clm")
     if best is None:
         return
-    others = [Ways(packing="whole"), Ways(packing="padded"), Ways(compile=False)]
-    if installed("varlen"):
-        others += [Ways(attention=f"varlen by {kernel}") for kernel in KERNELS]
-    others += [Ways(attention=one) for one in BACKENDS if one != "varlen" and installed(one)]
-    for ways in others:
+    others = [Variant(packing="whole"), Variant(packing="padded"), Variant(compile=False)]
+    if backend_available("varlen"):
+        others += [Variant(attention=f"varlen by {kernel}") for kernel in KERNELS]
+    others += [Variant(attention=backend) for backend in BACKENDS if backend != "varlen" and backend_available(backend)]
+    for variant in others:
         if not report.time_left():
             return
         trained = None
-        with report.attempt(f"{name} {ways}"):
-            trained = Trained(PRESETS[name], ways, device)
-            # What isn't compiled keeps more for the backward pass.
-            rows = best["microbatch_rows"] if ways.compile else max(1, best["microbatch_rows"] // 2)
-            report.add(name, "clm", ways, measure(trained, "clm", rows, peak, steps=3))
+        with report.attempt(f"{name} {variant}"):
+            trained = Trained(PRESETS[name], variant, device)
+            # Eager layers keep more activations for the backward pass.
+            rows = best["microbatch_rows"] if variant.compile else max(1, best["microbatch_rows"] // 2)
+            report.add(name, "clm", variant, measure(trained, "clm", rows, peak, steps=3))
         del trained
         free()
 
 
 def free() -> None:
-    """Forget compiled code and cached memory."""
+    """Free compiled code and cached memory."""
     gc.collect()
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
-def about() -> dict[str, Any]:
+def describe_machine() -> dict[str, Any]:
     """Device and versions."""
     import transformers
 
@@ -372,7 +375,7 @@ def about() -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "python": platform.python_version(),
-        "attention_backends": [one for one in BACKENDS if installed(one)],
+        "attention_backends": [backend for backend in BACKENDS if backend_available(backend)],
         "varlen": activate_flash_kernels(),
         "date": datetime.now(UTC).date().isoformat(),
     }

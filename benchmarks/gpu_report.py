@@ -1,4 +1,4 @@
-"""What benchmarks/gpu.py has measured so far, as JSON and Markdown, written after each measurement."""
+"""The measurements of benchmarks/gpu.py as JSON and Markdown, written after each one."""
 
 from __future__ import annotations
 
@@ -17,74 +17,74 @@ GOALS = {("1b", "clm"): 0.55, ("210m", "clm"): 0.50, ("1b", "mlm"): 0.60, ("210m
 
 @dataclass
 class Attempt:
-    """Whether a measurement went through."""
+    """Whether a measurement succeeded."""
 
     worked: bool = False
 
 
 class Report:
-    """Collects, writes, and prints lines as they come.
+    """Collects, prints and writes measurements.
 
     Args:
         folder: of the results.
-        device: its name becomes the files'.
-        until: `time.monotonic()` after which no measurement begins.
+        device: the files are named after it.
+        until: `time.monotonic()` after which no measurement starts.
     """
 
     def __init__(self, folder: Path, device: str, until: float):
         self.path = folder / f"gpu-{'-'.join(device.lower().split())}"
         self.until = until
-        self.found: dict[str, Any] = {"measured": [], "profiles": {}, "failed": []}
+        self.results: dict[str, Any] = {"measured": [], "profiles": {}, "failed": []}
 
     def time_left(self) -> bool:
-        """Whether another measurement may begin."""
+        """Whether another measurement may start."""
         return time.monotonic() < self.until
 
     def note(self, key: str, value: Any) -> None:
-        """Keep a figure of the whole run."""
-        self.found[key] = value
+        """Add a value of the complete run."""
+        self.results[key] = value
         print(f"{key}: {json.dumps(value)}", flush=True)
         self.write()
 
-    def add(self, size: str, phase: str, ways: Any, numbers: dict[str, Any]) -> None:
-        """Keep a measurement."""
-        self.found["measured"].append({"size": size, "phase": phase, "ways": asdict(ways), **numbers})
+    def add(self, size: str, phase: str, variant: Any, numbers: dict[str, Any]) -> None:
+        """Add a measurement."""
+        self.results["measured"].append({"size": size, "phase": phase, "ways": asdict(variant), **numbers})
         of_peak = "" if numbers["mfu"] is None else f", MFU {numbers['mfu']:.1%}"
-        print(f"{size} {phase} {ways}: {numbers['tokens_per_second']:,.0f} tokens/s{of_peak}", flush=True)
+        print(f"{size} {phase} {variant}: {numbers['tokens_per_second']:,.0f} tokens/s{of_peak}", flush=True)
         self.write()
 
     def profiled(self, size: str, phase: str, numbers: dict[str, Any]) -> None:
-        """Keep where the time of a step goes."""
-        self.found["profiles"][f"{size} {phase}"] = numbers
+        """Add the profile of a step."""
+        self.results["profiles"][f"{size} {phase}"] = numbers
         self.write()
 
     @contextmanager
-    def attempt(self, what: str) -> Iterator[Attempt]:
-        """A measurement whose failure is written down and doesn't end the others."""
+    def attempt(self, name: str) -> Iterator[Attempt]:
+        """Record the failure of a measurement, so that the others still run."""
         attempt = Attempt()
         try:
             yield attempt
             attempt.worked = True
         except Exception as error:
-            where = traceback.extract_tb(error.__traceback__)[-1]
-            said = f"{type(error).__name__}: {str(error).strip()[:600]}"
-            self.found["failed"].append({"what": what, "error": said, "at": f"{where.filename}:{where.lineno}"})
-            print(f"{what}: failed, {said}", flush=True)
+            frame = traceback.extract_tb(error.__traceback__)[-1]
+            message = f"{type(error).__name__}: {str(error).strip()[:600]}"
+            self.results["failed"].append({"what": name, "error": message, "at": f"{frame.filename}:{frame.lineno}"})
+            print(f"{name}: failed, {message}", flush=True)
             self.write()
 
     def best(self, size: str, phase: str) -> dict[str, Any] | None:
-        """The first measurement of a size and phase: in the way that training would choose."""
-        return next((m for m in self.found["measured"] if (m["size"], m["phase"]) == (size, phase)), None)
+        """The first measurement of a size and phase, in the variant that training would use."""
+        return next((m for m in self.results["measured"] if (m["size"], m["phase"]) == (size, phase)), None)
 
     def write(self) -> None:
-        """Both files, each whole or not at all."""
+        """Write both files atomically."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         chosen: dict[str, dict[str, float]] = {}
-        for one in reversed(self.found["measured"]):
-            if one["mfu"] is not None:
-                chosen.setdefault(one["size"], {})[one["phase"]] = round(one["mfu"], 4)
+        for measurement in reversed(self.results["measured"]):
+            if measurement["mfu"] is not None:
+                chosen.setdefault(measurement["size"], {})[measurement["phase"]] = round(measurement["mfu"], 4)
         for suffix, text in (
-            (".json", json.dumps({"mfu": chosen, **self.found}, indent=1) + "\n"),
+            (".json", json.dumps({"mfu": chosen, **self.results}, indent=1) + "\n"),
             (".md", self.markdown()),
         ):
             temporary = self.path.with_name(f"{self.path.name}{suffix}.tmp")
@@ -93,14 +93,14 @@ class Report:
 
     def markdown(self) -> str:
         """The tables."""
-        machine = self.found.get("machine", {})
+        machine = self.results.get("machine", {})
         lines = [
             f"# Training on one {machine.get('device', 'GPU')}",
             "",
             "`make bench-gpu`, " + ", ".join(f"{key} {value}" for key, value in machine.items()),
             "",
         ]
-        roof, peak = self.found.get("roofline"), self.found.get("dense_peak")
+        roof, peak = self.results.get("roofline"), self.results.get("dense_peak")
         if roof is not None:
             product, copy = roof["matrix_product_flops_per_second"], roof["copy_bytes_per_second"]
             sheet = "" if peak is None else f", {product / peak:.0%} of the data sheet's {peak / 1e12:,.0f}"
@@ -111,21 +111,25 @@ class Report:
             "product's rate | peak GiB |",
             "|-|-|-|-|-|-:|-:|-:|-:|-:|-:|-:|",
         ]
-        for one in self.found["measured"]:
-            ways, first = one["ways"], self.best(one["size"], one["phase"])
+        for measurement in self.results["measured"]:
+            variant, first = measurement["ways"], self.best(measurement["size"], measurement["phase"])
             assert first is not None
-            goal = GOALS.get((one["size"], one["phase"])) if one is first else None
+            goal = GOALS.get((measurement["size"], measurement["phase"])) if measurement is first else None
             cells = [
-                one["size"], one["phase"], "compiled" if ways["compile"] else "eager", ways["attention"], ways["packing"],
-                str(one["microbatch_rows"]), f"{one['tokens_per_second']:,.0f}",
-                f"{one['tokens_per_second'] / first['tokens_per_second']:.2f}",
-                "" if one["mfu"] is None else f"{one['mfu']:.1%}", "" if goal is None else f"{goal:.0%}",
-                "" if roof is None else f"{one['flops_per_second'] / roof['matrix_product_flops_per_second']:.0%}",
-                "" if one["peak_bytes"] is None else f"{one['peak_bytes'] / 2**30:.1f}",
+                measurement["size"], measurement["phase"], "compiled" if variant["compile"] else "eager",
+                variant["attention"], variant["packing"],
+                str(measurement["microbatch_rows"]), f"{measurement['tokens_per_second']:,.0f}",
+                f"{measurement['tokens_per_second'] / first['tokens_per_second']:.2f}",
+                "" if measurement["mfu"] is None else f"{measurement['mfu']:.1%}", "" if goal is None else f"{goal:.0%}",
+                "" if roof is None else f"{measurement['flops_per_second'] / roof['matrix_product_flops_per_second']:.0%}",
+                "" if measurement["peak_bytes"] is None else f"{measurement['peak_bytes'] / 2**30:.1f}",
             ]  # fmt: skip
             lines.append("| " + " | ".join(cells) + " |")
-        for name, profile in self.found["profiles"].items():
+        for name, profile in self.results["profiles"].items():
             shares = sorted(profile["share_of_wall"].items(), key=lambda item: -item[1])
             lines += ["", f"A step of {name}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares) + "."]
-        lines += [f"\nFailed: {one['what']}: {one['error'].splitlines()[0]}" for one in self.found["failed"]]
+        lines += [
+            f"\nFailed: {measurement['what']}: {measurement['error'].splitlines()[0]}"
+            for measurement in self.results["failed"]
+        ]
         return "\n".join(lines) + "\n"

@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_run.py [--batches 200] [--results FOLDER] [key=value ...]
 
-Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed to rows of 2,048), in bf16 on
-all GPUs of the machine: once without a stop, once killed in the last third and started again. Every figure comes from the
-runs' own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data lies in `runs/gpu_run/`, the tables in
-`--results`. On a CPU: `precision=fp32` and small values of the model's keys.
+Runs `composer src/main.py yamls/210m_biphasic.yaml` on this machine's text (docstrings, packed into rows of 2,048 tokens),
+in bf16 on all GPUs of the machine: once without interruption, and once killed in the last third and started again. All
+figures come from the runs' own metrics.jsonl. MFU counts FLOPs as docs/throughput.md says. The data is in `runs/gpu_run/`,
+the tables in `--results`. On a CPU: `precision=fp32` and small values of the model's keys.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from biphasic.training.jsonl_logger import read_metrics
+from biphasic.training.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 WORK = Path("runs/gpu_run")
@@ -34,7 +34,7 @@ LOSS = "loss/train/total"
 
 
 def prepare() -> None:
-    """Gather text, train a tokenizer and convert, each once."""
+    """Gather text, train a tokenizer and convert, unless it is done already."""
     python, recipes = sys.executable, "recipes/quickstart"
     steps = [
         (Path("runs/quickstart/text/gathered.json"), [python, f"{recipes}/gather.py"]),
@@ -50,14 +50,14 @@ def prepare() -> None:
             ],
         ),
     ]
-    for made, command in steps:
-        if not made.exists():
+    for result, command in steps:
+        if not result.exists():
             print(" ".join(command), flush=True)
             subprocess.run(command, check=True)
 
 
 def command(name: str, batches: int, overrides: list[str]) -> list[str]:
-    """One start of the run."""
+    """The command of one attempt."""
     settings = {
         "run_name": name,
         "output": f"{WORK}/runs",
@@ -71,8 +71,8 @@ def command(name: str, batches: int, overrides: list[str]) -> list[str]:
         "evaluation.interval": f"{batches}ba",
         "checkpoint.interval": f"{batches // 4}ba",
     }
-    given = [f"{key}={value}" for key, value in settings.items()]
-    return ["composer", "src/main.py", "yamls/210m_biphasic.yaml", *given, *overrides]
+    options = [f"{key}={value}" for key, value in settings.items()]
+    return ["composer", "src/main.py", "yamls/210m_biphasic.yaml", *options, *overrides]
 
 
 def train(name: str, batches: int, overrides: list[str], kill_at: int | None = None) -> float:
@@ -95,14 +95,14 @@ def train(name: str, batches: int, overrides: list[str], kill_at: int | None = N
 
 
 def losses(metrics: Path) -> dict[int, float]:
-    """Training losses by batch; of a batch that was trained twice, the later one."""
+    """Training losses by batch; a batch that was trained twice has the later loss."""
     if not metrics.exists():
         return {}
     return {entry["batch"]: entry[LOSS] for entry in read_metrics(metrics) if LOSS in entry}
 
 
 def figures(metrics: Path) -> dict[str, float]:
-    """The run's totals, as its last lines have them."""
+    """The run's totals, from its last lines."""
     totals: dict[str, float] = {}
     for entry in read_metrics(metrics):
         totals |= {
@@ -112,56 +112,56 @@ def figures(metrics: Path) -> dict[str, float]:
 
 
 def markdown(record: dict[str, Any]) -> str:
-    """The page."""
-    whole = record["whole"]
+    """The results as Markdown."""
+    complete = record["whole"]
     lines = [f"# A run through the switch on {record['machine']['device']}", "",
              f"`{record['command']}`, {record['machine']}", ""]  # fmt: skip
     lines += ["| phase | tokens/s | MFU | HFU | step, median | p99 |", "|-|-:|-:|-:|-:|-:|"]
     for phase in ("clm", "mlm"):
-        mfu, hfu = (whole.get(f"throughput/{phase}/{name}") for name in ("mfu", "hfu"))
+        mfu, hfu = (complete.get(f"throughput/{phase}/{name}") for name in ("mfu", "hfu"))
         cells = ["" if value is None else f"{value:.1%}" for value in (mfu, hfu)]
-        step = [f"{whole[f'time/{phase}/step_seconds_p{share}']:.3g} s" for share in (50, 99)]
-        speed = f"{whole[f'throughput/{phase}/tokens_per_second']:,.0f}"
+        step = [f"{complete[f'time/{phase}/step_seconds_p{share}']:.3g} s" for share in (50, 99)]
+        speed = f"{complete[f'throughput/{phase}/tokens_per_second']:,.0f}"
         lines.append(f"| {' | '.join([phase, speed, *cells, *step])} |")
-    same = f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
-    lines += ["", f"Killed after batch {record['killed_at']} and resumed: {same}; largest difference "
+    identical = f"{record['identical']} of {record['compared']} losses are identical to those of the run without a stop"
+    lines += ["", f"Killed after batch {record['killed_at']} and resumed: {identical}; largest difference "
               f"{record['largest_difference']:.3g}."]  # fmt: skip
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Run and write the tables."""
+    """Train and write the tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("overrides", nargs="*", metavar="key=value")
     parser.add_argument("--batches", type=int, default=200, help="of each run; the switch is in the middle")
     parser.add_argument("--results", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    options = parser.parse_args()
     os.chdir(ROOT)
-    print(f"gpu_run: two runs of {given.batches} batches in {WORK}/, then {given.results}/gpu-run.md", flush=True)
+    print(f"gpu_run: two runs of {options.batches} batches in {WORK}/, then {options.results}/gpu-run.md", flush=True)
     prepare()
     for name in ("whole", "killed"):
         shutil.rmtree(WORK / "runs" / name, ignore_errors=True)
-    seconds = [train("whole", given.batches, given.overrides)]
-    kill_at = given.batches * 5 // 6
-    seconds.append(train("killed", given.batches, given.overrides, kill_at))
-    seconds.append(train("killed", given.batches, given.overrides))
-    whole, killed = (losses(WORK / "runs" / name / "metrics.jsonl") for name in ("whole", "killed"))
-    differences = [abs(whole[batch] - killed[batch]) for batch in whole]
+    seconds = [train("whole", options.batches, options.overrides)]
+    kill_at = options.batches * 5 // 6
+    seconds.append(train("killed", options.batches, options.overrides, kill_at))
+    seconds.append(train("killed", options.batches, options.overrides))
+    complete, killed = (losses(WORK / "runs" / name / "metrics.jsonl") for name in ("whole", "killed"))
+    differences = [abs(complete[batch] - killed[batch]) for batch in complete]
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else platform.processor() or "a CPU"
     record = {
-        "command": " ".join(["python benchmarks/gpu_run.py", f"--batches {given.batches}", *given.overrides]),
+        "command": " ".join(["python benchmarks/gpu_run.py", f"--batches {options.batches}", *options.overrides]),
         "machine": {"device": device, "torch": torch.__version__, "date": datetime.now(UTC).date().isoformat()},
         "seconds": seconds,
         "killed_at": kill_at,
         "compared": len(differences),
         "identical": differences.count(0.0),
         "largest_difference": max(differences),
-        "losses": list(whole.values()),
+        "losses": list(complete.values()),
         "whole": figures(WORK / "runs" / "whole" / "metrics.jsonl"),
     }
-    given.results.mkdir(parents=True, exist_ok=True)
-    (given.results / "gpu-run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
-    (given.results / "gpu-run.md").write_text(markdown(record), encoding="utf-8")
+    options.results.mkdir(parents=True, exist_ok=True)
+    (options.results / "gpu-run.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    (options.results / "gpu-run.md").write_text(markdown(record), encoding="utf-8")
     print(markdown(record))
 
 

@@ -1,4 +1,4 @@
-"""The other side of `peers.py`: models and Trainer of Hugging Face, as run_clm.py and run_mlm.py put them together."""
+"""Hugging Face's part of `peers.py`: models and Trainer as in run_clm.py and run_mlm.py."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class MaskedLlama(nn.Module):
 
 
 def llama(shape: Shape) -> LlamaConfig:
-    """The configuration of ours, with Hugging Face's sdpa attention."""
+    """Biphasic's configuration with Hugging Face's sdpa attention."""
     return LlamaConfig(
         vocab_size=shape.vocabulary,
         hidden_size=shape.width,
@@ -68,24 +68,26 @@ def llama(shape: Shape) -> LlamaConfig:
 
 
 def samples(way: str, shape: Shape) -> tuple[list[np.ndarray], int]:
-    """Token ids of each sample, and samples in a microbatch of about as many real tokens as ours has.
+    """Token ids of each sample, and the samples in a microbatch with about as many real tokens as Biphasic's.
 
     Args:
-        way: `padded`, a document a sample, cut off at the row's length; `packed`, all documents joined and cut into rows.
+        way: `padded`: one document per sample, truncated to the row's length; `packed`: all documents joined and cut.
         shape: of the documents and rows.
     """
-    found = documents(shape)
+    texts = documents(shape)
     if way == "packed":
-        joined = np.concatenate(found)
-        rows = [joined[at : at + shape.length] for at in range(0, len(joined) - shape.length + 1, shape.length)]
+        joined = np.concatenate(texts)
+        rows = [
+            joined[start : start + shape.length] for start in range(0, len(joined) - shape.length + 1, shape.length)
+        ]
         return rows, shape.microbatch
-    cut = [one[: shape.length] for one in found]
-    mean = sum(map(len, cut)) / len(cut)
-    return cut, max(1, round(shape.microbatch * shape.length / mean))
+    truncated = [text[: shape.length] for text in texts]
+    mean = sum(map(len, truncated)) / len(truncated)
+    return truncated, max(1, round(shape.microbatch * shape.length / mean))
 
 
 class _Clock(TrainerCallback):
-    """When the first step begins, and when each ends."""
+    """Records the start of the first step and the end of each step."""
 
     def __init__(self) -> None:
         self.began = 0.0
@@ -99,26 +101,26 @@ class _Clock(TrainerCallback):
 
 
 class _Collator:
-    """Hugging Face's collator; remembers the real tokens of each microbatch."""
+    """Hugging Face's collator; counts the real tokens of each microbatch."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, phase: str):
         masks: dict[str, Any] = {"mlm": False}
         if phase == "mlm":
-            # Always the mask token, as ours.
+            # Always the mask token, as in Biphasic.
             masks = {"mlm_probability": MASKING_RATIO, "mask_replace_prob": 1.0, "random_replace_prob": 0.0}
         self.collate = DataCollatorForLanguageModeling(tokenizer, **masks)
         self.tokens: list[int] = []
 
     def __call__(self, chosen: list[dict[str, Any]]) -> dict[str, Tensor]:
         batch = dict(self.collate(chosen))
-        # The collator for CLM leaves it in.
+        # The collator for CLM keeps it.
         batch.pop("special_tokens_mask", None)
         self.tokens.append(int(batch["attention_mask"].sum()))
         return batch
 
 
 def train(phase: str, way: str, folder: Path, shape: Shape) -> dict[str, Any]:
-    """One phase, from fresh weights.
+    """Train one phase from initial weights.
 
     Args:
         phase: `clm` or `mlm`.
@@ -127,8 +129,8 @@ def train(phase: str, way: str, folder: Path, shape: Shape) -> dict[str, Any]:
         shape: what is trained.
 
     Returns:
-        `began` (the first step) and `ends` (of each), seconds since the epoch; the real `tokens` of each step; `losses`,
-        the one mean over all steps that the Trainer reports.
+        `began` (the first step) and `ends` (of each), seconds since the epoch; the real `tokens` of each step;
+        `losses`, the one mean over all steps that the Trainer reports.
     """
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder / "tokenizer")
     rows, size = samples(way, shape)
@@ -170,31 +172,33 @@ def train(phase: str, way: str, folder: Path, shape: Shape) -> dict[str, Any]:
         callbacks=[clock],
     )
     mean = trainer.train().training_loss
-    # The loader reads a microbatch ahead; the order is the steps'.
-    tokens = [sum(collator.tokens[at : at + accumulated]) for at in range(0, shape.steps * accumulated, accumulated)]
+    # The loader reads a microbatch ahead, in the order of the steps.
+    tokens = [
+        sum(collator.tokens[first : first + accumulated]) for first in range(0, shape.steps * accumulated, accumulated)
+    ]
     return {"began": clock.began, "ends": clock.ends, "tokens": tokens, "losses": [mean]}
 
 
 def run(way: str, folder: Path, out: Path) -> None:
-    """Both phases in this process; writes the fields of `workload.Run` but `started` to `out`.
+    """Train both phases in this process; writes the fields of `workload.Run` except `started` to `out`.
 
     Args:
         way: `padded` or `packed`.
         folder: what `workload.prepare` wrote.
         out: the JSON file.
     """
-    # Whoever has CUDA or a launcher's variables around: one process on the CPU.
+    # One process, even when a launcher's variables are set.
     os.environ.pop("WORLD_SIZE", None)
     shape = Shape(**json.loads((folder / "shape.json").read_text(encoding="utf-8")))
-    whole: dict[str, Any] = {}
+    both: dict[str, Any] = {}
     for phase in PHASES:
-        found = train(phase, way, folder, shape)
-        if not whole:
-            whole = found
+        of_phase = train(phase, way, folder, shape)
+        if not both:
+            both = of_phase
             continue
-        # What lies between the phases (another model, another Trainer) belongs to no step.
-        between = found["began"] - whole["ends"][-1]
-        whole["ends"] += [end - between for end in found["ends"]]
-        whole["tokens"] += found["tokens"]
-        whole["losses"] += found["losses"]
-    out.write_text(json.dumps(whole), encoding="utf-8")
+        # The time between the phases (another model, another Trainer) belongs to no step.
+        gap = of_phase["began"] - both["ends"][-1]
+        both["ends"] += [end - gap for end in of_phase["ends"]]
+        both["tokens"] += of_phase["tokens"]
+        both["losses"] += of_phase["losses"]
+    out.write_text(json.dumps(both), encoding="utf-8")

@@ -1,11 +1,11 @@
-"""What saving to a bucket costs: one run that saves to S3 every N steps in some stretches, and doesn't in others.
+"""The cost of saving to a bucket: one run with alternating stretches of steps, with and without a save to S3.
 
     python benchmarks/saving.py [--stretches 6] [--steps 15] [--width 384]
 
-Stretches with and without a save alternate in one run, so that both see the same machine. The share is what the steps of a
-stretch with a save took more than those without. The step that saves is blocked while the state is copied; that is
-compared with a bare copy of as many bytes, measured in the same process. On a CPU, writing, hashing and uploading compete
-with training for the same cores, which a GPU machine has idle: the share is an upper bound for those.
+Stretches with and without a save alternate in one run, so that both have the same conditions. The share is the additional
+time of the stretches with a save. The step that saves waits while the state is copied; this time is compared with a plain
+copy of as many bytes in the same process. On a CPU, writing, hashing and uploading compete with training for the same
+cores, which are idle on a GPU machine: the share is an upper bound for those.
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "tests")]
 
 
 def measure(stretches: int = 6, steps: int = 15, width: int = 384) -> dict[str, Any]:
-    """Seconds of steps by stretch, of the blocked time, and of a bare copy; and their ratios."""
+    """Seconds of the steps by stretch, of the wait, and of a plain copy; and their ratios."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        server, place = _bucket(folder)
+        server, destination = _bucket(folder)
         try:
-            return _run(folder, place, stretches, steps, width)
+            return _run(folder, destination, stretches, steps, width)
         finally:
             server.terminate()
             server.wait(10)
 
 
-def _run(folder: Path, place: str, stretches: int, steps: int, width: int) -> dict[str, Any]:
+def _run(folder: Path, destination: str, stretches: int, steps: int, width: int) -> dict[str, Any]:
     import yaml
     from open_dataset import LENGTH, write_rows
 
     from biphasic.config.load import load
-    from biphasic.config.schema import PretrainConfig
-    from biphasic.training.jsonl_logger import read_metrics
+    from biphasic.config.pretrain import PretrainConfig
+    from biphasic.training.loggers import read_metrics
     from biphasic.training.pretrain import run
 
     last = 2 * stretches * steps
     write_rows(folder / "train", 8 * (last + 2))
     write_tokenizer(folder / "tokenizer", 1 << 16)
-    # A save at the first step of every second stretch; the last one is the run's end.
-    saves = [f"{(2 * at + 1) * steps}ba" for at in range(stretches)]
+    # A save at the first step of every second stretch; the last save is at the run's end.
+    saves = [f"{(2 * stretch + 1) * steps}ba" for stretch in range(stretches)]
     content = {
         "job": "pretrain", "run_name": "saving", "output": str(folder / "runs"), "tokenizer": str(folder / "tokenizer"),
         "max_duration": f"{last}ba", "global_batch_size": 2, "microbatch_size": 2,
@@ -61,7 +61,7 @@ def _run(folder: Path, place: str, stretches: int, steps: int, width: int) -> di
                   "num_heads": 6},
         "data": {"sequence_length": LENGTH, "train": {"local": str(folder / "train")}, "num_workers": 1},
         "objective": {"phases": [{"name": "clm"}]}, "optimizer": {"lr": 1e-4},
-        "checkpoint": {"folder": place, "interval": f"{last}ba", "keep": 1, "keep_at": saves[:-1]},
+        "checkpoint": {"folder": destination, "interval": f"{last}ba", "keep": 1, "keep_at": saves[:-1]},
         "logging": {"tensorboard": False, "progress_bar": False, "loss_spike": None},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
@@ -72,20 +72,20 @@ def _run(folder: Path, place: str, stretches: int, steps: int, width: int) -> di
     blocked = [entry["checkpoint/blocked_seconds"] for entry in entries if "checkpoint/blocked_seconds" in entry]
     waited = [entry["checkpoint/waited_seconds"] for entry in entries if "checkpoint/waited_seconds" in entry]
     # The line of batch N is written before its checkpoint is: the save falls between N and N + 1.
-    having, without = [], []
-    for at in range(stretches - 1):
-        first = (2 * at + 1) * steps + 1
-        having.append(sum(seconds[batch] for batch in range(first, first + steps)))
-        without.append(sum(seconds[batch] for batch in range(first + steps, first + 2 * steps)))
+    with_save, without_save = [], []
+    for stretch in range(stretches - 1):
+        first = (2 * stretch + 1) * steps + 1
+        with_save.append(sum(seconds[batch] for batch in range(first, first + steps)))
+        without_save.append(sum(seconds[batch] for batch in range(first + steps, first + 2 * steps)))
     size = sum(path.stat().st_size for path in (folder / "runs" / "saving" / "checkpoints").glob("*.pt"))
     copies = _copies(size, len(blocked))
     return {
         "steps_between_saves": 2 * steps,
         "step_seconds": round(statistics.median(seconds.values()), 4),
         "checkpoint_bytes": size,
-        "stretch_seconds_with_a_save": [round(value, 3) for value in having],
-        "stretch_seconds_without": [round(value, 3) for value in without],
-        "share_of_step_time": round((sum(having) - sum(without)) / (sum(having) + sum(without)), 4),
+        "stretch_seconds_with_a_save": [round(value, 3) for value in with_save],
+        "stretch_seconds_without": [round(value, 3) for value in without_save],
+        "share_of_step_time": round((sum(with_save) - sum(without_save)) / (sum(with_save) + sum(without_save)), 4),
         "blocked_seconds": [round(value, 4) for value in blocked],
         "waited_seconds": [round(value, 4) for value in waited],
         "bare_copy_seconds": [round(value, 4) for value in copies],
@@ -94,15 +94,15 @@ def _run(folder: Path, place: str, stretches: int, steps: int, width: int) -> di
 
 
 def _copies(size: int, count: int) -> list[float]:
-    """Seconds to copy `size` bytes to other memory of the host; only the first copy's is new."""
+    """Seconds of `count` copies of `size` bytes in the host's memory."""
     source = torch.ones(size // 4)
     target = torch.empty_like(source)
-    found = []
+    seconds = []
     for _ in range(count):
         start = time.perf_counter()
         target.copy_(source)
-        found.append(time.perf_counter() - start)
-    return found
+        seconds.append(time.perf_counter() - start)
+    return seconds
 
 
 def _bucket(folder: Path) -> tuple[Any, str]:
@@ -126,11 +126,11 @@ def main() -> None:
     parser.add_argument("--stretches", type=int, default=6)
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--width", type=int, default=384)
-    given = parser.parse_args()
-    found = measure(given.stretches, given.steps, given.width)
-    rows = [[name.replace("_", " "), json.dumps(value)] for name, value in found.items()]
-    command = "python benchmarks/saving.py " + " ".join(f"--{name} {value}" for name, value in vars(given).items())
-    print(save("saving", "What saving to S3 costs", command, ["", "measured"], rows, found))
+    options = parser.parse_args()
+    results = measure(options.stretches, options.steps, options.width)
+    rows = [[name.replace("_", " "), json.dumps(value)] for name, value in results.items()]
+    command = "python benchmarks/saving.py " + " ".join(f"--{name} {value}" for name, value in vars(options).items())
+    print(save("saving", "The cost of saving to S3", command, ["", "measured"], rows, results))
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
     python benchmarks/scaling.py [--rounds 2] [--steps 12] [--width 256] …
 
-The same rows a step, so that two ranks have half of them each; one thread a rank, also where there is only one. gloo on the
-CPUs of one machine. Ours is started by `composer`, the bare loop by `torchrun`, and with one rank both by `python`. A
-step of CLM and one of MLM are counted together. Losses must agree at every step, over ranks, strategies and loops.
+A step has the same rows with one rank and with two, and each rank has one thread. The ranks communicate by gloo on
+the CPUs of one machine. `composer` starts Biphasic, `torchrun` the bare loop, and `python` both with one rank. A rate
+counts one step of CLM and one of MLM. Losses must agree at every step, over ranks, strategies and loops.
 
-Efficiency is the speed of two ranks over twice that of one (with DDP, which one rank doesn't need).
+Efficiency is the speed of two ranks over twice the speed of one.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from workload import (
     Run,
     Shape,
     add_options,
-    bare,
     command,
-    ours,
     prepare,
     rates,
     raw,
+    run_bare_loop,
+    run_biphasic,
     shape_of,
     take_turns,
 )
@@ -42,78 +42,78 @@ WAYS = {
     "ours_2": ("Biphasic, 2 ranks, DDP", 2, "ddp"),
     "fsdp_2": ("Biphasic, 2 ranks, FSDP2", 2, "fsdp"),
 }
-"""Name in the table, ranks, and the strategy that the YAML is given; the bare loop has none."""
+"""Name in the table, ranks, and the strategy in the YAML; the bare loop has none."""
 
 
 def measure(shape: Shape, rounds: int) -> dict[str, Any]:
     """Run each in turn.
 
     Args:
-        shape: what is trained; its rows divide by two.
+        shape: what is trained; its rows are even.
         rounds: runs of each.
 
     Raises:
-        Disagreement: they don't train the same.
+        Disagreement: they don't train the same model.
     """
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary), shape)
         agreed = Agreement()
 
         def maker(name: str) -> Callable[[int], Run]:
-            what, ranks, strategy = WAYS[name]
+            label, ranks, strategy = WAYS[name]
 
-            def make(turn: int) -> Run:
-                run_name = f"{name}-{turn}"
+            def make(round_: int) -> Run:
+                run_name = f"{name}-{round_}"
                 if strategy is None:
-                    run = bare(path, run_name, shape, ranks)
+                    run = run_bare_loop(path, run_name, shape, ranks)
                 else:
-                    run = ours(path, run_name, shape, ranks, f"parallelism.strategy={strategy}")
-                return agreed(run, f"the bare loop and {what}")
+                    run = run_biphasic(path, run_name, shape, ranks, f"parallelism.strategy={strategy}")
+                return agreed(run, f"the bare loop and {label}")
 
             return make
 
         runs = take_turns(rounds, {name: maker(name) for name in WAYS})
-    found = {name: rates(made, shape) for name, made in runs.items()}
-    speed = {name: one["both"]["tokens_per_second"] for name, one in found.items()}
-    alone = {name: name.partition("_")[0].replace("fsdp", "ours") + "_1" for name in WAYS}
+    by_way = {name: rates(of_way, shape) for name, of_way in runs.items()}
+    speed = {name: rate["both"]["tokens_per_second"] for name, rate in by_way.items()}
+    single_rank = {name: name.partition("_")[0].replace("fsdp", "ours") + "_1" for name in WAYS}
     return {
         "shape": vars(shape),
         "rounds": rounds,
         "largest_difference_of_losses": agreed.largest,
-        "rates": found,
+        "rates": by_way,
         "over_bare": {
             name: speed[name] / speed[f"bare_{ranks}"] for name, (_, ranks, strategy) in WAYS.items() if strategy
         },
         "efficiency": {
-            name: speed[name] / (2 * speed[alone[name]]) for name, (_, ranks, _) in WAYS.items() if ranks == 2
+            name: speed[name] / (2 * speed[single_rank[name]]) for name, (_, ranks, _) in WAYS.items() if ranks == 2
         },
-        "runs": {name: raw(made) for name, made in runs.items()},
+        "runs": {name: raw(of_way) for name, of_way in runs.items()},
     }
 
 
-def table(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table's header and rows."""
     rows = []
-    for name, (what, _, _) in WAYS.items():
-        speed = found["rates"][name]["both"]["tokens_per_second"]
-        ratios = [found[key].get(name) for key in ("over_bare", "efficiency")]
-        rows.append([what, f"{speed:,.0f}", *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
+    for name, (label, _, _) in WAYS.items():
+        speed = results["rates"][name]["both"]["tokens_per_second"]
+        ratios = [results[key].get(name) for key in ("over_bare", "efficiency")]
+        rows.append([label, f"{speed:,.0f}", *("" if ratio is None else f"{ratio:.3f}" for ratio in ratios)])
     return ["", "tokens/s", "over the bare loop's", "efficiency"], rows
 
 
 def main() -> None:
-    """Measure, and write the table."""
+    """Measure and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add_options(parser, threads=1, rounds=2, steps=12)
-    given = parser.parse_args()
-    shape = shape_of(given)
+    options = parser.parse_args()
+    shape = shape_of(options)
     try:
-        found = measure(shape, given.rounds)
+        results = measure(shape, options.rounds)
     except Disagreement as error:
         sys.exit(str(error))
-    header, rows = table(found)
+    header, rows = table(results)
     title = "Two ranks against one"
-    print(save("scaling", title, command("bench-scaling"), header, rows, found, note=shape.describe()))
+    print(save("scaling", title, command("bench-scaling"), header, rows, results, note=shape.describe()))
 
 
 if __name__ == "__main__":

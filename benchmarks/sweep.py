@@ -1,8 +1,8 @@
-"""What a sweep costs beside its training: its whole time over the sum of bare training loops, for as many at a time.
+"""The overhead of a sweep: its total time over the sum of bare training loops, for as many at a time.
 
-A sweep of 60 trials by `src/main.py`, from its start to its end: Ray, imports, hashing, Composer, scoring, records. Against
-it the same 60 trainings (weights, batches, rates; the last losses must agree) in the barest loop, in as many processes side
-by side; only the loops are timed, not imports, loading, tokenizing or scoring.
+A sweep of 60 trials by `src/main.py` is timed from start to end: Ray, imports, hashing, Composer, scoring, records. The
+same 60 trainings (weights, batches, rates; the last losses must agree) run in a bare loop, in as many processes at a time.
+Of these only the loops are timed, without imports, loading, tokenization and scoring.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Shape:
 
     @property
     def trials(self) -> int:
-        """One model, one task."""
+        """One model on one task."""
         return len(RATES) * self.seeds
 
     def describe(self) -> str:
@@ -53,17 +53,17 @@ class Shape:
 
 
 def prepare(folder: Path, shape: Shape) -> Path:
-    """Set, model and the sweep's YAML."""
+    """Write dataset, model and the sweep's YAML."""
     import yaml
 
-    theirs = finetuning.Shape(steps=shape.steps, width=shape.width, layers=shape.layers, median=shape.median)
-    # A tenth of what is trained on, as SST-2's are at 1,000 steps: scoring is work that has to be done, but no bare loop's.
+    texts_shape = finetuning.Shape(steps=shape.steps, width=shape.width, layers=shape.layers, median=shape.median)
+    # A tenth of the training texts, as SST-2 has at 1,000 steps: scoring is necessary, but not part of the bare loops.
     scored = max(shape.steps * 32 // 20, 1)
-    finetuning.prepare(folder, theirs, scored, scored)
-    one = finetuning.content(folder, "llama", 0)
+    finetuning.prepare(folder, texts_shape, scored, scored)
+    task = finetuning.content(folder, "llama", 0)
     for key in ("run_name", "seed", "save_model"):
-        one.pop(key)
-    (folder / "task.yaml").write_text(yaml.safe_dump({**one, "run_name": "texts"}))
+        task.pop(key)
+    (folder / "task.yaml").write_text(yaml.safe_dump({**task, "run_name": "texts"}))
     sweep = {
         "job": "sweep", "output": str(folder / "out"), "models": {"llama": {"path": str(folder / "llama")}},
         "tasks": {"texts": str(folder / "task.yaml")}, "learning_rates": list(RATES), "seeds": list(range(shape.seeds)),
@@ -75,7 +75,7 @@ def prepare(folder: Path, shape: Shape) -> Path:
 
 
 def run_sweep(path: Path) -> tuple[float, list[dict[str, Any]]]:
-    """Seconds of the whole command, and its records."""
+    """Run the sweep; returns the seconds of the command, and its records."""
     say(f"the sweep: {path}")
     begin = time.monotonic()
     subprocess.run([sys.executable, str(ROOT / "src" / "main.py"), str(path)], check=True, env=_alone())
@@ -84,7 +84,7 @@ def run_sweep(path: Path) -> tuple[float, list[dict[str, Any]]]:
 
 
 def run_bare(path: Path, shape: Shape) -> list[dict[str, Any]]:
-    """Each trial's loop, `at_once` processes side by side."""
+    """Run each trial's loop, `at_once` processes at a time."""
     say("the same trainings in bare loops")
     outs = [path.parent / f"bare{part}.json" for part in range(shape.at_once)]
     script = [sys.executable, __file__, "--part", str(path)]
@@ -97,80 +97,84 @@ def run_bare(path: Path, shape: Shape) -> list[dict[str, Any]]:
     return [one for out in outs for one in json.loads(out.read_text())]
 
 
-def bare(path: Path, part: int, parts: int, out: Path) -> None:
-    """Every `parts`-th trial, from `part` on, one after another in this process."""
+def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
+    """Run every `parts`-th trial's loop, starting with `part`, in this process."""
     import torch
 
     from biphasic.config.load import load
     from biphasic.config.sweep import SweepConfig
-    from biphasic.finetuning.task import drawn, steps_of
-    from biphasic.finetuning.trainer import Batches
-    from biphasic.finetuning.trial import task_of
+    from biphasic.finetuning.batches import GlobalBatches, count_steps, derive_seed
+    from biphasic.finetuning.trial import build_task
     from biphasic.model.encoder import load_encoder
-    from biphasic.model.heads import initialize
-    from biphasic.sweep.grid import configurations
+    from biphasic.model.heads import initialize_head
+    from biphasic.model.segments import Segments
+    from biphasic.sweep.grid import trial_configs
 
     torch.set_num_threads(1)
     sweep = load(path)
     assert isinstance(sweep, SweepConfig)
-    found = []
-    for cell, config in list(configurations(sweep).items())[part::parts]:
-        task, _ = task_of(config.model, config.task, config.cache)
+    results = []
+    for cell, config in list(trial_configs(sweep).items())[part::parts]:
+        task = build_task(config.model, config.task, config.cache)
         encoder = load_encoder(config.model.path)
-        head = task.head(encoder.width)
-        initialize(head, 0.02, drawn("head", config.seed))
-        examples = task.training()
-        steps = steps_of(config, len(examples))
+        head = task.build_head(encoder.width)
+        initialize_head(head, 0.02, derive_seed("head", config.seed))
+        examples = task.training_examples()
+        steps = count_steps(config, len(examples))
         weights = [*encoder.backbone.parameters(), *head.parameters()]
         optimizer = torch.optim.AdamW(weights, lr=cell.lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
         warmup, loss = max(round(steps * 0.1), 1), torch.zeros(())
         begin = time.perf_counter()
-        for step, batch in enumerate(Batches(task, examples, config, steps)):
+        for step, batch in enumerate(GlobalBatches(task, examples, config, steps)):
             rate = cell.lr * (step / warmup if step < warmup else 1 - (step - warmup) / (steps - warmup))
             for group in optimizer.param_groups:
                 group["lr"] = rate
-            [one] = batch["parts"]
-            loss = task.loss(encoder, head, one) / one["targets"]
+            [microbatch] = batch["parts"]
+            segments = Segments.of(microbatch["lengths"], microbatch["tokens"].device)
+            hidden = encoder.hidden(microbatch["tokens"], segments)
+            loss = task.loss(head, hidden, segments, microbatch) / microbatch["targets_per_rank"]
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        found.append({"lr": cell.lr, "seed": cell.seed, "seconds": time.perf_counter() - begin, "loss": float(loss)})
-    out.write_text(json.dumps(found))
+        results.append({"lr": cell.lr, "seed": cell.seed, "seconds": time.perf_counter() - begin, "loss": float(loss)})
+    out.write_text(json.dumps(results))
 
 
 def measure(shape: Shape) -> dict[str, Any]:
-    """Both, one after the other, and their ratio."""
+    """Time the sweep and then the bare loops; their ratio."""
     with tempfile.TemporaryDirectory() as temporary:
         path = prepare(Path(temporary) / "work", shape)
         wall, records = run_sweep(path)
         loops = run_bare(path, shape)
-    theirs = {(one["lr"], one["seed"]): one["loss"] for one in loops}
-    apart = max(abs(one["about"]["loss"] - theirs[one["cell"]["lr"], one["cell"]["seed"]]) for one in records)
-    if len(records) != shape.trials or not apart <= AGREE:
-        sys.exit(f"{len(records)} records, last losses up to {apart:.3g} apart: these don't train the same")
-    total = sum(one["seconds"] for one in loops)
+    bare_losses = {(record["lr"], record["seed"]): record["loss"] for record in loops}
+    difference = max(
+        abs(record["about"]["loss"] - bare_losses[record["cell"]["lr"], record["cell"]["seed"]]) for record in records
+    )
+    if len(records) != shape.trials or not difference <= AGREE:
+        sys.exit(f"{len(records)} records, last losses up to {difference:.3g} apart: these don't train the same models")
+    total = sum(record["seconds"] for record in loops)
     return {
         "shape": asdict(shape),
         "sweep_seconds": wall,
         "bare_seconds": total,
-        "train_seconds": sum(one["seconds"]["train"] for one in records),
-        "trial_seconds": sum(one["seconds"]["total"] for one in records),
+        "train_seconds": sum(record["seconds"]["train"] for record in records),
+        "trial_seconds": sum(record["seconds"]["total"] for record in records),
         "ratio": wall * shape.at_once / total,
-        "largest_difference_of_losses": apart,
+        "largest_difference_of_losses": difference,
         "loops": loops,
     }
 
 
-def table(found: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
+def table(results: dict[str, Any]) -> tuple[list[str], list[list[str]]]:
     """The table's header and rows."""
-    at_once, total = found["shape"]["at_once"], found["bare_seconds"]
+    at_once, total = results["shape"]["at_once"], results["bare_seconds"]
     rows = [["bare loops", f"{total:,.1f}", "1.00", ""]]
-    for name, seconds in (("Composer's loops in the trials", found["train_seconds"]), ("trials, with loading and scoring",
-                          found["trial_seconds"])):  # fmt: skip
+    for name, seconds in (("Composer's loops in the trials", results["train_seconds"]), ("trials, with loading and scoring",
+                          results["trial_seconds"])):  # fmt: skip
         rows.append([name, f"{seconds:,.1f}", f"{seconds / total:.2f}", ""])
-    whole = found["sweep_seconds"] * at_once
-    rows.append([f"the sweep's whole time, times {at_once}", f"{whole:,.1f}", f"{found['ratio']:.2f}", f"≤ {GOAL}"])
+    scaled = results["sweep_seconds"] * at_once
+    rows.append([f"the sweep's total time, times {at_once}", f"{scaled:,.1f}", f"{results['ratio']:.2f}", f"≤ {GOAL}"])
     return ["", "seconds", "over the bare loops", "goal"], rows
 
 
@@ -179,19 +183,19 @@ def _alone() -> dict[str, str]:
 
 
 def main() -> None:
-    """Measure, and write the table."""
+    """Measure and write the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for field in fields(Shape):
         parser.add_argument(f"--{field.name}", type=int, default=field.default)
     parser.add_argument("--part", nargs=4, help=argparse.SUPPRESS)
-    given = vars(parser.parse_args())
-    if (part := given.pop("part")) is not None:
-        bare(Path(part[0]), int(part[1]), int(part[2]), Path(part[3]))
+    options = vars(parser.parse_args())
+    if (part := options.pop("part")) is not None:
+        run_bare_part(Path(part[0]), int(part[1]), int(part[2]), Path(part[3]))
         return
-    found = measure(Shape(**given))
-    header, rows = table(found)
+    results = measure(Shape(**options))
+    header, rows = table(results)
     title = "A sweep against bare training loops"
-    print(save("sweep", title, command("bench-sweep"), header, rows, found, note=Shape(**given).describe()))
+    print(save("sweep", title, command("bench-sweep"), header, rows, results, note=Shape(**options).describe()))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What the training benchmarks share: documents, shards, a YAML, the trainer and the bare loop as processes of their own.
+"""Shared by the training benchmarks: documents, shards, a YAML, and processes that run the trainer and the bare loop.
 
-Everything is drawn from a seed: documents of log-normal lengths, packed best-fit into rows, trained on with CLM first and
-MLM after. All of it runs on the CPU, in fp32.
+Everything depends on a seed. Documents have log-normal lengths and are packed best-fit into rows; CLM comes first,
+MLM second. Everything runs on the CPU, in fp32.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ import time
 from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
 
-Asked = TypeVar("Asked")
+ShapeType = TypeVar("Asked")
 ROOT = Path(__file__).parents[1]
 PHASES = ("clm", "mlm")
 MASKING_RATIO = 0.4
@@ -34,7 +35,7 @@ AGREE = 1e-4
 
 @dataclass(frozen=True)
 class Shape:
-    """How much is trained, of what size. Its fields are the benchmarks' options."""
+    """The size of the model and of the training. Its fields are the benchmarks' options."""
 
     vocabulary: int = 16384
     width: int = 256
@@ -45,28 +46,28 @@ class Shape:
     mean: int = 200
     """Tokens in a document, on average; the lengths are log-normal (sigma 1)."""
     rows: int = 8
-    """In a step, all ranks together."""
+    """In a step, over all ranks."""
     microbatch: int = 4
     """Rows in a forward pass."""
     steps: int = 14
     """Of each phase."""
     dropped: int = 3
-    """Steps at the beginning of each phase that aren't timed."""
+    """Steps at the start of each phase that are not timed."""
     threads: int = 2
     """Of each rank."""
     seed: int = 17
 
     @property
     def tokens(self) -> int:
-        """Positions in all rows of both phases, and of the rows that fill an epoch up."""
+        """Tokens in all rows of both phases, including the rows that complete the epoch."""
         return (len(PHASES) * self.steps + 2) * self.rows * self.length
 
     def timed(self, phase: int) -> range:
-        """The steps of a phase that are timed, counted from 0 over both phases."""
+        """The timed steps of a phase, counted from 0 over both phases."""
         return range(phase * self.steps + self.dropped, (phase + 1) * self.steps)
 
     def describe(self) -> str:
-        """In words, for the result's page."""
+        """A description for the result's page."""
         head = 2 * self.vocabulary * self.width
         layer = 4 * self.width**2 + 3 * self.width * feed_forward(self.width)
         return (
@@ -81,57 +82,62 @@ def add_options(parser: ArgumentParser, **defaults: int) -> None:
     """An option for each field of `Shape`, and `--rounds`."""
     for field in dataclasses.fields(Shape):
         parser.add_argument(f"--{field.name}", type=int, default=defaults.get(field.name, field.default))
-    parser.add_argument("--rounds", type=int, default=defaults.get("rounds", 3), help="runs of each; they take turns")
+    parser.add_argument("--rounds", type=int, default=defaults.get("rounds", 3), help="runs of each, in turn")
 
 
-def shape_of(given: Namespace) -> Shape:
-    """The shape that the options ask for."""
-    return Shape(**{field.name: getattr(given, field.name) for field in dataclasses.fields(Shape)})
+def shape_of(options: Namespace) -> Shape:
+    """The shape that the options describe."""
+    return Shape(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Shape)})
 
 
-def asked(kind: type[Asked], about: str | None) -> Asked:
+def parse_options(shape: type[ShapeType], description: str | None) -> ShapeType:
     """What the command line says: an option for each field of a shape of numbers. `about` is the script's docstring."""
-    parser = ArgumentParser(description=(about or "").splitlines()[0])
-    for field in dataclasses.fields(kind):  # pyright: ignore[reportArgumentType]
+    parser = ArgumentParser(description=(description or "").splitlines()[0])
+    for field in dataclasses.fields(shape):  # pyright: ignore[reportArgumentType]
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
-    return kind(**vars(parser.parse_args()))
+    return shape(**vars(parser.parse_args()))
 
 
 def command(name: str) -> str:
-    """The command that this process was started with, for the result's page."""
+    """The command that started this process, for the result's page."""
     return (
         " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]) if sys.argv[1:] else f"make {name}"
     )
 
 
 def documents(shape: Shape) -> list[np.ndarray]:
-    """Token ids (uint16 [n], each) of documents for `shape.tokens` positions. Small ids are more frequent, so that losses
-    fall and depend on the batch."""
-    noise = np.random.default_rng(shape.seed)
+    """Token ids (uint16 [n] for each document) of documents with `shape.tokens` tokens in all.
+
+    Small ids are more frequent, so that losses fall and depend on the batch.
+    """
+    generator = np.random.default_rng(shape.seed)
     mu = np.log(shape.mean) - 0.5
-    found, total = [], 0
+    texts, total = [], 0
     while total < shape.tokens:
-        length = int(np.clip(noise.lognormal(mu, 1.0), 4, 8 * shape.length))
-        words = 4 + ((shape.vocabulary - 4) * noise.random(length - 1) ** 3).astype(np.uint16)
-        found.append(np.append(words, np.uint16(EOS)))
+        length = int(np.clip(generator.lognormal(mu, 1.0), 4, 8 * shape.length))
+        words = 4 + ((shape.vocabulary - 4) * generator.random(length - 1) ** 3).astype(np.uint16)
+        texts.append(np.append(words, np.uint16(EOS)))
         total += length
-    return found
+    return texts
 
 
-def write_tokenizer(folder: Path, words: int) -> None:
-    """A tokenizer folder of `words` words, the special tokens first."""
+def write_tokenizer(folder: Path, size: int) -> None:
+    """Write a tokenizer folder with a vocabulary of `size` words, the special tokens first."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    known = {word: at for at, word in enumerate([*SPECIAL.values(), *(f"w{at}" for at in range(words - len(SPECIAL)))])}
-    tokenizer = Tokenizer(models.WordLevel(known, "w0"))
+    vocabulary = {
+        word: index
+        for index, word in enumerate([*SPECIAL.values(), *(f"w{index}" for index in range(size - len(SPECIAL)))])
+    }
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, "w0"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **SPECIAL).save_pretrained(folder)
 
 
 def prepare(folder: Path, shape: Shape) -> Path:
     """Write shards, tokenizer, `batches.pt` and the run's YAML into a folder.
 
-    `batches.pt` holds the batches of the run in its own order, for a loop that reads no shards.
+    `batches.pt` holds the batches in the run's order, for a loop that reads no shards.
 
     Returns:
         The YAML.
@@ -140,30 +146,31 @@ def prepare(folder: Path, shape: Shape) -> Path:
     import yaml
 
     from biphasic.config.load import load
-    from biphasic.config.schema import PretrainConfig
-    from biphasic.data.rows import columns, pack_documents, padded
-    from biphasic.data.streaming import loader
+    from biphasic.config.pretrain import PretrainConfig
+    from biphasic.conversion.packing import DocumentPacker, mds_columns, padded
+    from biphasic.data.streaming import build_loader
 
     say(f"preparing {shape.tokens:,} tokens")
     from streaming import MDSWriter
 
     with MDSWriter(
-        out=str(folder / "train"), columns=columns(shape.length, "uint16"), hashes=["xxh64"], compression="zstd"
+        out=str(folder / "train"), columns=mds_columns(shape.length, "uint16"), hashes=["xxh64"], compression="zstd"
     ) as out:
-        for row in pack_documents(documents(shape), shape.length, window=1024):
+        packer = DocumentPacker(shape.length, window=1024)
+        for row in [*chain.from_iterable(map(packer.add, documents(shape))), *packer.finish()]:
             out.write(padded(row, shape.length, PAD))
     write_tokenizer(folder / "tokenizer", shape.vocabulary)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(_content(folder, shape)), encoding="utf-8")
-    # From a copy: Streaming lets one job at a time use a folder, and this process's dataset lives on.
+    # From a copy: Streaming allows one job at a time per folder, and this process keeps its dataset.
     shutil.copytree(folder / "train", folder / "copy")
     config = load(path, [f"data.train.local={folder / 'copy'}", "data.num_workers=0"])
     assert isinstance(config, PretrainConfig)
-    batches = loader(config.data, config.data.streams, shape.rows, config.seed, train=True).dataloader
-    wanted = len(PHASES) * shape.steps
-    found = [batch for batch, _ in zip(batches, range(wanted), strict=False)]
-    assert len(found) == wanted, f"{len(found)} batches of {wanted}"
-    torch.save(found, folder / "batches.pt")
+    batches = build_loader(config.data, config.data.streams, shape.rows, config.seed, train=True)
+    steps = len(PHASES) * shape.steps
+    first = [batch for batch, _ in zip(batches, range(steps), strict=False)]
+    assert len(first) == steps, f"{len(first)} batches of {steps}"
+    torch.save(first, folder / "batches.pt")
     return path
 
 
@@ -185,57 +192,57 @@ def _content(folder: Path, shape: Shape) -> dict[str, Any]:
 
 
 def feed_forward(width: int) -> int:
-    """Width of the gated layer: Llama's share, in steps of 32."""
+    """Width of the gated layer: Llama's ratio, rounded to a multiple of 32."""
     return round(8 * width / 3 / 32) * 32
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run reports: times are seconds since the epoch."""
+    """The measurements of a run; times are seconds since the epoch."""
 
     started: float
-    """The process's start."""
+    """Start of the process."""
     began: float
-    """The first step's: its batch is there."""
+    """Start of the first step, when its batch has arrived."""
     ends: list[float]
-    """Of each step."""
+    """End of each step."""
     losses: list[float]
     """Of each step, in nats."""
     tokens: list[int]
-    """Of each step, padding not counted."""
+    """Of each step, without padding."""
 
     @property
     def start_seconds(self) -> float:
-        """From the process's start to the first step's."""
+        """From the start of the process to the start of the first step."""
         return self.began - self.started
 
     @property
     def seconds(self) -> list[float]:
-        """Of each step, from the end of the one before it."""
+        """Of each step, from the end of the previous one."""
         return [end - before for before, end in zip([self.began, *self.ends], self.ends, strict=False)]
 
 
 def launch(arguments: list[str], ranks: int, threads: int) -> float:
-    """Run a script of this repository's until its ranks have ended: as `python` for one, by a launcher for more.
+    """Run a script of this repository until its ranks have ended: with `python` for one rank, with a launcher for more.
 
     Args:
         arguments: the script and its arguments; `main.py` is started by `composer`, others by `torchrun`.
         ranks: processes.
-        threads: of each.
+        threads: of each rank.
 
     Returns:
-        When it was started, seconds since the epoch.
+        The time of its start, seconds since the epoch.
 
     Raises:
-        RuntimeError: it failed; with the end of what it printed.
+        RuntimeError: it failed; the message has the end of its output.
     """
     launcher: list[str] = []
     if ranks > 1:
-        ours = Path(arguments[0]).name == "main.py"
-        module = ["composer.cli.launcher", "-n"] if ours else ["torch.distributed.run", "--nproc-per-node"]
+        is_biphasic = Path(arguments[0]).name == "main.py"
+        module = ["composer.cli.launcher", "-n"] if is_biphasic else ["torch.distributed.run", "--nproc-per-node"]
         launcher = ["-m", *module, str(ranks)]
-        # Several of these run on a machine, one after another: the port of the last one may still be held.
-        launcher += ["--master_port" if ours else "--master-port", str(_free_port())]
+        # The port of the previous run on this machine may still be in use.
+        launcher += ["--master_port" if is_biphasic else "--master-port", str(_free_port())]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     started = time.time()
     run = subprocess.run(
@@ -258,8 +265,8 @@ def _free_port() -> int:
         return int(free.getsockname()[1])
 
 
-def ours(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str) -> Run:
-    """Train the YAML with Biphasic, as users do.
+def run_biphasic(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str) -> Run:
+    """Train with Biphasic, as users do.
 
     Args:
         path: what `prepare` returned.
@@ -271,7 +278,7 @@ def ours(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str) -
     say(f"{name}: Biphasic, {ranks} ranks")
     started = launch([str(ROOT / "src" / "main.py"), str(path), f"run_name={name}", *overrides], ranks, shape.threads)
     folder = path.parent / "runs" / name
-    # Not `read_metrics`: it adds the line of the run's end, written after the last save, to that of the last batch.
+    # Not `read_metrics`, which merges the line of the last batch with the line of the run's end, after the last save.
     written = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     lines = [line for line in map(json.loads, written) if "loss/train/total" in line]
     began = _first_batch(folder)
@@ -287,20 +294,20 @@ def ours(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str) -
 
 
 def _first_batch(folder: Path) -> float:
-    """When a run's first batch was there. TensorBoard keeps the time at which a number was logged, not only its step."""
+    """The time at which a run's first batch had arrived. TensorBoard stores the time of each number beside its step."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    # Each rank has a file, and the first one's holds the numbers.
-    name, found = "data/wait_seconds", []
+    # Each rank has a file; only the first rank's holds numbers.
+    name, times = "data/wait_seconds", []
     for events in folder.rglob("events.out.tfevents.*"):
-        kept = EventAccumulator(str(events)).Reload()
-        if name in kept.Tags()["scalars"]:
-            found.append(kept.Scalars(name)[0].wall_time)
-    return min(found)
+        accumulator = EventAccumulator(str(events)).Reload()
+        if name in accumulator.Tags()["scalars"]:
+            times.append(accumulator.Scalars(name)[0].wall_time)
+    return min(times)
 
 
-def bare(path: Path, name: str, shape: Shape, ranks: int = 1, seed: int | None = None) -> Run:
-    """Train the same in the bare loop.
+def run_bare_loop(path: Path, name: str, shape: Shape, ranks: int = 1, seed: int | None = None) -> Run:
+    """Train the same model on the same batches in the bare loop.
 
     Args:
         path: what `prepare` returned.
@@ -318,10 +325,10 @@ def bare(path: Path, name: str, shape: Shape, ranks: int = 1, seed: int | None =
 
 
 class Disagreement(Exception):
-    """Two runs that should train the same don't."""
+    """Two runs that should train the same model do not."""
 
 
-def require_same(one: Run, other: Run, what: str) -> float:
+def require_same(first: Run, second: Run, label: str) -> float:
     """Compare the losses of every step.
 
     Returns:
@@ -330,57 +337,59 @@ def require_same(one: Run, other: Run, what: str) -> float:
     Raises:
         Disagreement: at some step they differ by more than `AGREE`, or a run has fewer steps.
     """
-    if len(one.losses) != len(other.losses):
-        raise Disagreement(f"{what}: {len(one.losses)} steps against {len(other.losses)}")
+    if len(first.losses) != len(second.losses):
+        raise Disagreement(f"{label}: {len(first.losses)} steps against {len(second.losses)}")
     largest = 0.0
-    for step, (mine, theirs) in enumerate(zip(one.losses, other.losses, strict=True), 1):
-        # Written so that a NaN is a difference.
-        if not abs(mine - theirs) <= AGREE:
+    for step, (first_loss, second_loss) in enumerate(zip(first.losses, second.losses, strict=True), 1):
+        # In this form a NaN counts as a difference.
+        if not abs(first_loss - second_loss) <= AGREE:
             raise Disagreement(
-                f"{what}: at step {step} the losses are {mine:.6f} and {theirs:.6f}, more than {AGREE} apart: they don't "
-                "train the same model on the same batches, so their times say nothing"
+                f"{label}: at step {step} the losses are {first_loss:.6f} and {second_loss:.6f}, more than {AGREE} apart: "
+                "they don't train the same model on the same batches, so their times can't be compared"
             )
-        largest = max(largest, abs(mine - theirs))
+        largest = max(largest, abs(first_loss - second_loss))
     return largest
 
 
 class Agreement:
-    """Compares each run's losses with the first run's, as soon as it is there: nobody should wait for rounds that mean
-    nothing."""
+    """Compares each run's losses with the first run's as soon as it ends, so that a wrong benchmark stops early."""
 
     def __init__(self) -> None:
         self.largest = 0.0
-        """Difference so far, in nats."""
+        """Largest difference so far, in nats."""
         self._first: Run | None = None
 
-    def __call__(self, run: Run, what: str) -> Run:
-        """The run, if it trains the same.
+    def __call__(self, run: Run, label: str) -> Run:
+        """Returns the run if its losses agree.
 
         Raises:
-            Disagreement: it doesn't.
+            Disagreement: they don't.
         """
         self._first = self._first or run
-        self.largest = max(self.largest, require_same(self._first, run, what))
+        self.largest = max(self.largest, require_same(self._first, run, label))
         return run
 
 
 def rates(runs: list[Run], shape: Shape) -> dict[str, dict[str, float]]:
-    """For each phase, over the timed steps of all rounds: the median of a step's seconds, and real tokens a second at it.
+    """For each phase, over the timed steps of all rounds: the median seconds of a step, and its real tokens per second.
 
-    `both` is a step of each phase together.
+    `both` is one step of each phase.
     """
-    found: dict[str, dict[str, float]] = {}
+    by_phase: dict[str, dict[str, float]] = {}
     for index, phase in enumerate(PHASES):
-        steps = [(run.seconds[at], run.tokens[at]) for run in runs for at in shape.timed(index)]
-        seconds, tokens = statistics.median(one for one, _ in steps), statistics.mean(count for _, count in steps)
-        found[phase] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
-    seconds, tokens = (sum(one[key] for one in found.values()) for key in ("seconds", "tokens"))
-    found["both"] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
-    return found
+        steps = [(run.seconds[step], run.tokens[step]) for run in runs for step in shape.timed(index)]
+        seconds, tokens = (
+            statistics.median(duration for duration, _ in steps),
+            statistics.mean(count for _, count in steps),
+        )
+        by_phase[phase] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
+    seconds, tokens = (sum(phase_rates[key] for phase_rates in by_phase.values()) for key in ("seconds", "tokens"))
+    by_phase["both"] = {"seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
+    return by_phase
 
 
 def raw(runs: list[Run]) -> list[dict[str, Any]]:
-    """Everything measured, for the JSON."""
+    """All measurements, for the JSON."""
     return [
         {
             "start_seconds": round(run.start_seconds, 3),
@@ -392,18 +401,18 @@ def raw(runs: list[Run]) -> list[dict[str, Any]]:
     ]
 
 
-def take_turns(rounds: int, makers: dict[str, Callable[[int], Run]]) -> dict[str, list[Run]]:
-    """Run each in turn, `rounds` times, so that a slow minute of the machine hits all of them."""
-    found: dict[str, list[Run]] = {name: [] for name in makers}
-    for turn, name in _turns(rounds, list(makers)):
-        found[name].append(makers[name](turn))
-    return found
+def take_turns(rounds: int, starters: dict[str, Callable[[int], Run]]) -> dict[str, list[Run]]:
+    """Run each in turn, `rounds` times, so that a slow minute of the machine affects all of them."""
+    runs: dict[str, list[Run]] = {name: [] for name in starters}
+    for round_, name in _turns(rounds, list(starters)):
+        runs[name].append(starters[name](round_))
+    return runs
 
 
 def _turns(rounds: int, names: list[str]) -> Iterator[tuple[int, str]]:
-    for turn in range(rounds):
+    for round_ in range(rounds):
         for name in names:
-            yield turn, name
+            yield round_, name
 
 
 def say(text: str) -> None:

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import argparse
 import sys
+from typing import Any
 
-from biphasic.config.conversion import ConvertConfig, FilesSource
-from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
+from biphasic.errors import ConfigError, UserError
 
 
 def plan(config: ConvertConfig) -> str:
-    """What a conversion will do, from its configuration alone."""
+    """Return the lines of `--plan` that depend only on the configuration."""
     source, segments = config.source, config.segments
     if isinstance(source, FilesSource):
         text = f"files: {', '.join(source.paths)}"
     else:
         text = ", ".join(filter(None, ["hub dataset " + source.path, source.name, source.split, source.revision]))
-    ends = [name for name, wanted in (("BOS before", config.add_bos), ("EOS after", config.add_eos)) if wanted]
+    ends = [name for name, added in (("BOS before", config.add_bos), ("EOS after", config.add_eos)) if added]
     if segments.kind == "single":
         cut = f"one document a row; longer ones {'cut off' if segments.longer == 'truncate' else 'in several rows'}"
     elif segments.kind == "stream":
@@ -25,10 +26,9 @@ def plan(config: ConvertConfig) -> str:
         cut = f"documents joined, cut at random lengths of {segments.shortest} to {longest} tokens (seed {config.seed})"
     else:
         cut = f"a segment is a document; best-fit packing among {segments.window:,} waiting ones"
-    held = config.validation_fraction
-    splits = f"train/ and validation/ ({100 * held:g}% of documents, by id)" if held else "train/ only"
-    limit = "all documents" if config.max_documents is None else f"the first {config.max_documents:,} documents"
-    limit += "" if config.max_tokens is None else f", until train/ has {config.max_tokens:,} tokens"
+    share = config.validation_fraction
+    splits = f"train/ and validation/ ({100 * share:g}% of documents, by id)" if share else "train/ only"
+    limit = "all documents" if config.max_tokens is None else f"until train/ has {config.max_tokens:,} tokens"
     limit += f", {len(config.filters)} filter{'s' * (len(config.filters) > 1)}" if config.filters else ""
     lines = {
         "reads": f"{text} (column {config.text_column}), {limit}",
@@ -42,38 +42,61 @@ def plan(config: ConvertConfig) -> str:
     return _lines(lines)
 
 
+def summary(output: str, record: dict[str, Any]) -> str:
+    """Return a finished conversion's counts as text."""
+    lines = [
+        f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens in {split['rows']:,} rows of "
+        f"{record['sequence_length']} ({100 * split['fill']:.2f}% filled), {len(split['shards'])} shards, "
+        f"{split['bytes'] / 1e6:,.1f} MB"
+        for name, split in record["splits"].items()
+    ]
+    documents = record["documents"]
+    remarks = [f"{documents['filtered']:,} left out by filters"] if documents["filtered"] else []
+    remarks += [f"{count:,} skipped ({kind})" for kind, count in documents["skipped"].items()]
+    remarks += [f"{documents['repeated']:,} with the id of an earlier one"] if documents["repeated"] else []
+    if remarks:
+        lines.append(f"documents: {documents['read']:,} read, {', '.join(remarks)}")
+    lines += [f"left out: {message}" for message in record["source"]["left_out"]]
+    tokens = max(sum(split["tokens"] for split in record["splits"].values()), 1)
+    stored = sum(split["bytes"] for split in record["splits"].values())
+    lines.append(
+        f"{stored / tokens:.2f} bytes stored a token, {record['text_bytes'] / tokens:.2f} bytes of text a token, "
+        f"{tokens / max(record['cpu_seconds'], 1e-9):,.0f} tokens/s a core"
+    )
+    return "\n".join([*lines, f"{output}: {record['seconds']:.1f} s"])
+
+
 def _lines(lines: dict[str, str]) -> str:
     return "\n".join(f"{name:<10} {line}" for name, line in lines.items())
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Convert, or print the plan; returns the exit status."""
+    """Convert, or print the plan, and return the exit status."""
     parser = argparse.ArgumentParser(description="Convert text to MDS shards of packed rows.")
     parser.add_argument("file", help="a job: convert YAML")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="instead of what the YAML says")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the YAML's keys")
     parser.add_argument(
-        "--plan", action="store_true", help="say what would be done: files, tokens, bytes, hours, peak disk"
+        "--plan", action="store_true", help="print what would be done: files, tokens, bytes, hours, peak disk"
     )
-    chosen = parser.parse_intermixed_args(arguments)
+    options = parser.parse_intermixed_args(arguments)
     try:
-        config = load(chosen.file, chosen.overrides)
+        config = load(options.file, options.overrides)
         if not isinstance(config, ConvertConfig):
-            raise UserError(f"{chosen.file}: job: {config.job}: this command needs job: convert")
-        if chosen.plan:
-            from biphasic.data.estimate import describe, estimate
+            raise UserError(f"{options.file}: job: {config.job}: this command needs job: convert")
+        if options.plan:
+            from biphasic.conversion.estimate import estimate
 
             print(plan(config))
-            print(_lines(describe(estimate(config), config)))
+            print(_lines(estimate(config)))
             return 0
-        from biphasic.data.convert import convert
-        from biphasic.data.progress import summary
+        from biphasic.conversion.convert import convert
 
         print(summary(config.output, convert(config)))
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("interrupted: finished tasks are kept; the same command goes on from there", file=sys.stderr)
+        print("interrupted: finished work units are kept; the same command resumes", file=sys.stderr)
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""Bring downstream datasets into fine-tuning's schemas.
+"""Prepare downstream datasets in the schemas that fine-tuning reads.
 
 python data_prep/tasks.py yamls/data/tasks.yaml [task ...] [key=value ...] [--plan]
 """
@@ -9,17 +9,17 @@ import argparse
 import sys
 from typing import Any
 
-from biphasic.config.errors import ConfigError, UserError
 from biphasic.config.load import load
-from biphasic.config.tasks import RetrievalData, TasksConfig
+from biphasic.config.tasks import RetrievalSet, TasksConfig
+from biphasic.errors import ConfigError, UserError
 from biphasic.storage import join
 
 
 def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
-    """The tasks that were named, all without a name.
+    """Return the named tasks, or all tasks if none is named.
 
     Raises:
-        UserError: one isn't in the YAML.
+        UserError: a task is not in the YAML.
     """
     if unknown := [name for name in names if name not in config.tasks]:
         raise UserError(f"no task {unknown[0]!r} (there are: {', '.join(config.tasks)})")
@@ -27,13 +27,13 @@ def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
 
 
 def plan(config: TasksConfig, names: list[str]) -> str:
-    """What will be read and written, from the configuration and the output alone."""
-    from biphasic.data.downstream import is_finished
+    """Return what will be read and written, using only the configuration and the output."""
+    from biphasic.downstream.prepare import is_finished
 
     lines = [f"{len(names)} tasks to {config.output}"]
     for name in names:
         task = config.tasks[name]
-        if isinstance(task, RetrievalData):
+        if isinstance(task, RetrievalSet):
             tables = [task.corpus, *task.queries, *task.qrels.values(), *([task.train] if task.train else [])]
             sources = list(dict.fromkeys(table.path or "files" for table in tables))
             splits = [*(["train"] if task.train else []), *(f"qrels/{split}" for split in task.qrels)]
@@ -42,43 +42,46 @@ def plan(config: TasksConfig, names: list[str]) -> str:
             splits = list(task.splits)
             if "train" in splits and "validation" not in splits:
                 splits.append(f"validation ({config.validation_fraction:.0%} of train)")
-        done = ", is there already" if is_finished(name, config) else ""
+        done = ", finished already" if is_finished(name, config) else ""
         lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{done} [{task.license}]")
     return "\n".join(lines)
 
 
-def line(name: str, place: str, record: dict[str, Any]) -> str:
-    """A finished task in one line."""
+def line(name: str, path: str, record: dict[str, Any]) -> str:
+    """Return one line that describes a finished task."""
     rows = ", ".join(f"{file} {count:,}" for file, count in record["rows"].items())
-    out = [f"{count:,} of {file} ({why})" for file, kinds in record["left_out"].items() for why, count in kinds.items()]
-    left = f"; left out: {', '.join(out)}" if out else ""
-    return f"{name}: {rows} rows{left}; {place} [{record['license']}]"
+    left_out = [f"{count:,} of {file} ({reason})"
+                for file, reasons in record["left_out"].items() for reason, count in reasons.items()]  # fmt: skip
+    suffix = f"; left out: {', '.join(left_out)}" if left_out else ""
+    return f"{name}: {rows} rows{suffix}; {path} [{record['license']}]"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Bring the tasks, one after another; returns the exit status: 1 when some task couldn't be had."""
-    parser = argparse.ArgumentParser(description="Bring downstream datasets into fine-tuning's schemas.")
+    """Prepare the tasks one after another, and return the exit status: 1 if any task failed."""
+    parser = argparse.ArgumentParser(description="Prepare downstream datasets in fine-tuning's schemas.")
     parser.add_argument("file", help="a job: tasks YAML")
-    parser.add_argument("rest", nargs="*", metavar="task | key=value", help="only these; not what the YAML says")
-    parser.add_argument("--plan", action="store_true", help="say what would be read and written")
-    given = parser.parse_intermixed_args(arguments)
+    parser.add_argument(
+        "rest", nargs="*", metavar="task | key=value", help="only these tasks; overrides of the YAML's keys"
+    )
+    parser.add_argument("--plan", action="store_true", help="print what would be read and written")
+    options = parser.parse_intermixed_args(arguments)
     try:
-        config = load(given.file, [text for text in given.rest if "=" in text])
+        config = load(options.file, [text for text in options.rest if "=" in text])
         if not isinstance(config, TasksConfig):
-            raise UserError(f"{given.file}: job: {config.job}: this command needs job: tasks")
-        names = chosen_tasks(config, [text for text in given.rest if "=" not in text])
+            raise UserError(f"{options.file}: job: {config.job}: this command needs job: tasks")
+        names = chosen_tasks(config, [text for text in options.rest if "=" not in text])
         print(plan(config, names))
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    if given.plan:
+    if options.plan:
         return 0
-    from biphasic.data.downstream import convert_task
+    from biphasic.downstream.prepare import prepare_task
 
     failed = []
     for name in names:
         try:
-            print(line(name, join(config.output, name), convert_task(name, config)), flush=True)
+            print(line(name, join(config.output, name), prepare_task(name, config)), flush=True)
         except UserError as error:
             print(error if str(error).startswith(name) else f"{name}: {error}", file=sys.stderr, flush=True)
             failed.append(name)

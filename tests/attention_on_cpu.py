@@ -1,8 +1,8 @@
-"""What attention is compared with on CPUs, and PyTorch's attention for GPUs made to run there.
+"""The reference for attention, and CPU kernels for PyTorch's GPU attention.
 
-`varlen_attn` gets kernels for CPUs. FlexAttention refuses gradients on CPUs, where it has no compiled kernel for them; its
-uncompiled form, which these tests run, computes them all the same. flash-attn, which is compiled for GPUs, is replaced by a
-function of the same signature over the same kernels.
+`varlen_attn` gets CPU kernels. FlexAttention refuses gradients on CPUs, where it has no compiled kernel for them; its
+uncompiled form, which these tests run, has them. flash-attn, which is compiled for GPUs, is replaced by a function of the
+same signature over the same kernels.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ import torch.nn.attention.varlen
 from torch import Tensor
 
 from biphasic.model import attention
-from biphasic.model.attention import Scoring, masked
-from biphasic.model.segments import Segments, visible
+from biphasic.model.attention import AttentionOptions, masked_attention
+from biphasic.model.segments import Segments, visibility_mask
 
 
-def _reference(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+def _reference(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     """All tokens at once, under a mask of all tokens by all tokens."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    same_segment = segments.owner[:, None] == segments.owner[None, :]
-    mask = same_segment & visible(query.shape[2], scoring.causal, scoring.window, query.device)
-    return masked(query, key, value, mask, scoring).transpose(1, 2)
+    same_segment = segments.segment_index[:, None] == segments.segment_index[None, :]
+    mask = same_segment & visibility_mask(query.shape[2], options.causal, options.window, query.device)
+    return masked_attention(query, key, value, mask, options).transpose(1, 2)
 
 
-attention.COMPUTE["mask"] = _reference
+attention.BACKEND_FUNCTIONS["mask"] = _reference
 torch.nn.attention.flex_attention._validate_device = lambda query, key, value: None
 
 
@@ -39,8 +39,8 @@ def _weights(query: Tensor, key: Tensor, cu_seqlens: Tensor, scale: float | None
     """Attention weights of [tokens, heads, head_dim] each: [heads, tokens, tokens]."""
     left, right = window_size
     segments = Segments.of(cu_seqlens.diff().tolist(), cu_seqlens.device)
-    same_segment = segments.owner[:, None] == segments.owner[None, :]
-    mask = same_segment & visible(query.shape[0], right == 0, left + 1, query.device)
+    same_segment = segments.segment_index[:, None] == segments.segment_index[None, :]
+    mask = same_segment & visibility_mask(query.shape[0], right == 0, left + 1, query.device)
     scores = torch.einsum("qhd,khd->hqk", query, key) * scale
     return scores.masked_fill(~mask, float("-inf")).softmax(-1)
 
@@ -78,14 +78,14 @@ def _backward(
 
 
 class _FlashAttention2(torch.autograd.Function):
-    """As in flash-attn, cu_seqlens are inputs, and a tensor that is given twice would end a compiled graph."""
+    """As in flash-attn, cu_seqlens are inputs, and one tensor given twice would break a compiled graph."""
 
     @staticmethod
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: int,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen: int,
         scale: float, window_size: tuple[int, int],
     ) -> Tensor:  # fmt: skip
-        cuts = cu_seqlens_q, cu_seqlens_k, longest, longest, window_size == (-1, 0)
+        cuts = cu_seqlens_q, cu_seqlens_k, max_seqlen, max_seqlen, window_size == (-1, 0)
         out, lse, state = torch.ops.torch_attn._varlen_attn(query, key, value, *cuts, scale, list(window_size))
         ctx.save_for_backward(query, key, value, out, lse, cu_seqlens_q, cu_seqlens_k, state)
         ctx.settings = cuts[2:], scale, list(window_size)

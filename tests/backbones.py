@@ -8,10 +8,12 @@ import torch
 from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
-from biphasic.model.fresh import from_hf_config
-from biphasic.model.packed import encode
+from biphasic.model.forward import packed_forward
+from biphasic.model.initialization import from_hf_config
 from biphasic.model.segments import Segments
 
+TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text")
+"""Families whose attention tests/model compares token by token, causal and bidirectional."""
 SMALL = {
     "vocab_size": 97,
     "hidden_size": 32,
@@ -28,7 +30,7 @@ SMALL = {
 def backbone(family: str, **changes: object) -> torch.nn.Module:
     config = AutoConfig.for_model(family, **{**SMALL, **changes})
     model = from_hf_config(config, seed=3).backbone
-    # Larger weights than a fresh model's, so that a forbidden path would show far above rounding.
+    # Larger weights than a new model's, so that an error shows far above rounding.
     torch.manual_seed(0)
     for parameter in model.parameters():
         if parameter.dim() > 1:
@@ -36,23 +38,23 @@ def backbone(family: str, **changes: object) -> torch.nn.Module:
     return model.eval()
 
 
-# Eight batches, four of each phase: none is cut like another, one fills all with one segment, one is of single tokens.
+# Eight batches, four of each phase, with different segments: among them a single one, and single tokens.
 BATCHES = [(5, 9, 1, 6), (7, 7, 7), (21,), (2,) * 10 + (1,), (5, 16), (1,) * 21, (3, 9, 9), (21,)]
 
 
 def gradients(
     model: torch.nn.Module, backend: str, count: list[int] | None = None, batches: Iterable[int] = range(len(BATCHES))
 ) -> list[torch.Tensor]:
-    """Outputs and gradients for each batch; `count` is told how many graphs there are after it."""
-    found = []
+    """Outputs and gradients for each batch; the number of compiled graphs after each is appended to `count`."""
+    results = []
     for number in batches:
         lengths = BATCHES[number]
-        segments = Segments.of(lengths, torch.device("cpu"), longest=21, attention=backend)
+        segments = Segments.of(lengths, torch.device("cpu"), max_seqlen=21, attention=backend)
         tokens = torch.randint(97, (21,), generator=torch.Generator().manual_seed(number))
         model.zero_grad()
-        hidden = encode(model, tokens, segments, causal=number < 4)
+        hidden = packed_forward(model, tokens, segments, causal=number < 4)
         hidden.square().sum().backward()
         if count is not None:
             count.append(counters["stats"]["unique_graphs"])
-        found.append(torch.cat([hidden.detach().flatten(), *(p.grad.flatten() for p in model.parameters())]))  # pyright: ignore
-    return found
+        results.append(torch.cat([hidden.detach().flatten(), *(p.grad.flatten() for p in model.parameters())]))  # pyright: ignore
+    return results

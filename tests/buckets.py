@@ -10,9 +10,9 @@ from typing import Any
 
 import boto3
 
-from biphasic.config.errors import UserError
-from biphasic.config.schema import DataConfig
-from biphasic.data.streaming import loader
+from biphasic.config.data import DataConfig
+from biphasic.data.streaming import build_loader
+from biphasic.errors import UserError
 
 
 def client() -> Any:
@@ -44,16 +44,16 @@ def flip_a_bit(bucket: str, key: str) -> None:
 
 
 def smallest_limit(config: DataConfig) -> int:
-    """What the refusal of a limit of 1 KB names."""
+    """The smallest limit, as named by the error about a limit of 1 KB."""
     try:
-        limited = config.model_copy(update={"cache_limit": "1kb"})
-        loader(limited, limited.streams, 8, seed=3, train=True)
+        limited = config.model_copy(update={"cache_limit": 1000})
+        build_loader(limited, limited.streams, 8, seed=3, train=True)
     except UserError as error:
         message = str(error)
     else:
         raise AssertionError("1kb was accepted")
-    # The error held the dataset, and with it Streaming's claim to the folder.
+    # The error held the dataset, and with it Streaming's lock on the folder.
     gc.collect()
-    found = re.match(r"data\.cache_limit: 1kb is too small: .* expected at least ([\d,]+)b", message)
-    assert found, message
-    return int(found[1].replace(",", ""))
+    match = re.match(r"data\.cache_limit: 1,000b is too small: .* expected at least ([\d,]+)b", message)
+    assert match, message
+    return int(match[1].replace(",", ""))

@@ -61,6 +61,35 @@ def write_yaml(dataset: Path, tmp_path: Path) -> Write:
 
 
 @pytest.fixture(scope="session")
+def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from texts import write_tokenizer
+
+    return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@pytest.fixture
+def config_for(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Any]:
+    """Makes the configuration of a conversion of files or records into `tmp_path / "out"`; keywords replace its keys."""
+    from biphasic.config.convert import ConvertConfig
+    from texts import write_parquet
+
+    def make(text: Any, **keys: Any) -> ConvertConfig:
+        if isinstance(text, list):
+            text = write_parquet(tmp_path / "text.parquet", text)
+        defaults = {
+            "job": "convert",
+            "source": {"kind": "files", "paths": [str(text)]},
+            "output": str(tmp_path / "out"),
+            "tokenizer": str(tokenizer_folder),
+            "sequence_length": 64,
+            "shard_bytes": 8192,
+        }
+        return ConvertConfig.model_validate({**defaults, **keys})
+
+    return make
+
+
+@pytest.fixture(scope="session")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """An S3 server over a folder, whose folders are its buckets; the environment points to it while it runs.
 

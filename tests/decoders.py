@@ -1,4 +1,4 @@
-"""Small decoders of families that aren't of Llama's shape, and texts for them."""
+"""Small decoders of families that are not Llama-shaped, and texts for them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 from transformers import AutoConfig
 
 from backbones import SMALL
-from biphasic.model.fresh import from_hf_config
+from biphasic.model.forward import packed_forward
+from biphasic.model.initialization import from_hf_config
 from biphasic.model.language_model import LanguageModel
-from biphasic.model.packed import encode
 from biphasic.model.segments import Segments
 from tiny import LENGTH, PAD, WORDS
 
@@ -30,7 +30,7 @@ TEXTS = [[5, 6, 7, 8, 9, 10, 11, 2], [12, 13, 2], [14, 15, 16, 17, 2]]
 
 
 def decoder(family: str, **changes: Any) -> LanguageModel:
-    """With weights large enough that a wrong path shows, and five layers, since some differ every fourth."""
+    """With weights large enough that an error shows, and five layers, since in some families every fourth differs."""
     config = AutoConfig.for_model(
         family,
         **{**SMALL, "vocab_size": WORDS, "num_hidden_layers": 5, "max_position_embeddings": LENGTH},
@@ -44,16 +44,16 @@ def decoder(family: str, **changes: Any) -> LanguageModel:
 
 
 def padded(left: bool = False, texts: list[list[int]] = TEXTS) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and mask."""
-    longest = max(map(len, texts))
-    fill = [[PAD] * (longest - len(text)) for text in texts]
-    rows = [f + t if left else t + f for t, f in zip(texts, fill, strict=True)]
+    """Padded tokens and their mask."""
+    length = max(map(len, texts))
+    padding = [[PAD] * (length - len(text)) for text in texts]
+    rows = [p + t if left else t + p for t, p in zip(texts, padding, strict=True)]
     tokens = torch.tensor(rows)
     return tokens, (tokens != PAD).long()
 
 
 @torch.no_grad()
 def packed(backbone: Any, texts: list[list[int]] = TEXTS) -> torch.Tensor:
-    """Hidden states of all tokens by our own attention, one text after another."""
+    """Hidden states of all tokens by packed attention, one text after another."""
     segments = Segments.of([len(text) for text in texts], torch.device("cpu"))
-    return encode(backbone, torch.tensor([token for text in texts for token in text]), segments, causal=False)
+    return packed_forward(backbone, torch.tensor([token for text in texts for token in text]), segments, causal=False)

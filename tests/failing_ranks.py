@@ -1,4 +1,4 @@
-"""Helper of test_faults.py: three ranks that wait for each other until some of them fail.
+"""Helper of test_faults.py: ranks that wait for each other until some of them fail.
 
 composer -n 3 failing_ranks.py CASE REASON      rank 0 writes why the job ended to the file REASON
 """
@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch.distributed
 
-from biphasic.config.errors import UserError
-from biphasic.faults import closing, run_together
+from biphasic.errors import UserError
+from biphasic.faults import close_on_fault, run_rank
 
 
 def fail(case: str, rank: int) -> None:
@@ -44,7 +44,7 @@ def job(case: str, reason: Path) -> int:
         if not rank:
             reason.write_text(why)
 
-    with closing(close):
+    with close_on_fault(close):
         torch.distributed.barrier()
         fail(case, rank)
         torch.distributed.barrier()
@@ -52,4 +52,4 @@ def job(case: str, reason: Path) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run_together(lambda: job(sys.argv[1], Path(sys.argv[2]))))
+    sys.exit(run_rank(lambda: job(sys.argv[1], Path(sys.argv[2]))))

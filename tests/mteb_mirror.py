@@ -1,4 +1,4 @@
-"""Copies of mteb's data sets as the hub has them, of some documents, and an encoder to score."""
+"""Small copies of mteb's data sets in the hub's layout, and an encoder to score."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.write import export_encoder
-from biphasic.model.fresh import from_hf_config
+from biphasic.model.initialization import from_hf_config
 from downstream_sets import TEXT, card, write_split
 from tiny import LENGTH, WORDS, write_tokenizer
 
@@ -28,7 +28,7 @@ _TABLES: dict[str, dict[str, Any]] = {
 def rows(
     seed: int, first: str, splits: list[str], count: int = DOCUMENTS
 ) -> tuple[list[Any], list[Any], dict[str, list[Any]]]:
-    """Documents, queries that are some words of a document, and for each split the judgments of some queries."""
+    """Return documents, queries made of words of a document, and judgments by split."""
     generator = np.random.default_rng(seed)
     documents, queries, qrels = [], [], {split: [] for split in splits}
     for at in range(count):
@@ -44,11 +44,11 @@ def rows(
 
 
 def write_set(folder: Path, seed: int, splits: list[str], prefix: str = "") -> None:
-    """With the hub's configurations: `corpus`, `queries` and the judgments, `default`, or all with a language before."""
+    """Write the hub's configurations: `corpus`, `queries` and `default` (judgments), or all three with a language prefix."""
     documents, queries, qrels = rows(seed, f"{folder.name}-", splits)
     configurations: dict[str, list[str]] = {}
     for table, content in (("corpus", documents), ("queries", queries)):
-        # MS MARCO and NQ have one table for all splits; those with a language, one for each.
+        # MS MARCO and NQ have one table for all splits; sets with languages have one for each.
         names = splits if prefix else [table]
         for name in names:
             write_split(folder / f"{prefix}{table}", name, content, _TABLES[table])
@@ -60,8 +60,7 @@ def write_set(folder: Path, seed: int, splits: list[str], prefix: str = "") -> N
 
 
 def write_mirror(root: Path) -> Path:
-    """The sets of the paper, one of NanoBEIR's, and one that is no retrieval."""
-    write_set(root / "mteb" / "msmarco", 1, ["dev"])
+    """Write two sets of the paper, one of NanoBEIR's, and one without retrieval."""
     write_set(root / "mteb" / "nq", 2, ["test"])
     write_set(root / "mteb" / "MultiLongDocRetrieval", 3, ["dev", "test"], "en-")
     write_set(root / "NanoNQRetrieval", 4, ["train"])
@@ -78,7 +77,7 @@ def write_mirror(root: Path) -> Path:
 
 
 def write_own(folder: Path, documents: int = DOCUMENTS) -> Path:
-    """A person's own set, as BEIR lays it out."""
+    """Write a local set in BEIR's layout."""
     corpus, queries, qrels = rows(9, "d", ["test"], documents)
     (folder / "qrels").mkdir(parents=True)
     for name, content in (("corpus", corpus), ("queries", queries)):
@@ -92,7 +91,7 @@ def write_own(folder: Path, documents: int = DOCUMENTS) -> Path:
 
 
 def write_model(folder: Path, prompts: dict[str, str] | None = None) -> Path:
-    """An untrained encoder, whose embeddings are nearly bags of words."""
+    """Write an untrained encoder, whose embeddings are nearly bags of words."""
     write_tokenizer(folder.with_name(f"{folder.name}-tokenizer"))
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -104,7 +103,7 @@ def write_model(folder: Path, prompts: dict[str, str] | None = None) -> Path:
 
 
 def config_of(model: Path | str, folder: Path, **changes: Any) -> EvaluateConfig:
-    """An evaluation that writes to `folder`."""
+    """Return the configuration of an evaluation that writes to `folder`."""
     content: dict[str, Any] = {
         "job": "evaluate",
         "run_name": "scored",

@@ -19,19 +19,19 @@ def rows_in(folder: Path) -> Stored:
 
 def segments_in(folder: Path) -> list[np.ndarray]:
     """The tokens of each segment, in order."""
-    found = []
+    segments = []
     for row in rows_in(folder):
         ends = np.cumsum(row["lengths"])
-        found += [row["tokens"][end - length : end] for end, length in zip(ends, row["lengths"], strict=True)]
-    return found
+        segments += [row["tokens"][end - length : end] for end, length in zip(ends, row["lengths"], strict=True)]
+    return segments
 
 
-def same_bytes(one: Path, two: Path) -> bool:
-    """Whether two outputs hold the same data: all files but the records and the log, which tell times and places."""
+def same_bytes(first: Path, second: Path) -> bool:
+    """Whether two outputs hold the same data: all files but the records and the log, which hold times and paths."""
 
     def content(folder: Path) -> dict[str, bytes]:
         names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
-        told = ("tasks/", "conversion.")
-        return {name: path.read_bytes() for name, path in names.items() if not name.startswith(told)}
+        records = ("units/", "conversion.")
+        return {name: path.read_bytes() for name, path in names.items() if not name.startswith(records)}
 
-    return content(one) == content(two) and "train/index.json" in content(one)
+    return content(first) == content(second) and "train/index.json" in content(first)

@@ -1,4 +1,4 @@
-"""A server that takes models as the hub does, for the hub's own client."""
+"""A server that accepts models as the hub does, for the hub's own client."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 WRITES, READS = "hf_writes", "hf_reads"
-"""Tokens: with the right to write, and without."""
+"""Tokens with and without write access."""
 
 
 @dataclass
@@ -30,13 +30,13 @@ class Model:
 
 @dataclass
 class Hub:
-    """What the server holds, and each request (method and path) in order."""
+    """The server's models and objects, and all requests (method and path) in order."""
 
     models: dict[str, Model] = field(default_factory=dict)
     requests: list[str] = field(default_factory=list)
     objects: dict[str, bytes] = field(default_factory=dict)
     card_errors: list[str] = field(default_factory=list)
-    """What it finds wrong with every card."""
+    """Errors that it reports for every card."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -44,7 +44,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def do_PUT(self) -> None:
         content = self._content()
@@ -63,8 +63,8 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = model.branches[branch]
         if words[4:5] == ["tree"]:
-            about = {"type": "file", "oid": "0" * 40}
-            self._send(200, [{**about, "size": len(content), "path": name} for name, content in files.items()])
+            entry = {"type": "file", "oid": "0" * 40}
+            self._send(200, [{**entry, "size": len(content), "path": name} for name, content in files.items()])
             return
         siblings = [{"rfilename": name} for name in files]
         self._send(
@@ -82,20 +82,20 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(400 if errors else 200, {"errors": errors, "warnings": []})
         elif words[2:] == ["info", "lfs", "objects", "batch"]:
             host = self.headers["Host"]
-            wanted = json.loads(content)["objects"]
-            upload = [{**one, "actions": {"upload": {"href": f"http://{host}/object/{one['oid']}"}}} for one in wanted]
+            objects = json.loads(content)["objects"]
+            upload = [{**o, "actions": {"upload": {"href": f"http://{host}/object/{o['oid']}"}}} for o in objects]
             self._send(200, {"transfer": "basic", "objects": upload})
         else:
-            name, what, branch = "/".join(words[2:4]), words[4], words[5]
-            getattr(self, f"_{what}")(self.hub.models[name], branch, content)
+            name, action, branch = "/".join(words[2:4]), words[4], words[5]
+            getattr(self, f"_{action}")(self.hub.models[name], branch, content)
 
-    def _create(self, wanted: dict[str, Any]) -> None:
-        name = f"{wanted['organization']}/{wanted['name']}"
+    def _create(self, request: dict[str, Any]) -> None:
+        name = f"{request['organization']}/{request['name']}"
         url = {"url": f"http://{self.headers['Host']}/{name}"}
         if name in self.hub.models:
             self._send(409, {**url, "error": "You already created this model repo"})
             return
-        self.hub.models[name] = Model(wanted.get("visibility") == "private")
+        self.hub.models[name] = Model(request.get("visibility") == "private")
         self._send(200, url)
 
     def _branch(self, model: Model, branch: str, content: bytes) -> None:
@@ -145,10 +145,10 @@ class _Handler(BaseHTTPRequestHandler):
         self._send(403 if known else 401, {"error": "Forbidden" if known else "Invalid username or password."})
         return True
 
-    def _send(self, status: int, content: Any, about: dict[str, str] | None = None) -> None:
+    def _send(self, status: int, content: Any, extra_headers: dict[str, str] | None = None) -> None:
         body = json.dumps(content).encode()
         self.send_response(status)
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **(about or {})}
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(body)), **(extra_headers or {})}
         for name, value in headers.items():
             self.send_header(name, value)
         self.end_headers()
@@ -157,9 +157,9 @@ class _Handler(BaseHTTPRequestHandler):
 
 @contextmanager
 def serve_models(home: Path) -> Iterator[tuple[Hub, dict[str, str]]]:
-    """The hub, and the environment of a process that shall push there.
+    """Serve a hub; yields it, and the environment for a process that pushes to it.
 
-    The hub's client reads its address when it is imported, so it has to be another process.
+    The hub's client reads the address at import, so that it has to be another process.
     """
     hub = Hub()
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Running", (_Handler,), {"hub": hub}))

@@ -1,4 +1,4 @@
-"""Checkpoints as a run writes them, of networks that no run has trained."""
+"""Checkpoints in the form that runs write, of untrained networks."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from transformers import LlamaConfig
 
 from backbones import SMALL
 from biphasic.checkpointing.manifest import Manifest
-from biphasic.checkpointing.saver import ShardWriter
-from biphasic.model.fresh import from_hf_config
+from biphasic.checkpointing.save import ShardWriter
+from biphasic.model.initialization import from_hf_config
 from biphasic.model.language_model import LanguageModel
-from biphasic.storage import hash_of
+from biphasic.storage import file_hash
 from tiny import LENGTH, WORDS
 
 
 def network(**changes: object) -> LanguageModel:
-    """Grouped-query attention, and weights large enough that a wrong path shows."""
+    """A network with grouped-query attention, and weights large enough to make errors visible."""
     values = {
         **SMALL,
         "vocab_size": WORDS,
@@ -34,7 +34,7 @@ def network(**changes: object) -> LanguageModel:
 
 
 def record_of(model: LanguageModel, tokenizer: Path, batch: int) -> dict[str, Any]:
-    """What `RunRecord` would have kept."""
+    """The content of `RunRecord`."""
     config = {
         "run_name": "stored",
         "tokenizer": str(tokenizer),
@@ -69,13 +69,15 @@ def checkpoint_of(
     batch: int = 40,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> Path:
-    """A complete checkpoint in `folder`, with moments of the optimizer that nobody should read; returns its path."""
-    found = {f"model.{name}": weight for name, weight in (model.state_dict() if weights is None else weights).items()}
-    moments = {name: torch.full((16,), float("nan")) for name in found}
+    """Write a complete checkpoint to `folder`, with optimizer state that is NaN; returns its path."""
+    model_state = {
+        f"model.{name}": weight for name, weight in (model.state_dict() if weights is None else weights).items()
+    }
+    optimizer_state = {name: torch.full((16,), float("nan")) for name in model_state}
     state = {
         "state": {
-            "model": found,
-            "optimizers": {"AdamW": moments},
+            "model": model_state,
+            "optimizers": {"AdamW": optimizer_state},
             "callbacks": {"RunRecord": record_of(model, tokenizer, batch)},
         }
     }
@@ -83,10 +85,10 @@ def checkpoint_of(
     path = folder / (f"ep0-ba{batch}" if sharded else f"ba{batch}-rank0.pt")
     if sharded:
         dcp.save(state, storage_writer=ShardWriter(path), no_dist=True)
-        files = {f"{path.name}/{file.name}": (file.stat().st_size, hash_of(file)) for file in path.iterdir()}
+        files = {f"{path.name}/{file.name}": (file.stat().st_size, file_hash(file)) for file in path.iterdir()}
     else:
         torch.save(state, path)
-        files = {path.name: (path.stat().st_size, hash_of(path))}
-    manifest = Manifest(batch, path.name, files, {"name": "stored", "decides": {}})
-    (folder / manifest.name).write_bytes(manifest.as_bytes())
+        files = {path.name: (path.stat().st_size, file_hash(path))}
+    manifest = Manifest(batch, path.name, files, {"name": "stored", "settings": {}})
+    (folder / manifest.name).write_bytes(manifest.to_bytes())
     return path

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from biphasic.sweep.records import Cell, Grid, GridModel, GridTask, Record, Result
+from biphasic.finetuning.records import DownstreamResult
+from biphasic.sweep.records import Cell, Grid, GridModel, GridTask, TrialRecord
 
 RATES, SEEDS = (1e-5, 2e-5, 5e-5, 1e-4), (0, 1, 2)
 SST2 = GridTask("sst2", "classification", (("sst2", "sst2", "accuracy"),))
@@ -14,30 +14,33 @@ MSMARCO = GridTask("msmarco", "retrieval", (("msmarco", "msmarco", "ndcg_at_10")
 
 
 def grid_of(
-    models: Sequence[str] = ("a", "b"), tasks: Sequence[GridTask] = (SST2,), halving: dict[str, Any] | None = None,
+    models: Sequence[str] = ("a", "b"), tasks: Sequence[GridTask] = (SST2,),
     rates: Sequence[float] = RATES, seeds: Sequence[int] = SEEDS, steps: dict[str, int] | None = None,
 ) -> Grid:  # fmt: skip
     trials = {
         f"{model}.{task.name}.{lr:g}.{seed}": Cell(model, task.name, lr, seed)
         for seed in seeds for task in tasks for model in models for lr in rates
     }  # fmt: skip
-    found = tuple(GridModel(model, (steps or {}).get(model)) for model in models)
-    return Grid(found, tuple(tasks), tuple(rates), tuple(seeds), trials, halving)
+    entries = tuple(GridModel(model, (steps or {}).get(model)) for model in models)
+    return Grid(entries, tuple(tasks), tuple(rates), tuple(seeds), trials)
 
 
 Score = Callable[[Cell, str], tuple[float | None, float | None] | None]
 """Validation and test score of a cell on a test set; None: the trial failed."""
 
 
-def records_of(grid: Grid, score: Score) -> dict[str, Record]:
+def records_of(grid: Grid, score: Score) -> dict[str, TrialRecord]:
     tasks = {task.name: task for task in grid.tasks}
-    found = {}
+    records = {}
     for trial, cell in grid.trials.items():
         task = tasks[cell.task]
         scores = {name: score(cell, name) for _, name, _ in task.results}
         if None in scores.values():
-            found[trial] = Record(trial, cell, "failed", error="ValueError: a | b\nmore", seconds={"total": 1.0})
+            records[trial] = TrialRecord(trial, cell, "failed", error="ValueError: a | b\nmore", seconds={"total": 1.0})
             continue
-        results = tuple(Result(of, name, task.family, metric, *scores[name]) for of, name, metric in task.results)  # pyright: ignore
-        found[trial] = Record(trial, cell, "done", results, seconds={"total": 10.0})
-    return found
+        results = tuple(
+            DownstreamResult(of, name, task.family, metric, *scores[name])  # pyright: ignore
+            for of, name, metric in task.results
+        )
+        records[trial] = TrialRecord(trial, cell, "done", results, seconds={"total": 10.0})
+    return records

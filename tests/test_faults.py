@@ -1,4 +1,4 @@
-"""A fault of any rank, as a person sees it: composer's launcher and its exit status, on the terminal, in the record."""
+"""A fault of any rank as a person sees it: the exit status, the output, and the record of the attempt."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from biphasic.checkpointing.claim import attempts_in
-from biphasic.storage import store
+import warm
+from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.storage import open_store
 from conftest import Write
-from tiny import ROOT, composer_command
+from tiny import ROOT, composer_command, launch
 
 LOST = "another rank ended in the middle of a step without a message: it was killed or its machine was lost"
 CASES: dict[str, tuple[int, int, list[str], str | None]] = {
@@ -26,26 +28,36 @@ CASES: dict[str, tuple[int, int, list[str], str | None]] = {
     "early": (2, 2, ["the file is not the same on this node\n"], ""),
 }
 """Ranks, exit status, what is shown, and why the job ended (None: one of several reasons)."""
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
 
 
-def launch(*arguments: str | Path, ranks: int) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
-    command = composer_command(*arguments, processes=ranks)
-    return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
-    ranks, status, messages, expected = CASES[case]
-    run = launch(ROOT / "tests" / "failing_ranks.py", case, tmp_path / "reason", ranks=ranks)
-    assert run.returncode == status, run.stdout
+def assert_fault_is_shown_once(case: str, status: int, output: str, reason_file: Path) -> None:
+    _, expected_status, messages, expected_reason = CASES[case]
+    assert status == expected_status, output
     for message in messages:
-        assert run.stdout.count(message) == 1, run.stdout
-    assert run.stdout.count("Traceback") == (case == "bug"), run.stdout
+        assert output.count(message) == 1, output
+    assert output.count("Traceback") == (case == "bug"), output
+    reason = reason_file.read_text() if reason_file.exists() else ""
+    if expected_reason is not None:
+        assert reason.endswith(expected_reason) if expected_reason else not reason
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case != "killed"])
+def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
+    run = warm.run([case, str(tmp_path / "reason")], CASES[case][0], ENVIRONMENT, module="failing_ranks")
+    assert_fault_is_shown_once(case, run.returncode, run.stdout + run.stderr, tmp_path / "reason")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=[] if case in ("two", "killed") else pytest.mark.slow) for case in CASES]
+)
+def test_composer_s_launcher_shows_a_fault_once(case: str, tmp_path: Path) -> None:
+    command: list[Any] = [ROOT / "tests" / "failing_ranks.py", case, tmp_path / "reason"]
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.run(composer_command(*command, processes=CASES[case][0]), env=ENVIRONMENT, **pipes)
+    assert_fault_is_shown_once(case, run.returncode, run.stdout, tmp_path / "reason")
     # The launcher prints the output of each rank but the first that ends with a status other than 0.
     assert ("Begin global rank 2" in run.stdout) == (case == "two"), run.stdout
-    reason = (tmp_path / "reason").read_text() if (tmp_path / "reason").exists() else ""
-    assert expected is None or (reason.endswith(expected) if expected else not reason)
 
 
 def test_a_shard_that_only_rank_1_reads(write_yaml: Write) -> None:
@@ -54,19 +66,20 @@ def test_a_shard_that_only_rank_1_reads(write_yaml: Write) -> None:
     folder = path.parent / "data" / "train"
     shard = json.loads((folder / "index.json").read_text())["shards"][-1]["zip_data"]["basename"]
     (folder / shard).write_bytes(bytes(100))
-    run = launch(ROOT / "src" / "main.py", path, ranks=2)
-    assert run.returncode == 2, run.stdout
+    run = launch(path, processes=2)
+    output = run.stdout + run.stderr
+    assert run.returncode == 2, output
     fault = f"shard {folder}/{shard}: is damaged: its xxh64 is not the one in {folder}/index.json"
-    assert run.stdout.count(fault) == 1 and "Traceback" not in run.stdout, run.stdout
-    [attempt] = attempts_in(store(str(path.parent / "runs" / "run" / "checkpoints")))
+    assert output.count(fault) == 1 and "Traceback" not in output, output
+    [attempt] = read_attempts(open_store(str(path.parent / "runs" / "run" / "checkpoints")))
     assert attempt["reason"].startswith(f"rank 1: {fault}")
 
 
-def test_a_mistake_that_all_ranks_see(write_yaml: Write) -> None:
-    run = launch(ROOT / "src" / "main.py", write_yaml(), "optimizer.rl=1", ranks=2)
-    assert run.returncode == 2, run.stdout
-    assert run.stdout.count("optimizer.rl: unknown key") == 1, run.stdout
-    assert "Begin global rank" not in run.stdout and "Traceback" not in run.stdout, run.stdout
+def test_a_mistake_that_all_ranks_see_is_shown_once(write_yaml: Write) -> None:
+    run = launch(write_yaml(), "optimizer.rl=1", processes=2)
+    output = run.stdout + run.stderr
+    assert run.returncode == 2, output
+    assert output.count("optimizer.rl: unknown key") == 1 and "Traceback" not in output, output
 
 
 def test_a_port_that_is_in_use() -> None:

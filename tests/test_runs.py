@@ -1,4 +1,4 @@
-"""What became of a run, as a person reads it."""
+"""The report of a run: checkpoints, attempts, lost tokens."""
 
 from __future__ import annotations
 
@@ -9,40 +9,56 @@ from typing import Any
 import pytest
 
 from biphasic import runs
-from biphasic.checkpointing.claim import SILENT
+from biphasic.checkpointing.run_lock import KILLED
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, train
 
 
-def test_a_run_with_a_past(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_yaml("past", checkpoint__interval="4ba")
     folder = train(config_of(path))
     keep_checkpoints_up_to(folder, 8)
     [attempt] = (folder / "checkpoints" / "attempts").iterdir()
     about = json.loads(attempt.read_text())
-    tokens = {found["batch"]: found["run"]["tokens"] for found in
+    tokens = {manifest["batch"]: manifest["run"]["tokens"] for manifest in
               (json.loads(file.read_text()) for file in (folder / "checkpoints").glob("ba*.json"))}  # fmt: skip
     # As if it had been killed three batches later.
-    attempt.write_text(json.dumps({**about, "batch": 11, "tokens": tokens[8] + 500, "until": None, "reason": SILENT}))
+    attempt.write_text(json.dumps({**about, "batch": 11, "tokens": tokens[8] + 500, "until": None, "reason": KILLED}))
     train(config_of(path))
     (folder / "checkpoints" / "ba10-rank0.pt").write_bytes(b"cut off")
     cut = folder / "checkpoints" / "ba4-rank0.pt"
     cut.write_bytes(cut.read_bytes()[:100])
     capsys.readouterr()
     assert runs.main([str(folder)]) == 0
-    said = capsys.readouterr().out
-    lines = {int(line.split()[0].replace(",", "")): line for line in said.splitlines() if "B  " in line}
+    output = capsys.readouterr().out
+    lines = {int(line.split()[0].replace(",", "")): line for line in output.splitlines() if "B  " in line}
     assert "not usable: ba4-rank0.pt has 100 bytes instead of" in lines[4]
     assert "clm" in lines[6] and "complete, kept" in lines[6]
     assert "not usable: it has no ba10.json, so it was not finished" in lines[10]
     assert lines[12].endswith("complete") and f"{tokens[8]:,}" in lines[8]
-    assert f"batch 0 to 11: {SILENT}" in said
-    assert "lost: at least 500 tokens" in said
-    assert "batch 8 to 12: finished" in said
+    assert f"batch 0 to 11: {KILLED}" in output
+    assert "lost: at least 500 tokens" in output
+    assert "batch 8 to 12: finished" in output
 
 
 @pytest.mark.parametrize("where", ["nothing", "s3://no-such-bucket-here/x"])
-def test_no_run(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str], s3: Any) -> None:
+def test_folder_without_a_run(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str], s3: Any) -> None:
     assert runs.main([where if "://" in where else str(tmp_path / where)]) == 2
     error = capsys.readouterr().err
     assert "no checkpoints and no attempts" in error or "can't be read" in error
+
+
+def test_local_checkpoints_are_shown_when_the_bucket_cannot_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], s3: Any
+) -> None:
+    folder = tmp_path / "run"
+    (folder / "checkpoints").mkdir(parents=True)
+    (folder / "config.yaml").write_text("checkpoint: {folder: s3://no-such-bucket-here/x}\n")
+    assert runs.main([str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert "no checkpoints on this machine" in printed.out
+    (folder / "checkpoints" / "ba12-rank0.pt").write_bytes(b"0" * 2000)
+    assert runs.main([str(folder)]) == 2
+    printed = capsys.readouterr()
+    assert "12       2 KB  on this machine; its manifest is in the bucket" in printed.out
+    assert printed.err.startswith("s3://no-such-bucket-here/x: ")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 
-from biphasic.config.errors import UserError
+from biphasic.errors import UserError
 from biphasic.evaluation import scoring, tasks
 from biphasic.evaluation.sets import retrieval_task
 from biphasic.training import parallel
@@ -82,10 +82,10 @@ def test_offline_flags_in_another_form_are_refused(monkeypatch):
     with pytest.raises(
         UserError, match=r"huggingface_hub \S+: huggingface_hub.constants.HF_HUB_OFFLINE is of type str"
     ):
-        tasks._offline().__enter__()
+        tasks._local_only(Path("cache")).__enter__()
     monkeypatch.delattr(config, "HF_HUB_OFFLINE")
     with pytest.raises(UserError, match=r"datasets \S+: datasets.config.HF_HUB_OFFLINE does not exist"):
-        tasks._offline().__enter__()
+        tasks._local_only(Path("cache")).__enter__()
     assert "HF_HUB_OFFLINE" not in os.environ
 
 
@@ -94,18 +94,18 @@ def test_a_cache_folder_in_another_form_is_refused(monkeypatch, tmp_path):
 
     monkeypatch.setattr(config, "HF_DATASETS_CACHE", str(tmp_path))
     with pytest.raises(UserError, match=r"datasets \S+: datasets.config.HF_DATASETS_CACHE is of type str"):
-        tasks._own_cache(tmp_path).__enter__()
+        tasks._local_only(tmp_path).__enter__()
 
 
 def test_scores_by_query_in_another_form_are_refused(monkeypatch):
-    task = retrieval_task("set", {"d": "text"}, {"q": "query"}, {"q": {"d": 1}})
-    with scoring._by_query(task):
+    task = retrieval_task("set", {"d": "text"}, {"q": "query"}, {"test": {"q": {"d": 1}}})
+    with scoring._scores_by_query(task):
         assert "task_specific_scores" in vars(task)
     monkeypatch.setattr(AbsTaskRetrieval, "task_specific_scores", lambda self, scores, qrels, split: {})
     with pytest.raises(
         UserError, match=r"mteb \S+: .*task_specific_scores has the parameters \(scores, qrels, split\)"
     ):
-        scoring._by_query(task).__enter__()
+        scoring._scores_by_query(task).__enter__()
     assert "task_specific_scores" not in vars(task)
 
 

@@ -9,6 +9,8 @@ import os
 import shutil
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +24,8 @@ from transformers import PreTrainedTokenizerFast
 import warm
 from biphasic.checkpointing.manifest import batch_of
 from biphasic.config.load import load
-from biphasic.config.schema import PretrainConfig
-from biphasic.training.jsonl_logger import read_metrics
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.training.loggers import read_metrics
 
 ROOT = Path(__file__).parents[1]
 WORDS, LENGTH = 64, 32
@@ -33,14 +35,14 @@ PAD, BOS, EOS, MASK = range(4)
 def documents(count: int, seed: int) -> list[np.ndarray]:
     """Counting sequences with a few errors, so that there is something to learn in either direction; EOS at the end."""
     generator = np.random.default_rng(seed)
-    found = []
+    sequences = []
     for _ in range(count):
         length, step = int(generator.integers(3, 30)), int(generator.integers(1, 4))
         tokens = 4 + (int(generator.integers(60)) + step * np.arange(length)) % 60
         wrong = generator.random(length) < 0.05
         tokens[wrong] = generator.integers(4, 64, wrong.sum())
-        found.append(np.append(tokens, EOS))
-    return found
+        sequences.append(np.append(tokens, EOS))
+    return sequences
 
 
 def write_rows(folder: Path, count: int, seed: int) -> None:
@@ -100,9 +102,9 @@ def content_of(name: str, output: Path, data: Path) -> dict[str, Any]:
 
 
 def config_of(path: Path, **overrides: Any) -> PretrainConfig:
-    found = load(path, [f"{key}={value}" for key, value in overrides.items()])
-    assert isinstance(found, PretrainConfig)
-    return found
+    config = load(path, [f"{key}={value}" for key, value in overrides.items()])
+    assert isinstance(config, PretrainConfig)
+    return config
 
 
 def train(config: PretrainConfig) -> Path:
@@ -115,14 +117,35 @@ def train(config: PretrainConfig) -> Path:
         release_streaming()
 
 
-def launch(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    """Its ranks as processes of their own, one thread each."""
+def launch(path: Path, *overrides: str, processes: int = 1, code: str = "") -> subprocess.CompletedProcess[str]:
+    """Run it to its end, its ranks as processes of their own with one thread each; `code` runs first in each."""
+    return start(path, *overrides, processes=processes, code=code).wait(600)
+
+
+def start(path: Path, *overrides: str, processes: int = 1, code: str = "") -> warm.Job:
+    """The same, without waiting."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return warm.run([str(path), *overrides], processes, environment)
+    return warm.start([str(path), *overrides], processes, environment, code=code)
+
+
+def add_callback(callback: Any, patch: Callable[[object, str, Any], object] = setattr) -> None:
+    """Give every Trainer of a pretraining run one more callback; `patch` may be a MonkeyPatch's `setattr`."""
+    from biphasic.training import pretrain
+
+    trainer = pretrain.Trainer
+    patch(pretrain, "Trainer", lambda **keys: trainer(**{**keys, "callbacks": [callback, *keys["callbacks"]]}))
+
+
+def wait_for_batch(folder: Path, batch: int, job: warm.Job | subprocess.Popen[str]) -> None:
+    """Wait until a running job has trained so many batches."""
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < batch:
+        assert job.poll() is None and time.monotonic() < deadline, job
+        time.sleep(0.002)
 
 
 def composer_command(*arguments: str | Path, processes: int = 1) -> list[str]:
-    """Composer's launcher, with so many ranks; `arguments` are a script, or `-m` and a module, and what it is given."""
+    """The command of Composer's launcher; `arguments` are a script, or `-m` and a module, and its arguments."""
     return [str(Path(sys.executable).parent / "composer"), "-n", str(processes), *map(str, arguments)]
 
 
@@ -139,35 +162,35 @@ def weights(folder: Path, batch: int) -> dict[str, torch.Tensor]:
 
 
 def keep_checkpoints_up_to(folder: Path, batch: int) -> None:
-    """As if the run had died right after saving that batch."""
+    """Delete newer checkpoints, as if the run had been killed right after that batch."""
     for path in (folder / "checkpoints").iterdir():
-        found = batch_of(f"{path.name}/" if path.is_dir() else path.name)
-        if found is not None and found > batch:
+        saved = batch_of(f"{path.name}/" if path.is_dir() else path.name)
+        if saved is not None and saved > batch:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 _held: list[SharedMemory] = []
-_claim = SharedMemory.__init__
+_create = SharedMemory.__init__
 
 
-def _claim_and_remember(self: SharedMemory, *arguments: Any, **keys: Any) -> None:
-    _claim(self, *arguments, **keys)
+def _create_and_record(self: SharedMemory, *arguments: Any, **keys: Any) -> None:
+    _create(self, *arguments, **keys)
     _held.append(self)
 
 
-SharedMemory.__init__ = _claim_and_remember
+SharedMemory.__init__ = _create_and_record
 
 
 def release_streaming() -> None:
-    """Give back the memory of datasets that are no more. Streaming does it when the process ends, and each new dataset
-    opens all that there is: a process that tests many would run out of files."""
+    """Free the shared memory of datasets that no longer exist. Streaming does so when the process ends, and each new dataset
+    opens all shared memory, so that a process with many tests would run out of files."""
     if not _held:
         return
     gc.collect()
     for memory in list(_held):
         try:
             memory.cleanup()
-        except BufferError:  # somebody's still
+        except BufferError:  # still in use
             continue
         atexit.unregister(memory.cleanup)
         _held.remove(memory)

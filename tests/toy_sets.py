@@ -1,4 +1,4 @@
-"""Small sets of each kind, with the hub's columns, that a tiny encoder can learn: through the conversion, as real ones."""
+"""Small downstream sets of each family that a tiny encoder can learn, prepared from the hub's columns as real ones are."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from transformers import LlamaConfig
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.tasks import TasksConfig
-from biphasic.data.downstream import convert_task
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.downstream.prepare import prepare_task
 from biphasic.export.write import export_encoder
-from biphasic.model.fresh import from_hf_config
+from biphasic.model.initialization import from_hf_config
 from downstream_sets import ANSWERS, card, write_split
 from tiny import WORDS
 
@@ -23,7 +23,7 @@ SIZES = {"train": 800, "validation": 80, "test": 80}
 
 
 def write_encoder(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
-    """An untrained encoder."""
+    """Write an untrained encoder."""
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=64, pad_token_id=None,
@@ -33,12 +33,12 @@ def write_encoder(folder: Path, tokenizer: Path, seed: int = 0) -> Path:
 
 
 def sentence(generator: np.random.Generator, low: int, high: int, first: int = 20) -> list[str]:
-    """Words of no meaning, w<first> and above."""
+    """Return random words from w<first> on."""
     return [f"w{word}" for word in generator.integers(first, 60, int(generator.integers(low, high)))]
 
 
 def classification_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """SST-2's columns: w1 among the words makes it positive, w2 negative."""
+    """Return SST-2's columns: a text with w1 is positive, one with w2 negative."""
     generator, rows = np.random.default_rng(seed), []
     for at in range(count):
         words, label = sentence(generator, 2, 30), int(generator.integers(2))
@@ -48,7 +48,7 @@ def classification_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def tokens_rows(count: int, seed: int) -> list[dict[str, Any]]:
-    """CoNLL-2003's: w1 to w4 begin a person, w5 to w8 a place, and w9 goes on with either."""
+    """Return CoNLL-2003's columns: w1 to w4 begin a person, w5 to w8 a place, and w9 continues either."""
     generator, rows = np.random.default_rng(seed), []
     for _ in range(count):
         words, labels = [], []
@@ -68,32 +68,31 @@ def tokens_rows(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def answers_rows(count: int, seed: int, unanswerable: bool = False) -> list[dict[str, Any]]:
-    """SQuAD's: asked w1, the answer is a word from w11 to w14, asked w2 one from w15 to w18; both stand in the context."""
+    """Return SQuAD's columns: w1 asks for the word from w11 to w14, w2 for that from w15 to w18; a context has both."""
     generator, rows = np.random.default_rng(seed), []
     for at in range(count):
-        asked, words = int(generator.integers(2)), sentence(generator, 4, 30)
-        found = [f"w{int(generator.integers(4)) + 11 + 4 * kind}" for kind in range(2)]
-        none = unanswerable and generator.integers(3) == 0
-        for word in [found[1 - asked]] if none else found:
+        kind, words = int(generator.integers(2)), sentence(generator, 4, 30)
+        candidates = [f"w{int(generator.integers(4)) + 11 + 4 * other}" for other in range(2)]
+        missing = unanswerable and generator.integers(3) == 0
+        for word in [candidates[1 - kind]] if missing else candidates:
             words.insert(int(generator.integers(len(words) + 1)), word)
         context = " ".join(words)
-        # No word is a part of another here, w1 and w11 aside, and w1 is no word of a context.
-        place = f"{context} ".find(f"{found[asked]} ")
-        answers: dict[str, Any] = {"text": [found[asked]], "answer_start": [place]}
-        if none:
+        start = f"{context} ".find(f"{candidates[kind]} ")
+        answers: dict[str, Any] = {"text": [candidates[kind]], "answer_start": [start]}
+        if missing:
             answers = {"text": [], "answer_start": []}
-        rows.append({"id": str(at), "title": "t", "context": context, "question": f"w{asked + 1}", "answers": answers})
+        rows.append({"id": str(at), "title": "t", "context": context, "question": f"w{kind + 1}", "answers": answers})
     return rows
 
 
 def retrieval_pairs(count: int, seed: int) -> list[tuple[str, str]]:
-    """Word i of a query is word i + 30 of its document."""
-    generator, found = np.random.default_rng(seed), []
+    """Return pairs in which word i of a query is word i + 30 of its document."""
+    generator, pairs = np.random.default_rng(seed), []
     for _ in range(count):
         topic = generator.choice(30, size=4, replace=False)
         document = " ".join(f"w{word + 30}" for word in generator.permutation(topic))
-        found.append((" ".join(f"w{word}" for word in topic), document))
-    return found
+        pairs.append((" ".join(f"w{word}" for word in topic), document))
+    return pairs
 
 
 SPLIT_TASKS: dict[str, dict[str, Any]] = {
@@ -114,7 +113,7 @@ ROWS = {
 
 
 def make_sets(root: Path, sizes: dict[str, int] = SIZES) -> Path:
-    """All sets, as `data_prep/tasks.py` writes them: root/tasks/<name>."""
+    """Write all sets as `data_prep/tasks.py` does: root/tasks/<name>."""
     tasks: dict[str, Any] = {}
     for name, about in SPLIT_TASKS.items():
         make, features = ROWS[name.removesuffix("_v2")]
@@ -131,12 +130,12 @@ def make_sets(root: Path, sizes: dict[str, int] = SIZES) -> Path:
     tasks["msmarco"] = retrieval_set(root, sizes)
     config = TasksConfig.model_validate({"job": "tasks", "output": str(root / "tasks"), "tasks": tasks})
     for name in tasks:
-        convert_task(name, config)
+        prepare_task(name, config)
     return root / "tasks"
 
 
 def retrieval_set(root: Path, sizes: dict[str, int]) -> dict[str, Any]:
-    """MS MARCO's: pairs, a corpus, queries and judgments."""
+    """Write MS MARCO's tables: pairs, a corpus, queries and judgments."""
     pairs = {split: retrieval_pairs(2 * count, 10 + number) for number, (split, count) in enumerate(sizes.items())}
     rows = [{"query": query, "positive": document} for query, document in pairs["train"]]
     write_split(root / "pairs" / "default", "train", rows, {"query": TEXT, "positive": TEXT})
@@ -162,7 +161,7 @@ def retrieval_set(root: Path, sizes: dict[str, int]) -> dict[str, Any]:
 
 
 def task_section(name: str, sets: Path) -> dict[str, Any]:
-    """The YAML's `task:` of a toy set."""
+    """Return the YAML's `task:` section of a toy set."""
     about: dict[str, Any] = {"kind": SPLIT_TASKS.get(name, {"kind": "retrieval"})["kind"], "name": name}
     about["data"] = str(sets / name)
     if name == "squad_v2":
@@ -173,7 +172,7 @@ def task_section(name: str, sets: Path) -> dict[str, Any]:
 
 
 def config_of(name: str, sets: Path, model: Path, folder: Path, **changes: Any) -> FinetuneConfig:
-    """A short run on a toy set."""
+    """Return the configuration of a short run on a toy set."""
     content = {
         "job": "finetune",
         "run_name": name,

@@ -1,15 +1,15 @@
-"""Real English text that every machine has: the docstrings of Python's standard library and of the installed packages.
+"""English text that is on every machine: the docstrings of Python's standard library and of the installed packages.
 
 Writes into a folder, by default `runs/quickstart/text/`:
 
     documents.parquet     the docstrings, in FineWeb-Edu's columns
     pairs/train.parquet   id, query, positive, negatives (none): a docstring's summary line and the rest of it
-    pairs/test.parquet    the same, from the documents that conversion puts into the validation split
-    pairs/task.json       what fine-tuning reads first (see docs/tasks.md)
+    pairs/test.parquet    the same, from the documents of the conversion's validation split
+    pairs/task.json       the record that fine-tuning reads (see docs/tasks.md)
     gathered.json         counts; written last
 
-It reads source files, and imports none of the packages. It's prose about software, fit for seeing losses fall, not for
-claims of quality.
+It reads source files, and imports none of the packages. The text is prose about software: enough to see losses fall, but
+not to compare models.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.conversion import ConvertConfig, FilesSource
+from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
-from biphasic.data.downstream import RECORD
-from biphasic.data.rows import in_validation
-from biphasic.storage import as_bytes, store
+from biphasic.conversion.packing import document_number, in_validation
+from biphasic.downstream.prepare import TASK_RECORD
+from biphasic.storage import json_bytes, open_store
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
-"""The conversion that reads what is gathered here."""
+"""The conversion of this text."""
 PACKAGES = (
     "composer",
     "datasets",
@@ -65,11 +65,11 @@ PACKAGES = (
     "torchvision",
     "transformers",
 )
-"""Packages that the lock installs and people wrote the documentation of, and not a generator."""
+"""Packages of the lock file whose documentation is written by people, not generated."""
 SKIPPED = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
-"""Folders with little prose in much code."""
+"""Folders with much code and little prose."""
 SHORTEST = 200
-"""Characters: shorter docstrings are mostly labels."""
+"""In characters: shorter docstrings are mostly labels."""
 _PAIR_WORDS, _PAIR_CHARACTERS = 4, 100
 _PROCESSES = 2
 
@@ -92,8 +92,8 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
     """Write the files.
 
     Args:
-        folder: where to; it is created.
-        validation_fraction: the conversion's, so that test pairs come from documents that are not trained on.
+        folder: created if it does not exist.
+        validation_fraction: of the conversion, so that test pairs come from documents that are not trained on.
 
     Returns:
         The content of `gathered.json`.
@@ -108,7 +108,7 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
         _write(folder / "pairs" / f"{name}.parquet", {**columns, "negatives": _none(len(columns["id"]))})
     rows = {"train": len(train["id"]), "test": len(test["id"])}
     record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": rows}
-    store(str(folder / "pairs")).write(RECORD, as_bytes(record))
+    open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))
     counts = {
         "documents": len(documents),
         "characters": sum(len(document.text) for document in documents),
@@ -123,22 +123,22 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
 
 
 def source_files() -> list[tuple[Path, str, str]]:
-    """Every source file: where it lies, its name below its package's parent, and the package with its version."""
+    """All source files: path, name relative to the package's parent, and the package with its version."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     roots = [(stdlib, stdlib, f"python {sysconfig.get_python_version()}")]
     distributions = importlib.metadata.packages_distributions()
     for name in PACKAGES:
-        found = importlib.util.find_spec(name)
-        if found is not None and found.submodule_search_locations:
-            root = Path(next(iter(found.submodule_search_locations)))
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations:
+            root = Path(next(iter(spec.submodule_search_locations)))
             version = importlib.metadata.version(distributions[name][0]) if name in distributions else "?"
             roots.append((root, root.parent, f"{name} {version}"))
     files = []
-    for root, above, package in roots:
-        for directory, below, names in os.walk(root):
-            below[:] = [name for name in below if name not in SKIPPED]
+    for root, parent, package in roots:
+        for directory, folders, names in os.walk(root):
+            folders[:] = [name for name in folders if name not in SKIPPED]
             paths = [Path(directory, name) for name in names if name.endswith(".py")]
-            files += [(path, path.relative_to(above).as_posix(), package) for path in paths]
+            files += [(path, path.relative_to(parent).as_posix(), package) for path in paths]
     return sorted(files, key=lambda file: (file[2], file[1]))
 
 
@@ -148,13 +148,13 @@ def read_all(files: list[tuple[Path, str, str]]) -> Iterator[Docstring]:
 
     context = multiprocessing.get_context("spawn")  # a fork copies whatever threads the caller holds
     with ProcessPoolExecutor(_PROCESSES, mp_context=context) as pool:
-        found = pool.map(docstrings, files, chunksize=32)
-        for of_file in tqdm(found, total=len(files), desc="docstrings", unit="file"):
-            yield from of_file
+        results = pool.map(docstrings, files, chunksize=32)
+        for result in tqdm(results, total=len(files), desc="docstrings", unit="file"):
+            yield from result
 
 
 def docstrings(file: tuple[Path, str, str]) -> list[Docstring]:
-    """The docstrings of one file that are long enough; none if it isn't Python of this version."""
+    """The docstrings of one file that are long enough; empty if it can't be parsed by this version of Python."""
     path, name, package = file
     try:
         source = path.read_text(encoding="utf-8")
@@ -165,30 +165,30 @@ def docstrings(file: tuple[Path, str, str]) -> list[Docstring]:
             tree = ast.parse(source)
     except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
         return []
-    found: list[Docstring] = []
-    _collect(tree, name, "", package, found)
-    return found
+    result: list[Docstring] = []
+    _collect(tree, name, "", package, result)
+    return result
 
 
-def _collect(node: ast.AST, name: str, qualified: str, package: str, found: list[Docstring]) -> None:
+def _collect(node: ast.AST, name: str, qualified: str, package: str, result: list[Docstring]) -> None:
     if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         text = (ast.get_docstring(node) or "").strip()  # get_docstring cleans as inspect.cleandoc does
         if len(text) > SHORTEST:
-            found.append(Docstring(f"{name}::{qualified}" if qualified else name, package, text))
+            result.append(Docstring(f"{name}::{qualified}" if qualified else name, package, text))
     for child in ast.iter_child_nodes(node):
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            _collect(child, name, f"{qualified}.{child.name}".strip("."), package, found)
+            _collect(child, name, f"{qualified}.{child.name}".strip("."), package, result)
         elif isinstance(child, ast.If | ast.Try | ast.With):
-            _collect(child, name, qualified, package, found)
+            _collect(child, name, qualified, package, result)
 
 
 def normalised(text: str) -> str:
-    """What is left of a text when case, spaces and signs don't count."""
+    """The text in lower case, with one space in place of white space and punctuation."""
     return re.sub(r"\W+", " ", text.casefold()).strip()
 
 
 def unique(documents: Iterator[Docstring]) -> list[Docstring]:
-    """The documents without those whose normalised text has come before."""
+    """The documents whose normalised text no earlier document has."""
     seen: dict[bytes, Docstring] = {}
     for document in documents:
         key = hashlib.blake2b(normalised(document.text).encode("utf-8", "replace"), digest_size=16).digest()
@@ -197,7 +197,7 @@ def unique(documents: Iterator[Docstring]) -> list[Docstring]:
 
 
 def pair_of(document: Docstring) -> tuple[str, str] | None:
-    """A summary line and the text below it; None when the docstring has no such form.
+    """The summary line and the text below it; None for docstrings of another form.
 
     The summary is the first line, if it is a paragraph of its own (PEP 257), or ends its sentence; without the full stop.
     """
@@ -214,24 +214,24 @@ def pair_of(document: Docstring) -> tuple[str, str] | None:
 def pairs(documents: list[Docstring], validation_fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
     """Retrieval pairs from the training and from the held-out documents, as columns.
 
-    A query or a body that occurs more than once (case, spaces and signs not counted) is left out wherever it occurs: of
-    two bodies under one query, neither would be the right answer.
+    A query or a body whose normalised text occurs more than once is left out everywhere: of two bodies for one query,
+    neither would be the only right answer.
     """
-    found = [(document, pair) for document in documents if (pair := pair_of(document)) is not None]
-    queries = Counter(normalised(query) for _, (query, _) in found)
-    positives = Counter(normalised(positive) for _, (_, positive) in found)
+    candidates = [(document, pair) for document in documents if (pair := pair_of(document)) is not None]
+    queries = Counter(normalised(query) for _, (query, _) in candidates)
+    positives = Counter(normalised(positive) for _, (_, positive) in candidates)
     train: dict[str, list[str]] = {"id": [], "query": [], "positive": []}
     test: dict[str, list[str]] = {"id": [], "query": [], "positive": []}
-    for document, (query, positive) in found:
+    for document, (query, positive) in candidates:
         if queries[normalised(query)] == 1 and positives[normalised(positive)] == 1:
-            columns = test if in_validation(document.id, validation_fraction) else train
+            columns = test if in_validation(document_number(document.id), validation_fraction) else train
             for name, value in (("id", document.id), ("query", query), ("positive", positive)):
                 columns[name].append(value)
     return train, test
 
 
 def _document_columns(documents: list[Docstring]) -> dict[str, Any]:
-    """FineWeb-Edu's columns. What only a crawl or a classifier could say is null."""
+    """FineWeb-Edu's columns. Those that only a crawl or a classifier could fill are null."""
     import pyarrow as pa
 
     nothing = [None] * len(documents)
@@ -266,14 +266,14 @@ def _write(file: Path, columns: dict[str, Any]) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Gather, and say what was found."""
+    """Gather the text, and print the counts."""
     parser = argparse.ArgumentParser(description="Gather the docstrings of the installed packages as a text corpus.")
     parser.add_argument("folder", nargs="?", type=Path, help="default: where yamls/data/quickstart.yaml reads")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     config = load(YAML)
     assert isinstance(config, ConvertConfig)
     assert isinstance(config.source, FilesSource)
-    folder = chosen.folder or Path(config.source.paths[0]).parent
+    folder = options.folder or Path(config.source.paths[0]).parent
     counts = gather(folder, config.validation_fraction)
     print(
         f"{folder}: {counts['documents']:,} docstrings, {counts['characters'] / 1e6:.1f} million characters, "

@@ -1,7 +1,7 @@
-"""The main job from start to end on this machine's own text: `make quickstart`, or this file.
+"""The complete job on this machine's own text: `make quickstart`, or this file.
 
-Eleven steps, each a command that a person could type. What is done and unchanged is not done again; a step that was
-interrupted goes on where it can (pretraining resumes from its newest checkpoint) and starts over where it can't.
+Eleven steps, each a command that a person could type. A step that is done and unchanged is not repeated. An interrupted step
+continues where it can (pretraining resumes from its newest checkpoint) and otherwise starts again.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from biphasic.checkpointing.manifest import newest
+from biphasic.checkpointing.manifest import newest_complete
 from biphasic.config.load import load
-from biphasic.storage import as_bytes, store
+from biphasic.storage import json_bytes, open_store
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
@@ -36,10 +36,10 @@ LAST_CHECKPOINT = "<the last checkpoint>"
 
 @dataclass(frozen=True)
 class Step:
-    """A command, what it makes, and the files besides earlier steps' that decide what comes out."""
+    """A command, the paths that it makes, and the files of this repository that decide the result."""
 
     name: str
-    what: str
+    description: str
     command: list[str]
     makes: list[Path]
     reads: list[str]
@@ -48,6 +48,7 @@ class Step:
 
 
 CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
+CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
 TRAINING = [*CODE, "src/biphasic/objectives", "src/biphasic/training", "src/biphasic/checkpointing"]
 STEPS = [
     Step(
@@ -70,20 +71,20 @@ STEPS = [
         "packed rows as MDS shards, training and validation",
         [PYTHON, "data_prep/convert.py", DATA],
         [RUN / "data"],
-        ["data_prep/convert.py", DATA, *CODE[:2]],
+        ["data_prep/convert.py", DATA, *CONVERSION],
         ("gather", "tokenizer"),
     ),
     Step(
         "verify",
-        "every shard read again and compared with what the conversion recorded",
+        "every shard is read again and compared with the conversion's record",
         [PYTHON, "data_prep/verify.py", str(RUN / "data")],
         [],
-        ["data_prep/verify.py", *CODE[:2]],
+        ["data_prep/verify.py", *CONVERSION],
         ("convert",),
     ),
     Step(
         "pretrain",
-        "causal language modeling first, masked language modeling from half-way",
+        "causal language modeling first, masked language modeling from the middle",
         [COMPOSER, "src/main.py", PRETRAIN],
         [TRAINED],
         [PRETRAIN, "src/main.py", *TRAINING],
@@ -112,7 +113,14 @@ STEPS = [
             f"retrieval from docstrings' first lines, starting from {RUN / start}",
             [COMPOSER, "src/main.py", FINETUNE, f"model.path={RUN / start}", f"run_name={start}-finetuned"],
             [RUN / f"{start}-finetuned"],
-            [FINETUNE, "src/main.py", *CODE, "src/biphasic/finetuning", "src/biphasic/export"],
+            [
+                FINETUNE,
+                "src/main.py",
+                *CODE,
+                "src/biphasic/downstream",
+                "src/biphasic/finetuning",
+                "src/biphasic/export",
+            ],
             (before, "gather"),
         )
         for start, before in (("encoder", "export"), ("untrained", "export-untrained"))
@@ -130,50 +138,51 @@ STEPS = [
         "the report",
         [PYTHON, f"{HERE}/report.py"],
         [RUN / "report.md", RUN / "loss.png"],
-        [f"{HERE}/report.py", "src/biphasic/report"],
+        [f"{HERE}/report.py"],
         ("score", "verify"),
     ),
 ]
 
 
 def main() -> int:
-    """Run what is missing or changed, in order. Exit status: the first failing step's."""
+    """Run the steps that are missing or changed, in order. Exit status: that of the first step that fails."""
     os.chdir(ROOT)
-    # What this interpreter's environment installed is what the steps run, whether or not it was activated.
+    # The steps run this interpreter's environment, whether or not it is activated.
     os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     print(f"quickstart: text in, a biphasic encoder out; {len(STEPS)} steps, about 8 minutes on two cores, into {RUN}/")
     fingerprints: dict[str, str] = {}
     for number, step in enumerate(STEPS, 1):
-        fingerprints[step.name] = mark = fingerprint(step, fingerprints)
+        fingerprints[step.name] = content_hash = fingerprint(step, fingerprints)
         heading = f"[{number}/{len(STEPS)}] {step.name}"
-        done = read(step)
-        if done.get("fingerprint") == mark and "seconds" in done and all(path.exists() for path in step.makes):
-            print(f"{heading}: done before and unchanged ({done['seconds']:.0f} s then)", flush=True)
+        previous = read(step)
+        unchanged = previous.get("fingerprint") == content_hash
+        if unchanged and "seconds" in previous and all(path.exists() for path in step.makes):
+            print(f"{heading}: done before and unchanged ({previous['seconds']:.0f} s)", flush=True)
             continue
-        if not (step.resumes and done.get("fingerprint") == mark):
+        if not (step.resumes and unchanged):
             for path in step.makes:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
         elif any(path.exists() for path in step.makes):
-            print(f"{heading}: was interrupted; it goes on from its newest checkpoint", flush=True)
+            print(f"{heading}: was interrupted; it resumes from its newest checkpoint", flush=True)
         command = [str(last_checkpoint()) if part == LAST_CHECKPOINT else part for part in step.command]
-        print(f"{heading}: {step.what}\n    {' '.join(command)}", flush=True)
-        spent = done.get("spent", 0.0) if step.resumes and done.get("fingerprint") == mark else 0.0
-        write(step, {"fingerprint": mark, "number": number, "command": command, "spent": spent})
+        print(f"{heading}: {step.description}\n    {' '.join(command)}", flush=True)
+        spent = previous.get("spent", 0.0) if step.resumes and unchanged else 0.0
+        write(step, {"fingerprint": content_hash, "number": number, "command": command, "spent": spent})
         start = time.monotonic()
         status = subprocess.run(command).returncode
         seconds = spent + time.monotonic() - start
         if status:
-            write(step, {"fingerprint": mark, "number": number, "command": command, "spent": seconds})
-            print(f"{heading}: failed (exit status {status}); run it again to go on from here", file=sys.stderr)
+            write(step, {"fingerprint": content_hash, "number": number, "command": command, "spent": seconds})
+            print(f"{heading}: failed (exit status {status}); the same command continues here", file=sys.stderr)
             return status
-        write(step, {"fingerprint": mark, "number": number, "command": command, "seconds": seconds})
+        write(step, {"fingerprint": content_hash, "number": number, "command": command, "seconds": seconds})
     print((RUN / "scores" / "summary.txt").read_text(encoding="utf-8").rstrip())
     print(f"report: {RUN / 'report.md'}")
     return 0
 
 
 def fingerprint(step: Step, earlier: dict[str, str]) -> str:
-    """A hash of everything that decides what a step makes: its command, the files it reads, the steps before it."""
+    """A hash of everything that decides a step's result: its command, the files it reads, and the steps before it."""
     content = hashlib.sha256(repr((step.command, [earlier[name] for name in step.after])).encode())
     for name in step.reads:
         path = Path(name)
@@ -183,24 +192,24 @@ def fingerprint(step: Step, earlier: dict[str, str]) -> str:
 
 
 def last_checkpoint() -> Path:
-    """Where pretraining ended."""
-    found = newest(store(str(TRAINED / "checkpoints")), TRAINED / "checkpoints")
-    if found is None:
+    """The last checkpoint of pretraining."""
+    checkpoint = newest_complete(open_store(str(TRAINED / "checkpoints")), TRAINED / "checkpoints")
+    if checkpoint is None:
         raise SystemExit(f"{TRAINED / 'checkpoints'} has no checkpoint: remove {TRAINED} and run this again")
-    return TRAINED / "checkpoints" / found.path
+    return TRAINED / "checkpoints" / checkpoint.path
 
 
 def read(step: Step) -> dict[str, Any]:
-    """What is known of a step's last attempt."""
+    """The record of a step's last attempt; empty when there is none."""
     path = RUN / "steps" / f"{step.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def write(step: Step, record: dict[str, object]) -> None:
-    """Remember an attempt; `seconds` stands in it only when it succeeded."""
-    store(str(RUN / "steps")).write(f"{step.name}.json", as_bytes(record))
+    """Write the record of an attempt; it has `seconds` only when the attempt succeeded."""
+    open_store(str(RUN / "steps")).write(f"{step.name}.json", json_bytes(record))
 
 
 if __name__ == "__main__":
-    load(ROOT / PRETRAIN)  # A broken YAML is said before anything is spent.
+    load(ROOT / PRETRAIN)  # A broken YAML is reported before any step runs.
     raise SystemExit(main())

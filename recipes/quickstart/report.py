@@ -1,24 +1,25 @@
-"""Write runs/quickstart/report.md and loss.png from what the steps left behind."""
+"""Write runs/quickstart/report.md and loss.png from the steps' records."""
 
 from __future__ import annotations
 
 import json
 import shlex
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from biphasic.report.curves import loss_curve
-from biphasic.storage import store
-from biphasic.training.jsonl_logger import read_metrics
+from biphasic.storage import open_store
+from biphasic.training.loggers import read_metrics
 
 RUN = Path("runs/quickstart")
 TRAINED = RUN / "quickstart-pretrain"
+COLORS = {"clm": "#1f6f8b", "mlm": "#c8553d"}
 
 
 def main() -> int:
-    """Write the picture, then the report."""
+    """Write the figure, then the report."""
     metrics = read_metrics(TRAINED / "metrics.jsonl")
-    loss_curve(metrics, RUN / "loss.png", "Quickstart: causal language modeling, then masked")
+    draw_losses(metrics, RUN / "loss.png", "Quickstart: causal language modeling, then masked")
     steps = {path.stem: read(path) for path in (RUN / "steps").glob("*.json")}
     scores = read(RUN / "scores" / "scores.json")
     last = metrics[-1]
@@ -39,12 +40,12 @@ def main() -> int:
         *(shlex.join(record["command"]) for record in in_order(steps)),
         "```\n",
     ]
-    store(str(RUN)).write("report.md", "\n".join(parts).encode())
+    open_store(str(RUN)).write("report.md", "\n".join(parts).encode())
     return 0
 
 
 def steps_table(steps: dict[str, dict[str, Any]]) -> list[str]:
-    """Each step with its tokens, seconds and tokens a second; no tokens where a step doesn't read any."""
+    """Each step with its tokens, seconds and tokens/s; no tokens where a step reads none."""
     tokens = tokens_of()
     lines = ["| step | tokens | seconds | tokens/s |", "|-|-:|-:|-:|"]
     for record in in_order(steps):
@@ -53,39 +54,39 @@ def steps_table(steps: dict[str, dict[str, Any]]) -> list[str]:
         rate = f"{count / seconds:,.0f}" if count and seconds else ""
         shown = "" if count is None else f"{count:,}"
         lines.append(f"| {name} | {shown} | {'' if seconds is None else f'{seconds:.1f}'} | {rate} |")
-    lines.append("\nSeconds are those of the whole command, start-up and validation included.")
+    lines.append("\nSeconds are those of the complete command, including start-up and validation.")
     return lines
 
 
 def tokens_of() -> dict[str, int]:
-    """The tokens that steps went through, as their own records say."""
+    """The tokens that each step processed, from its own record."""
     splits = read(RUN / "data" / "conversion.json")["splits"]
     converted = sum(split["tokens"] for split in splits.values())
-    found = {"convert": converted, "verify": converted}
-    found["pretrain"] = read_metrics(TRAINED / "metrics.jsonl")[-1]["tokens"]
+    tokens = {"convert": converted, "verify": converted}
+    tokens["pretrain"] = read_metrics(TRAINED / "metrics.jsonl")[-1]["tokens"]
     for start in ("encoder", "untrained"):
-        found[f"finetune-{start}"] = read(RUN / f"{start}-finetuned" / "record.json")["about"]["tokens"]
-    return found
+        tokens[f"finetune-{start}"] = read(RUN / f"{start}-finetuned" / "record.json")["about"]["tokens"]
+    return tokens
 
 
 def in_order(steps: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The steps' records in the order in which they ran; the report itself, still running, left out."""
+    """The records of the steps before the report, in the order in which they ran."""
     named = [{"name": name, **record} for name, record in steps.items() if name != "report"]
     return sorted(named, key=lambda record: record["number"])
 
 
 def switch(metrics: list[dict[str, Any]]) -> list[str]:
-    """What validation says before and after the switch."""
-    found = [entry for entry in metrics if "metrics/clm/loss" in entry]
+    """The validation losses before and after the switch."""
+    validations = [entry for entry in metrics if "metrics/clm/loss" in entry]
     lines = ["| batch | tokens | CLM loss | MLM loss |", "|-:|-:|-:|-:|"]
-    for entry in found:
+    for entry in validations:
         clm, mlm = entry["metrics/clm/loss"], entry["metrics/mlm/loss"]
         lines.append(f"| {entry['batch']:,} | {entry['tokens']:,} | {clm:.3f} | {mlm:.3f} |")
     return [*lines, ""]
 
 
 def retrieval(scores: dict[str, Any]) -> list[str]:
-    """The table, and what it says about pretraining."""
+    """The table of scores, and the gain of pretraining."""
     lines = [
         f"{scores['queries']:,} held-out queries over {scores['documents']:,} documents, scored with mteb; 95% bootstrap "
         "intervals over queries. A docstring's first line should find the rest of it.\n",
@@ -105,7 +106,7 @@ def retrieval(scores: dict[str, Any]) -> list[str]:
     elif high < 0:
         verdict = "Pretraining hurts at this size: its gain's interval lies below zero."
     else:
-        verdict = "At this size and time pretraining shows no clear gain: the interval holds zero."
+        verdict = "At this size pretraining shows no clear gain: the interval contains zero."
     lines.append(
         f"\nBoth fine-tuned alike, pretraining adds {gain['mean']:+.4f} NDCG@10 ({low:+.4f} to {high:+.4f}, paired over "
         f"queries). {verdict} Mean-pooled embeddings of an untrained network are a bag of words, and a language model "
@@ -115,8 +116,54 @@ def retrieval(scores: dict[str, Any]) -> list[str]:
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A JSON file."""
+    """Read a JSON file."""
     return json.loads(path.read_text(encoding="utf-8"))
+
+
+def draw_losses(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Draw training and validation losses over tokens as a PNG, with a line at the switch of the objective."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=120)
+    for name, color in COLORS.items():
+        trained = [(entry["tokens"], entry[f"loss/train/{name}"]) for entry in metrics if f"loss/train/{name}" in entry]
+        if trained:
+            axes.plot(*zip(*trained, strict=True), color=color, alpha=0.35, linewidth=0.8)
+            axes.plot(
+                *zip(*moving_average(trained), strict=True),
+                color=color,
+                linewidth=1.8,
+                label=f"{name.upper()}, training",
+            )
+        validation = [(e["tokens"], e[f"metrics/{name}/loss"]) for e in metrics if f"metrics/{name}/loss" in e]
+        if validation:
+            style = {"marker": "o", "markersize": 4, "linestyle": ":"}
+            axes.plot(*zip(*validation, strict=True), color=color, label=f"{name.upper()}, validation", **style)
+    phases = [(entry["tokens"], entry["objective/phase"]) for entry in metrics if "objective/phase" in entry]
+    for (at, before), (_, after) in pairwise(phases):
+        if before != after:
+            axes.axvline(at, color="black", linestyle="--", linewidth=1)
+            axes.annotate(
+                "switch", (at, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points"
+            )
+    axes.set(xlabel="tokens", ylabel="loss (nats per predicted token)", title=title)
+    axes.grid(alpha=0.25)
+    axes.legend(frameon=False)
+    figure.tight_layout()
+    figure.savefig(path)
+    plt.close(figure)
+
+
+def moving_average(points: list[tuple[float, float]], window: int = 10) -> list[tuple[float, float]]:
+    """The mean of each point and the `window - 1` before it."""
+    means = []
+    for index, (at, _) in enumerate(points):
+        last = [value for _, value in points[max(0, index - window + 1) : index + 1]]
+        means.append((at, sum(last) / len(last)))
+    return means
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A byte-level BPE tokenizer for the quickstart, trained on its training split's text.
 
-Byte-level, so that every text can be written and none needs an unknown token. It works for any `job: convert` YAML: the
-text is the YAML's source, the result goes to the folder that the YAML names as its tokenizer.
+Byte-level, so that no text needs an unknown token. It works for any `job: convert` YAML: the text is the YAML's source,
+the result is written to the folder that the YAML names as its tokenizer.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ import argparse
 import shutil
 import sys
 from collections.abc import Iterator
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
-from biphasic.config.conversion import ConvertConfig, FilesSource
-from biphasic.config.errors import ConfigError, UserError
+from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
+from biphasic.errors import ConfigError, UserError
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
 WORDS = 8192
@@ -61,34 +61,37 @@ def train_tokenizer(config: ConvertConfig, words: int = WORDS) -> Path:
 
 
 def _training_texts(config: ConvertConfig, source: FilesSource) -> Iterator[str]:
-    """The texts of the training split; what is held out is not looked at."""
+    """The texts of the training split."""
     from tqdm import tqdm
 
-    from biphasic.data.reading import Document, Reading, read_documents
-    from biphasic.data.rows import in_validation
-    from biphasic.data.sources import find_files
+    from biphasic.conversion.packing import document_number, in_validation
+    from biphasic.conversion.reading import Document, ReadOptions, read_documents
+    from biphasic.conversion.sources import find_files
 
-    found = chain.from_iterable(read_documents(file.piece(), Reading.of(config)) for file in find_files(source))
-    for document in tqdm(islice(found, config.max_documents), desc="tokenizer's text", unit="doc"):
-        if isinstance(document, Document) and not in_validation(document.id, config.validation_fraction):
+    options = ReadOptions.from_config(config)
+    entries = chain.from_iterable(read_documents(file, options) for file in find_files(source))
+    for document in tqdm(entries, desc="tokenizer's text", unit="doc"):
+        if not isinstance(document, Document):
+            continue
+        if not in_validation(document_number(document.id), config.validation_fraction):
             yield document.text
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Train, and say where the tokenizer is."""
+    """Train, and print the tokenizer's folder."""
     parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on a conversion's training text.")
     parser.add_argument("config", nargs="?", type=Path, default=YAML, help="a job: convert YAML")
     parser.add_argument("--words", type=int, default=WORDS, help="size of the vocabulary")
-    chosen = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     try:
-        config = load(chosen.config)
+        config = load(options.config)
         if not isinstance(config, ConvertConfig):
-            raise UserError(f"{chosen.config}: expected job: convert")
-        folder = train_tokenizer(config, chosen.words)
+            raise UserError(f"{options.config}: expected job: convert")
+        folder = train_tokenizer(config, options.words)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
-    print(f"{folder}: {chosen.words:,} words")
+    print(f"{folder}: {options.words:,} words")
     return 0
 
 

@@ -1,8 +1,8 @@
-"""Faults of a job's ranks: each is shown once, by the rank that has it, and all ranks end with one exit status.
+"""Handle errors of a job's ranks: show each error once, and end all ranks together with the same exit status.
 
-Composer's launcher ends all ranks as soon as one has failed. So a rank that fails first tells the others, through the store
-at `MASTER_PORT` that rank 0 holds, and they end together. A thread listens on each rank, because the main thread may be
-waiting in a collective for the rank that failed.
+Composer's launcher terminates all ranks once one has exited with an error. Therefore, a failing rank first reports its
+fault to the other ranks through rank 0's store at `MASTER_PORT`, and then all ranks end together. Each rank listens in a
+thread, because its main thread may be waiting for the failed rank in a collective.
 """
 
 from __future__ import annotations
@@ -20,29 +20,30 @@ from datetime import timedelta
 from threading import Event, Lock, Thread, Timer
 from typing import Any
 
-from biphasic.config.errors import PREEMPTED, ConfigError, Preempted, UserError, is_lost_rank
-from biphasic.storage import short
+from biphasic.errors import PREEMPTED, ConfigError, Preempted, UserError, is_lost_rank
+from biphasic.storage import first_line
 
-FAILED, REFUSED = 1, 2
-"""Exit statuses: starting again may help; a person has to change something first."""
-_LOOK_EVERY = 1.0
-_OWN_WAY = 3.0
-"""Seconds for a main thread to end by itself after another rank's fault: often all ranks have the same one."""
-_CLOSING = 25.0
-"""Seconds that ranks wait until all have closed their uploads and loggers. Composer's launcher kills after 30."""
-_CONNECTING = timedelta(minutes=30)
-_FIRST = "first"
+FAILED, REFUSED, INTERRUPTED = 1, 2, 130
+"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT)."""
+_POLL_SECONDS = 1.0
+_GRACE_SECONDS = 3.0
+"""Time for the main thread to fail by itself after another rank's fault, since often all ranks have the same fault."""
+_CLOSE_SECONDS = 25.0
+"""Time for all ranks to close their uploads and loggers. Composer's launcher kills ranks after 30 seconds."""
+_CONNECT_TIMEOUT = timedelta(minutes=30)
+_FIRST_FAULT = "first"
 
 
-def run_together(job: Callable[[], int]) -> int:
-    """Run one rank's part of a job, and end it together with the other ranks.
+def run_rank(job: Callable[[], int]) -> int:
+    """Run one rank's part of a job. If a rank fails, end all ranks together.
 
     Args:
-        job: returns its exit status, or raises.
+        job: function that returns an exit status or raises an exception.
 
     Returns:
-        The exit status: the job's, or 1 when it failed, 2 when a person has to change something, 75 when it was preempted.
-        A rank that has nothing to show and is not its node's first returns 0: the launcher prints the output of all others.
+        The job's exit status; 1 if it failed, 2 if something must be changed first, 75 if it was preempted, 130 after
+        Ctrl-C. A rank that shows no fault and is not local rank 0 returns 0, because the launcher prints the output
+        of a rank with any other status.
     """
     global _ranks
     _ranks = _Ranks() if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
@@ -50,8 +51,10 @@ def run_together(job: Callable[[], int]) -> int:
         return job()
     except Preempted as stop:
         if os.environ.get("RANK", "0") == "0":
-            print(f"{stop}; status {PREEMPTED}: start the same command again and it goes on")
+            print(f"{stop}; status {PREEMPTED}: start the same command again to resume")
         return PREEMPTED
+    except KeyboardInterrupt:
+        return INTERRUPTED
     except Exception as error:
         if _ranks is not None:
             return _ranks.end(error)
@@ -65,8 +68,8 @@ def run_together(job: Callable[[], int]) -> int:
 
 
 @contextmanager
-def closing(close: Callable[[str], None]) -> Iterator[None]:
-    """Call `close` with the reason when an exception leaves the block, or before another rank's fault ends the process."""
+def close_on_fault(close: Callable[[str], None]) -> Iterator[None]:
+    """Call `close` with the reason after an exception in the block, or before another rank's fault ends the process."""
     ranks = _ranks
     if ranks is not None:
         ranks.close = close
@@ -85,7 +88,7 @@ def closing(close: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a rank fails; `lost`: it can't reach the others, which is no fault of its own."""
+    """Why a rank failed. `lost` means that it could not reach other ranks, so that the cause is a fault elsewhere."""
 
     rank: int
     node: int
@@ -104,12 +107,15 @@ class _Fault:
             return cls(rank, node, FAILED, text, lost=True)
         if isinstance(error, ConfigError | UserError):
             return cls(rank, node, REFUSED, str(error))
-        text = short(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {short(error)}"
+        # Composer's handler of SIGINT exits with this status.
+        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == INTERRUPTED):
+            return cls(rank, node, INTERRUPTED, "interrupted with Ctrl-C (SIGINT), without saving")
+        text = first_line(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {first_line(error)}"
         return cls(rank, node, FAILED, text)
 
     @property
     def line(self) -> str:
-        """Its first line."""
+        """The first line of `text`."""
         return self.text.partition("\n")[0]
 
     def __str__(self) -> str:
@@ -117,10 +123,13 @@ class _Fault:
 
 
 class _Ranks:
-    """This rank's fault, and what it hears of the others'."""
+    """Exchanges faults with the other ranks: this rank's own fault, and the first fault of any rank.
+
+    The main thread ends the process after its own fault. Otherwise, the listening thread ends the process.
+    """
 
     def __init__(self) -> None:
-        import torch.distributed  # noqa: F401 - here, and not in two threads at once
+        import torch.distributed  # noqa: F401 - imported here so that two threads do not import it at once
 
         self.close: Callable[[str], None] | None = None
         self._rank, self._count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -128,126 +137,118 @@ class _Ranks:
         self._error: Exception | None = None
         self._own: _Fault | None = None
         self._first: _Fault | None = None
-        """The first fault of any rank; None: not known."""
-        self._shown_below = False
-        """A lower rank of this node shows the same."""
-        self._lock, self._taken, self._stopped = Lock(), False, False
-        """Whether the listening thread ends this process, and whether it listens no longer."""
-        self._wake, self._known, self._closed, self._met = Event(), Event(), Event(), Event()
+        self._shown_by_lower_rank = False
+        self._lock = Lock()
+        self._listener_ends_process, self._stopped = False, False
+        self._wake, self._first_known, self._closed, self._all_done = Event(), Event(), Event(), Event()
         self._thread = Thread(target=self._listen, name="faults", daemon=True)
         self._thread.start()
 
     def stop(self) -> None:
-        """Listen no longer."""
+        """Stop the listening thread."""
         with self._lock:
-            self._stopped = not self._taken
-        self._step_aside()
+            self._stopped = not self._listener_ends_process
+        self._wait_for_listener()
         self._wake.set()
-        self._thread.join(_LOOK_EVERY)
+        self._thread.join(_POLL_SECONDS)
 
     def report(self, error: Exception) -> str:
-        """Tell the other ranks of an error; returns why the job ends, in a line: it may be another rank's fault."""
+        """Report an error to the other ranks. Return one line on why the job ends, which may be another rank's fault."""
         with self._lock:
-            if self._own is None and not self._taken:
+            if self._own is None and not self._listener_ends_process:
                 self._error, self._own = error, _Fault.of(error)
-        self._step_aside()
+        self._wait_for_listener()
         assert self._own is not None
-        self._hurry_on_sigterm()
+        self._shorten_waits_on_sigterm()
         self._wake.set()
-        self._known.wait(_CLOSING)
+        self._first_known.wait(_CLOSE_SECONDS)
         first = self._first or self._own
         return str(first) if self._own.lost and not first.lost else self._own.line
 
     def end(self, error: Exception) -> int:
-        """Wait for the other ranks, and show the error if it is this rank's to show; returns the exit status."""
+        """Wait for the other ranks, show the error unless another rank shows it, and return the exit status."""
         self.report(error)
-        self._hurry_on_sigterm()
+        self._shorten_waits_on_sigterm()
         self._closed.set()
-        if self._known.is_set():
-            self._met.wait(_CLOSING)
-        # Python gives a handler's signal back to the system before it ends.
-        _on_sigterm(signal.SIG_IGN)
+        if self._first_known.is_set():
+            self._all_done.wait(_CLOSE_SECONDS)
+        # Before the process ends, Python restores a signal's default handler unless the signal is ignored.
+        _handle_sigterm(signal.SIG_IGN)
         return self._show()
 
-    def _step_aside(self) -> None:
-        """Wait for the end when the listening thread brings it about."""
-        if self._taken:
+    def _wait_for_listener(self) -> None:
+        if self._listener_ends_process:
             Event().wait()
 
-    def _hurry_on_sigterm(self) -> None:
-        """Don't wait for the others when the launcher ends all ranks: it kills them half a minute later."""
+    def _shorten_waits_on_sigterm(self) -> None:
+        """Stop waiting for other ranks soon after SIGTERM, because the launcher kills this rank 30 seconds later."""
 
-        def hurry(number: int, frame: object) -> None:
-            for event in (self._known, self._met):
+        def on_sigterm(number: int, frame: object) -> None:
+            for event in (self._first_known, self._all_done):
                 Timer(1.0, event.set).start()
 
-        _on_sigterm(hurry)
+        _handle_sigterm(on_sigterm)
 
     def _listen(self) -> None:
-        # Without rank 0, whose store is gone with it, each rank ends by itself.
+        # If rank 0 and its store are gone, each rank ends by itself.
         with suppress(RuntimeError, KeyError):
             self._exchange()
-        self._known.set()
-        self._met.set()
-        if self._taken:
+        self._first_known.set()
+        self._all_done.set()
+        if self._listener_ends_process:
             status = self._show()
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
 
     def _exchange(self) -> None:
+        """Wait for a fault on any rank, publish this rank's own fault, close, and wait for the other ranks."""
         from torch import distributed
 
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # The server is shared with the process group's own store.
-        holder = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
-            address, port, None, self._rank == 0, _CONNECTING, wait_for_workers=False, multi_tenant=True
+        # `multi_tenant` shares the server with the process group's own store.
+        connection = distributed.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
+            address, port, None, self._rank == 0, _CONNECT_TIMEOUT, wait_for_workers=False, multi_tenant=True
         )
-        store = distributed.PrefixStore("biphasic", holder)  # pyright: ignore[reportPrivateImportUsage]
-        while not self._wake.wait(_LOOK_EVERY):
-            if store.check([_FIRST]):
-                self._first = _Fault(**json.loads(store.get(_FIRST)))
-                self._wake.wait(_OWN_WAY)
+        store = distributed.PrefixStore("biphasic", connection)  # pyright: ignore[reportPrivateImportUsage]
+        while not self._wake.wait(_POLL_SECONDS):
+            if store.check([_FIRST_FAULT]):
+                self._first = _Fault(**json.loads(store.get(_FIRST_FAULT)))
+                self._wake.wait(_GRACE_SECONDS)
                 break
         with self._lock:
             if self._stopped:
                 return
-            self._taken = self._own is None
+            self._listener_ends_process = self._own is None
         if self._own is not None:
             store.set(f"text of {self._rank}", self._own.text)
-            self._first = _Fault(**json.loads(store.compare_set(_FIRST, "", json.dumps(asdict(self._own)))))
+            self._first = _Fault(**json.loads(store.compare_set(_FIRST_FAULT, "", json.dumps(asdict(self._own)))))
         assert self._first is not None
-        self._known.set()
-        if self._taken:
+        self._first_known.set()
+        if self._listener_ends_process:
             self._close(self._first)
         else:
             self._closed.wait()
-        # A rank that is lost does not come.
+        # A lost rank does not reach the barrier.
         count = self._count - self._first.lost
-        self._meet(store, "closed", count)
+        _barrier(store, "closed", count)
         below = [f"text of {rank}" for rank in range(self._rank - self._local, self._rank)]
         texts = [store.get(key).decode() for key in below if store.check([key])]
-        self._shown_below = self._own is not None and self._own.text in texts
-        self._meet(store, "looked", count if self._rank == 0 else 0)
+        self._shown_by_lower_rank = self._own is not None and self._own.text in texts
+        _barrier(store, "read", count if self._rank == 0 else 0)
 
     def _close(self, first: _Fault) -> None:
-        timer = Timer(_CLOSING, os._exit, [first.status])
+        timer = Timer(_CLOSE_SECONDS, os._exit, [first.status])
         timer.daemon = True
         timer.start()
         if self.close is not None:
             with suppress(Exception):
                 self.close(str(first))
 
-    def _meet(self, store: Any, name: str, count: int) -> None:
-        store.add(name, 1)
-        end = time.monotonic() + _CLOSING
-        while store.add(name, 0) < count and time.monotonic() < end:
-            time.sleep(0.05)
-
     def _show(self) -> int:
         own, first = self._own, self._first or self._own
         assert first is not None
-        if own is not None and not self._shown_below and (own.status == REFUSED or own.text == first.text):
+        if own is not None and not self._shown_by_lower_rank and (own.status == REFUSED or own.text == first.text):
             if own.lost:
                 print(own, file=sys.stderr)
             elif own.status == REFUSED:
@@ -261,7 +262,14 @@ class _Ranks:
         return first.status
 
 
-def _on_sigterm(handler: Any) -> None:
+def _barrier(store: Any, name: str, count: int) -> None:
+    store.add(name, 1)
+    end = time.monotonic() + _CLOSE_SECONDS
+    while store.add(name, 0) < count and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+def _handle_sigterm(handler: Any) -> None:
     with suppress(ValueError):  # not in the main thread
         signal.signal(signal.SIGTERM, handler)
 

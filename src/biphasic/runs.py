@@ -1,4 +1,4 @@
-"""What became of a run: its checkpoints, its attempts and why each ended, and the tokens lost between them.
+"""Show a run's checkpoints, its attempts and why each ended, and the tokens lost between them.
 
 python -m biphasic.runs FOLDER      runs/my-run, its checkpoints' folder, or s3://bucket/prefix
 """
@@ -12,82 +12,105 @@ from typing import Any
 
 import yaml
 
-from biphasic.amounts import in_bytes
-from biphasic.checkpointing.claim import attempts_in
-from biphasic.checkpointing.manifest import Found, checkpoints_in
-from biphasic.config.errors import UserError
-from biphasic.storage import is_remote, join, short, store
+from biphasic.amounts import format_bytes
+from biphasic.checkpointing.manifest import StoredCheckpoint, batch_of, list_checkpoints
+from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.errors import UserError
+from biphasic.storage import first_line, is_remote, join, open_store
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit status: 0, or 2 when the folder can't be read or holds no run."""
+    """Print the report. Return the exit status: 2 if the folder can't be read or contains no run."""
     parser = argparse.ArgumentParser(prog="python -m biphasic.runs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", help="a run's folder, or where it saves: a folder or a bucket's prefix")
+    parser.add_argument("folder", help="a run's folder, or where it saves: a folder or a bucket prefix")
     folder = parser.parse_args(arguments).folder
+    destination, problem = checkpoint_destination(folder), None
     try:
-        print("\n".join(report(place_of(folder))))
-    except (UserError, OSError) as error:
-        print(error if isinstance(error, UserError) else f"{folder}: can't be read ({short(error)})", file=sys.stderr)
-        return 2
-    return 0
+        print("\n".join(report(destination)))
+    except UserError as error:
+        problem = str(error)
+    except OSError as error:
+        problem = f"{destination}: can't be read ({first_line(error)})"
+    if problem is None:
+        return 0
+    if destination != folder and is_remote(destination):
+        print("\n".join(_local_report(join(folder, "checkpoints"))))
+    print(problem, file=sys.stderr)
+    return 2
 
 
-def place_of(folder: str) -> str:
-    """Where the run saves whose folder this is."""
+def checkpoint_destination(folder: str) -> str:
+    """Return the folder or bucket prefix to which a run saves checkpoints; `folder` itself if it has no `config.yaml`."""
     file = Path(folder) / "config.yaml"
     if is_remote(folder) or not file.is_file():
         return folder
-    said = yaml.safe_load(file.read_text(encoding="utf-8")).get("checkpoint") or {}
-    return said.get("folder") or join(folder, "checkpoints")
+    section = yaml.safe_load(file.read_text(encoding="utf-8")).get("checkpoint") or {}
+    return section.get("folder") or join(folder, "checkpoints")
 
 
-def report(place: str) -> list[str]:
-    """The lines that are printed.
+def report(path: str) -> list[str]:
+    """Return the lines about the checkpoints and attempts in a folder or a bucket prefix.
 
     Raises:
-        UserError: there is nothing of a run.
-        OSError: the place can't be read.
+        UserError: the folder contains no run.
+        OSError: the folder can't be read.
     """
-    there = store(place)
-    found, attempts = checkpoints_in(there), attempts_in(there)
-    if not found and not attempts:
-        raise UserError(f"{place}: no checkpoints and no attempts of a run are here")
-    sizes = {name: known.bytes for name, known in there.list().items()}
-    lines = [place, "", f"{'batch':>10}  {'tokens':>16}  {'phase':6} {'bytes':>9}  checkpoint"]
-    lines += [_checkpoint(one, sizes) for one in reversed(found)]
-    lines += ["", "attempts"]
-    for number, one in enumerate(attempts):
-        lines += _attempt(number + 1, one)
-        if number + 1 < len(attempts):
-            lines.append(f"     {_lost(one, attempts[number + 1])}")
+    place = open_store(path)
+    checkpoints, attempts = list_checkpoints(place), read_attempts(place)
+    if not checkpoints and not attempts:
+        raise UserError(f"{path}: no checkpoints and no attempts of a run are here")
+    sizes = {name: file.bytes for name, file in place.list().items()}
+    lines = [path, "", f"{'batch':>10}  {'tokens':>16}  {'phase':6} {'bytes':>9}  checkpoint"]
+    lines += [_checkpoint_line(checkpoint, sizes) for checkpoint in reversed(checkpoints)]
+    lines += ["", "attempts"] if attempts else []
+    for index, attempt in enumerate(attempts):
+        lines += _attempt_lines(index + 1, attempt)
+        if index + 1 < len(attempts):
+            lines.append(f"     {_lost_tokens(attempt, attempts[index + 1])}")
     return lines
 
 
-def _checkpoint(one: Found, sizes: dict[str, int]) -> str:
-    if one.manifest is None:
-        of = f"ba{one.batch}"
-        there = sum(size for name, size in sizes.items() if of in name.replace("/", ".").replace("-", ".").split("."))
-        return f"{one.batch:>10,}  {'':>16}  {'':6} {in_bytes(there):>9}  not usable: {one.fault}"
-    run = one.manifest.run
-    total = sum(size for size, _ in one.manifest.files.values())
+def _local_report(folder: str) -> list[str]:
+    """Return the lines about local copies of checkpoints, for a bucket that can't be read."""
+    place = open_store(folder)
+    sizes = {name: file.bytes for name, file in place.list().items()}
+    batches = [checkpoint.batch for checkpoint in list_checkpoints(place)]
+    lines = [
+        f"{batch:>10,}  {_batch_size(batch, sizes):>9}  on this machine; its manifest is in the bucket"
+        for batch in batches
+    ]
+    return [folder, "", *(lines or ["no checkpoints on this machine"]), ""]
+
+
+def _checkpoint_line(checkpoint: StoredCheckpoint, sizes: dict[str, int]) -> str:
+    if checkpoint.manifest is None:
+        size = _batch_size(checkpoint.batch, sizes)
+        return f"{checkpoint.batch:>10,}  {'':>16}  {'':6} {size:>9}  not usable: {checkpoint.fault}"
+    run = checkpoint.manifest.run
+    size = format_bytes(sum(size for size, _ in checkpoint.manifest.files.values()))
     kept = ", kept" if run.get("kept") else ""
-    return f"{one.batch:>10,}  {run['tokens']:>16,}  {run['phase']:6} {in_bytes(total):>9}  complete{kept}"
+    return f"{checkpoint.batch:>10,}  {run['tokens']:>16,}  {run['phase']:6} {size:>9}  complete{kept}"
 
 
-def _attempt(number: int, one: dict[str, Any]) -> list[str]:
-    begun = one["from"] or {"batch": 0}
-    ranks = f"{one['ranks']} rank{'s' * (one['ranks'] > 1)}"
-    end = one.get("reason", "is running, or was killed and nobody has started again")
+def _batch_size(batch: int, sizes: dict[str, int]) -> str:
+    """Format the total size of the files in a batch's checkpoint."""
+    return format_bytes(sum(size for name, size in sizes.items() if batch_of(name) == batch))
+
+
+def _attempt_lines(number: int, attempt: dict[str, Any]) -> list[str]:
+    start = attempt["from"] or {"batch": 0}
+    ranks = f"{attempt['ranks']} rank{'s' * (attempt['ranks'] > 1)}"
+    end = attempt.get("reason", "is running, or was killed and has not been started again")
     return [
-        f"{number:>3}  {one['since']}  process {one['pid']} on {one['host']}, {ranks}",
-        f"     batch {begun['batch']:,} to {one['batch']:,}: {end}",
+        f"{number:>3}  {attempt['since']}  process {attempt['pid']} on {attempt['host']}, {ranks}",
+        f"     batch {start['batch']:,} to {attempt['batch']:,}: {end}",
     ]
 
 
-def _lost(before: dict[str, Any], after: dict[str, Any]) -> str:
-    begun = (after["from"] or {"tokens": 0})["tokens"]
-    lost = max(before["tokens"] - begun, 0)
-    # A killed attempt's last word is a quarter of a minute old at most.
+def _lost_tokens(before: dict[str, Any], after: dict[str, Any]) -> str:
+    start = (after["from"] or {"tokens": 0})["tokens"]
+    lost = max(before["tokens"] - start, 0)
+    # A killed attempt may have trained up to 15 seconds after its last heartbeat.
     least = "" if before.get("until") else "at least "
     return f"lost: {least}{lost:,} tokens" if lost or least else "lost: nothing"
 

@@ -1,4 +1,4 @@
-"""What Biphasic replaces inside other libraries, checked against the installed version (docs/versions.md)."""
+"""Check attributes of other libraries before Biphasic replaces them (docs/versions.md)."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import inspect
 from importlib.metadata import version
 from typing import Any
 
-from biphasic.config.errors import UserError
+from biphasic.errors import UserError
 
 
 def require_form(package: str, owner: Any, name: str, replacement: Any) -> Any:
-    """Return `owner.name`, which is about to be replaced, if it has the form that the replacement was written for.
+    """Return the original `owner.name`, after checking that `replacement` can replace it.
 
     Args:
         package: the library's name on the package index, e.g. `mosaicml-streaming`.
-        owner: a module, a class or an object.
-        name: of the attribute.
-        replacement: a function or method with the same names of parameters, or a value or property of the same type.
+        owner: module, class or object that has the attribute.
+        name: name of the attribute.
+        replacement: function or method with the same parameter names, or value or property of the same type.
 
     Raises:
-        UserError: the attribute does not exist, or has another form.
+        UserError: the attribute does not exist, or has other parameters or another type.
     """
     missing = object()
     original = getattr(owner, name, missing)

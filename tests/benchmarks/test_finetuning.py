@@ -1,4 +1,4 @@
-"""The fine-tuning benchmarks' two sides do the same: same models, same trainings; and their numbers have the right form."""
+"""The fine-tuning benchmarks compare equal models and equal trainings, and their numbers are consistent."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import load_encoder
-from biphasic.model.packed import mean_pool
+from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
-from biphasic.sweep.grid import configurations
+from biphasic.sweep.grid import trial_configs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 TINY = {"steps": 6, "dropped": 1, "seeds": 1, "width": 32, "layers": 2, "words": 200, "longest": 64, "threads": 1}
@@ -36,15 +36,15 @@ def module(name: str) -> ModuleType:
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Hugging Face's Trainer needs accelerate")
 @pytest.mark.parametrize("model", ["llama", "bert"])
 def test_both_sides_have_the_same_model_and_texts(model: str, tmp_path: Path) -> None:
-    benchmark, theirs = module("finetuning"), module("finetuning_hugging_face")
+    benchmark, hugging_face = module("finetuning"), module("finetuning_hugging_face")
     shape = benchmark.Shape(**TINY)
     benchmark.prepare(tmp_path / "work", shape)
     (tmp_path / "work" / "shape.json").write_text(json.dumps(asdict(shape)))
     encoder = load_encoder(str(tmp_path / "work" / model))
     encoder.backbone.eval()
-    classifier = theirs.Classifier(model, tmp_path / "work").eval()
+    classifier = hugging_face.Classifier(model, tmp_path / "work").eval()
     texts = pq.read_table(tmp_path / "work" / "set" / "test.parquet")["text"].to_pylist()[:8]
-    tokenizer = theirs.AutoTokenizer.from_pretrained(tmp_path / "work" / model)
+    tokenizer = hugging_face.AutoTokenizer.from_pretrained(tmp_path / "work" / model)
     batch = tokenizer(texts, padding=True, return_tensors="pt")
     ids = encoder.tokenize(texts)
     assert [
@@ -52,14 +52,14 @@ def test_both_sides_have_the_same_model_and_texts(model: str, tmp_path: Path) ->
     ] == ids
     with torch.inference_mode():
         segments = Segments.of([len(one) for one in ids], torch.device("cpu"))
-        ours = mean_pool(encoder.hidden(torch.tensor([id for one in ids for id in one]), segments), segments)
+        expected = mean_pool(encoder.hidden(torch.tensor([id for one in ids for id in one]), segments), segments)
         pooled: list[torch.Tensor] = []
         classifier.dense.register_forward_pre_hook(lambda _, given: pooled.append(given[0]))
         classifier(batch["input_ids"], batch["attention_mask"], torch.zeros(8, dtype=torch.int64))
-    torch.testing.assert_close(pooled[0], ours, atol=1e-5, rtol=1e-4)
-    found = theirs.run(tmp_path / "work", model, 0, "padded")
-    assert len(found["seconds"]) == len(found["tokens"]) == shape.steps - 1
-    assert 0 <= found["accuracy"] <= 1
+    torch.testing.assert_close(pooled[0], expected, atol=1e-5, rtol=1e-4)
+    results = hugging_face.run(tmp_path / "work", model, 0, "padded")
+    assert len(results["seconds"]) == len(results["tokens"]) == shape.steps - 1
+    assert 0 <= results["accuracy"] <= 1
 
 
 def test_ratios() -> None:
@@ -74,24 +74,24 @@ def test_ratios() -> None:
         "padded": [run([9, 2, 4], 0.9)],
         "grouped": [run([9, 1, 3], 0.9)],
     }
-    found = {"rates": benchmark.rates({"llama": ways}, shape)}
-    assert found["rates"]["llama"]["ours"]["tokens_per_second"] == 100
-    assert found["rates"]["llama"]["padded"]["ratio"] == 3
-    assert found["rates"]["llama"]["grouped"]["ratio"] == 2
-    assert found["rates"]["llama"]["ours"]["accuracy"] == pytest.approx(0.85)
-    header, rows = benchmark.table(found)
+    results = {"rates": benchmark.rates({"llama": ways}, shape)}
+    assert results["rates"]["llama"]["ours"]["tokens_per_second"] == 100
+    assert results["rates"]["llama"]["padded"]["ratio"] == 3
+    assert results["rates"]["llama"]["grouped"]["ratio"] == 2
+    assert results["rates"]["llama"]["ours"]["accuracy"] == pytest.approx(0.85)
+    header, rows = benchmark.table(results)
     assert all(len(row) == len(header) for row in rows)
 
 
 def test_the_bare_loop_trains_what_a_trial_trains(tmp_path: Path) -> None:
     sweep = module("sweep")
     path = sweep.prepare(tmp_path / "work", sweep.Shape(seeds=1, steps=6, width=32, layers=1))
-    sweep.bare(path, 1, 2, tmp_path / "out.json")
+    sweep.run_bare_part(path, 1, 2, tmp_path / "out.json")
     [loop] = json.loads((tmp_path / "out.json").read_text())
     config = load(path)
     assert isinstance(config, SweepConfig)
-    [cell] = list(configurations(config))[1::2]
+    [cell] = list(trial_configs(config))[1::2]
     assert (loop["lr"], loop["seed"]) == (cell.lr, cell.seed)
-    outcome = run_trial(configurations(config)[cell])
+    outcome = run_trial(trial_configs(config)[cell])
     assert abs(outcome.about["loss"] - loop["loss"]) < sweep.AGREE
     assert loop["seconds"] > 0

@@ -19,7 +19,7 @@ from biphasic.config.architecture import Architecture
 from tiny import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
-SMALL = Architecture(500, hidden=32, ffn=48, layers=2, heads=4, kv_heads=2, head_dim=8)
+SMALL = Architecture(500, hidden=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8)
 
 
 @pytest.fixture
@@ -45,21 +45,21 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
     report.note("machine", {"device": "Some GPU 9000"})
     report.note("roofline", gpu.roofline("cpu", side=64, copied=1 << 16))
     report.note("dense_peak", 1e12)
-    gpu.one_size(report, "210m", 1e12, "cpu")
+    gpu.measure_size(report, "210m", 1e12, "cpu")
     gpu.variants(report, "210m", 1e12, "cpu")
-    assert report.found["failed"] == []
-    found = json.loads((tmp_path / "gpu-some-gpu-9000.json").read_text())
-    assert set(found["mfu"]["210m"]) == {"clm", "mlm"}
-    ways = [(one["phase"], one["ways"]["packing"], one["ways"]["attention"]) for one in found["measured"]]
+    assert report.results["failed"] == []
+    results = json.loads((tmp_path / "gpu-some-gpu-9000.json").read_text())
+    assert set(results["mfu"]["210m"]) == {"clm", "mlm"}
+    ways = [(one["phase"], one["ways"]["packing"], one["ways"]["attention"]) for one in results["measured"]]
     assert ways == [
         ("clm", "documents", "auto"), ("mlm", "documents", "auto"), ("clm", "whole", "auto"), ("clm", "padded", "auto"),
         ("clm", "documents", "auto"), ("clm", "documents", "sdpa"),
     ]  # fmt: skip
-    for one in found["measured"]:
+    for one in results["measured"]:
         first, last = one["loss_first_and_last"]
         assert abs(first - math.log(500)) < 0.1 and last < first
         assert one["mfu"] == pytest.approx(one["flops_per_second"] / 1e12)
-    assert set(found["profiles"]) == {"210m clm", "210m mlm"}
+    assert set(results["profiles"]) == {"210m clm", "210m mlm"}
     text = (tmp_path / "gpu-some-gpu-9000.md").read_text()
     assert "| 210m | mlm | compiled | auto | documents | 4 |" in text
     assert text.count("\n| 210m ") == 6
@@ -82,22 +82,20 @@ def test_padding_is_not_counted(gpu: Any) -> None:
 def test_what_fails_is_written_down(gpu: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One way of computing fails; the next one is tried and gives the figures."""
     report = gpu.Report(tmp_path, "x", time.monotonic() + 600)
-    build = gpu.kernels.compile_layers
 
     def fails(backbone: Any) -> None:
         raise RuntimeError("no compiler here")
 
-    monkeypatch.setattr(gpu.kernels, "compile_layers", fails)
+    monkeypatch.setattr(gpu.layers, "compile_layers", fails)
     monkeypatch.setattr(gpu, "profile", lambda *_: {"share_of_wall": {}})
-    gpu.one_size(report, "210m", None, "cpu")
-    assert build is not fails
-    found = json.loads((tmp_path / "gpu-x.json").read_text())
-    assert len(found["failed"]) == 2 and "no compiler here" in found["failed"][0]["error"]
-    assert [one["ways"]["compile"] for one in found["measured"]] == [False, False]
+    gpu.measure_size(report, "210m", None, "cpu")
+    results = json.loads((tmp_path / "gpu-x.json").read_text())
+    assert len(results["failed"]) == 2 and "no compiler here" in results["failed"][0]["error"]
+    assert [one["ways"]["compile"] for one in results["measured"]] == [False, False]
     assert "Failed: " in (tmp_path / "gpu-x.md").read_text()
     late = gpu.Report(tmp_path, "y", time.monotonic() - 1)
-    gpu.one_size(late, "210m", None, "cpu")
-    assert late.found["measured"] == []
+    gpu.measure_size(late, "210m", None, "cpu")
+    assert late.results["measured"] == []
 
 
 def test_without_a_gpu_it_says_so_and_imports_nothing_but_torch_and_transformers() -> None:

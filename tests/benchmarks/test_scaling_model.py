@@ -25,9 +25,9 @@ EVERY_SIZE = pytest.mark.parametrize("size", PRESETS.values(), ids=list(PRESETS)
 
 
 def step(size, strategy, gpus, machine=PLAIN, work=WORK):
-    found = model.step(size, strategy, gpus, machine, work)
-    assert found is not None
-    return found
+    prediction = model.step(size, strategy, gpus, machine, work)
+    assert prediction is not None
+    return prediction
 
 
 def test_collectives_by_hand():
@@ -49,19 +49,19 @@ def test_hops_by_hand():
 @STRATEGIES
 @EVERY_SIZE
 def test_one_gpu_communicates_nothing(size, strategy):
-    found = step(size, strategy, 1, model.Machine(model.NETWORKS[1]))
-    assert found.exposed == 0
-    assert found.seconds == pytest.approx(found.compute + 40 * size.parameters / 2.9e12)
+    prediction = step(size, strategy, 1, model.Machine(model.NETWORKS[1]))
+    assert prediction.exposed == 0
+    assert prediction.seconds == pytest.approx(prediction.compute + 40 * size.parameters / 2.9e12)
 
 
 @STRATEGIES
 def test_compute_by_hand(strategy):
     # 1,152 rows on 8 GPUs, in microbatches of 8: 18 of 8 * 2,048 + 512 tokens.
-    found = step(PRESETS["610m"], strategy, 8, work=replace(WORK, microbatch=8))
+    prediction = step(PRESETS["610m"], strategy, 8, work=replace(WORK, microbatch=8))
     flops = PRESETS["610m"].flops([1357], causal=False, predicted=0.4 * 1357) / 1357
-    assert found.microbatches == 18
-    assert found.compute == pytest.approx(18 * (8 * 2048 + 512) * flops / (0.5 * 989e12))
-    assert found.ideal == pytest.approx(1152 * 2048 * flops / 8 / (0.5 * 989e12))
+    assert prediction.microbatches == 18
+    assert prediction.compute == pytest.approx(18 * (8 * 2048 + 512) * flops / (0.5 * 989e12))
+    assert prediction.ideal == pytest.approx(1152 * 2048 * flops / 8 / (0.5 * 989e12))
 
 
 def test_ddp_sends_fp32_gradients_once_a_step():
@@ -69,8 +69,8 @@ def test_ddp_sends_fp32_gradients_once_a_step():
     work = replace(WORK, mfu=1e9)
     sent = 4 * (SMALL.parameters - SMALL.hidden)
     for microbatch in (1, 144):
-        found = step(SMALL, "ddp", 8, work=replace(work, microbatch=microbatch))
-        assert found.exposed == pytest.approx(2 * 7 / 8 * sent / 360e9, rel=1e-3)
+        prediction = step(SMALL, "ddp", 8, work=replace(work, microbatch=microbatch))
+        assert prediction.exposed == pytest.approx(2 * 7 / 8 * sent / 360e9, rel=1e-3)
 
 
 @pytest.mark.parametrize(("reshard", "bytes_each"), [(True, 2 + 2 + 4), (False, 2 + 4)])
@@ -78,15 +78,15 @@ def test_fsdp2_gathers_bf16_and_reduces_fp32_in_every_microbatch(reshard, bytes_
     work = replace(WORK, mfu=1e9, microbatch=16, reshard=reshard)
     root = 2 * SMALL.vocab_size * SMALL.hidden + SMALL.hidden
     sent = bytes_each * SMALL.layers * SMALL.layer_parameters + (2 + 4) * root
-    found = step(SMALL, "fsdp2", 8, work=work)
-    assert found.exposed == pytest.approx(9 * 7 / 8 * sent / 360e9, rel=1e-3)
+    prediction = step(SMALL, "fsdp2", 8, work=work)
+    assert prediction.exposed == pytest.approx(9 * 7 / 8 * sent / 360e9, rel=1e-3)
 
 
 def test_hsdp_between_machines_by_hand():
     # The fp32 shards of 2 machines: 2 * 1/2 * (4 bytes / 8) over a GPU's own link, nothing else over the network.
     work = replace(WORK, mfu=1e9, microbatch=72)
-    found = step(SMALL, "hsdp", 16, replace(PLAIN, nvlink=math.inf), work)
-    assert found.exposed == pytest.approx(4 * SMALL.parameters / 8 / 40e9, rel=1e-3)
+    prediction = step(SMALL, "hsdp", 16, replace(PLAIN, nvlink=math.inf), work)
+    assert prediction.exposed == pytest.approx(4 * SMALL.parameters / 8 / 40e9, rel=1e-3)
 
 
 @EVERY_SIZE
@@ -110,9 +110,11 @@ def test_double_bandwidth_halves_what_is_not_hidden(strategy):
 def test_efficiency_falls(size, strategy, network):
     # With equal microbatches; larger ones, which sharding makes room for, can win a little back.
     counts = model.divisors(1152, 8)
-    found = [step(size, strategy, n, model.Machine(network), replace(WORK, microbatch=1)).efficiency for n in counts]
-    assert all(after <= before + 1e-9 for before, after in pairwise(found))
-    assert 0 < found[-1] < found[0] < 1
+    prediction = [
+        step(size, strategy, n, model.Machine(network), replace(WORK, microbatch=1)).efficiency for n in counts
+    ]
+    assert all(after <= before + 1e-9 for before, after in pairwise(prediction))
+    assert 0 < prediction[-1] < prediction[0] < 1
 
 
 def test_gpus_that_divide_the_batch():

@@ -1,4 +1,4 @@
-"""Which checkpoints are complete, and what becomes of the others."""
+"""Which checkpoints are complete, and how outdated and damaged ones are handled."""
 
 from __future__ import annotations
 
@@ -9,34 +9,43 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, checkpoints_in, forget, newest, outdated
-from biphasic.checkpointing.uploads import Uploads
-from biphasic.storage import Store, hash_of, store
+from biphasic.checkpointing.manifest import (
+    Manifest,
+    batch_of,
+    delete_checkpoint,
+    list_checkpoints,
+    newest_complete,
+    outdated_checkpoints,
+)
+from biphasic.checkpointing.store import Uploader
+from biphasic.storage import Store, file_hash, open_store
 from buckets import bucket_for, flip_a_bit
 
 
-def write(folder: Path, batch: int, *, sharded: bool = False) -> Manifest:
+def write_checkpoint(folder: Path, batch: int, *, sharded: bool = False) -> Manifest:
     """A complete checkpoint."""
     names = [f"ep0-ba{batch}/.metadata", f"ep0-ba{batch}/__0_0.distcp"] if sharded else [f"ba{batch}-rank0.pt"]
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_bytes(f"{name} ".encode() * 100)
-    files = {name: ((folder / name).stat().st_size, hash_of(folder / name)) for name in names}
-    manifest = Manifest(batch, f"ep0-ba{batch}" if sharded else names[0], files, {"name": "run", "tokens": batch})
-    (folder / manifest.name).write_bytes(manifest.as_bytes())
+    files = {name: ((folder / name).stat().st_size, file_hash(folder / name)) for name in names}
+    manifest = Manifest(
+        batch, f"ep0-ba{batch}" if sharded else names[0], files, {"name": "run", "tokens": batch, "writers": 1}
+    )
+    (folder / manifest.name).write_bytes(manifest.to_bytes())
     return manifest
 
 
 def newest_path(place: Store, folder: Path) -> Path | None:
-    found = newest(place, folder)
-    return None if found is None else folder / found.path
+    manifest = newest_complete(place, folder)
+    return None if manifest is None else folder / manifest.path
 
 
-def cut(path: Path) -> None:
+def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-9])
 
 
-def flip(path: Path) -> None:
+def flip_bit(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[7] ^= 1
     path.write_bytes(content)
@@ -44,70 +53,70 @@ def flip(path: Path) -> None:
 
 FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
     "not finished": (lambda f: (f / "ba9.json").unlink(), "it has no ba9.json, so it was not finished"),
-    "cut off": (lambda f: cut(f / "ba9-rank0.pt"), "ba9-rank0.pt has 1,291 bytes instead of 1,300"),
-    "damaged": (lambda f: flip(f / "ba9-rank0.pt"), "ba9-rank0.pt is damaged: its hash is not the manifest's"),
+    "cut off": (lambda f: truncate(f / "ba9-rank0.pt"), "ba9-rank0.pt has 1,291 bytes instead of 1,300"),
+    "damaged": (lambda f: flip_bit(f / "ba9-rank0.pt"), "ba9-rank0.pt is damaged: its hash is not the manifest's"),
     "missing": (lambda f: (f / "ba9-rank0.pt").unlink(), "ba9-rank0.pt is missing"),
     "no manifest": (
         lambda f: (f / "ba9.json").write_text("{}"),
-        "ba9.json can't be read (it is no manifest ('files'))",
+        "ba9.json is not a manifest",
     ),
-    "no JSON": (lambda f: cut(f / "ba9.json"), "ba9.json can't be read ("),
+    "no JSON": (lambda f: truncate(f / "ba9.json"), "ba9.json is not a manifest"),
     "another's": (lambda f: (f / "ba9.json").write_bytes((f / "ba8.json").read_bytes()), "the manifest of batch 8"),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_one_that_is_not_right_is_passed_over(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_unusable_checkpoint_is_skipped(tmp_path: Path, fault: str, caplog: pytest.LogCaptureFixture) -> None:
     for batch in (7, 8, 9):
-        write(tmp_path, batch)
-    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ba9-rank0.pt"
+        write_checkpoint(tmp_path, batch)
+    assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ba9-rank0.pt"
     assert not caplog.records
     make, reason = FAULTS[fault]
     make(tmp_path)
     with caplog.at_level(logging.WARNING):
-        assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ba8-rank0.pt"
-    [said] = [record.getMessage() for record in caplog.records]
-    assert said.startswith(f"checkpoint ba9 in {tmp_path} is passed over: ")
-    assert reason in said
+        assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ba8-rank0.pt"
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.startswith(f"checkpoint ba9 in {tmp_path} is skipped: ")
+    assert reason in message
 
 
-def test_a_folder_of_a_sharded_one(tmp_path: Path) -> None:
-    write(tmp_path, 10)
-    write(tmp_path, 20, sharded=True)
-    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
+def test_sharded_checkpoints_are_folders(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, 10)
+    write_checkpoint(tmp_path, 20, sharded=True)
+    assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
     (tmp_path / "ep0-ba30").mkdir()
     (tmp_path / "ep0-ba30" / "__0_0.distcp").touch()
-    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
+    assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ep0-ba20"
     (tmp_path / "ep0-ba20" / ".metadata").unlink()
-    assert newest_path(store(str(tmp_path)), tmp_path) == tmp_path / "ba10-rank0.pt"
+    assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ba10-rank0.pt"
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    assert newest_path(store(str(tmp_path / "none")), tmp_path / "none") is None
+def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
+    assert newest_path(open_store(str(tmp_path / "none")), tmp_path / "none") is None
     (tmp_path / "latest-rank0.pt").touch()
     (tmp_path / "notes.txt").touch()
-    assert checkpoints_in(store(str(tmp_path))) == []
+    assert list_checkpoints(open_store(str(tmp_path))) == []
 
 
-def in_bucket(s3: Path, name: str, folder: Path) -> tuple[Store, str]:
+def upload_folder(s3: Path, name: str, folder: Path) -> tuple[Store, str]:
     bucket = bucket_for(s3, name)
-    place = store(f"s3://{bucket}/run")
+    place = open_store(f"s3://{bucket}/run")
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            place.put(path, path.relative_to(folder).as_posix())
+            place.upload(path, path.relative_to(folder).as_posix())
     return place, bucket
 
 
-def test_from_a_bucket(s3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_checkpoints_are_downloaded_and_verified(s3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     made, here = tmp_path / "made", tmp_path / "here"
     for batch in (1, 2, 3):
-        write(made, batch, sharded=True)
-    place, bucket = in_bucket(s3, "manifests", made)
+        write_checkpoint(made, batch, sharded=True)
+    place, bucket = upload_folder(s3, "manifests", made)
     assert newest_path(place, here) == here / "ep0-ba3"
     assert (here / "ep0-ba3" / "__0_0.distcp").read_bytes() == (made / "ep0-ba3" / "__0_0.distcp").read_bytes()
     # What is here already and right isn't fetched again; what isn't right is.
     before = (here / "ep0-ba3" / ".metadata").stat().st_mtime_ns
-    flip(here / "ep0-ba3" / "__0_0.distcp")
+    flip_bit(here / "ep0-ba3" / "__0_0.distcp")
     assert newest_path(place, here) == here / "ep0-ba3"
     assert (here / "ep0-ba3" / ".metadata").stat().st_mtime_ns == before
     assert (here / "ep0-ba3" / "__0_0.distcp").read_bytes() == (made / "ep0-ba3" / "__0_0.distcp").read_bytes()
@@ -120,38 +129,37 @@ def test_from_a_bucket(s3: Path, tmp_path: Path, caplog: pytest.LogCaptureFixtur
     assert not (here / "ep0-ba3" / "__0_0.distcp").exists()
 
 
-def test_what_is_outdated_goes_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_outdated_checkpoints_lose_their_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for batch in (1, 2, 3, 4):
-        write(tmp_path, batch, sharded=True)
+        write_checkpoint(tmp_path, batch, sharded=True)
     (tmp_path / "ba4.json").unlink()
-    place = store(str(tmp_path))
-    assert [one.batch for one in outdated(place, place.list(), 2)] == [1]
-    assert list(outdated(place, place.list(), -1)) == []
-    [old] = outdated(place, place.list(), 2)
-    forget(old, place)
+    place = open_store(str(tmp_path))
+    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 2)] == [1]
+    assert list(outdated_checkpoints(place, place.list(), -1)) == []
+    [old] = outdated_checkpoints(place, place.list(), 2)
+    delete_checkpoint(old, place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ba2.json", "ba3.json", "ep0-ba2", "ep0-ba3", "ep0-ba4"]
     removed: list[str] = []
     monkeypatch.setattr(type(place), "remove", lambda self, names: removed.extend(names))
-    forget(next(outdated(place, place.list(), 1)), place)
+    delete_checkpoint(next(outdated_checkpoints(place, place.list(), 1)), place)
     assert removed[0] == "ba2.json"
 
 
-def test_what_is_left_of_an_outdated_one_goes_with_it(tmp_path: Path) -> None:
-    """A dead attempt with more ranks had written more files of it."""
+def test_extra_files_of_outdated_checkpoints_are_deleted(tmp_path: Path) -> None:
+    """An earlier attempt with more ranks had written more files."""
     for batch in (1, 2, 3):
-        write(tmp_path, batch, sharded=True)
+        write_checkpoint(tmp_path, batch, sharded=True)
         (tmp_path / f"ep0-ba{batch}" / "__7_0.distcp").touch()
-    mine = write(tmp_path, 4, sharded=True)
-    mine.run["parts"] = 1
+    manifest = write_checkpoint(tmp_path, 4, sharded=True)
     (tmp_path / "ba4.json").unlink()
-    uploads = Uploads(tmp_path, str(tmp_path), keep=2, disk_limit=None)
-    uploads.add(mine)
-    assert uploads.drain(10)
-    uploads.close()
-    assert sorted(str(batch_of(name)) for name in store(str(tmp_path)).list()) == list("3333444")
+    uploader = Uploader(tmp_path, str(tmp_path), keep=2)
+    uploader.add(manifest)
+    assert uploader.wait(10)
+    uploader.close()
+    assert sorted(str(batch_of(name)) for name in open_store(str(tmp_path)).list()) == list("3333444")
 
 
-def test_a_manifest_there_and_back(tmp_path: Path) -> None:
-    manifest = write(tmp_path, 5, sharded=True)
-    assert Manifest.of(manifest.as_bytes()) == manifest
-    assert json.loads(manifest.as_bytes())["run"] == {"name": "run", "tokens": 5}
+def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path, 5, sharded=True)
+    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert json.loads(manifest.to_bytes())["run"] == {"name": "run", "tokens": 5, "writers": 1}

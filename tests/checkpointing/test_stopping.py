@@ -1,149 +1,127 @@
-"""Preemption: the batch is finished, saved and stored, and none is trained twice."""
+"""Preemption: the batch is finished, saved and uploaded, and none is trained twice."""
 
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-from biphasic.checkpointing.claim import attempts_in
-from biphasic.checkpointing.manifest import checkpoints_in
-from biphasic.storage import store
+from biphasic.checkpointing.manifest import list_checkpoints
+from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.storage import open_store
 from buckets import bucket_for
 from conftest import Write
-from tiny import ROOT, composer_command, config_of, losses, train, weights
+from tiny import ROOT, composer_command, config_of, launch, losses, start, train, wait_for_batch, weights
 
 
-def start(path: Path, processes: int = 1) -> subprocess.Popen[str]:
-    command = composer_command(ROOT / "src" / "main.py", path, processes=processes)
-    # One process computes with as many threads as this one, which it is compared with.
-    threads = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
-    environment = {**os.environ, **threads, "CUDA_VISIBLE_DEVICES": ""}
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
-
-
-def wait_for_batch(folder: Path, batch: int, run: subprocess.Popen[str]) -> None:
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < batch:
-        assert run.poll() is None and time.monotonic() < deadline, run.communicate()[0][-3000:]
-        time.sleep(0.002)
-
-
-def lines(folder: Path) -> list[str]:
-    """One for each batch that was trained, in however many attempts."""
+def trained_batches(folder: Path) -> list[str]:
+    """A line for each batch that was trained, by any number of attempts."""
     return [line for line in (folder / "metrics.jsonl").read_text().splitlines() if "loss/train/total" in line]
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_no_batch_is_trained_twice(s3: Path, write_yaml: Write, number: signal.Signals) -> None:
-    whole = train(config_of(write_yaml("whole", max_duration="300ba", checkpoint__interval="1000ba")))
-    place = f"s3://{bucket_for(s3, 'stopping-' + number.name)}/run"
-    keys: dict[str, Any] = {"max_duration": "300ba", "checkpoint__interval": "1000ba", "data__num_workers": 1}
-    path = write_yaml("stopped", checkpoint__folder=place, **keys)
-    folder = whole.parent / "stopped"
-    run = start(path)
-    wait_for_batch(folder, random.Random(number).randrange(10, 250), run)
-    if number == signal.SIGTERM:
-        # As a machine that shuts down does: to every process there is.
-        os.killpg(run.pid, number)
-    else:
-        for child in children(run.pid):
-            os.kill(child, number)
-    said = run.communicate(timeout=60)[0]
-    assert run.returncode == 75, said[-3000:]
-    found = re.search(rf"{number.name}: saved at batch (\d+), ([\d.]+) s after it; status 75", said)
-    assert found, said[-3000:]
-    stopped = int(found[1])
-    assert len(lines(folder)) == stopped < 300
-    newest = checkpoints_in(store(place))[0]
-    assert newest.manifest is not None and newest.batch == stopped
-    assert attempts_in(store(place))[0]["reason"].startswith(f"{number.name}: saved at batch {stopped}")
+def assert_stopped_and_saved(output: str, name: str, destination: str, folder: Path) -> None:
+    match = re.search(rf"{name}: saved at batch (\d+), ([\d.]+) s after it; status 75", output)
+    assert match, output[-3000:]
+    batch = int(match[1])
+    assert len(trained_batches(folder)) == batch
+    newest = list_checkpoints(open_store(destination))[0]
+    assert newest.manifest is not None and newest.batch == batch
+    assert read_attempts(open_store(destination))[0]["reason"].startswith(f"{name}: saved at batch {batch}")
+
+
+def test_sigterm_to_all_processes_repeats_no_batch(s3: Path, write_yaml: Write) -> None:
+    """Composer's launcher, its rank and the loader process receive the signal, as when a machine shuts down."""
+    keys: dict[str, Any] = {"max_duration": "80ba", "checkpoint__interval": "1000ba", "data__num_workers": 1}
+    uninterrupted = train(config_of(write_yaml("uninterrupted", **keys)))
+    destination = f"s3://{bucket_for(s3, 'stopping-sigterm')}/run"
+    path = write_yaml("stopped", checkpoint__folder=destination, **keys)
+    command = composer_command(ROOT / "src" / "main.py", path)
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    run = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
+    folder = uninterrupted.parent / "stopped"
+    wait_for_batch(folder, 17, run)
+    os.killpg(run.pid, signal.SIGTERM)
+    output = run.communicate(timeout=60)[0]
+    assert run.returncode == 75, output[-3000:]
+    assert_stopped_and_saved(output, "SIGTERM", destination, folder)
     train(config_of(path))
-    assert len(lines(folder)) == 300
-    assert losses(folder) == losses(whole)
-    ours, theirs = weights(folder, 300), weights(whole, 300)
-    assert all((weight == theirs[name]).all() for name, weight in ours.items())
+    assert len(trained_batches(folder)) == 80
+    assert losses(folder) == losses(uninterrupted)
+    expected = weights(uninterrupted, 80)
+    assert all((weight == expected[name]).all() for name, weight in weights(folder, 80).items())
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def test_two_ranks_of_which_one_is_told(write_yaml: Write) -> None:
-    keys: dict[str, Any] = {"max_duration": "200ba", "checkpoint__interval": "1000ba", "data__num_workers": 1}
-    path = write_yaml("two", parallelism__strategy="fsdp", **keys)
-    folder = Path(config_of(path).output) / "two"
-    run = start(path, processes=2)
-    wait_for_batch(folder, 20, run)
-    os.kill(children(run.pid)[1], signal.SIGTERM)
-    said = run.communicate(timeout=60)[0]
-    assert run.returncode == 75, said[-3000:]
-    [newest, *_] = checkpoints_in(store(str(folder / "checkpoints")))
-    assert newest.manifest is not None and newest.batch == len(lines(folder))
-
-
-def test_within_a_validation(write_yaml: Write, dataset: Path) -> None:
-    """It is not waited for."""
-    validation = {"local": str(write_yaml("unused").parent / "data" / "validation")}
-    keys: dict[str, Any] = {"max_duration": "40ba", "checkpoint__interval": "1000ba", "evaluation__interval": "5ba",
-                            "evaluation__batch_size": 1, "data__validation": validation}  # fmt: skip
-    expected = losses(train(config_of(write_yaml("whole", **keys))))
-    path = write_yaml("stopped", **keys)
+def test_sigusr1_to_one_of_two_ranks_stops_both(s3: Path, write_yaml: Write) -> None:
+    destination = f"s3://{bucket_for(s3, 'stopping-sigusr1')}/run"
+    path = write_yaml("stopped", max_duration="200ba", checkpoint__interval="1000ba", data__num_workers=1,
+                      parallelism__strategy="fsdp", checkpoint__folder=destination)  # fmt: skip
     folder = Path(config_of(path).output) / "stopped"
-    code = f"""
-import os, signal, sys
-sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT / "tests")!r}]
+    job = start(path, processes=2)
+    wait_for_batch(folder, 11, job)
+    os.kill(job.ranks[1], signal.SIGUSR1)
+    run = job.wait(60)
+    assert run.returncode == 75, run.stderr[-3000:]
+    assert_stopped_and_saved(run.stdout, "SIGUSR1", destination, folder)
+
+
+def test_a_validation_is_interrupted(write_yaml: Write, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"max_duration": "20ba", "checkpoint__interval": "1000ba", "evaluation__interval": "5ba",
+                            "evaluation__batch_size": 1,
+                            "data__validation": {"local": str(tmp_path / "data" / "validation")}}  # fmt: skip
+    assert launch(write_yaml("uninterrupted", **keys)).returncode == 0
+    path = write_yaml("stopped", **keys)
+    runs = Path(config_of(path).output)
+    code = """
+import os, signal, tiny
 from composer.core import Callback
-from biphasic.training import pretrain
 class Signal(Callback):
     def eval_batch_end(self, state, logger):
         if int(state.timestamp.batch) == 10 and int(state.eval_timestamp.batch) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
-old = pretrain.callbacks
-pretrain.callbacks = lambda *a: [Signal(), *old(*a)]
-import main
-sys.exit(main.main([{str(path)!r}]))
+tiny.add_callback(Signal())
 """
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    run = launch(path, code=code)
     assert run.returncode == 75, run.stderr[-3000:]
     assert "saved at batch 10" in run.stdout
-    train(config_of(path))
-    assert losses(folder) == expected
+    assert launch(path).returncode == 0
+    assert losses(runs / "stopped") == losses(runs / "uninterrupted")
 
 
-def test_a_second_signal_ends_at_once(write_yaml: Write, s3: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While it waits for a bucket that is away."""
-    place = f"s3://{bucket_for(s3, 'stopping-twice')}/run"
-    path = write_yaml("twice", max_duration="2000ba", checkpoint__folder=place, checkpoint__interval="5000ba")
-    folder = Path(config_of(path).output) / "twice"
-    code = f"""
-import sys
-sys.path[:0] = [{str(ROOT / "src")!r}, {str(ROOT / "tests")!r}]
+def test_a_second_signal_ends_the_run_at_once(write_yaml: Write, s3: Path) -> None:
+    """While the run waits for a bucket that can't be reached."""
+    destination = f"s3://{bucket_for(s3, 'stopping-twice')}/run"
+    path = write_yaml("twice", max_duration="2000ba", checkpoint__folder=destination, checkpoint__interval="5000ba")
+    code = """
+from biphasic.checkpointing import stopping
 from biphasic.storage import S3Store
-def away(self, file, name):
+def fail(self, file, name):
     raise OSError("503 SlowDown")
-S3Store.put = away
-import main
-sys.exit(main.main([{str(path)!r}]))
+S3Store.upload = fail
+stopping._REPEAT_SECONDS = 0.5
 """
-    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    run = subprocess.Popen([sys.executable, "-c", code], **pipes)
-    wait_for_batch(folder, 3, run)
-    run.send_signal(signal.SIGTERM)
-    time.sleep(1.5)
-    run.send_signal(signal.SIGTERM)  # too soon: the launcher's copy of the first one
-    time.sleep(2)
-    assert run.poll() is None
-    run.send_signal(signal.SIGTERM)
-    said = run.communicate(timeout=5)[0]
-    assert run.returncode == 128 + signal.SIGTERM, said[-2000:]
-    assert "SIGTERM again: ends at once" in said
+    job = start(path, code=code)
+    wait_for_batch(Path(config_of(path).output) / "twice", 3, job)
+    os.kill(job.ranks[0], signal.SIGTERM)
+    time.sleep(0.2)
+    os.kill(job.ranks[0], signal.SIGTERM)  # too soon: the launcher's copy of the first signal
+    time.sleep(0.6)
+    assert job.poll() is None
+    os.kill(job.ranks[0], signal.SIGTERM)
+    run = job.wait(5)
+    assert run.returncode == 128 + signal.SIGTERM, run.stdout[-2000:]
+    assert "SIGTERM again: ends at once" in run.stdout
+
+
+def test_ctrl_c_is_recorded_in_plain_words(write_yaml: Write) -> None:
+    path = write_yaml("interrupted", max_duration="2000ba", checkpoint__interval="5000ba")
+    job, folder = start(path), Path(config_of(path).output) / "interrupted"
+    wait_for_batch(folder, 3, job)
+    os.kill(job.ranks[0], signal.SIGINT)
+    assert job.wait(60).returncode == 130
+    [attempt] = read_attempts(open_store(str(folder / "checkpoints")))
+    assert attempt["reason"] == "interrupted with Ctrl-C (SIGINT), without saving"

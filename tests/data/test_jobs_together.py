@@ -1,4 +1,4 @@
-"""Several jobs on one machine, which start together, read the same data and end at any time."""
+"""Several jobs on one machine that start at the same time, read the same data and end at any time."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from streaming.base import dataset
 from streaming.base.format import reader_from_json
 from streaming.base.shared import prefix
 
-from biphasic.config.errors import UserError
-from biphasic.config.schema import DataConfig
+import warm
+from biphasic.config.data import DataConfig
 from biphasic.data import shared_memory
 from biphasic.data.shards import open_stream
-from biphasic.data.streaming import loader
-from tiny import LENGTH, ROOT, write_rows
+from biphasic.data.streaming import build_loader
+from biphasic.errors import UserError
+from tiny import LENGTH, write_rows
 
 JOBS, ROUNDS = 3, 4
 
@@ -33,25 +34,22 @@ def data(**stream: Path) -> DataConfig:
     return DataConfig.model_validate({"sequence_length": LENGTH, "train": train, "num_workers": 0})
 
 
-def test_jobs_that_start_together(tmp_path: Path) -> None:
+def test_jobs_that_start_at_the_same_time(tmp_path: Path) -> None:
     folders = [tmp_path / f"job{number}" for number in range(JOBS)]
     for folder in folders:
         write_rows(folder / "train", 300, seed=1)
         write_rows(folder / "validation", 60, seed=2)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": f"{ROOT}/src:{ROOT}/tests",
-    }
-    command = [sys.executable, Path(__file__).parent / "start_jobs.py", str(ROUNDS), *folders]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr[-3000:]
-    assert run.stdout == ""
+    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    for _ in range(ROUNDS):
+        jobs = [warm.start([str(folder)], 2, environment, module="open_data", code=code) for folder in folders]
+        for job in jobs:
+            run = job.wait()
+            assert run.returncode == 0, run.stderr[-3000:]
 
 
-def test_jobs_that_unpack_the_same_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each has written its file before the first one gives it its name."""
+def test_jobs_can_unpack_the_same_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each has written its file before the first one renames it."""
     write_rows(tmp_path, 100, seed=1)
     shard = json.loads((tmp_path / "index.json").read_text())["shards"][0]
     both, rename = Barrier(2), os.rename
@@ -96,21 +94,21 @@ input()
     Path(name).unlink(missing_ok=True)
 
 
-def test_the_cache_of_another_job(
+def test_the_cache_of_another_job_is_refused(
     tmp_path: Path, other_job: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_rows(tmp_path / "remote", 100, seed=1)
-    monkeypatch.setattr(shared_memory, "_PATIENCE", 0.5)
+    monkeypatch.setattr(shared_memory, "_CACHE_WAIT_SECONDS", 0.5)
     config = data(remote=tmp_path / "remote", local=tmp_path / "cache")
     with pytest.raises(
         UserError, match=f"{tmp_path}/cache is the cache of another job that is running on this machine"
     ):
-        loader(config, config.streams, 8, seed=3, train=True)
+        build_loader(config, config.streams, 8, seed=3, train=True)
     # A dataset without a remote place is only read.
     local = data(local=tmp_path / "cache")
-    loader(local, local.streams, 8, seed=3, train=True)
+    build_loader(local, local.streams, 8, seed=3, train=True)
     other_job.communicate("\n")
-    loader(config, config.streams, 8, seed=3, train=True)
+    build_loader(config, config.streams, 8, seed=3, train=True)
 
 
 @pytest.mark.parametrize(
@@ -125,4 +123,4 @@ def test_another_form_of_streaming_is_refused(
     config = data(local=tmp_path / "rows")
     monkeypatch.setattr(owner, name, lambda other: None)
     with pytest.raises(UserError, match=rf"mosaicml-streaming \S+: .*\.{name} has the parameters \(other\), but"):
-        loader(config, config.streams, 8, seed=3, train=True)
+        build_loader(config, config.streams, 8, seed=3, train=True)

@@ -1,4 +1,4 @@
-"""Several datasets at once: in their proportions, each row with an id of its own, in an order of the mix's own."""
+"""Mixes of datasets: proportions, row ids, order."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from streaming import MDSWriter
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
-from biphasic.config.errors import UserError
-from biphasic.config.schema import DataConfig
-from biphasic.data.streaming import loader
+from biphasic.config.data import DataConfig
+from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.training.pretrain import conversion_record
+from biphasic.errors import UserError
+from biphasic.training.record import conversion_record
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
 from tiny import LENGTH, config_of, losses, release_streaming, train
@@ -45,17 +45,17 @@ def mixed(folders: dict[str, tuple[str, float]], **keys: Any) -> DataConfig:
     return DataConfig.model_validate({"sequence_length": LENGTH, "mix": streams, **defaults, **keys})
 
 
-def epoch(config: DataConfig, batch: int = 8) -> list[tuple[int, int]]:
+def epoch(config: DataConfig, batch_size: int = 8) -> list[tuple[int, int]]:
     """(id, number) of each row."""
-    batches: Any = loader(config, config.streams, batch, seed=3, train=True).dataloader
+    batches: Any = build_loader(config, config.streams, batch_size, seed=3, train=True)
     return [
         (int(row), int(number))
-        for found in batches
-        for row, number in zip(found["rows"], found["tokens"][:, 0], strict=True)
+        for batch in batches
+        for row, number in zip(batch["row_ids"], batch["tokens"][:, 0], strict=True)
     ]
 
 
-def test_proportions_and_ids(tmp_path: Path) -> None:
+def test_a_mix_has_its_proportions_and_unique_row_ids(tmp_path: Path) -> None:
     """Code, with 100 rows, gives 200 of 1,000; its ids come first, since names are in order."""
     config = mixed(
         {
@@ -71,12 +71,12 @@ def test_proportions_and_ids(tmp_path: Path) -> None:
     web = [number for _, number in rows if number < 5000]
     assert len(set(web)) == len(web) == 800
     assert all(row == (number - 5000 if number >= 5000 else number - 1000 + 100) for row, number in rows)
-    # In each batch of the epoch's quarters, not one after the other.
+    # Spread over the epoch's quarters, not one dataset after the other.
     for at in range(0, 1000, 250):
         assert 25 <= sum(number >= 5000 for _, number in rows[at : at + 250]) <= 75
 
 
-def test_an_epoch_has_the_rows_of_all_by_default(tmp_path: Path) -> None:
+def test_an_epoch_has_by_default_the_rows_of_all_datasets(tmp_path: Path) -> None:
     folders = {"a": (write(tmp_path / "a", 120, first=0), 0.5), "b": (write(tmp_path / "b", 40, first=1000), 0.5)}
     rows = epoch(mixed(folders))
     assert len(rows) == 160
@@ -89,15 +89,15 @@ def test_an_epoch_has_the_rows_of_all_by_default(tmp_path: Path) -> None:
 @pytest.mark.parametrize("done", [0, 12])
 def test_the_order_of_a_mix_does_not_depend_on_the_nodes(tmp_path: Path, done: int) -> None:
     folders = {"a": (write(tmp_path / "a", 300, first=0), 0.7), "b": (write(tmp_path / "b", 90, first=1000), 0.3)}
-    config, size, found = mixed(folders, epoch_rows=480), 16, []
+    config, size, orders = mixed(folders, epoch_rows=480), 16, []
     for nodes, ranks in ((1, 1), (1, 2), (2, 2), (4, 1)):
-        batches: Any = loader(config, config.streams, size // nodes // ranks, seed=3, train=True).dataloader
+        batches: Any = build_loader(config, config.streams, size // nodes // ranks, seed=3, train=True)
         work = generate_work("random", batches.dataset, World(nodes, ranks, 1, 0), 0, done * size)
-        found.append(work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
+        orders.append(work.transpose(3, 2, 4, 1, 0).reshape(-1, size))
         del batches
         release_streaming()
-    assert found[0].shape == (480 // size - done, size)
-    assert all(np.array_equal(order, found[0]) for order in found[1:])
+    assert orders[0].shape == (480 // size - done, size)
+    assert all(np.array_equal(order, orders[0]) for order in orders[1:])
 
 
 def test_a_stream_of_another_length_is_named(tmp_path: Path) -> None:
@@ -109,7 +109,7 @@ def test_a_stream_of_another_length_is_named(tmp_path: Path) -> None:
         epoch(mixed(folders))
 
 
-def test_a_damaged_stream_of_a_mix(s3: Path, tmp_path: Path) -> None:
+def test_a_damaged_shard_of_a_mix_is_named(s3: Path, tmp_path: Path) -> None:
     bucket = bucket_for(s3, "mix")
     remote = upload(Path(write(tmp_path / "b", 40, first=0)), bucket, "b/train")
     flip_a_bit(bucket, "b/train/shard.00001.mds.zstd")
@@ -132,37 +132,37 @@ def write_record(folder: Path, folder_of_tokenizer: Path, **changes: Any) -> Non
 
 
 def test_every_stream_must_fit_the_tokenizer(s3: Path, tmp_path: Path, write_yaml: Write) -> None:
-    """One record lies in a folder, the other in a bucket alone."""
+    """One record is in a folder, the other in a bucket."""
     bucket = bucket_for(s3, "records")
     path = write_yaml()
-    (tmp_path / "there").mkdir()
+    (tmp_path / "code").mkdir()
     tokenizer = tmp_path / "data" / "tokenizer"
     write_record(tmp_path / "data", tokenizer)
     mix = {
-        "here": {"local": str(tmp_path / "data" / "train"), "proportion": 0.75},
-        "there": {"local": str(tmp_path / "c"), "remote": f"s3://{bucket}/there/train", "proportion": 0.25},
+        "web": {"local": str(tmp_path / "data" / "train"), "proportion": 0.75},
+        "code": {"local": str(tmp_path / "c"), "remote": f"s3://{bucket}/code/train", "proportion": 0.25},
     }
     path = write_yaml(data__train=None, data__mix=mix)
-    config, mine = config_of(path), load_tokenizer(str(tokenizer))
-    for changes, said in (
+    config, loaded = config_of(path), load_tokenizer(str(tokenizer))
+    for changes, message in (
         (
             {"tokenizer": {"sha256": "0" * 64}},
-            rf"the one that data\.mix\.there, s3://{bucket}/there, was converted with",
+            rf"the one that data\.mix\.code, s3://{bucket}/code, was converted with",
         ),
         (
             {"sequence_length": 64},
-            rf"but data\.mix\.there, s3://{bucket}/there, was converted with sequence_length: 64",
+            rf"but data\.mix\.code, s3://{bucket}/code, was converted with sequence_length: 64",
         ),
     ):
-        write_record(tmp_path / "there", tokenizer, **changes)
-        upload(tmp_path / "there", bucket, "there")
-        with pytest.raises(UserError, match=said):
-            conversion_record(config, mine)
-    write_record(tmp_path / "there", tokenizer)
-    upload(tmp_path / "there", bucket, "there")
-    found = conversion_record(config, mine)
-    assert found["source"] == "a mix of here (0.75), there (0.25)"
-    assert (found["tokens"], found["rows"], found["documents"]) == (600, 20, 10)
+        write_record(tmp_path / "code", tokenizer, **changes)
+        upload(tmp_path / "code", bucket, "code")
+        with pytest.raises(UserError, match=message):
+            conversion_record(config, loaded)
+    write_record(tmp_path / "code", tokenizer)
+    upload(tmp_path / "code", bucket, "code")
+    record = conversion_record(config, loaded)
+    assert record["source"] == "a mix of code (0.25), web (0.75)"
+    assert (record["tokens"], record["rows"], record["documents"]) == (600, 20, 10)
 
 
 def test_a_tiny_run_over_a_mix(tmp_path: Path, write_yaml: Write) -> None:

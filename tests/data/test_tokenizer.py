@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
 from texts import SPECIAL, write_tokenizer
 
 
 def test_special_tokens_by_role(tokenizer_folder: Path) -> None:
-    found = load_tokenizer(str(tokenizer_folder))
-    assert (found.pad_id, found.bos_id, found.eos_id, found.mask_id) == (0, 1, 2, 3)
-    assert found.special_ids == (0, 1, 2, 3)
-    assert found.vocab_size == 300
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    assert (tokenizer.pad_id, tokenizer.bos_id, tokenizer.eos_id, tokenizer.mask_id) == (0, 1, 2, 3)
+    assert tokenizer.special_ids == (0, 1, 2, 3)
+    assert tokenizer.vocab_size == 300
 
 
-def test_what_looks_like_a_special_token_is_text(tokenizer_folder: Path) -> None:
-    found = load_tokenizer(str(tokenizer_folder))
-    [ids] = found.encode(["reads <|eos|> and <|mask|> left"])
-    assert not set(ids) & set(found.special_ids)
-    assert found.tokenizer.decode(ids, skip_special_tokens=False) == "reads <|eos|> and <|mask|> left"
+def test_special_tokens_in_a_text_are_encoded_as_text(tokenizer_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(tokenizer_folder))
+    [ids] = tokenizer.encode(["reads <|eos|> and <|mask|> left"])
+    assert not set(ids) & set(tokenizer.special_ids)
+    assert tokenizer.tokenizer.decode(ids, skip_special_tokens=False) == "reads <|eos|> and <|mask|> left"
 
 
 def test_nothing_is_added_cut_or_padded(tokenizer_folder: Path, tmp_path: Path) -> None:
@@ -45,11 +45,11 @@ def test_a_saved_copy_is_the_same_tokenizer_and_transformers_agrees(tokenizer_fo
     from transformers import AutoTokenizer
 
     original = load_tokenizer(str(tokenizer_folder))
-    original.save(tmp_path / "ours")
-    auto = AutoTokenizer.from_pretrained(tmp_path / "ours")
+    original.save(tmp_path / "original")
+    auto = AutoTokenizer.from_pretrained(tmp_path / "original")
     auto("to set truncation", truncation=True, max_length=4)
-    auto.save_pretrained(tmp_path / "theirs")
-    for folder in ("ours", "theirs"):
+    auto.save_pretrained(tmp_path / "auto")
+    for folder in ("original", "auto"):
         copy = load_tokenizer(str(tmp_path / folder))
         assert copy.sha256 == original.sha256
         assert copy.special_ids == original.special_ids
@@ -65,13 +65,13 @@ def test_another_tokenizer_has_another_sha256(tokenizer_folder: Path, tmp_path: 
 
 def test_a_mask_token_is_added_where_there_is_none(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "decoder", {"bos": "<s>", "eos": "</s>"}, words=280)
-    found = load_tokenizer(str(folder))
-    assert (found.mask_id, found.vocab_size) == (280, 281)
-    assert found.pad_id == found.eos_id == 1
-    assert found.special_ids == (0, 1, 280)
-    found.save(tmp_path / "saved")
+    tokenizer = load_tokenizer(str(folder))
+    assert (tokenizer.mask_id, tokenizer.vocab_size) == (280, 281)
+    assert tokenizer.pad_id == tokenizer.eos_id == 1
+    assert tokenizer.special_ids == (0, 1, 280)
+    tokenizer.save(tmp_path / "saved")
     again = load_tokenizer(str(tmp_path / "saved"))
-    assert (again.sha256, again.mask_id, again.vocab_size) == (found.sha256, 280, 281)
+    assert (again.sha256, again.mask_id, again.vocab_size) == (tokenizer.sha256, 280, 281)
 
     from transformers import AutoTokenizer
 
@@ -79,25 +79,25 @@ def test_a_mask_token_is_added_where_there_is_none(tmp_path: Path) -> None:
     assert (auto.mask_token_id, auto.pad_token_id, len(auto)) == (280, 1, 281)
 
 
-def test_a_role_that_is_needed_and_missing(tmp_path: Path) -> None:
-    found = load_tokenizer(str(write_tokenizer(tmp_path / "t", {"pad": "<p>", "mask": "<m>"})))
+def test_a_missing_role_is_refused_where_it_is_needed(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "t", {"pad": "<p>", "mask": "<m>"})))
     with pytest.raises(UserError, match="has no eos token, which add_eos: true needs; name one as eos_token"):
-        found.require("eos")
+        tokenizer.require("eos")
 
 
-def test_neither_pad_nor_eos(tmp_path: Path) -> None:
+def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a pad nor an eos token"):
         load_tokenizer(str(write_tokenizer(tmp_path / "t", {"mask": "<m>"})))
 
 
-def test_a_name_that_the_vocabulary_lacks(tmp_path: Path) -> None:
+def test_a_special_token_outside_the_vocabulary_is_refused(tmp_path: Path) -> None:
     folder = write_tokenizer(tmp_path / "t")
     (folder / "tokenizer_config.json").write_text('{"pad_token": "<|pad|>", "eos_token": {"content": "<end>"}}')
     with pytest.raises(UserError, match="names '<end>' as its eos token"):
         load_tokenizer(str(folder))
 
 
-def test_unusable_folders(tmp_path: Path) -> None:
+def test_unusable_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="there is no such folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"has no tokenizer\.json"):
@@ -107,7 +107,7 @@ def test_unusable_folders(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_a_name_that_is_not_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_name_that_is_not_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(UserError, match="tokenizer biphasic/none: no such folder here, and from the hub: "):
         load_tokenizer("biphasic/none")

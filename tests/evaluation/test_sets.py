@@ -1,4 +1,4 @@
-"""Retrieval sets of a person's own: every layout that is read, everything that is refused, and their judged documents."""
+"""Local retrieval sets: every layout that is read, everything that is refused, and judged documents."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
-from biphasic.config.errors import UserError
-from biphasic.evaluation.sets import LocalRetrieval, judged_only, read_set, retrieval_from_pairs, retrieval_task
+from biphasic.errors import UserError
+from biphasic.evaluation.sets import LocalRetrieval, judged_only, read_set, retrieval_task
 from toy_sets import make_sets
 
 Rows = list[dict[str, Any]]
@@ -48,7 +48,7 @@ def tsv(file: Path, rows: Rows) -> None:
 
 
 def write_set(folder: Path, corpus: Rows = CORPUS, queries: Rows = QUERIES, qrels: Rows = QRELS) -> Path:
-    """As BEIR's archives have it."""
+    """Write the layout of BEIR's archives."""
     jsonl(folder / "corpus.jsonl", corpus)
     jsonl(folder / "queries.jsonl", queries)
     if qrels:
@@ -57,20 +57,20 @@ def write_set(folder: Path, corpus: Rows = CORPUS, queries: Rows = QUERIES, qrel
 
 
 def read(folder: Path, only: Sequence[str] | None = None) -> LocalRetrieval:
-    task = read_set(str(folder), "mine", "eng-Latn", only)
+    task = read_set(str(folder), "my-set", "eng-Latn", only)
     task.load_data()
     return task
 
 
 def split_of(task: Any, split: str = "test", subset: str = "default") -> dict[str, Any]:
-    """Its documents (title, text), queries and judgments, by id."""
+    """Return documents (title, text), queries and judgments, by id."""
     data = task.dataset[subset][split]
     documents = {row["id"]: (row.get("title"), row["text"]) for row in data["corpus"]}
     queries = {row["id"]: row["text"] for row in data["queries"]}
     return {"documents": documents, "queries": queries, "qrels": data["relevant_docs"]}
 
 
-WHOLE = {
+EXPECTED = {
     "documents": {row["_id"]: (row["title"], row["text"]) for row in CORPUS},
     "queries": {"q1": "Où ?", "q2": "二"},
     "qrels": {"q1": {"d1": 2}, "q2": {"d2": 1, "d1": 0}},
@@ -102,16 +102,16 @@ def one_file_of_judgments(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("write", [beir, all_parquet, several_files, one_file_of_judgments])
-def test_the_same_from_every_layout(write: Callable[[Path], None], tmp_path: Path) -> None:
-    write(tmp_path / "mine")
-    task = read(tmp_path / "mine")
-    assert split_of(task) == WHOLE
+def test_every_layout_gives_the_same_task(write: Callable[[Path], None], tmp_path: Path) -> None:
+    write(tmp_path / "my-set")
+    task = read(tmp_path / "my-set")
+    assert split_of(task) == EXPECTED
     assert list(task.dataset["default"]) == ["test"] == task.metadata.eval_splits
-    assert (task.metadata.name, task.metadata.eval_langs) == ("mine", ["eng-Latn"])
+    assert (task.metadata.name, task.metadata.eval_langs) == ("my-set", ["eng-Latn"])
 
 
-def test_splits_and_those_that_are_wanted(tmp_path: Path) -> None:
-    folder = write_set(tmp_path / "mine", qrels=QRELS[:1])
+def test_all_splits_or_some(tmp_path: Path) -> None:
+    folder = write_set(tmp_path / "my-set", qrels=QRELS[:1])
     tsv(folder / "qrels" / "dev.tsv", QRELS[1:])
     both = read(folder)
     assert split_of(both)["qrels"] == {"q1": {"d1": 2}} and split_of(both)["queries"] == {"q1": "Où ?"}
@@ -122,14 +122,14 @@ def test_splits_and_those_that_are_wanted(tmp_path: Path) -> None:
     one = read(folder, ["dev"])
     assert list(one.dataset["default"]) == ["dev"] == one.metadata.eval_splits
     assert split_of(one, "dev") == split_of(both, "dev")
-    with pytest.raises(UserError, match=r"mine: has no split train \(it has: dev, test\)"):
+    with pytest.raises(UserError, match=r"my-set: has no split train \(it has: dev, test\)"):
         read(folder, ["dev", "train"])
 
 
-def test_numbers_as_ids_are_text(tmp_path: Path) -> None:
+def test_numbers_as_ids_are_read_as_text(tmp_path: Path) -> None:
     documents = [{"_id": number, "text": f"t{number}"} for number in (7, 12)]
     judged = [{"query-id": 3, "corpus-id": 7, "score": 1}]
-    task = read(write_set(tmp_path / "mine", documents, [{"_id": 3, "text": "q"}], judged))
+    task = read(write_set(tmp_path / "my-set", documents, [{"_id": 3, "text": "q"}], judged))
     assert split_of(task) == {"documents": {"7": (None, "t7"), "12": (None, "t12")}, "queries": {"3": "q"},
                               "qrels": {"3": {"7": 1}}}  # fmt: skip
 
@@ -137,7 +137,7 @@ def test_numbers_as_ids_are_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "ids", [["007", "7"], ["1e5", "100000"], ["NA", "null"], ["2020-01-01", "2020-01-02"], ['"x"', "x"]]
 )
-def test_texts_that_look_like_something_else_stay_as_they_are(ids: list[str], tmp_path: Path) -> None:
+def test_texts_that_look_like_other_types_are_unchanged(ids: list[str], tmp_path: Path) -> None:
     """Numbers with zeros, missing values, dates, quotes; also as texts and titles."""
     documents = [{"_id": id, "title": id, "text": id} for id in ids]
     judged = [{"query-id": id, "corpus-id": id, "score": 1} for id in ids]
@@ -154,7 +154,7 @@ def test_texts_that_look_like_something_else_stay_as_they_are(ids: list[str], tm
 
 
 def test_missing_titles_are_empty(tmp_path: Path) -> None:
-    """Null, not there in some lines, in some files, or in all."""
+    """Null, or missing in some lines, some files or all files."""
     rows = [
         {"_id": "d1", "title": None, "text": "a"},
         {"_id": "d2", "text": "b"},
@@ -172,32 +172,32 @@ def test_missing_titles_are_empty(tmp_path: Path) -> None:
     assert split_of(read(folder))["documents"] == {"d1": ("", "a"), "d2": ("", "b"), "d3": ("T", "c")}
 
 
-def test_a_long_line_and_grades_that_are_whole(tmp_path: Path) -> None:
+def test_a_long_line_and_integer_grades_in_floats(tmp_path: Path) -> None:
     long = "wörter " * 400_000
-    folder = write_set(tmp_path / "mine", [{"_id": "d1", "text": long}, {"_id": "d2", "text": "b"}], qrels=[])
+    folder = write_set(tmp_path / "my-set", [{"_id": "d1", "text": long}, {"_id": "d2", "text": "b"}], qrels=[])
     assert (folder / "corpus.jsonl").stat().st_size > 3 << 20
     jsonl(folder / "qrels" / "test.jsonl", [{**row, "score": float(row["score"])} for row in QRELS])
-    found = split_of(read(folder))
-    assert found["documents"]["d1"] == (None, long)
-    assert found["qrels"] == WHOLE["qrels"]
-    assert all(isinstance(grade, int) for grades in found["qrels"].values() for grade in grades.values())
+    content = split_of(read(folder))
+    assert content["documents"]["d1"] == (None, long)
+    assert content["qrels"] == EXPECTED["qrels"]
+    assert all(isinstance(grade, int) for grades in content["qrels"].values() for grade in grades.values())
 
 
-def test_judgments_of_documents_that_are_not_there_stay(tmp_path: Path) -> None:
-    """As in BEIR's: they can't be found, and count in what could be."""
+def test_judgments_of_missing_documents_are_kept(tmp_path: Path) -> None:
+    """As in BEIR: they can't be found, but count in the ideal ranking."""
     more = [*QRELS, {"query-id": "q1", "corpus-id": "gone", "score": 1}, QRELS[0]]
-    assert split_of(read(write_set(tmp_path / "mine", qrels=more)))["qrels"]["q1"] == {"d1": 2, "gone": 1}
+    assert split_of(read(write_set(tmp_path / "my-set", qrels=more)))["qrels"]["q1"] == {"d1": 2, "gone": 1}
 
 
 def test_a_set_of_data_prep(tmp_path: Path) -> None:
     folder = make_sets(tmp_path, {"train": 4, "validation": 5, "test": 6}) / "msmarco"
     task = read(folder)
     for split, count in (("validation", 10), ("test", 12)):
-        found = split_of(task, split)
-        assert len(found["documents"]) == 22
-        assert found["qrels"] == {f"{split}{at}": {f"{split}{at}": 1} for at in range(count)}
-        assert list(found["queries"]) == list(found["qrels"])
-        assert all(re.fullmatch(r"(w\d+ ?){4}", text) for text in found["queries"].values())
+        content = split_of(task, split)
+        assert len(content["documents"]) == 22
+        assert content["qrels"] == {f"{split}{at}": {f"{split}{at}": 1} for at in range(count)}
+        assert list(content["queries"]) == list(content["qrels"])
+        assert all(re.fullmatch(r"(w\d+ ?){4}", text) for text in content["queries"].values())
 
 
 def broken(corpus: Rows = CORPUS, queries: Rows = QUERIES, qrels: Rows = QRELS) -> Callable[[Path], Any]:
@@ -235,101 +235,90 @@ def judged(*rows: tuple[Any, Any, Any]) -> Rows:
 
 UNJUDGED = {"_id": "q9", "text": "?"}
 BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "no folder": (lambda folder: None, r"set .*/mine: there is no such folder"),
+    "no folder": (lambda folder: None, r"set .*/my-set: has no corpus"),
     "no corpus": (
         lambda folder: (write_set(folder) / "corpus.jsonl").unlink(),
-        r"/mine: has no corpus \(corpus\.jsonl",
+        r"/my-set: has no corpus \(corpus\.jsonl",
     ),
-    "no queries": (lambda folder: (write_set(folder) / "queries.jsonl").unlink(), r"/mine: has no queries \("),
-    "no qrels": (broken(qrels=[]), r"/mine: has no qrels \(qrels/test\.tsv"),
-    "corpus of 0 bytes": (emptied("corpus.jsonl"), r"/mine/corpus\.jsonl has no column `_id` \(it has: none\)"),
-    "corpus of 0 rows": (no_rows, r"/mine: the corpus is empty"),
-    "qrels of 0 bytes": (emptied("qrels/test.tsv"), r"/mine/qrels/test\.tsv has no column `query-id`"),
+    "no queries": (lambda folder: (write_set(folder) / "queries.jsonl").unlink(), r"/my-set: has no queries \("),
+    "no qrels": (broken(qrels=[]), r"/my-set: has no qrels \(qrels/test\.tsv"),
+    "corpus of 0 bytes": (emptied("corpus.jsonl"), r"/my-set/corpus\.jsonl has no column `_id` \(it has: none\)"),
+    "corpus of 0 rows": (no_rows, r"/my-set: the corpus is empty"),
+    "qrels of 0 bytes": (emptied("qrels/test.tsv"), r"/my-set/qrels/test\.tsv has no column `query-id`"),
     "qrels of 0 rows": (
         lambda folder: (write_set(folder) / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n"),
-        r"/mine/qrels/test\.tsv: has no rows",
+        r"/my-set/qrels/test\.tsv: has no rows",
     ),
     "query without qrels": (
         broken(queries=[*QUERIES, UNJUDGED]),
-        r"/mine: 1 queries have no judgments \(qrels\).* q9$",
+        r"/my-set: 1 queries have no judgments \(qrels\).* q9$",
     ),
-    "qrels for an unknown query": (broken(qrels=judged(("q8", "d1", 1))), r"mine: 1 judgments name queries that.* q8$"),
-    "document twice": (broken([*CORPUS, CORPUS[1]]), r"mine: the corpus has an id twice, e\.g\. d2$"),
-    "query twice": (broken(queries=[*QUERIES, QUERIES[0]]), r"/mine: the queries have an id twice, e\.g\. q1$"),
+    "qrels for an unknown query": (
+        broken(qrels=judged(("q8", "d1", 1))),
+        r"my-set: 1 judgments name queries that.* q8$",
+    ),
+    "document twice": (broken([*CORPUS, CORPUS[1]]), r"my-set: the corpus has an id twice, e\.g\. d2$"),
+    "query twice": (broken(queries=[*QUERIES, QUERIES[0]]), r"/my-set: the queries have an id twice, e\.g\. q1$"),
     "nothing relevant": (
         broken(queries=[*QUERIES, UNJUDGED], qrels=judged(("q9", "d1", 0), ("q9", "gone", 1))),
-        r"mine: 1 queries have no relevant document in the corpus, e\.g\. q9$",
+        r"my-set: 1 queries have no relevant document in the corpus, e\.g\. q9$",
     ),
     "missing column": (
         broken([{"id": "d1", "text": "a"}]),
-        r"/mine/corpus\.jsonl has no column `_id` \(it has: id, text\)",
+        r"/my-set/corpus\.jsonl has no column `_id` \(it has: id, text\)",
     ),
     "missing column of qrels": (
         broken(qrels=[{"query-id": "q1", "corpus-id": "d1"}]),
-        r"/mine/qrels/test\.tsv has no column `score`",
+        r"/my-set/qrels/test\.tsv has no column `score`",
     ),
     "null text": (
         broken([*CORPUS, {"_id": "d4", "text": None}]),
-        r"column `text` of .*/mine/corpus\.jsonl has 1 rows without",
+        r"column `text` of .*/my-set/corpus\.jsonl has 1 rows without",
     ),
     "null id": (
         broken(queries=[*QUERIES, {"_id": None, "text": "?"}]),
-        r"column `_id` of .*/mine/queries\.jsonl has 1 rows",
+        r"column `_id` of .*/my-set/queries\.jsonl has 1 rows",
     ),
     "numbers for texts": (
         broken([{"_id": "d1", "text": 1}, {"_id": "d2", "text": 2}]),
-        r"column `text` of .*/mine/corpus\.jsonl holds int64; expected texts",
+        r"column `text` of .*/my-set/corpus\.jsonl holds int64; expected texts",
     ),
     "fractions for ids": (
         broken([{"_id": 1.5, "text": "a"}]),
-        r"column `_id` of .*/mine/corpus\.jsonl holds double; expected ids",
+        r"column `_id` of .*/my-set/corpus\.jsonl holds double; expected ids",
     ),
-    "half a grade in TSV": (broken(qrels=judged(("q1", "d2", 1.5))), r"/mine/qrels/test\.tsv can't be read \(.*1\.5"),
-    "a word for a grade in TSV": (broken(qrels=judged(("q1", "d2", "yes"))), r"/mine/qrels/test\.tsv can't be.*yes"),
+    "half a grade in TSV": (broken(qrels=judged(("q1", "d2", 1.5))), r"/my-set/qrels/test\.tsv can't be read \(.*1\.5"),
+    "a word for a grade in TSV": (broken(qrels=judged(("q1", "d2", "yes"))), r"/my-set/qrels/test\.tsv can't be.*yes"),
     "half a grade in JSON": (
         lambda folder: jsonl(write_set(folder, qrels=[]) / "qrels.jsonl", judged(("q1", "d2", 1.5))),
-        r"column `score` of .*/mine/qrels\.jsonl can't be used \(.*1\.5",
+        r"column `score` of .*/my-set/qrels\.jsonl can't be used \(.*1\.5",
     ),
     "a word for a grade in JSON": (
         lambda folder: jsonl(
             write_set(folder, qrels=[]) / "qrels.jsonl", [{"query-id": "q1", "corpus-id": "d1", "score": "yes"}]
         ),
-        r"column `score` of .*/mine/qrels\.jsonl holds string; expected grades",
+        r"column `score` of .*/my-set/qrels\.jsonl holds string; expected grades",
     ),
-    "broken line": (broken_line, r"/mine/corpus\.jsonl can't be read \("),
-    "truncated Parquet": (cut_parquet, r"/mine/corpus\.parquet can't be read \("),
-    "not UTF-8": (not_utf8, r"/mine/corpus\.jsonl can't be (read|used) \("),
+    "broken line": (broken_line, r"/my-set/corpus\.jsonl can't be read \("),
+    "truncated Parquet": (cut_parquet, r"/my-set/corpus\.parquet can't be read \("),
+    "not UTF-8": (not_utf8, r"/my-set/corpus\.jsonl can't be (read|used) \("),
     "contradiction": (
         broken(qrels=judged(("q1", "d1", 1))),
-        r"/mine/qrels/test\.tsv: judges document d1 for query q1 twice, and not alike",
+        r"/my-set/qrels/test\.tsv: judges document d1 for query q1 twice, with different grades",
     ),
 }
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_used_is_one_line(case: str, tmp_path: Path) -> None:
-    write, said = BAD[case]
-    write(tmp_path / "mine")
-    with pytest.raises(UserError, match=said) as caught:
-        read(tmp_path / "mine")
+def test_bad_sets_are_refused_in_one_line(case: str, tmp_path: Path) -> None:
+    write, message = BAD[case]
+    write(tmp_path / "my-set")
+    with pytest.raises(UserError, match=message) as caught:
+        read(tmp_path / "my-set")
     assert "\n" not in str(caught.value)
 
 
-def test_pairs(tmp_path: Path) -> None:
-    rows = [{"query": "a", "positive": "b", "other": 1}, {"query": "c", "positive": "b", "other": 2}]
-    jsonl(tmp_path / "1.jsonl", rows)
-    parquet(tmp_path / "2.parquet", [{"query": "e", "positive": "f"}])
-    task = retrieval_from_pairs("pairs", [str(tmp_path / "1.jsonl"), str(tmp_path / "2.parquet")])
-    task.load_data()
-    found = split_of(task)
-    assert found["queries"] == {"q0": "a", "q1": "c", "q2": "e"}
-    assert found["documents"] == {"d0": (None, "b"), "d1": (None, "b"), "d2": (None, "f")}
-    assert found["qrels"] == {f"q{at}": {f"d{at}": 1} for at in range(3)}
-    with pytest.raises(UserError, match=r"1\.jsonl has no column `text` \(it has: query, positive, other\)"):
-        retrieval_from_pairs("pairs", [str(tmp_path / "1.jsonl")], document_column="text")
-
-
-def made(qrels: Mapping[str, Any]) -> LocalRetrieval:
+def task_of(qrels: Mapping[str, Any]) -> LocalRetrieval:
     documents = {f"d{at}": f"text {at}" for at in range(8)}
     task = retrieval_task("Made", documents, {"q1": "one", "q2": "two"}, qrels)
     task.load_data()
@@ -337,14 +326,14 @@ def made(qrels: Mapping[str, Any]) -> LocalRetrieval:
 
 
 def test_judged_documents_of_all_splits() -> None:
-    """Relevant or not; of those that aren't in the corpus nothing is made."""
-    task = made({"dev": {"q1": {"d6": 1, "d4": 0, "gone": 1}}, "test": {"q2": {"d1": 2}}})
+    """Relevant or not; judged documents that aren't in the corpus are ignored."""
+    task = task_of({"dev": {"q1": {"d6": 1, "d4": 0, "gone": 1}}, "test": {"q2": {"d1": 2}}})
     before = copy.deepcopy({split: split_of(task, split) for split in ("dev", "test")})
-    found = judged_only(task)
-    found.load_data()
-    assert (found.metadata.name, found.metadata.eval_splits) == ("Made-judged", ["dev", "test"])
+    judged = judged_only(task)
+    judged.load_data()
+    assert (judged.metadata.name, judged.metadata.eval_splits) == ("Made-judged", ["dev", "test"])
     for split in ("dev", "test"):
-        content = split_of(found, split)
+        content = split_of(judged, split)
         assert content["documents"] == {f"d{at}": (None, f"text {at}") for at in (1, 4, 6)}
         assert (content["queries"], content["qrels"]) == (before[split]["queries"], before[split]["qrels"])
     assert {split: split_of(task, split) for split in ("dev", "test")} == before
@@ -352,20 +341,23 @@ def test_judged_documents_of_all_splits() -> None:
 
 
 def test_judged_documents_of_each_subset() -> None:
-    """A language's judgments keep nothing of another one's corpus; what is ranked again is cut to what is kept."""
-    german, english = made({"q1": {"d1": 1}, "q2": {"d2": 1}}), made({"q1": {"d5": 1}, "q2": {"d7": 0, "d5": 1}})
-    both = made({"q1": {"d1": 1}, "q2": {"d2": 1}})
+    """A language's judgments keep no document of another's corpus, and candidates for reranking are filtered too."""
+    german, english = (
+        task_of({"test": {"q1": {"d1": 1}, "q2": {"d2": 1}}}),
+        task_of({"test": {"q1": {"d5": 1}, "q2": {"d7": 0, "d5": 1}}}),
+    )
+    both = task_of({"test": {"q1": {"d1": 1}, "q2": {"d2": 1}}})
     both.metadata = both.metadata.model_copy(
         update={"type": "Reranking", "eval_langs": {"de": ["deu-Latn"], "en": ["eng-Latn"], "fr": ["fra-Latn"]}}
     )
     both.dataset = {"de": german.dataset["default"], "en": english.dataset["default"]}
     both.dataset["en"]["test"]["top_ranked"] = {"q1": ["d3", "d5"], "q2": ["d7", "d0", "d5"]}
-    found = judged_only(both)
-    found.load_data()
-    assert list(split_of(found, subset="de")["documents"]) == ["d1", "d2"]
-    assert list(split_of(found, subset="en")["documents"]) == ["d5", "d7"]
-    assert found.dataset["de"]["test"]["top_ranked"] is None
-    assert found.dataset["en"]["test"]["top_ranked"] == {"q1": ["d5"], "q2": ["d7", "d5"]}
+    judged = judged_only(both)
+    judged.load_data()
+    assert list(split_of(judged, subset="de")["documents"]) == ["d1", "d2"]
+    assert list(split_of(judged, subset="en")["documents"]) == ["d5", "d7"]
+    assert judged.dataset["de"]["test"]["top_ranked"] is None
+    assert judged.dataset["en"]["test"]["top_ranked"] == {"q1": ["d5"], "q2": ["d7", "d5"]}
     assert both.dataset["en"]["test"]["top_ranked"] == {"q1": ["d3", "d5"], "q2": ["d7", "d0", "d5"]}
-    assert found.metadata.eval_langs == {"de": ["deu-Latn"], "en": ["eng-Latn"]}
-    assert found.metadata.type == "Reranking"  # prompts may go by it
+    assert judged.metadata.eval_langs == {"de": ["deu-Latn"], "en": ["eng-Latn"]}
+    assert judged.metadata.type == "Reranking"  # prompts may depend on it

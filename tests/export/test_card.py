@@ -1,24 +1,25 @@
-"""A model card says what the run recorded, and the hub's own parser takes it."""
+"""A model card holds the run's record, and the hub's parser accepts it."""
 
 from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from huggingface_hub import ModelCard
-from huggingface_hub.repocard import metadata_eval_result, metadata_load
+from huggingface_hub.repocard import metadata_load
 
-from biphasic.config.errors import UserError
 from biphasic.config.load import dump
+from biphasic.errors import UserError
 from biphasic.export import __main__ as command
 from biphasic.export.card import finetuned_card, pretrained_card, untrained_card
-from biphasic.export.folder import MARK
-from biphasic.export.metadata import changed, checked, hub_id
-from biphasic.export.results import with_results
+from biphasic.export.folder import EXPORT_FILE
+from biphasic.export.metadata import hub_id, parse_card
+from biphasic.export.results import add_results, read_results
 from conftest import Write
 from tiny import config_of
 
@@ -28,7 +29,7 @@ SOURCE = {"kind": "hub", "path": "HuggingFaceFW/fineweb-edu", "name": "sample-10
 
 @pytest.fixture
 def record(write_yaml: Write) -> dict[str, Any]:
-    """Of a checkpoint, as `biphasic.training.record` leaves it."""
+    """The record of a checkpoint."""
     return {
         "config": dump(config_of(write_yaml())),
         "backbone": json.dumps({"model_type": "qwen3"}),
@@ -55,9 +56,9 @@ def starting_from(record: dict[str, Any], path: str) -> dict[str, Any]:
 
 def metadata(card: str, tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "README.md").write_text(card)
-    found = metadata_load(tmp_path / "README.md")
-    assert found == ModelCard(card).data.to_dict()
-    return found
+    content = metadata_load(tmp_path / "README.md")
+    assert content == ModelCard(card).data.to_dict()
+    return content
 
 
 def test_metadata_of_a_run(record: dict[str, Any], tmp_path: Path) -> None:
@@ -69,7 +70,7 @@ def test_metadata_of_a_run(record: dict[str, Any], tmp_path: Path) -> None:
         "tags": ["biphasic", "eurobert", "encoder", "sentence-transformers"],
         "datasets": ["HuggingFaceFW/fineweb-edu"],
     }
-    # What isn't known isn't said: files of one's own have no id, and no language.
+    # Local files have no id, and their language is unknown.
     record["data"]["source"] = {"kind": "files", "paths": ["my_text/"]}
     assert not {"datasets", "language", "base_model"} & set(metadata(pretrained_card(record), tmp_path))
     record["data"] = {}
@@ -86,14 +87,14 @@ def test_datasets_of_a_mix(record: dict[str, Any], tmp_path: Path) -> None:
     assert f"| Data revision | HuggingFaceFW/fineweb-edu {COMMIT}, org/code, newest at the conversion |\n" in card
 
 
-def test_what_a_model_was_trained_from(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_base_model_and_license(record: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     card = pretrained_card(starting_from(record, "HuggingFaceTB/SmolLM2-135M"))
-    found = metadata(card, tmp_path)
-    assert found["base_model"] == "HuggingFaceTB/SmolLM2-135M"
-    # Another's license isn't ours to say.
-    assert "license" not in found
-    assert "The license of `HuggingFaceTB/SmolLM2-135M`" in card
+    content = metadata(card, tmp_path)
+    assert content["base_model"] == "HuggingFaceTB/SmolLM2-135M"
+    # The license of another model isn't known.
+    assert "license" not in content
+    assert "trained from `HuggingFaceTB/SmolLM2-135M`, whose license" in card
     (tmp_path / "mine" / "encoder").mkdir(parents=True)
     for local in (
         "mine/encoder",
@@ -108,8 +109,8 @@ def test_what_a_model_was_trained_from(record: dict[str, Any], tmp_path: Path, m
     assert "base_model" not in metadata(pretrained_card(starting_from(record, "mine/encoder")), tmp_path)
     config = yaml.safe_load(starting_from(record, "EuroBERT/EuroBERT-210m")["config"])
     assert metadata(untrained_card(config), tmp_path)["base_model"] == "EuroBERT/EuroBERT-210m"
-    tuned = metadata(finetuned_card("mine", {"From": "EuroBERT/EuroBERT-210m"}, datasets=["mteb/msmarco"]), tmp_path)
-    assert (tuned["base_model"], tuned["datasets"]) == ("EuroBERT/EuroBERT-210m", ["mteb/msmarco"])
+    tuned = metadata(finetuned_card("mine", {"From": "EuroBERT/EuroBERT-210m"}), tmp_path)
+    assert tuned["base_model"] == "EuroBERT/EuroBERT-210m"
     assert (tuned["library_name"], tuned["pipeline_tag"]) == ("sentence-transformers", "sentence-similarity")
     assert metadata(finetuned_card("mine", {"From": "runs/x/model"}), tmp_path)["license"] == "apache-2.0"
 
@@ -131,7 +132,7 @@ def test_the_record_as_tables(record: dict[str, Any]) -> None:
         assert f"{line}\n" in card, line
 
 
-def test_families_that_need_code_say_so(record: dict[str, Any]) -> None:
+def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
     card = pretrained_card(record, "mine", remote_code=True)
     assert 'AutoModel.from_pretrained("mine", trust_remote_code=True)' in card
     assert 'SentenceTransformer("mine", trust_remote_code=True)' in card
@@ -149,15 +150,15 @@ def test_families_that_need_code_say_so(record: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("card", "says"),
+    ("card", "message"),
     [
         ("# mine\n", "doesn't begin with a block of metadata"),
-        ("---\nlicense: [a\n---\n", "no YAML"),
-        ("---\n- a\n---\n", "not a list of keys with values"),
+        ("---\nlicense: [a\n---\n", "would refuse its metadata: while parsing"),
+        ("---\n- a\n---\n", "metadata block should be a dict"),
         ("---\nlicense: Apache 2\n---\n", "license 'Apache 2'"),
         ("---\nlicense: 3\n---\n", "license is 3, not a word"),
         ("---\nlanguage: no\n---\n", "language is False"),  # YAML's no is false, and not Norwegian
-        ("---\nlanguage: [english]\n---\n", "'english' is no code of ISO 639"),
+        ("---\nlanguage: [english]\n---\n", "'english' is not an ISO 639 code"),
         ("---\ndatasets: [a/b/c]\n---\n", "model card: datasets: .*a/b/c"),
         ("---\nbase_model: my model\n---\n", "model card: base_model: "),
         ("---\ntags: [1]\n---\n", "tags is"),
@@ -170,17 +171,26 @@ def test_families_that_need_code_say_so(record: dict[str, Any]) -> None:
         ),
     ],
 )
-def test_what_the_hub_would_not_take(card: str, says: str) -> None:
-    with pytest.raises(UserError, match=says) as caught:
-        checked(card)
+def test_metadata_that_the_hub_would_refuse(card: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        parse_card(card)
     assert "\n" not in str(caught.value)
 
 
-def test_a_card_that_would_be_refused_is_not_made(record: dict[str, Any]) -> None:
-    with pytest.raises(UserError, match="base_model"):
-        finetuned_card("mine", {}, base_model="not a model")
+def test_a_card_that_would_be_refused_is_not_made(record: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     # A word that YAML reads as something else stays a word.
-    assert ModelCard(changed(pretrained_card(record), language=["no"])).data.language == ["no"]
+    card = parse_card(pretrained_card(record))
+    card.data.language = ["no"]
+    assert ModelCard(str(card)).data.language == ["no"]
+    monkeypatch.setattr("biphasic.export.card.hub_id", lambda path: path)
+    with pytest.raises(UserError, match="base_model"):
+        finetuned_card("mine", {"From": "not a model"})
+
+
+def with_results(text: str, *arguments: Any) -> str:
+    card = parse_card(text)
+    add_results(card, *arguments)
+    return str(card)
 
 
 # --- Results ---------------------------------------------------------------------------------------------------------
@@ -202,14 +212,14 @@ def ranked(ndcg: float, subset: str = "default", **more: float) -> dict[str, Any
 
 @pytest.fixture
 def results(tmp_path: Path) -> Path:
-    """As mteb leaves them: its own tasks, one on judged documents, a person's own, and one that classifies."""
+    """mteb's files of its own tasks, of one on judged documents, of other datasets, and of one without documents."""
     import mteb
 
     folder = tmp_path / "runs" / "results" / "org__mine" / "abc"
     write_result(folder, "NQ", mteb.get_task("NQ").metadata.revision, {"test": [ranked(0.25)]})
     write_result(folder, "NQ-judged", "a" * 40, {"test": [ranked(0.5)]})
     write_result(folder, "my|set", "local", {"dev": [ranked(0.75, "de"), ranked(0.7, "fr")]})
-    # A set of one's own under the name of one of mteb's.
+    # Another dataset with the name of one of mteb's.
     write_result(folder, "SciFact", "b" * 40, {"test": [ranked(0.6)]})
     sts = {"main_score": 0.8, "cosine_spearman": 0.8, "hf_subset": "default", "languages": ["eng-Latn"]}
     write_result(folder, "STSBenchmark", mteb.get_task("STSBenchmark").metadata.revision, {"test": [sts]})
@@ -223,19 +233,19 @@ def results(tmp_path: Path) -> Path:
 def entries(card: str) -> dict[str, dict[str, Any]]:
     index = ModelCard(card)
     assert index.data.model_name == "mine"
-    found = yaml.safe_load(card.split("---\n")[1])["model-index"]
-    assert [one["name"] for one in found] == ["mine"]
-    return {entry["dataset"]["name"]: entry for entry in found[0]["results"]}
+    content = yaml.safe_load(card.split("---\n")[1])["model-index"]
+    assert [model["name"] for model in content] == ["mine"]
+    return {entry["dataset"]["name"]: entry for entry in content[0]["results"]}
 
 
-def test_results_in_the_hub_s_form(record: dict[str, Any], results: Path) -> None:
+def test_results_in_the_metadata(record: dict[str, Any], results: Path) -> None:
     card = with_results(pretrained_card(record, "mine"), results)
-    found = entries(card)
-    assert set(found) == {
+    by_name = entries(card)
+    assert set(by_name) == {
         "NQ", "NQ-judged, judged documents only", "my|set (de)", "my|set (fr)", "SciFact", "STSBenchmark",
         "AskUbuntuDupQuestions",
     }  # fmt: skip
-    assert found["NQ"] == {
+    assert by_name["NQ"] == {
         "task": {"type": "Retrieval", "name": "Retrieval"},
         "dataset": {
             "name": "NQ",
@@ -251,41 +261,39 @@ def test_results_in_the_hub_s_form(record: dict[str, Any], results: Path) -> Non
         ],
         "source": {"name": "mteb 2.26.24", "url": "https://github.com/embeddings-benchmark/mteb"},
     }
-    assert found["NQ-judged, judged documents only"]["dataset"]["type"] == "NQ-judged"
-    own = found["my|set (fr)"]["dataset"]
-    assert own == {"name": "my|set (fr)", "type": "my|set", "config": "fr", "split": "dev"}
-    assert found["SciFact"]["dataset"]["type"] == "SciFact"
-    assert found["STSBenchmark"]["metrics"] == [{"type": "cosine_spearman", "value": 0.8, "name": "cosine_spearman"}]
-    assert found["STSBenchmark"]["task"]["type"] == "STS"
-    assert found["AskUbuntuDupQuestions"]["metrics"][0] == {"type": "map_at_1000", "value": 0.3, "name": "map_at_1000"}
+    assert by_name["NQ-judged, judged documents only"]["dataset"]["type"] == "NQ-judged"
+    french = by_name["my|set (fr)"]["dataset"]
+    assert french == {"name": "my|set (fr)", "type": "my|set", "config": "fr", "split": "dev"}
+    assert by_name["SciFact"]["dataset"]["type"] == "SciFact"
+    assert by_name["STSBenchmark"]["metrics"] == [{"type": "cosine_spearman", "value": 0.8, "name": "cosine_spearman"}]
+    assert by_name["STSBenchmark"]["task"]["type"] == "STS"
+    assert by_name["AskUbuntuDupQuestions"]["metrics"][0] == {
+        "type": "map_at_1000",
+        "value": 0.3,
+        "name": "map_at_1000",
+    }
     # The hub's parser has every number, under the same names.
-    said = {(one.dataset_name, one.metric_type): one.metric_value for one in ModelCard(card).data.eval_results or []}
-    wanted = {(name, one["type"]): one["value"] for name, entry in found.items() for one in entry["metrics"]}
-    assert said == wanted
-    assert len(wanted) == 3 * 5 + 1 + 4
+    parsed = {(r.dataset_name, r.metric_type): r.metric_value for r in ModelCard(card).data.eval_results or []}
+    expected = {(name, m["type"]): m["value"] for name, entry in by_name.items() for m in entry["metrics"]}
+    assert parsed == expected
+    assert len(expected) == 3 * 5 + 1 + 4
 
 
-def test_results_are_what_the_hub_s_own_writer_makes(record: dict[str, Any], results: Path) -> None:
-    found = entries(with_results(pretrained_card(record, "mine"), results))["STSBenchmark"]
-    theirs = metadata_eval_result(
-        model_pretty_name="mine",
-        task_pretty_name="STS",
-        task_id="STS",
-        metrics_pretty_name="cosine_spearman",
-        metrics_id="cosine_spearman",
-        metrics_value=0.8,
-        dataset_pretty_name="STSBenchmark",
-        dataset_id="mteb/stsbenchmark-sts",
-        dataset_config="default",
-        dataset_split="test",
-        dataset_revision="b0fddb56ed78048fa8b90373c8a3cfc37b684831",
-    )
-    theirs = theirs["model-index"][0]["results"][0]
-    assert theirs["metrics"][0].pop("verified") is False
-    assert {**found, "source": None} == {**theirs, "source": None}
+def test_tasks_that_share_a_dataset_keep_their_names(record: dict[str, Any], results: Path) -> None:
+    """The hub's writer would join their results under one name."""
+    file = results / "results" / "org__mine" / "abc" / "NQ.json"
+    scores = read_results(results)
+    [nq] = [score for score in scores if score.task == "NQ"]
+    card = parse_card(pretrained_card(record, "mine"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("biphasic.export.results.read_results", lambda *_: [nq, replace(nq, task="NQ-again")])
+        add_results(card, file)
+    assert {name: entry["dataset"]["config"] for name, entry in entries(str(card)).items()} == {
+        "NQ": "default of NQ", "NQ-again": "default of NQ-again",
+    }  # fmt: skip
 
 
-def test_results_as_a_table(record: dict[str, Any], results: Path) -> None:
+def test_results_in_tables(record: dict[str, Any], results: Path) -> None:
     before = pretrained_card(record, "mine")
     card = with_results(before, results)
     for line in (
@@ -298,9 +306,9 @@ def test_results_as_a_table(record: dict[str, Any], results: Path) -> None:
         "Scores from 0 to 1, computed by mteb 2.26.24.",
     ):
         assert f"\n{line}\n" in card, line
-    assert "among the judged documents only" in card
+    assert "search the judged documents only" in card
     assert card.index("\n## Use\n") < card.index("\n## Evaluation\n") < card.index("\n## Limits\n")
-    # Another time they are replaced; all else stays.
+    # New results replace them, and the rest of the card stays.
     assert with_results(card, results) == card
     for path in (results / "results" / "org__mine" / "abc").glob("*.json"):
         if path.stem not in ("STSBenchmark", "model_meta"):
@@ -313,8 +321,8 @@ def test_results_as_a_table(record: dict[str, Any], results: Path) -> None:
     assert body[:start] + body[end:] == before.split("---\n", 2)[2]
 
 
-def test_results_as_an_evaluation_leaves_them(record: dict[str, Any], tmp_path: Path) -> None:
-    """Through mteb's own cache; official tasks, others and baselines in folders of their own."""
+def test_results_of_an_evaluation(record: dict[str, Any], tmp_path: Path) -> None:
+    """In mteb's own cache, with a folder each for mteb's tasks, others and baselines."""
     import mteb
     from mteb.models.model_meta import ModelMeta
     from mteb.results import TaskResult
@@ -332,20 +340,20 @@ def test_results_as_an_evaluation_leaves_them(record: dict[str, Any], tmp_path: 
         )  # fmt: skip
         meta = ModelMeta.create_empty({"name": model, "revision": "0123456789abcdef"})
         mteb.ResultCache(folder / part).save_to_cache(result, meta, encode_kwargs={})
-    found = entries(with_results(pretrained_card(record, "mine"), folder))
-    assert {name: entry["metrics"][0]["value"] for name, entry in found.items()} == {
+    by_name = entries(with_results(pretrained_card(record, "mine"), folder))
+    assert {name: entry["metrics"][0]["value"] for name, entry in by_name.items()} == {
         "NQ": 0.25,
         "NQ-judged, judged documents only": 0.5,
     }
-    # The judged documents aren't the hub's dataset, though they are from it.
-    assert found["NQ-judged, judged documents only"]["dataset"] == {
+    # The judged documents are not the hub's dataset.
+    assert by_name["NQ-judged, judged documents only"]["dataset"] == {
         "name": "NQ-judged, judged documents only", "type": "NQ-judged", "config": "default", "split": "test",
     }  # fmt: skip
 
 
-def test_results_that_can_not_be_used(record: dict[str, Any], results: Path, tmp_path: Path) -> None:
+def test_unusable_results_are_refused(record: dict[str, Any], results: Path, tmp_path: Path) -> None:
     card, model = pretrained_card(record, "mine"), results / "results" / "org__mine"
-    with pytest.raises(UserError, match="no results of mteb are here"):
+    with pytest.raises(UserError, match="there are no results of mteb"):
         with_results(card, tmp_path / "nowhere")
     shutil.copytree(model / "abc", results / "results" / "mteb__baseline-bm25s" / "1")
     (results / "results" / "mteb__baseline-bm25s" / "1" / "model_meta.json").unlink()
@@ -368,12 +376,12 @@ def test_results_that_can_not_be_used(record: dict[str, Any], results: Path, tmp
     assert "\n" not in str(caught.value)
 
 
-def test_results_and_license_onto_an_exported_folder(
+def test_results_and_license_for_an_exported_folder(
     record: dict[str, Any], results: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    (folder / MARK).write_text("{}")
+    (folder / EXPORT_FILE).write_text("{}")
     (folder / "README.md").write_text(pretrained_card(record, "mine"))
     assert command.main([str(folder), "--results", str(results), "--license", "cc-by-4.0", "--language", "de"]) == 0
     card = (folder / "README.md").read_text()
@@ -381,8 +389,8 @@ def test_results_and_license_onto_an_exported_folder(
     assert (ModelCard(card).data.license, ModelCard(card).data.language) == ("cc-by-4.0", ["de"])
     assert command.main([str(folder), "--license", "No License"]) == 2
     assert (folder / "README.md").read_text() == card
-    for arguments, says in (
-        ([str(folder)], "say what to do with it"),
+    for arguments, message in (
+        ([str(folder)], "is an export: add --onnx"),
         ([str(tmp_path)], "OUT, is missing"),
         ([str(tmp_path), "--onnx"], "is not an exported folder"),
         ([str(folder), "--onnx", "--force"], "--force belongs to an export"),
@@ -392,6 +400,6 @@ def test_results_and_license_onto_an_exported_folder(
     ):
         capsys.readouterr()
         assert command.main(arguments) == 2
-        said = capsys.readouterr().err
-        assert says in said
-        assert said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1

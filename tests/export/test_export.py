@@ -1,4 +1,4 @@
-"""An exported folder is the checkpoint's network, to whoever loads it."""
+"""An exported folder holds the checkpoint's network, for every library that loads it."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from biphasic.config.errors import UserError
 from biphasic.config.load import dump
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.errors import UserError
 from biphasic.export import __main__ as command
 from biphasic.export.card import model_name, pretrained_card
-from biphasic.export.write import export_encoder, export_language_model
+from biphasic.export.write import export_encoder
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
-from biphasic.model.packed import encode
+from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
 from conftest import Write
+from exports import export_language_model
 from stored_checkpoints import checkpoint_of, network
 from tiny import EOS, LENGTH, MASK, PAD, config_of, train
 
@@ -29,7 +30,7 @@ def tokenizer(dataset: Path) -> Tokenizer:
     return load_tokenizer(str(dataset / "tokenizer"))
 
 
-def test_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path: Path) -> None:
+def test_export_of_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path: Path) -> None:
     from huggingface_hub import ModelCard
 
     folder = train(config_of(write_yaml()))
@@ -46,19 +47,19 @@ def test_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path: Path) -> 
     trained, exported = load_language_model(str(checkpoint)), load_language_model(str(out))
     for name, weight in trained.state_dict().items():
         assert torch.equal(weight, exported.state_dict()[name]), name
-    # The folder is a start for another run, too, whose checkpoint can be exported in turn.
+    # Another run can start from the folder, and its checkpoint can be exported in turn.
     again = train(config_of(write_yaml("again", model={"init_from": str(out)}, max_duration="8ba")))
     assert command.main([str(again / "checkpoints" / "ba4-rank0.pt"), str(tmp_path / "second")]) == 0
     first, second = (json.loads((folder / "config.json").read_text()) for folder in (out, tmp_path / "second"))
     assert first == second
     assert "\n# again-4\n" in (tmp_path / "second" / "README.md").read_text()
-    # It is replaced only when that is asked for, and nothing else ever is.
+    # An export is replaced only with --force, and anything else never.
     assert command.main([str(checkpoint), str(out)]) == 2
     assert command.main([str(checkpoint), str(out), "--force"]) == 0
     assert command.main([str(checkpoint), str(tmp_path), "--force"]) == 2
 
 
-def test_initial_weights_are_the_run_s_own(write_yaml: Write, tmp_path: Path) -> None:
+def test_initial_weights_are_those_of_the_run(write_yaml: Write, tmp_path: Path) -> None:
     path = write_yaml(optimizer__lr=1e-30, optimizer__weight_decay=0.0, max_duration="8ba")
     folder = train(config_of(path))
     assert command.main(["--initial", str(path), str(tmp_path / "out")]) == 0
@@ -70,7 +71,7 @@ def test_initial_weights_are_the_run_s_own(write_yaml: Write, tmp_path: Path) ->
         torch.testing.assert_close(weight, initial.state_dict()[name], atol=1e-7, rtol=0)
 
 
-def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_a_failed_export_keeps_the_earlier_one(tmp_path: Path, tokenizer: Tokenizer) -> None:
     backbone, out = network().backbone, tmp_path / "out"
     with pytest.raises(TypeError):
         export_encoder(backbone, tokenizer, out, None)  # pyright: ignore[reportArgumentType]
@@ -87,14 +88,14 @@ def test_an_export_that_fails_leaves_what_was_there(tmp_path: Path, tokenizer: T
         export_encoder(backbone, tokenizer, out / "README.md" / "below", "card")
 
 
-def test_checkpoints_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unusable_checkpoints_are_an_error_of_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "cut.pt").write_bytes(b"PK\x03\x04 cut off")
     torch.save({"state": {"model": {}}}, tmp_path / "other.pt")
     torch.save(torch.zeros(3), tmp_path / "tensor.pt")
     (tmp_path / "text.yaml").write_text("job: pretrain")
     (tmp_path / "sharded").mkdir()
     (tmp_path / "sharded" / ".metadata").write_bytes(b"cut off")
-    for name, says in (
+    for name, message in (
         ("missing.pt", "no such file"),
         ("cut.pt", "damaged or incomplete"),
         ("sharded", "damaged or incomplete"),
@@ -103,16 +104,16 @@ def test_checkpoints_that_are_none(tmp_path: Path, capsys: pytest.CaptureFixture
         ("tensor.pt", "not written by"),
     ):
         assert command.main([str(tmp_path / name), str(tmp_path / "out")]) == 2
-        said = capsys.readouterr().err
-        assert says in said
-        assert said.count("\n") == 1
+        error = capsys.readouterr().err
+        assert message in error
+        assert error.count("\n") == 1
     assert not (tmp_path / "out").exists()
 
 
-def test_the_end_of_text_is_learned_where_it_is_the_padding(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """By whatever Biphasic trains from: transformers leaves the padding's embedding without a gradient."""
+def test_the_padding_token_s_embedding_has_a_gradient(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """In EuroBERT's tokenizer it is the end of text; transformers gives it no gradient."""
     out = tmp_path / "out"
-    export_language_model(network(), tokenizer, out, "card", dtype=torch.float32)
+    export_language_model(network(), tokenizer, out)
     config = json.loads((out / "config.json").read_text()) | {"pad_token_id": EOS}
     (out / "config.json").write_text(json.dumps(config))
     start = load_language_model(str(out))
@@ -121,12 +122,12 @@ def test_the_end_of_text_is_learned_where_it_is_the_padding(tmp_path: Path, toke
     resumed = load_language_model(str(checkpoint))
     for backbone in (start.backbone, resumed.backbone, load_encoder(str(out)).backbone):
         tokens = torch.tensor([5, 6, EOS])
-        encode(backbone, tokens, Segments.of([3], tokens.device), causal=False).sum().backward()
+        packed_forward(backbone, tokens, Segments.of([3], tokens.device), causal=False).sum().backward()
         assert backbone.get_input_embeddings().weight.grad[EOS].abs().sum() > 0  # pyright: ignore
 
 
 def test_no_special_token_is_added_around_a_text(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """Llama 3's tokenizer would put a beginning-of-text token there, which training never saw."""
+    """Llama 3's tokenizer would add a beginning-of-text token, which training never had."""
     from tokenizers.processors import TemplateProcessing
     from transformers import AutoTokenizer
 
@@ -134,29 +135,34 @@ def test_no_special_token_is_added_around_a_text(tmp_path: Path, tokenizer: Toke
     tokenizer.save(tmp_path / "with")
     assert AutoTokenizer.from_pretrained(tmp_path / "with")("w5 w6").input_ids[0] == 1
     export_encoder(network().backbone, load_tokenizer(str(tmp_path / "with")), tmp_path / "out", "card")
-    found = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert found("w5 w6").input_ids == tokenizer.encode(["w5 w6"])[0]
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded("w5 w6").input_ids == tokenizer.encode(["w5 w6"])[0]
 
 
-def test_the_tokenizer_s_settings_are_the_encoder_s(tmp_path: Path, tokenizer: Tokenizer) -> None:
-    """A decoder's own class would add a beginning of text again, or need code; its other settings aren't for an encoder."""
+def test_the_original_tokenizer_s_settings_are_replaced(tmp_path: Path, tokenizer: Tokenizer) -> None:
+    """A decoder's own class would add a beginning of text again, or need code."""
     from transformers import AutoTokenizer
 
-    stale = {"tokenizer_class": "LlamaTokenizerFast", "add_bos_token": True, "auto_map": {}, "name_or_path": "/home/me"}
-    tokenizer.settings.update(stale)
+    original = {
+        "tokenizer_class": "LlamaTokenizerFast",
+        "add_bos_token": True,
+        "auto_map": {},
+        "name_or_path": "/home/me",
+    }
+    tokenizer.settings.update(original)
     export_encoder(network().backbone, tokenizer, tmp_path / "out", "card")
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     assert settings["tokenizer_class"] == "PreTrainedTokenizerFast"
     assert not {"add_bos_token", "auto_map", "name_or_path"} & set(settings)
-    found = AutoTokenizer.from_pretrained(tmp_path / "out")
-    assert list(found("w5 w6")) == ["input_ids", "attention_mask"]
-    assert len(found("w5 " * 100, truncation=True).input_ids) == LENGTH
-    assert (found.pad_token_id, found.eos_token_id, found.mask_token_id) == (PAD, EOS, MASK)
-    assert found("w5 <|mask|>").input_ids[-1] == MASK
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert list(loaded("w5 w6")) == ["input_ids", "attention_mask"]
+    assert len(loaded("w5 " * 100, truncation=True).input_ids) == LENGTH
+    assert (loaded.pad_token_id, loaded.eos_token_id, loaded.mask_token_id) == (PAD, EOS, MASK)
+    assert loaded("w5 <|mask|>").input_ids[-1] == MASK
     assert load_tokenizer(str(tmp_path / "out")).sha256 == tokenizer.sha256
 
 
-def test_a_text_without_a_token_is_zeros_beside_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
+def test_the_embedding_of_an_empty_text_is_zero_beside_others(tmp_path: Path, tokenizer: Tokenizer) -> None:
     from sentence_transformers import SentenceTransformer
 
     export_encoder(network().backbone, tokenizer, tmp_path / "out", "card")
@@ -165,12 +171,12 @@ def test_a_text_without_a_token_is_zeros_beside_others(tmp_path: Path, tokenizer
     assert not embeddings[1].any()
 
 
-def test_names_of_the_paper() -> None:
-    def name(size: str | None, *phases: dict[str, object], whole: str = "42000ba", batches: int = 42_000) -> str:
+def test_model_names_follow_the_paper() -> None:
+    def name(size: str | None, *phases: dict[str, object], total: str = "42000ba", batches: int = 42_000) -> str:
         config = {
             "model": {"preset": size},
             "objective": {"phases": list(phases)},
-            "max_duration": whole,
+            "max_duration": total,
             "run_name": "mine",
         }
         return model_name(config, {"batches": batches, "rows": 0, "tokens": 0, "epochs": 0})
@@ -183,17 +189,17 @@ def test_names_of_the_paper() -> None:
     assert name(None, mlm) == "mine"
     assert name("610m", mlm, batches=1000) == "610m-mlm40-42k-1000"
     assert name("610m", {"name": "clm", "until": "10000ba"}, mlm, batches=5000) == "610m-clm-10k-mlm40-42k-5000"
-    assert name("610m", {**mlm, "masking_ratio": {"start": 0.3, "end": 0.05}}, whole="50ba") == "610m-mlm-50"
-    assert name("610m", {"name": "clm"}, whole="1000000tok") == "610m-clm-1000000tok-42000"
+    assert name("610m", {**mlm, "masking_ratio": {"start": 0.3, "end": 0.05}}, total="50ba") == "610m-mlm-50"
+    assert name("610m", {"name": "clm"}, total="1000000tok") == "610m-clm-1000000tok-42000"
 
 
-def test_the_card_tells_no_login_and_keeps_its_tables(write_yaml: Write) -> None:
+def test_the_card_has_no_credentials_and_escapes_tables(write_yaml: Write) -> None:
     config = config_of(write_yaml(logging__mlflow={"experiment": "e", "tracking_uri": "https://host/x"}))
-    # A YAML with a login is refused; the card doesn't rely on it.
-    said = dump(config).replace("https://host", "https://me:secret@host")
+    # A YAML with credentials is refused; the card doesn't rely on it.
+    text = dump(config).replace("https://host", "https://me:secret@host")
     record = {
         **{name: 6 for name in ("batches", "rows", "tokens", "epochs", "ranks", "seconds")},
-        **{"config": said, "command": "main.py a|b", "versions": {}, "hardware": "none", "losses": {}},
+        **{"config": text, "command": "main.py a|b", "versions": {}, "hardware": "none", "losses": {}},
         "phases": [{"name": "clm", "batches": 6, "tokens": 6}, {"name": "mlm", "batches": 0, "tokens": 0}],
         "data": {"source": {"kind": "hub", "path": "org/set", "name": None}, "tokens": 5, "tokenizer_sha256": "ab"},
     }
@@ -202,6 +208,6 @@ def test_the_card_tells_no_login_and_keeps_its_tables(write_yaml: Write) -> None
     assert "https://host/x" in card
     assert r"a\|b" in card
     assert "org/set: 5 tokens" in card
-    assert "trained to look back only" in card
+    assert "trained with causal attention" in card
     record["phases"][1]["batches"] = 1
-    assert "trained to look back only" not in pretrained_card(record)
+    assert "trained with causal attention" not in pretrained_card(record)

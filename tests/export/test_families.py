@@ -1,8 +1,9 @@
-"""Decoders of other families load as encoders: with a file of code, and never without it."""
+"""Exports of other decoder families load as encoders, only with their file of code."""
 
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -15,50 +16,52 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.errors import UserError
 from biphasic.export import bidirectional
 from biphasic.export.finetuned import require_exportable
-from biphasic.export.write import export_language_model
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import Encoder, Reader, load_encoder
+from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.language_model import LanguageModel
 from conftest import Write
 from decoders import FAMILIES, decoder, packed, padded
+from exports import export_language_model
 from stored_checkpoints import network
 from tiny import LENGTH, PAD, config_of, train
 
 TRUSTED: dict[str, Any] = {"trust_remote_code": True}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(dataset: Path) -> Tokenizer:
     return load_tokenizer(str(dataset / "tokenizer"))
 
 
-@pytest.fixture(params=list(FAMILIES))
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def family(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(family: str) -> LanguageModel:
     return decoder(family)
 
 
-@pytest.fixture
-def out(model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path, family: str) -> Path:
+@pytest.fixture(scope="module")
+def out(model: LanguageModel, tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory, family: str) -> Path:
+    """One export for all tests of a family; a test that changes it makes a copy."""
     # transformers keeps the code that it has run under the folder's name.
-    folder = tmp_path / f"out-{family}"
-    export_language_model(model, tokenizer, folder, "card", dtype=torch.float32)
+    folder = tmp_path_factory.mktemp("families") / f"out-{family}"
+    export_language_model(model, tokenizer, folder)
     return folder
 
 
-def ways(family: str) -> list[str]:
+def implementations(family: str) -> list[str]:
     return ["eager"] if family == "gemma2" else ["eager", "sdpa"]
 
 
-def test_nothing_loads_without_the_code(out: Path, family: str) -> None:
+def test_nothing_loads_without_the_code(out: Path, family: str, tmp_path: Path) -> None:
+    out = shutil.copytree(out, tmp_path / f"without-{family}")
     for auto in (AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification):
         with pytest.raises(ValueError, match="trust_remote_code=True"):
             auto.from_pretrained(out, trust_remote_code=False)
@@ -67,7 +70,7 @@ def test_nothing_loads_without_the_code(out: Path, family: str) -> None:
         AutoModel.from_pretrained(out, **TRUSTED)
     config = json.loads((out / "config.json").read_text())
     assert config["model_type"] == f"bidirectional_{family}"
-    # What decides the network is written, also where it is the family's default.
+    # All values that define the network are written, even the family's defaults.
     assert {"rms_norm_eps", "tie_word_embeddings", "attention_dropout", "num_key_value_heads"} <= set(config)
     del config["auto_map"]
     (out / "config.json").write_text(json.dumps(config))
@@ -75,11 +78,11 @@ def test_nothing_loads_without_the_code(out: Path, family: str) -> None:
         AutoModel.from_pretrained(out)
 
 
-def test_what_cannot_take_the_mask_is_refused(out: Path, family: str) -> None:
-    refused = ["flex_attention", "flash_attention_2"] + (["sdpa"] if family == "gemma2" else [])
-    for way in refused:
+def test_attention_without_the_mask_is_refused(out: Path, family: str) -> None:
+    unsupported = ["flex_attention", "flash_attention_2"] + (["sdpa"] if family == "gemma2" else [])
+    for implementation in unsupported:
         with pytest.raises((ValueError, ImportError)):
-            AutoModel.from_pretrained(out, attn_implementation=way, **TRUSTED)
+            AutoModel.from_pretrained(out, attn_implementation=implementation, **TRUSTED)
     encoder = AutoModel.from_pretrained(out, **TRUSTED).eval()
     encoder.config._attn_implementation = "flash_attention_2"
     with pytest.raises(ValueError, match="eager or sdpa, not flash_attention_2"):
@@ -93,7 +96,8 @@ def test_what_cannot_take_the_mask_is_refused(out: Path, family: str) -> None:
         encoder()
 
 
-def test_ours_loads_it_without_the_code(model: LanguageModel, out: Path, family: str) -> None:
+def test_biphasic_loads_it_without_the_code(model: LanguageModel, out: Path, family: str, tmp_path: Path) -> None:
+    out = shutil.copytree(out, tmp_path / f"ours-{family}")
     (out / "bidirectional.py").unlink()
     expected = packed(model.backbone)
     loaded = load_language_model(str(out))
@@ -101,18 +105,18 @@ def test_ours_loads_it_without_the_code(model: LanguageModel, out: Path, family:
     for name, weight in model.state_dict().items():
         assert torch.equal(weight, loaded.state_dict()[name]), name
     encoder = load_encoder(str(out))
-    assert encoder.packs
-    assert encoder.reader.longest == LENGTH
+    assert encoder.is_packed
+    assert encoder.text_tokenizer.max_length == LENGTH
     torch.testing.assert_close(packed(encoder.backbone), expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(packed(loaded.backbone), expected, atol=1e-6, rtol=1e-5)
-    # Where padding and end of text are one token, the end of text goes on learning.
+    # Where padding and end of text are one token, it still learns.
     assert encoder.backbone.get_input_embeddings().padding_idx is None  # pyright: ignore
     # trust_remote_code changes nothing: the code isn't needed, and isn't run.
-    assert load_encoder(str(out), trust_remote_code=True).packs
+    assert load_encoder(str(out), trust_remote_code=True).is_packed
 
 
-def test_it_trains_in_transformers(out: Path, family: str) -> None:
-    """Gradients reach every weight, the padding's embedding too; what was trained is saved and loads again."""
+def test_it_trains_in_transformers(out: Path, family: str, tmp_path: Path) -> None:
+    """Every weight has a gradient, the padding's embedding too, and a trained model is saved and loads again."""
     model = AutoModelForSequenceClassification.from_pretrained(out, num_labels=3, **TRUSTED)
     model.gradient_checkpointing_enable()
     tokens, mask = padded()
@@ -125,39 +129,39 @@ def test_it_trains_in_transformers(out: Path, family: str) -> None:
     encoder = AutoModel.from_pretrained(out, **TRUSTED)
     encoder(torch.tensor([[PAD, 5]])).last_hidden_state.sum().backward()
     assert encoder.embed_tokens.weight.grad[PAD].abs().sum() > 0
-    again = out.with_name(f"again-{family}")
+    again = tmp_path / f"again-{family}"
     model.save_pretrained(again)
-    found = AutoModelForMaskedLM.from_pretrained(again, **TRUSTED).eval()
+    loaded = AutoModelForMaskedLM.from_pretrained(again, **TRUSTED).eval()
     with torch.no_grad():
-        torch.testing.assert_close(found(input_ids=tokens, attention_mask=mask).logits, logits.logits)
+        torch.testing.assert_close(loaded(input_ids=tokens, attention_mask=mask).logits, logits.logits)
 
 
-def test_half_precision_and_texts_without_a_token(out: Path, family: str) -> None:
-    """No NaN comes from rows in which nothing is seen."""
+def test_half_precision_and_empty_texts(out: Path, family: str) -> None:
+    """Rows without a token give no NaN."""
     tokens, mask = padded()
     mask[1] = 0
-    for way in ways(family):
-        encoder = AutoModel.from_pretrained(out, attn_implementation=way, **TRUSTED).eval()
+    for implementation in implementations(family):
+        encoder = AutoModel.from_pretrained(out, attn_implementation=implementation, **TRUSTED).eval()
         with torch.no_grad():
             expected = encoder(tokens, mask).last_hidden_state
-            for type_ in (torch.bfloat16, torch.float16):
-                with torch.autocast("cpu", dtype=type_):
+            for dtype in (torch.bfloat16, torch.float16):
+                with torch.autocast("cpu", dtype=dtype):
                     half = encoder(tokens, mask).last_hidden_state
                 assert torch.isfinite(half).all()
-            whole = encoder.to(torch.bfloat16)(tokens, mask).last_hidden_state
+            cast = encoder.to(torch.bfloat16)(tokens, mask).last_hidden_state
         assert torch.isfinite(expected).all()
-        assert torch.isfinite(whole).all()
-        # Some kernels of GPUs give NaN where nothing is seen.
+        assert torch.isfinite(cast).all()
+        # Some GPU kernels give NaN for a query without keys.
         masks = encoder._masks(mask.bool(), (mask.cumsum(1) - 1).clamp(min=0))
-        for one in masks.values() if isinstance(masks, dict) else [masks]:
-            assert (one if one.dtype == torch.bool else one == 0).any(-1).all()
+        for mask_ in masks.values() if isinstance(masks, dict) else [masks]:
+            assert (mask_ if mask_.dtype == torch.bool else mask_ == 0).any(-1).all()
 
 
-def test_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    """Pretrained from a decoder, exported, and a start for another run."""
+def test_export_of_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """A run starts from an exported decoder, and its checkpoint is exported."""
     from biphasic.export import __main__ as command
 
-    export_language_model(decoder("qwen3"), tokenizer, tmp_path / "start", "card", dtype=torch.float32)
+    export_language_model(decoder("qwen3"), tokenizer, tmp_path / "start")
     changes = {"schedule": {}, "objective": {"phases": [{"name": "mlm"}]}, "max_duration": "2ba"}
     folder = train(config_of(write_yaml(model={"init_from": str(tmp_path / "start")}, **changes)))
     checkpoint, out = folder / "checkpoints" / "ba2-rank0.pt", tmp_path / "trained-qwen3"
@@ -171,8 +175,10 @@ def test_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, tmp_path: P
     torch.testing.assert_close(hidden, expected, atol=1e-4, rtol=1e-4)
 
 
-def test_what_differs_is_not_written(tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The proof on a small network sees a mask that looks back only, and a window that is one too wide."""
+def test_code_with_other_results_is_refused(
+    tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check on a small network finds a causal mask, a window that is too wide by one, and wrong positions."""
     template = (Path(bidirectional.__file__).with_name("bidirectional_template.py")).read_text()
     for before, after in (
         ("full = kept[:, None, None, :] | itself", "full = kept[:, None, None, :].tril() | itself"),
@@ -182,23 +188,25 @@ def test_what_differs_is_not_written(tmp_path: Path, tokenizer: Tokenizer, monke
         assert before in template
         (tmp_path / "template.py").write_text(template.replace(before, after))
         monkeypatch.setattr(bidirectional, "_TEMPLATE", tmp_path / "template.py")
-        with pytest.raises(UserError, match=r"mistral model can't be written: what transformers would compute differs"):
-            export_language_model(decoder("mistral"), tokenizer, tmp_path / "out", "card", dtype=torch.float32)
+        with pytest.raises(
+            UserError, match=r"mistral model can't be written: the results of transformers would differ"
+        ):
+            export_language_model(decoder("mistral"), tokenizer, tmp_path / "out")
         assert not (tmp_path / "out").exists()
 
 
-def test_what_cannot_be_written_is_said(tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_networks_that_cannot_be_written_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     model = decoder("qwen3")
     model.config.layer_types = ["full_attention", "chunked_attention"]
-    with pytest.raises(UserError, match=r"qwen3 model can't be written: it has layers of the kinds chunked_attention"):
-        export_language_model(model, tokenizer, tmp_path / "out", "card", dtype=torch.float32)
     with pytest.raises(
-        UserError, match=r"gpt2 model can't be written: .* small network of its kind \('num_hidden_layers'\)"
+        UserError, match=r"qwen3 model can't be written: it has layers of unknown kinds: chunked_attention"
     ):
+        export_language_model(model, tokenizer, tmp_path / "out")
+    with pytest.raises(UserError, match=r"gpt2 model can't be written: .* small network \('num_hidden_layers'\)"):
         bidirectional.bidirectional_format(AutoConfig.for_model("gpt2"), tokenizer)
     scaled = network()
     scaled.config.model_type = "eurobert"
     scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}
-    encoder = Encoder(scaled.backbone, Reader(tokenizer, LENGTH))
+    encoder = Encoder(scaled.backbone, TextTokenizer(tokenizer, LENGTH))
     with pytest.raises(UserError, match=r"eurobert model with rope scaling .*; save_model=false trains and scores"):
         require_exportable(encoder)

@@ -1,4 +1,4 @@
-"""What transformers' own classes and sentence-transformers make of exported folders, against training's packed attention."""
+"""Exported folders in transformers' own classes and sentence-transformers, against training's packed attention."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import weights
 from biphasic.export.finetuned import export_finetuned, require_exportable
-from biphasic.export.write import export_encoder, export_language_model
-from biphasic.model.encoder import Encoder, Reader, load_encoder
-from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.export.write import export_encoder
+from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.heads import TextHead, TokenHead
+from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
-from biphasic.model.packed import mean_pool
+from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 from decoders import FAMILIES, TEXTS, decoder, packed, padded
+from exports import export_language_model
 from tiny import LENGTH, MASK, WORDS
 
-NAMES = (*PRESETS, "tied", *FAMILIES)
+FAST = ("210m", "tied", "mistral", "gemma2")
+"""The formats, head layouts, windows and softcaps; the other names are slow."""
+NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in (*PRESETS, "tied", *FAMILIES)]
 HIDDEN, LOGITS = 1e-5, 1e-4
 """Tolerances for EuroBERT's format."""
 OTHERS = 1e-4
-"""For all that other families compute."""
+"""Tolerance for other families."""
 SEGMENTS = Segments.of([len(text) for text in TEXTS], torch.device("cpu"))
 
 
 def scaled_down(name: str) -> LanguageModel:
-    """A preset's shape with an eighth of its widths: as many heads, grouped alike."""
+    """A preset's shape with an eighth of its widths, and the same heads and groups."""
     full = PRESETS["610m" if name == "tied" else name]
     size = Architecture(
         WORDS, hidden=full.hidden // 8, ffn=full.ffn // 8, layers=3, heads=full.heads, kv_heads=full.kv_heads,
@@ -52,23 +55,23 @@ def scaled_down(name: str) -> LanguageModel:
     return from_hf_config(config, seed=1)
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def tokenizer(dataset: Path) -> Tokenizer:
     return load_tokenizer(str(dataset / "tokenizer"))
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(scope="module", params=NAMES)
 def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def model(name: str) -> LanguageModel:
     return decoder(name) if name in FAMILIES else scaled_down(name)
 
 
 def options(name: str) -> dict[str, Any]:
-    """EuroBERT's format has to load without code."""
+    """EuroBERT's format loads without code."""
     return {"trust_remote_code": True} if name in FAMILIES else {}
 
 
@@ -84,23 +87,23 @@ def compare(auto: Any, folder: Path, name: str, expected: Tensor, tolerance: flo
     `expected`: [tokens, ...] of all texts, or [texts, labels] for a classifier of texts.
     """
     per_text = auto is AutoModelForSequenceClassification
-    # Scores that are squashed are beyond PyTorch's attention; such a folder chooses eager itself.
-    for way in (None, "eager", *(["sdpa"] if name != "gemma2" else [])):
-        loaded = auto.from_pretrained(folder, attn_implementation=way, **options(name)).eval()
+    # PyTorch's attention has no softcap; such a folder chooses eager by default.
+    for implementation in ("eager", None if name == "gemma2" else "sdpa"):
+        loaded = auto.from_pretrained(folder, attn_implementation=implementation, **options(name)).eval()
         module = "transformers_modules." if name in FAMILIES else "transformers.models.eurobert."
         assert type(loaded).__module__.startswith(module)
         for left in (False, True):
             tokens, mask = padded(left)
             output = loaded(input_ids=tokens, attention_mask=mask)[0]
             computed = output if per_text else output[mask.bool()]
-            assert (computed - expected).abs().max() <= tolerance, (way, left)
+            assert (computed - expected).abs().max() <= tolerance, (implementation, left)
         alone = torch.cat([loaded(input_ids=torch.tensor([text]))[0].flatten(0, -2) for text in TEXTS])
-        assert (alone - expected).abs().max() <= tolerance, (way, "alone")
+        assert (alone - expected).abs().max() <= tolerance, (implementation, "alone")
 
 
 def test_hidden_states_and_logits(name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
     out = tmp_path / f"language-{name}"
-    export_language_model(model, tokenizer, out, "card", dtype=torch.float32)
+    export_language_model(model, tokenizer, out)
     hidden = packed(model.backbone)
     assert hidden.abs().max() > 0.1
     compare(AutoModel, out, name, hidden, OTHERS if name in FAMILIES else HIDDEN)
@@ -110,13 +113,13 @@ def test_hidden_states_and_logits(name: str, model: LanguageModel, tokenizer: To
         assert (config["model_type"], config["architectures"]) == ("eurobert", ["EuroBertForMaskedLM"])
         assert (config["mask_token_id"], config["rope_parameters"]["rope_theta"]) == (MASK, 500.0)
         assert "auto_map" not in config
-    # The first token sees the last; with windows, layer by layer.
+    # The first token depends on the last; with windows, layer by layer.
     encoder = AutoModel.from_pretrained(out, **options(name)).eval()
     text = torch.tensor([TEXTS[0]])
-    other = text.clone()
-    other[0, -1] = 20
+    changed_text = text.clone()
+    changed_text[0, -1] = 20
     with torch.no_grad():
-        first, changed = (encoder(x).last_hidden_state[0, 0] for x in (text, other))
+        first, changed = (encoder(x).last_hidden_state[0, 0] for x in (text, changed_text))
     assert (first - changed).abs().max() > 1e-4
     # A classifier starts from the same folder.
     tokens, mask = padded()
@@ -125,7 +128,7 @@ def test_hidden_states_and_logits(name: str, model: LanguageModel, tokenizer: To
         assert classifier(input_ids=tokens, attention_mask=mask).logits.shape[-1] == 3
 
 
-def test_sentences(name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
+def test_sentence_transformers(name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
     out = tmp_path / f"sentences-{name}"
     export_encoder(model.backbone, tokenizer, out, "card", prompts={"query": "w1 "}, max_length=9)
     compare(AutoModel, out, name, packed(model.backbone), OTHERS if name in FAMILIES else HIDDEN)
@@ -143,7 +146,7 @@ def test_sentences(name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_pa
 
 @pytest.mark.parametrize("kind", [TextHead, TokenHead])
 def test_fine_tuned_heads(kind: Any, name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path) -> None:
-    encoder = Encoder(model.backbone, Reader(tokenizer, LENGTH))
+    encoder = Encoder(model.backbone, TextTokenizer(tokenizer, LENGTH))
     require_exportable(encoder)
     hidden = packed(model.backbone)
     torch.manual_seed(0)
@@ -162,7 +165,7 @@ def test_fine_tuned_heads(kind: Any, name: str, model: LanguageModel, tokenizer:
         loss = loaded(input_ids=tokens, attention_mask=mask, labels=labels).loss
     kept = labels if kind is TextHead else labels[mask.bool()]
     torch.testing.assert_close(loss, cross_entropy(logits, kept), atol=1e-4, rtol=1e-4)
-    # The encoder in it is ours again.
+    # Biphasic loads the encoder again.
     torch.testing.assert_close(packed(load_encoder(str(out)).backbone), hidden, atol=1e-5, rtol=1e-5)
 
 
@@ -172,7 +175,7 @@ def test_shards(
 ) -> None:
     monkeypatch.setattr(weights, "SHARD_BYTES", 100_000 if name == "610m" else 30_000)
     out = tmp_path / f"shards-{name}"
-    export_language_model(model, tokenizer, out, "card", dtype=torch.float32)
+    export_language_model(model, tokenizer, out)
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
     hidden = packed(model.backbone)
     compare(AutoModel, out, name, hidden, OTHERS if name in FAMILIES else HIDDEN)

@@ -1,4 +1,4 @@
-"""What is sent to the hub is the export, whole, in one commit, and nothing else; and a dry run contacts nobody."""
+"""A push uploads the complete export and nothing else, in one commit; a dry run makes no request."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
-from biphasic.config.errors import UserError
+from biphasic.errors import UserError
 from biphasic.export import __main__ as command
-from biphasic.export import folder as folders
-from biphasic.export import push as pushing
 from biphasic.export.card import finetuned_card
+from biphasic.export.folder import EXPORT_FILE
 from biphasic.export.push import files_of, push
 from push_hub import READS, WRITES, Hub, serve_models
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """An export by its names, with what a disk may hold beside it."""
+    """The files of an export, and other files beside them."""
     out = tmp_path / "my-encoder"
     files = {
-        folders.MARK: b"{}",
+        EXPORT_FILE: b"{}",
         "config.json": b'{"model_type": "eurobert"}',
         "model.safetensors": bytes(range(256)) * 40,
         "tokenizer.json": b"{}",
@@ -35,17 +34,17 @@ def folder(tmp_path: Path) -> Path:
         "onnx/model.onnx": b"graph" * 100,
         "README.md": finetuned_card("my-encoder", {"From": "EuroBERT/EuroBERT-210m"}).encode(),
     }
-    never = (
+    excluded = (
         ".env", ".git/config", ".onnx.partial/model.onnx", ".cache/x", "1_Pooling/.secret", "model.safetensors.partial",
         "x.partial/weights.safetensors", "__pycache__/code.cpython-311.pyc", "notes.tmp", "README.md~", "a.lock",
     )  # fmt: skip
-    for name, content in {**files, **dict.fromkeys(never, b"secret")}.items():
+    for name, content in {**files, **dict.fromkeys(excluded, b"secret")}.items():
         (out / name).parent.mkdir(parents=True, exist_ok=True)
         (out / name).write_bytes(content)
     return out
 
 
-SENT = {
+UPLOADED = {
     "1_Pooling/config.json", "README.md", "biphasic.json", "config.json", "model.safetensors", "onnx/model.onnx",
     "tokenizer.json",
 }  # fmt: skip
@@ -71,7 +70,7 @@ def one_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stderr
 
 
-def test_an_export_goes_to_the_hub_in_one_commit(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
+def test_a_push_is_one_commit(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
     served, environment = hub
     done = run(environment, folder, "org/encoder", "--private")
     assert done.returncode == 0, done.stderr
@@ -80,10 +79,10 @@ def test_an_export_goes_to_the_hub_in_one_commit(hub: tuple[Hub, dict[str, str]]
     assert model.private
     assert model.commits == [("main", "Export of biphasic: my-encoder", 7)]
     files = model.branches["main"]
-    assert set(files) == SENT | {".gitattributes"}
-    for name in SENT - {"README.md"}:
+    assert set(files) == UPLOADED | {".gitattributes"}
+    for name in UPLOADED - {"README.md"}:
         assert files[name] == (folder / name).read_bytes(), name
-    # The card names what people load; the folder's own stays.
+    # The uploaded card names the repository; the folder's card stays.
     card = files["README.md"].decode()
     assert 'AutoModel.from_pretrained("org/encoder")' in card
     assert 'AutoTokenizer.from_pretrained("org/encoder")' in card
@@ -92,8 +91,8 @@ def test_an_export_goes_to_the_hub_in_one_commit(hub: tuple[Hub, dict[str, str]]
     assert ModelCard(card).data.to_dict() == ModelCard((folder / "README.md").read_text()).data.to_dict()
 
 
-def test_an_earlier_push_leaves_no_weights_behind(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
-    """transformers would load the old single file, and not the new shards."""
+def test_weights_of_an_earlier_push_are_deleted(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
+    """transformers would load the old single file instead of the new shards."""
     served, environment = hub
     assert run(environment, folder, "org/encoder").returncode == 0
     files = served.models["org/encoder"].branches["main"]
@@ -104,47 +103,47 @@ def test_an_earlier_push_leaves_no_weights_behind(hub: tuple[Hub, dict[str, str]
     done = run(environment, folder, "org/encoder")
     assert "2 of an earlier push removed" in done.stdout
     assert len(served.models["org/encoder"].commits) == 2
-    gone = {"model.safetensors", "onnx/model.onnx"}
+    removed = {"model.safetensors", "onnx/model.onnx"}
     new = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}
-    assert set(files) == (SENT - gone) | new | {".gitattributes", "LICENSE"}
+    assert set(files) == (UPLOADED - removed) | new | {".gitattributes", "LICENSE"}
 
 
 def test_checkpoints_as_revisions(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
     served, environment = hub
-    for _ in range(2):  # made, then there already
+    for _ in range(2):  # the branch is created, and exists the second time
         done = run(environment, folder, "org/encoder", "--revision", "step-1000")
         assert done.returncode == 0, done.stderr
     assert "org/encoder at step-1000: 7 files" in done.stdout
     branches = served.models["org/encoder"].branches
     assert set(branches["main"]) == {".gitattributes"}
-    assert set(branches["step-1000"]) == SENT | {".gitattributes"}
+    assert set(branches["step-1000"]) == UPLOADED | {".gitattributes"}
     card = branches["step-1000"]["README.md"].decode()
     assert 'AutoModel.from_pretrained("org/encoder", revision="step-1000")' in card
 
 
-def test_refusals_of_the_hub_are_a_line(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
+def test_refusals_of_the_hub_are_errors_of_one_line(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
     served, environment = hub
     assert "the token is not valid (401)" in one_line(run(environment, folder, "org/encoder", token="hf_wrong"))
     assert "may not write to org/encoder (403)" in one_line(run(environment, folder, "org/encoder", token=READS))
     served.card_errors.append('"license" must be one of [apache-2.0, …]')
-    said = one_line(run(environment, folder, "org/encoder"))
-    assert 'Invalid metadata in README.md. - "license" must be one of' in said
+    error = one_line(run(environment, folder, "org/encoder"))
+    assert 'Invalid metadata in README.md. - "license" must be one of' in error
     assert served.models["org/encoder"].commits == []
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        nobody = {**environment, "HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}"}
-        assert "can't be reached (ConnectError): try again" in one_line(run(nobody, folder, "org/encoder"))
+        unreachable = {**environment, "HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}"}
+        assert "can't be reached (ConnectError): try again" in one_line(run(unreachable, folder, "org/encoder"))
     offline = {**environment, "HF_HUB_OFFLINE": "1"}
     assert "HF_HUB_OFFLINE is set" in one_line(run(offline, folder, "org/encoder"))
 
 
-def test_without_a_token_a_line_and_no_request(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
+def test_without_a_token_there_is_no_request(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
     served, environment = hub
-    assert "no token of the hub: set HF_TOKEN" in one_line(run(environment, folder, "org/encoder", token=None))
+    assert "no token for the hub: set HF_TOKEN" in one_line(run(environment, folder, "org/encoder", token=None))
     assert served.requests == []
 
 
-def test_a_dry_run_contacts_nobody(
+def test_a_dry_run_makes_no_request(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def forbidden(*arguments: object, **keys: object) -> None:
@@ -153,20 +152,19 @@ def test_a_dry_run_contacts_nobody(
     monkeypatch.setattr(socket, "socket", forbidden)
     monkeypatch.setattr(socket, "getaddrinfo", forbidden)
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    assert push(folder, "org/encoder", revision="step-1000", private=True, dry_run=True) is None
-    said = capsys.readouterr().out
-    listed, _, rest = said.partition("would go to ")
+    push(folder, "org/encoder", revision="step-1000", private=True, dry_run=True)
+    listed, _, rest = capsys.readouterr().out.partition("would go to ")
     *lines, total = [line.split(maxsplit=1) for line in listed.splitlines()]
     sizes = {name: int(size.replace(",", "")) for size, name in lines}
-    assert set(sizes) == SENT
+    assert set(sizes) == UPLOADED
     assert sizes["model.safetensors"] == 10_240
     assert total == [f"{sum(sizes.values()):,}", "bytes in 7 files"]
-    where, _, metadata = rest.partition("\n")
-    assert where == "org/encoder at step-1000 (a private repository, if it is new), with this metadata:"
+    target, _, metadata = rest.partition("\n")
+    assert target == "org/encoder at step-1000 (a private repository, if it is new), with this metadata:"
     assert yaml.safe_load(metadata)["base_model"] == "EuroBERT/EuroBERT-210m"
 
 
-def test_what_can_not_be_pushed(folder: Path, tmp_path: Path) -> None:
+def test_unusable_folders_and_names_are_refused(folder: Path, tmp_path: Path) -> None:
     for repo in ("encoder", "a/b/c", "org/", "org/has space", "org/-x", "org/a..b"):
         with pytest.raises(UserError, match=f"--push {repo}"):
             push(folder, repo, dry_run=True)
@@ -186,20 +184,20 @@ def test_what_can_not_be_pushed(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"notes\.txt: is a link"):
         push(folder, "org/encoder", dry_run=True)
     (folder / "notes.txt").unlink()
-    assert set(files_of(folder)) == SENT
+    assert set(files_of(folder)) == UPLOADED
 
 
-def test_it_is_said_before_the_export(
+def test_a_push_is_checked_before_the_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """And not after the hours that one may take."""
-    monkeypatch.setattr(pushing, "_token", lambda: None)
+    """An export may take hours."""
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     missing, out = str(tmp_path / "missing.pt"), str(tmp_path / "out")
-    for arguments, says in (
+    for arguments, message in (
         (["--push", "encoder"], "expected ORGANISATION/NAME"),
-        (["--push", "org/encoder"], "no token of the hub"),
+        (["--push", "org/encoder"], "no token for the hub"),
         (["--push", "org/encoder", "--dry-run"], "no such file"),
-        (["--results", str(tmp_path)], "no results of mteb are here"),
+        (["--results", str(tmp_path)], "there are no results of mteb"),
     ):
         assert command.main([missing, out, *arguments]) == 2
-        assert says in capsys.readouterr().err
+        assert message in capsys.readouterr().err

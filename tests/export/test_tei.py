@@ -1,4 +1,4 @@
-"""An export has what text-embeddings-inference (TEI) asks of a model's folder.
+"""An export has the files that text-embeddings-inference (TEI) reads.
 
 Read in November 2026, in TEI's own source of July 2026 (version 1.9.3): which files its router opens and how it parses them
 (`router/src/lib.rs`), which it fetches (`core/src/download.rs`, `backends/src/lib.rs`), and what its ONNX backend reads and
@@ -6,7 +6,7 @@ feeds (`backends/ort/src/lib.rs`). In short:
 
 - `config.json`: `architectures` (a name that ends in Classification makes it a classifier, which needs `id2label` and
   `label2id`), `model_type`, `max_position_embeddings`; token ids that are single numbers; `auto_map`, if any, of words.
-- `tokenizer.json`, with what goes around a text in it.
+- `tokenizer.json`, with the special tokens that are put around a text.
 - `1_Pooling/config.json` in its older form: flags, `pooling_mode_cls_token` and `pooling_mode_mean_tokens` among them.
 - `sentence_bert_config.json`: `max_seq_length`, a number, if the file is there.
 - `config_sentence_transformers.json`: `prompts` of words only, if any.
@@ -33,10 +33,10 @@ from transformers import LlamaConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export.finetuned import export_finetuned
 from biphasic.export.onnx import export_onnx
-from biphasic.export.write import export_language_model
 from biphasic.model.encoder import load_encoder
-from biphasic.model.fresh import from_hf_config
 from biphasic.model.heads import TextHead
+from biphasic.model.initialization import from_hf_config
+from exports import export_language_model
 from tiny import LENGTH, WORDS
 
 
@@ -47,20 +47,22 @@ def tokenizer(dataset: Path) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def folder(tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A pretrained model's."""
+    """An export of a pretrained model."""
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=LENGTH, pad_token_id=None, initializer_range=0.2,
     )  # fmt: skip
     out = tmp_path_factory.mktemp("tei") / "out"
-    export_language_model(from_hf_config(config, seed=1), tokenizer, out, "card", dtype=torch.float32)
-    export_onnx(out, external=True)
+    export_language_model(from_hf_config(config, seed=1), tokenizer, out)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("biphasic.export.onnx.SINGLE_FILE_BYTES", 0)
+        export_onnx(out)
     return out
 
 
 @pytest.fixture(scope="module")
 def classifier(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A fine-tuned one's, with a head and prompts."""
+    """An export of a fine-tuned model, with a head and prompts."""
     out = tmp_path_factory.mktemp("classifier") / "out"
     prompts = {"query": "query: ", "document": ""}
     names = ["no", "yes"]
@@ -87,8 +89,8 @@ def test_config(folder: Path, classifier: Path) -> None:
 
 
 def test_tokenizer(folder: Path, tokenizer: Tokenizer) -> None:
-    theirs = Tokens.from_file(str(folder / "tokenizer.json"))
-    assert theirs.encode("w5 w6 w7", add_special_tokens=True).ids == tokenizer.encode(["w5 w6 w7"])[0]
+    loaded = Tokens.from_file(str(folder / "tokenizer.json"))
+    assert loaded.encode("w5 w6 w7", add_special_tokens=True).ids == tokenizer.encode(["w5 w6 w7"])[0]
     assert read(folder / "tokenizer_config.json").get("padding_side", "right") in ("left", "right")
 
 
@@ -112,20 +114,20 @@ def test_modules_and_weights(folder: Path, classifier: Path) -> None:
         assert all((out / part).is_file() for part in parts)
 
 
-def test_onnx_as_it_is_fed(folder: Path, tokenizer: Tokenizer) -> None:
+def test_onnx_with_tei_s_inputs(folder: Path, tokenizer: Tokenizer) -> None:
     """Several texts padded with the configuration's token, one text under a mask of ones."""
     names = sorted(path.name for path in (folder / "onnx").iterdir())
     assert names == ["model.onnx", "model.onnx_data"]
     assert not (folder / "model.onnx").exists()  # it would be taken first
     session = onnxruntime.InferenceSession(str(folder / "onnx" / "model.onnx"), providers=["CPUExecutionProvider"])
-    assert {found.name for found in session.get_inputs()} == {"input_ids", "attention_mask"}
+    assert {graph_input.name for graph_input in session.get_inputs()} == {"input_ids", "attention_mask"}
     texts = tokenizer.encode(["w5 w6 w7 w8 w9", "w10 w11", "w12"])
     longest, pad = max(map(len, texts)), read(folder / "config.json")["pad_token_id"]
     expected = load_encoder(str(folder)).embed(texts)
     rows = [text + [pad] * (longest - len(text)) for text in texts]
     mask = [[1] * len(text) + [0] * (longest - len(text)) for text in texts]
-    for tokens, kept, wanted in ((rows, mask, expected), (texts[:1], [[1] * len(texts[0])], expected[:1])):
+    for tokens, kept, embeddings in ((rows, mask, expected), (texts[:1], [[1] * len(texts[0])], expected[:1])):
         fed = {"input_ids": torch.tensor(tokens).numpy(), "attention_mask": torch.tensor(kept).numpy()}
-        found = torch.from_numpy(session.run(["sentence_embedding"], fed)[0])
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, wanted, atol=1e-5, rtol=1e-5)
+        output = torch.from_numpy(session.run(["sentence_embedding"], fed)[0])
+        assert output.dtype == torch.float32
+        torch.testing.assert_close(output, embeddings, atol=1e-5, rtol=1e-5)

@@ -1,113 +1,98 @@
-"""A run that is killed at a moment, for real: SIGKILL to both ranks and their launcher.
+"""Kills a run at a chosen point: SIGKILL to its process group, that is to all its ranks and their parent.
 
-KILL=kind:batch composer -n 2 killed.py FILE.yaml [key=value ...]
-
-Without KILL, or when the moment doesn't come, it is a run like any other.
+`patch("upload:12")` is called in each rank before the run starts: the run is killed within the first upload of a checkpoint
+from batch 12 on. If that point doesn't come, the run ends by itself.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "src"))
-
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from biphasic.checkpointing import saver, uploads
+from biphasic.checkpointing import save, store
 from biphasic.storage import S3Store
 from biphasic.training import pretrain
-
-KIND, _, BATCH = os.environ.get("KILL", ":-1").partition(":")
-AT = int(BATCH)
-saving = -1
-"""Batch of the checkpoint that is being written or stored."""
+from tiny import add_callback
 
 
-def die() -> None:
-    os.killpg(os.getpgid(0), signal.SIGKILL)
+class KillPoints(Callback):
+    """Kills within a batch; and waits after a save, as if a step took longer than an upload does."""
 
+    def __init__(self, point: str):
+        self.kind, _, batch = point.partition(":")
+        self.batch = int(batch)
+        self.saver: save.Saver | None = None
+        self.saving = -1
+        """Batch of the checkpoint that is being written or uploaded."""
 
-def die_if(kind: str, batch: int) -> None:
-    if kind == KIND and batch >= AT:
-        die()
-        time.sleep(60)
-
-
-class Moments(Callback):
-    """Dies within a batch; and waits, after a save, as if a step took longer than storing a checkpoint does."""
-
-    def __init__(self, ours: saver.Saver):
-        self.ours = ours
+    def kill_if(self, kind: str, batch: int) -> None:
+        if kind == self.kind and batch >= self.batch:
+            os.killpg(os.getpgid(0), signal.SIGKILL)
+            time.sleep(60)
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch, deadline = int(state.timestamp.batch), time.monotonic() + 20
-        while self.ours._saved == batch and self.ours._uploads.completed < batch and time.monotonic() < deadline:
+        saver = self.saver
+        assert saver is not None
+        while saver._saved_batch == batch and saver._uploader.completed < batch and time.monotonic() < deadline:
             time.sleep(0.01)
-        die_if("start", batch)
+        self.kill_if("start", batch)
 
     def after_backward(self, state: State, logger: Logger) -> None:
-        die_if("backward", int(state.timestamp.batch))
+        self.kill_if("backward", int(state.timestamp.batch))
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        die_if("end", int(state.timestamp.batch))
+        self.kill_if("end", int(state.timestamp.batch))
 
 
-def patch() -> None:
-    build, write = pretrain._saver, saver.Saver._write
-    callbacks, put, forget, finish = pretrain.callbacks, S3Store.put, uploads.forget, uploads.finish
-    made: list[saver.Saver] = []
+def patch(point: str) -> None:
+    points = KillPoints(point)
+    build_saver, write = pretrain._saver, save.Saver._write
+    upload, delete, finish = S3Store.upload, store.delete_checkpoint, store.write_manifest
 
-    def building(*given: Any) -> Any:
-        made.append(build(*given))
-        return made[0]
+    def build(*arguments: Any) -> save.Saver:
+        points.saver = build_saver(*arguments)
+        return points.saver
 
-    def writing(self: Any, how: Any, content: Any, mine: Any) -> None:
-        global saving
-        saving = mine.batch
-        write(self, how, content, mine)
+    def write_checkpoint(self: save.Saver, *arguments: Any) -> None:
+        points.saving = arguments[-1].batch
+        write(self, *arguments)
 
-    class Writer(saver.ShardWriter):
-        def write_data(self, *given: Any, **keys: Any) -> Any:
-            die_if("write", saving)
-            return super().write_data(*given, **keys)
+    class Writer(save.ShardWriter):
+        def write_data(self, *arguments: Any, **keys: Any) -> Any:
+            points.kill_if("write", points.saving)
+            return super().write_data(*arguments, **keys)
 
-        def finish(self, *given: Any, **keys: Any) -> None:
-            die_if("index", saving)
-            super().finish(*given, **keys)
+        def finish(self, *arguments: Any, **keys: Any) -> None:
+            points.kill_if("index", points.saving)
+            super().finish(*arguments, **keys)
 
-    def putting(self: Any, file: Path, name: str) -> None:
-        if file.suffix == ".distcp" and KIND == "upload" and saving >= AT:
-            # What a store may show of an upload that was cut off.
+    def upload_file(self: Any, file: Path, name: str) -> None:
+        if file.suffix == ".distcp" and points.kind == "upload" and points.saving >= points.batch:
+            # A store may show an incomplete upload.
             half = file.with_name(".half")
             half.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-            put(self, half, name)
-            die_if("upload", saving)
-        put(self, file, name)
+            upload(self, half, name)
+            points.kill_if("upload", points.saving)
+        upload(self, file, name)
 
-    def finishing(whole: Any, place: Any) -> None:
-        die_if("manifest", whole.batch)
-        finish(whole, place)
+    def write_manifest(manifest: Any, destination: Any) -> None:
+        points.kill_if("manifest", manifest.batch)
+        finish(manifest, destination)
 
-    def forgetting(old: Any, place: Any) -> None:
-        if KIND == "forget" and saving >= AT:
-            place.remove([old.name])
-            die_if("forget", saving)
-        forget(old, place)
+    def delete_checkpoint(old: Any, destination: Any) -> None:
+        if points.kind == "delete" and points.saving >= points.batch:
+            destination.remove([old.name])
+            points.kill_if("delete", points.saving)
+        delete(old, destination)
 
-    pretrain._saver, saver.Saver._write = building, writing
-    pretrain.callbacks = lambda *given: [Moments(made[0]), *callbacks(*given)]
-    saver.ShardWriter = Writer  # pyright: ignore
-    S3Store.put, uploads.finish, uploads.forget = putting, finishing, forgetting
-
-
-if __name__ == "__main__":
-    patch()
-    import main
-
-    sys.exit(main.main())
+    pretrain._saver, save.Saver._write = build, write_checkpoint
+    save.ShardWriter = Writer  # pyright: ignore
+    S3Store.upload, store.write_manifest, store.delete_checkpoint = upload_file, write_manifest, delete_checkpoint
+    add_callback(points)

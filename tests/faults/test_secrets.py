@@ -1,20 +1,19 @@
-"""No credential is written anywhere, or printed."""
+"""No credential is written or printed."""
 
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from biphasic.config.errors import ConfigError
+import warm
+from biphasic.errors import ConfigError
 from buckets import bucket_for, client, upload
 from conftest import Write
 from s3_server import SECRET
-from tiny import ROOT, config_of
+from tiny import config_of
 
 CANARIES = {
     "WANDB_API_KEY": "canary-wandb-0123456789abcdef0123456789abcdef",
@@ -25,32 +24,30 @@ CANARIES = {
 }
 
 
-def run(script: list[str], environment: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *script], capture_output=True, text=True, env={**os.environ, **environment})
-
-
-def test_canaries_are_in_no_file_and_no_line(s3: Path, write_yaml: Write, tmp_path: Path) -> None:
+def test_credentials_are_in_no_file_and_no_output(s3: Path, write_yaml: Write, tmp_path: Path) -> None:
     bucket = bucket_for(s3, "secrets")
     remote = upload(write_yaml("secret").parent / "data" / "train", bucket, "train")
     train = {"local": str(tmp_path / "cache"), "remote": remote}
     keys: dict[str, Any] = {"checkpoint__folder": f"s3://{bucket}/run", "checkpoint__interval": "4ba"}
     path = write_yaml("secret", **keys, logging__tensorboard=True, data__train=train)
-    said = []
-    # It works; it can't sign in; it goes on; it is exported; what became of it.
-    main = str(ROOT / "src" / "main.py")
-    steps: list[tuple[list[str], dict[str, str], int]] = [
-        ([main, str(path)], {}, 0),
-        ([main, str(path), "run_name=other"], {"AWS_SECRET_ACCESS_KEY": "canary-wrong-secret"}, 2),
-        ([main, str(path), "max_duration=13ba", "checkpoint.allow=[max_duration,schedule]"], {}, 0),
-        (["-m", "biphasic.export", str(Path(config_of(path).output) / "secret" / "checkpoints" / "ba13-rank0.pt"),
-          str(tmp_path / "export")], {}, 0),
-        (["-m", "biphasic.runs", f"s3://{bucket}/run"], {}, 0),
-        (["-m", "biphasic.preflight", str(path)], {"AWS_SECRET_ACCESS_KEY": "canary-wrong-secret"}, 2),
-    ]  # fmt: skip
-    for script, changes, status in steps:
-        done = run(script, {**CANARIES, "CUDA_VISIBLE_DEVICES": "", **changes})
-        assert done.returncode == status, (script, done.stdout[-2000:], done.stderr[-3000:])
-        said.append(done.stdout + done.stderr)
+    checkpoint = str(Path(config_of(path).output) / "secret" / "checkpoints" / "ba13-rank0.pt")
+    wrong_secret = {"AWS_SECRET_ACCESS_KEY": "canary-wrong-secret"}
+    # A run, a run that can't sign in, a resumed run, its export, its report, and a preflight that can't sign in.
+    steps: list[tuple[str, list[str], dict[str, str], int]] = [
+        ("main", [str(path)], {}, 0),
+        ("main", [str(path), "run_name=other"], wrong_secret, 2),
+        ("main", [str(path), "max_duration=13ba", "checkpoint.resume_overrides=[max_duration,schedule]"], {}, 0),
+        ("biphasic.export", [checkpoint, str(tmp_path / "export")], {}, 0),
+        ("biphasic.runs", [f"s3://{bucket}/run"], {}, 0),
+        ("biphasic.preflight", [str(path)], wrong_secret, 2),
+    ]
+    environment = {**os.environ, **CANARIES, "CUDA_VISIBLE_DEVICES": ""}
+    # The imports see the credentials, too.
+    server, outputs = warm.Server(environment), []
+    for module, arguments, changes, status in steps:
+        run = server.start(arguments, 1, {**environment, **changes}, module=module).wait()
+        assert run.returncode == status, (module, arguments, run.stdout[-2000:], run.stderr[-3000:])
+        outputs.append(run.stdout + run.stderr)
     planted = [value.encode() for value in (*CANARIES.values(), "canary-wrong-secret", SECRET)]
     objects = {item["Key"]: client().get_object(Bucket=bucket, Key=item["Key"])["Body"].read()
                for item in client().list_objects_v2(Bucket=bucket)["Contents"]}  # fmt: skip
@@ -58,7 +55,11 @@ def test_canaries_are_in_no_file_and_no_line(s3: Path, write_yaml: Write, tmp_pa
         str(file): file.read_bytes() for file in tmp_path.rglob("*") if file.is_file() and "data" not in file.parts
     }
     assert len(files) > 8 and len(objects) > 8
-    for where, content in {**files, **objects, **{f"output {n}": text.encode() for n, text in enumerate(said)}}.items():
+    for where, content in {
+        **files,
+        **objects,
+        **{f"output {n}": text.encode() for n, text in enumerate(outputs)},
+    }.items():
         for canary in planted:
             assert canary not in content, (where, canary)
 

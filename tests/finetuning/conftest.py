@@ -1,4 +1,4 @@
-"""The toy sets, made once, and an untrained encoder."""
+"""The toy sets and an untrained encoder, written once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from toy_sets import make_sets, write_encoder
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`tasks/` with a folder for each set, `start/` an untrained encoder, `tokenizer/`."""
+    """Return a folder with `tasks/` (a folder for each set), `start/` (an untrained encoder) and `tokenizer/`."""
     root = tmp_path_factory.mktemp("toy")
     write_tokenizer(root / "tokenizer")
     make_sets(root)

@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md's example of a new kind of task is a whole one."""
+"""The example of a new family of tasks in CONTRIBUTING.md trains and is scored."""
 
 from __future__ import annotations
 
@@ -14,15 +14,17 @@ import torch
 import torch.nn.functional as F
 
 from biphasic.config.finetune import _ScoredConfig
-from biphasic.data.array_cache import Ragged, unpack
-from biphasic.data.downstream import SCHEMAS
+from biphasic.downstream.array_cache import Ragged, unpack
+from biphasic.downstream.prepare import SCHEMAS
+from biphasic.finetuning.batches import derive_seed
+from biphasic.finetuning.examples import TokenizedExamples, concatenate
 from biphasic.finetuning.families import FAMILIES
-from biphasic.finetuning.task import Examples, SplitTask, Trained, drawn, flat
-from biphasic.finetuning.trainer import fit
+from biphasic.finetuning.inference import TrainedModel
+from biphasic.finetuning.task import PredictionTask
+from biphasic.finetuning.trainer import train
 from biphasic.model.encoder import load_encoder
-from biphasic.model.heads import TextHead, initialize
-from biphasic.model.packed import mean_pool
-from biphasic.model.segments import Segments
+from biphasic.model.heads import TextHead, initialize_head
+from biphasic.model.pooling import mean_pool
 from tiny import ROOT
 from toy_sets import config_of
 
@@ -31,13 +33,14 @@ class RegressionConfig(_ScoredConfig):
     kind: str = "regression"
 
 
-def test_the_example_is_a_task(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_example_learns(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     schema = pa.schema({"id": pa.string(), "text": pa.string(), "number": pa.float32()})
     monkeypatch.setitem(SCHEMAS, "regression", schema)
     code = re.search(r"```python\n(class Regression.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     assert code is not None
-    names = {"SplitTask": SplitTask, "TextHead": TextHead, "Ragged": Ragged, "Examples": Examples, "unpack": unpack,
-             "flat": flat, "torch": torch, "np": np, "F": F, "mean_pool": mean_pool, "Segments": Segments}  # fmt: skip
+    names = {"PredictionTask": PredictionTask, "TextHead": TextHead, "Ragged": Ragged, "unpack": unpack, "torch": torch,
+             "TokenizedExamples": TokenizedExamples, "concatenate": concatenate, "mean_pool": mean_pool, "np": np,
+             "F": F}  # fmt: skip
     exec(code[1], names)
     monkeypatch.setitem(FAMILIES, "regression", names["Regression"])  # pyright: ignore[reportArgumentType]
 
@@ -53,11 +56,11 @@ def test_the_example_is_a_task(toy: Path, tmp_path: Path, monkeypatch: pytest.Mo
     base = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ep")
     config = base.model_copy(update={"task": RegressionConfig(name="numbers", data=str(folder))})
     encoder = load_encoder(config.model.path)
-    task = FAMILIES["regression"](config.task, encoder.reader, config.cache)
-    head = task.head(encoder.width)
-    initialize(head, 0.02, drawn("head", 0))
-    assert fit(config, encoder, head, task).steps == 40
-    [found] = task.scores(Trained(encoder, head, 4096, half=False))
-    assert found.metric == "pearson"
-    assert found.test is not None
-    assert found.test > 0.9
+    task = FAMILIES["regression"](config.task, encoder.text_tokenizer, config.cache)
+    head = task.build_head(encoder.width)
+    initialize_head(head, 0.02, derive_seed("head", 0))
+    assert train(config, encoder, head, task)["steps"] == 40
+    [result] = task.evaluate(TrainedModel(encoder, head, 4096, bf16=False))
+    assert result.metric == "pearson"
+    assert result.test is not None
+    assert result.test > 0.9

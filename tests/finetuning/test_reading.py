@@ -1,4 +1,4 @@
-"""From texts to tokens and targets: real byte-level tokens, odd words, long contexts."""
+"""From texts to tokens and targets: byte-level tokens, unusual words, long contexts."""
 
 from __future__ import annotations
 
@@ -15,17 +15,18 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from biphasic.config.finetune import ClassificationConfig, QuestionAnsweringConfig, TokensConfig
-from biphasic.data.array_cache import Ragged, cached, pack, unpack
-from biphasic.data.downstream import SCHEMAS
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.downstream.array_cache import Ragged, cached, pack, unpack
+from biphasic.downstream.prepare import SCHEMAS
+from biphasic.finetuning.batches import GlobalBatches, derive_seed, epoch_order
 from biphasic.finetuning.classification import Classification
 from biphasic.finetuning.question_answering import QuestionAnswering
-from biphasic.finetuning.spans import Window, best_answer
-from biphasic.finetuning.task import longest_of, order_of
-from biphasic.finetuning.tokens import Tokens, first_tokens
-from biphasic.model.encoder import Reader
+from biphasic.finetuning.spans import ContextWindow, best_answer
+from biphasic.finetuning.task import resolve_max_length
+from biphasic.finetuning.tokens import TokenClassification, word_of_each_token
+from biphasic.model.encoder import TextTokenizer
 from biphasic.model.losses import IGNORE
-from biphasic.storage import as_bytes
+from biphasic.storage import json_bytes
 
 WORDS = [
     "Ångström",
@@ -48,8 +49,8 @@ WORDS = [
 
 
 @pytest.fixture(scope="module")
-def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
-    """A byte-level BPE, as Llama's and ModernBERT's are: a space belongs to the word behind it."""
+def text_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> TextTokenizer:
+    """Return a byte-level BPE, as Llama's and ModernBERT's: a space belongs to the word after it."""
     folder = tmp_path_factory.mktemp("bpe")
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -58,7 +59,7 @@ def reader(tmp_path_factory: pytest.TempPathFactory) -> Reader:
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet)
     tokenizer.train_from_iterator([" ".join(WORDS)] * 50 + [string.ascii_letters], trainer)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>").save_pretrained(folder)
-    return Reader(load_tokenizer(str(folder)), 512)
+    return TextTokenizer(load_tokenizer(str(folder)), 512)
 
 
 def write(folder: Path, kind: str, rows: list[dict[str, Any]], names: list[str] | None = None) -> str:
@@ -66,7 +67,7 @@ def write(folder: Path, kind: str, rows: list[dict[str, Any]], names: list[str] 
     table = pa.Table.from_pylist([{"id": str(at), **row} for at, row in enumerate(rows)], SCHEMAS[kind])
     for split in ("train", "validation", "test"):
         pq.write_table(table, folder / f"{split}.parquet")
-    (folder / "task.json").write_bytes(as_bytes({"kind": kind, "label_names": names, "rows": {}}))
+    (folder / "task.json").write_bytes(json_bytes({"kind": kind, "label_names": names, "rows": {}}))
     return str(folder)
 
 
@@ -75,42 +76,44 @@ def random_sentences(count: int, seed: int) -> list[list[str]]:
     return [[WORDS[at] for at in generator.integers(len(WORDS), size=generator.integers(1, 25))] for _ in range(count)]
 
 
-def test_each_word_has_its_first_token(reader: Reader) -> None:
+def test_each_word_has_a_first_token(text_tokenizer: TextTokenizer) -> None:
     for words in random_sentences(200, 0):
-        [(ids, offsets)] = reader.tokenizer.encode_with_offsets([" ".join(words)])
-        firsts = first_tokens(words, offsets)
-        assert [word for word in firsts if word >= 0] == list(range(len(words)))
-        # From a word's first token to the next one's, the tokens are the word.
-        starts = [at for at, word in enumerate(firsts) if word >= 0]
+        [(ids, offsets)] = text_tokenizer.tokenizer.encode_with_offsets([" ".join(words)])
+        begun = word_of_each_token(words, offsets)
+        assert [word for word in begun if word >= 0] == list(range(len(words)))
+        # The tokens from a word's first one to the next word's are the word.
+        starts = [at for at, word in enumerate(begun) if word >= 0]
         for word, (start, end) in enumerate(zip(starts, [*starts[1:], len(ids)], strict=True)):
-            assert reader.tokenizer.tokenizer.decode(ids[start:end]).strip() == words[word]
+            assert text_tokenizer.tokenizer.tokenizer.decode(ids[start:end]).strip() == words[word]
 
 
-def test_a_word_without_a_token_is_nobody_s() -> None:
-    # The second word vanished (a tokenizer's normalizer takes some signs out), the third begins with a token of spaces.
-    assert first_tokens(["ab", "\u200b", "c"], [(0, 1), (1, 2), (4, 5), (5, 6)]) == [0, -1, -1, 2]
-    assert first_tokens(["ab"], []) == []
-    assert first_tokens(["ab", "cd"], [(0, 5)]) == [0]
+def test_words_without_a_token() -> None:
+    # The normalizer removed the second word, and a token of spaces precedes the third.
+    assert word_of_each_token(["ab", "\u200b", "c"], [(0, 1), (1, 2), (4, 5), (5, 6)]) == [0, -1, -1, 2]
+    assert word_of_each_token(["ab"], []) == []
+    assert word_of_each_token(["ab", "cd"], [(0, 5)]) == [0]
 
 
-def test_gold_labels_give_all_points_and_cut_words_none(reader: Reader, tmp_path: Path) -> None:
+def test_gold_labels_score_one_and_cut_words_count_as_missed(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
     sentences = random_sentences(60, 1)
     generator = np.random.default_rng(2)
     rows = [{"tokens": words, "labels": [int(x) for x in generator.integers(0, 2, len(words))]} for words in sentences]
     config = TokensConfig(kind="tokens", name="t", data=write(tmp_path / "t", "tokens", rows, ["O", "B-X"]))
 
-    def points(config: TokensConfig) -> dict[str, float]:
-        task = Tokens(config, reader, str(tmp_path / "cache"))
+    def scores(config: TokensConfig) -> dict[str, float]:
+        task = TokenClassification(config, text_tokenizer, str(tmp_path / "cache"))
         examples = task.examples("test")
         labels = Ragged(examples.arrays["labels"], examples.texts.ends)
         words = Ragged(examples.arrays["words"], examples.texts.ends)
-        said = [(words[at][words[at] >= 0], labels[at][words[at] >= 0]) for at in range(len(examples))]
+        predictions = [(words[at][words[at] >= 0], labels[at][words[at] >= 0]) for at in range(len(examples))]
         assert all((labels[at] == IGNORE).sum() == (words[at] < 0).sum() for at in range(len(examples)))
-        assert task.targets(examples, range(len(examples))) == sum(len(one[0]) for one in said)
-        return task.measure("test", said)
+        assert task.count_targets(examples, range(len(examples))) == sum(
+            len(prediction[0]) for prediction in predictions
+        )
+        return task.metrics("test", predictions)
 
-    assert points(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0}
-    cut = points(config.model_copy(update={"max_length": 10}))
+    assert scores(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0}
+    cut = scores(config.model_copy(update={"max_length": 10}))
     assert cut["precision"] == 1.0
     assert 0.1 < cut["recall"] < 0.9
 
@@ -130,17 +133,17 @@ def questions(count: int, seed: int, longest: int) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("longest", "stride"), [(0.99, 128), (60, 20), (40, 0), (30, 100)])
-def test_every_answer_can_be_found(reader: Reader, tmp_path: Path, longest: float, stride: int) -> None:
-    """Windows cover the context, and who says the targets says the answers."""
+def test_every_answer_can_be_found(text_tokenizer: TextTokenizer, tmp_path: Path, longest: float, stride: int) -> None:
+    """Windows cover the context, and logits at the targets give the answers."""
     rows = questions(80, 3, 120)
     data = write(tmp_path / "q", "question_answering", rows)
     config = QuestionAnsweringConfig(kind="question_answering", name="q", data=data, max_length=longest, stride=stride)
-    task = QuestionAnswering(config, reader, str(tmp_path / "cache"))
+    task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
     examples = task.examples("test")
     ends, about, offsets = (examples.arrays[name] for name in ("offsets.ends", "about", "offsets"))
-    most = task.longest
+    most = task.max_length
     assert max(examples.texts.lengths) <= most
-    windows: dict[int, list[Window]] = {}
+    windows: dict[int, list[ContextWindow]] = {}
     covered: dict[int, set[int]] = {}
     for at in range(len(examples)):
         row, begins, start, end = about[at]
@@ -150,78 +153,92 @@ def test_every_answer_can_be_found(reader: Reader, tmp_path: Path, longest: floa
         logits = [np.zeros(len(own)), np.zeros(len(own))]
         if start:
             logits[0][start - begins], logits[1][end - begins] = 9, 9
-        windows.setdefault(row, []).append(Window(logits[0], logits[1], own, 0.0 if start else 9.0))
+        windows.setdefault(row, []).append(ContextWindow(logits[0], logits[1], own, 0.0 if start else 9.0))
         covered.setdefault(row, set()).update(range(own[0][0], own[-1][1]) if len(own) else ())
-    held = 0
+    complete = 0
     for number, row in enumerate(rows):
         assert covered[number] == set(range(len(row["context"])))
-        found = best_answer(row["context"], windows[number], 60)
+        answer = best_answer(row["context"], windows[number], 60)
         if not row["answers"]["text"]:
-            assert found.no_answer > 0
+            assert answer.no_answer > 0
             continue
-        if found.score == 18:
-            held += 1
-            assert found.text.strip() == row["answers"]["text"][0]
+        if answer.score == 18:
+            complete += 1
+            assert answer.text.strip() == row["answers"]["text"][0]
     answered = sum(bool(row["answers"]["text"]) for row in rows)
-    # Windows without overlap cut some answers in two, and those are nobody's target.
-    assert held == answered if stride >= 20 else 0.5 * answered < held < answered
+    # Windows without overlap cut some answers, which are no window's target.
+    assert complete == answered if stride >= 20 else 0.5 * answered < complete < answered
 
 
-def test_the_question_stands_before_the_context_in_each_window(reader: Reader, tmp_path: Path) -> None:
+def test_each_window_begins_with_the_question(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
     data = write(tmp_path / "q", "question_answering", questions(5, 4, 100))
     config = QuestionAnsweringConfig(
         kind="question_answering", name="q", data=data, max_length=40, text="Q: {question}{separator}"
     )
-    task = QuestionAnswering(config, reader, str(tmp_path / "cache"))
+    task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
     examples = task.examples("train")
-    [before] = reader.tokenizer.encode(["Q: which the?"])
+    [before] = text_tokenizer.tokenizer.encode(["Q: which the?"])
     assert len(examples) > 5
     for at in range(len(examples)):
-        assert examples.texts[at][: len(before) + 1].tolist() == [*before, reader.tokenizer.eos_id]
+        assert examples.texts[at][: len(before) + 1].tolist() == [*before, text_tokenizer.tokenizer.eos_id]
 
 
-def test_a_long_question_leaves_half_of_the_room(reader: Reader, tmp_path: Path) -> None:
+def test_a_long_question_takes_half_of_the_window(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
     rows = [{"question": "which " * 200, "context": "it of the", "answers": {"text": ["of"], "answer_start": [3]}}]
     data = write(tmp_path / "q", "question_answering", rows)
     config = QuestionAnsweringConfig(kind="question_answering", name="q", data=data, max_length=30)
-    examples = QuestionAnswering(config, reader, str(tmp_path / "cache")).examples("train")
+    examples = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache")).examples("train")
     assert len(examples) == 1
     assert examples.arrays["about"][0, 1] == 15
     empty = [{"question": "", "context": "", "answers": {"text": [], "answer_start": []}}]
     config = config.model_copy(
         update={"data": write(tmp_path / "e", "question_answering", empty), "text": "{question}"}
     )
-    task = QuestionAnswering(config, reader, str(tmp_path / "cache"))
-    assert task.examples("train").texts[0].tolist() == [reader.tokenizer.eos_id]
-    assert task.measure("train", [(np.array([]), np.array([]), 0.0)])["exact_match"] == 1.0
+    task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
+    assert task.examples("train").texts[0].tolist() == [text_tokenizer.tokenizer.eos_id]
+    assert task.metrics("train", [(np.array([]), np.array([]), 0.0)])["exact_match"] == 1.0
 
 
-def test_the_template_is_what_the_model_reads(reader: Reader, tmp_path: Path) -> None:
+def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
     rows = [{"text": "it {of}", "text_pair": "the", "label": 0}, {"text": "New", "text_pair": "York", "label": 1}]
     data = write(tmp_path / "c", "classification", rows, ["a", "b"])
     config = ClassificationConfig(
         kind="classification", name="c", data=data, text="Premise: {text}\nHypothesis: {text_pair}"
     )
-    examples = Classification(config, reader, str(tmp_path / "cache")).examples("test")
-    texts = [reader.tokenizer.tokenizer.decode(examples.texts[at].tolist()) for at in range(2)]
+    examples = Classification(config, text_tokenizer, str(tmp_path / "cache")).examples("test")
+    texts = [text_tokenizer.tokenizer.tokenizer.decode(examples.texts[at].tolist()) for at in range(2)]
     assert texts == ["Premise: it {of}\nHypothesis: the", "Premise: New\nHypothesis: York"]
 
 
-def test_shares_of_a_model_s_length() -> None:
-    assert longest_of(0.99, 2048) == 2028
-    assert longest_of(0.99, 512) == 507
-    assert longest_of(4096, 512) == 512
-    assert longest_of(64, 512) == 64
+def test_accuracy_and_f1(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    """F1 of the second label, and only where there are two labels."""
+    rows = [{"text": "it", "text_pair": None, "label": label} for label in (1, 1, 0, 0)]
+    for names, labels, expected in (
+        (["no", "yes"], [1, 0, 1, 0], {"accuracy": 0.5, "f1": 0.5}),
+        (["no", "yes"], [0, 0, 0, 0], {"accuracy": 0.5, "f1": 0.0}),
+        (["no", "yes", "maybe"], [1, 1, 0, 2], {"accuracy": 0.75}),
+    ):
+        data = write(tmp_path / f"{len(names)}", "classification", rows, names)
+        config = ClassificationConfig(kind="classification", name="c", data=data)
+        task = Classification(config, text_tokenizer, str(tmp_path / "cache"))
+        assert task.metrics("test", labels) == expected
 
 
-def test_orders() -> None:
-    orders = [order_of(50, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
-    assert all(sorted(one) == list(range(50)) for one in orders)
+def test_max_length_is_a_number_or_a_share_of_the_model_s() -> None:
+    assert resolve_max_length(0.99, 2048) == 2028
+    assert resolve_max_length(0.99, 512) == 507
+    assert resolve_max_length(4096, 512) == 512
+    assert resolve_max_length(64, 512) == 64
+
+
+def test_epoch_orders_are_permutations_that_differ() -> None:
+    orders = [epoch_order(50, seed, epoch) for seed, epoch in ((0, 0), (0, 1), (1, 0))]
+    assert all(sorted(order) == list(range(50)) for order in orders)
     assert orders[0] != orders[1] != orders[2] != orders[0]
-    assert order_of(50, 0, 0) == orders[0]
+    assert epoch_order(50, 0, 0) == orders[0]
 
 
-def test_arrays_are_made_once_and_whole(tmp_path: Path) -> None:
+def test_arrays_are_made_once(tmp_path: Path) -> None:
     rows, made = Ragged.of([[1, 2], [], [3]]), []
 
     def make() -> dict[str, np.ndarray]:
@@ -229,11 +246,11 @@ def test_arrays_are_made_once_and_whole(tmp_path: Path) -> None:
         return pack(rows=rows, none=Ragged.of([]))
 
     for _ in range(2):
-        found = cached(str(tmp_path), {"a": 1}, make)
-        back = unpack(found, "rows")
-        assert [back[at].tolist() for at in range(len(back))] == [[1, 2], [], [3]]
-        assert back.lengths.tolist() == [2, 0, 1]
-        assert len(unpack(found, "none")) == 0
+        arrays = cached(str(tmp_path), {"a": 1}, make)
+        unpacked = unpack(arrays, "rows")
+        assert [unpacked[at].tolist() for at in range(len(unpacked))] == [[1, 2], [], [3]]
+        assert unpacked.lengths.tolist() == [2, 0, 1]
+        assert len(unpack(arrays, "none")) == 0
     cached(str(tmp_path), {"a": 2}, make)
     assert len(made) == 2
 
@@ -243,16 +260,16 @@ def test_arrays_are_made_once_and_whole(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no"):
         cached(str(tmp_path), {"a": 3}, fail)
     cached(str(tmp_path), {"a": 3}, make)
-    # What a killed process began is no one's result.
-    [place] = [one for one in (tmp_path / "arrays").iterdir() if one.is_dir()][:1]
-    partial = place.with_name(f".unfinished-{place.name}")
-    place.rename(partial)
+    # Partial arrays of a killed process are not used.
+    folder = next(path for path in (tmp_path / "arrays").iterdir() if path.is_dir())
+    partial = folder.with_name(f".unfinished-{folder.name}")
+    folder.rename(partial)
     (partial / "rows.ends.npy").unlink()
     keys = {"a": 1}, {"a": 2}, {"a": 3}
     assert all(len(unpack(cached(str(tmp_path), key, make), "rows")) == 3 for key in keys)
 
 
-def test_another_tokenizer_makes_other_arrays(reader: Reader, tmp_path: Path) -> None:
+def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
     rows = [{"text": "it of", "text_pair": None, "label": 0}]
     config = ClassificationConfig(
         kind="classification", name="c", data=write(tmp_path / "c", "classification", rows, ["a"])
@@ -262,38 +279,43 @@ def test_another_tokenizer_makes_other_arrays(reader: Reader, tmp_path: Path) ->
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<eos>").save_pretrained(tmp_path / "words")
     other = load_tokenizer(str(tmp_path / "words"))
-    readers = [reader, Reader(other, 512), Reader(other, 512, prefix=(8,)), Reader(other, 512, suffix=(8,))]
-    texts = [Classification(config, one, str(tmp_path / "cache")).training().texts[0].tolist() for one in readers]
+    readers = [
+        text_tokenizer,
+        TextTokenizer(other, 512),
+        TextTokenizer(other, 512, prefix=(8,)),
+        TextTokenizer(other, 512, suffix=(8,)),
+    ]
+    texts = [
+        Classification(config, one, str(tmp_path / "cache")).training_examples().texts[0].tolist() for one in readers
+    ]
     assert texts[1:] == [[7, 8], [8, 7, 8], [7, 8, 8]]
     assert texts[0] != texts[1]
 
 
-def test_the_seed_decides_the_order_and_the_head(toy: Path, tmp_path: Path) -> None:
-    from biphasic.finetuning.task import drawn
-    from biphasic.finetuning.trainer import Batches
+def test_seed_decides_the_order_and_the_head(toy: Path, tmp_path: Path) -> None:
     from biphasic.model.encoder import load_encoder
-    from biphasic.model.heads import TextHead, initialize
+    from biphasic.model.heads import TextHead, initialize_head
     from toy_sets import config_of
 
     def first(seed: int, epoch: int) -> list[int]:
         config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, seed=seed, batch_size=16)
-        task = Classification(config.task, load_encoder(str(toy / "start")).reader, config.cache)
-        batches = list(Batches(task, task.training(), config, 51))  # an epoch has 50
-        return batches[50 * epoch]["rows"].tolist()
+        task = Classification(config.task, load_encoder(str(toy / "start")).text_tokenizer, config.cache)
+        batches = list(GlobalBatches(task, task.training_examples(), config, 51))  # an epoch has 50
+        return batches[50 * epoch]["row_ids"].tolist()
 
-    assert first(0, 0) == first(0, 0) == order_of(800, 0, 0)[:16]
+    assert first(0, 0) == first(0, 0) == epoch_order(800, 0, 0)[:16]
     assert len({tuple(first(seed, epoch)) for seed, epoch in ((0, 0), (1, 0), (0, 1))}) == 3
     heads = [TextHead(8, 3) for _ in range(3)]
     for head, seed in zip(heads, (0, 0, 1), strict=True):
-        initialize(head, 0.02, drawn("head", seed))
+        initialize_head(head, 0.02, derive_seed("head", seed))
     assert torch.equal(heads[0].dense.weight, heads[1].dense.weight)
     assert not torch.equal(heads[0].dense.weight, heads[2].dense.weight)
     assert 0.01 < float(heads[0].dense.weight.detach().std()) < 0.04
     assert not heads[0].classifier.bias.any()
 
 
-def test_dropout_is_the_batch_s(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was drawn before, or between batches, changes nothing."""
+def test_dropout_depends_on_the_batch_alone(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random numbers drawn before, or between batches, change nothing."""
     from transformers import BertConfig, BertForMaskedLM
 
     from biphasic.finetuning.trial import run_trial
@@ -304,19 +326,19 @@ def test_dropout_is_the_batch_s(toy: Path, tmp_path: Path, monkeypatch: pytest.M
                         max_position_embeddings=64, hidden_dropout_prob=0.3)  # fmt: skip
     BertForMaskedLM(config).save_pretrained(tmp_path / "bert")
     load_tokenizer(str(toy / "tokenizer")).save(tmp_path / "bert")
-    found = []
+    losses = []
     for seed in (0, 0, 1):
         torch.manual_seed(int(np.random.default_rng().integers(1 << 30)))
         trial = config_of("sst2", toy / "tasks", tmp_path / "bert", tmp_path, max_duration="5ba", seed=seed)
-        found.append(run_trial(trial).about["loss"])
-    assert found[0] == found[1] != found[2]
+        losses.append(run_trial(trial).about["loss"])
+    assert losses[0] == losses[1] != losses[2]
 
-    targets = Classification.targets
+    count_targets = Classification.count_targets
 
-    def draw_and_count(self: Classification, examples: Any, rows: Any) -> int:
+    def draw_and_count(self: Classification, examples: Any, indices: Any) -> int:
         torch.rand(3)
-        return targets(self, examples, rows)
+        return count_targets(self, examples, indices)
 
-    monkeypatch.setattr(Classification, "targets", draw_and_count)
+    monkeypatch.setattr(Classification, "count_targets", draw_and_count)
     trial = config_of("sst2", toy / "tasks", tmp_path / "bert", tmp_path, max_duration="5ba")
-    assert run_trial(trial).about["loss"] == found[0]
+    assert run_trial(trial).about["loss"] == losses[0]

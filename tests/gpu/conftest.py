@@ -1,4 +1,4 @@
-"""Without Composer, only what needs PyTorch and transformers alone is collected."""
+"""Without Composer, only tests that need PyTorch and transformers alone are collected."""
 
 from __future__ import annotations
 

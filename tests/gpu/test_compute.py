@@ -1,4 +1,4 @@
-"""On a GPU: a compiled run, and the microbatch that is found."""
+"""On a GPU: a compiled run, and the automatic microbatch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from biphasic.model.fitting import largest, peak_bytes, room_bytes
+from biphasic.model.auto_microbatch import available_bytes, largest_microbatch, peak_bytes
 from conftest import Write
 from tiny import config_of, train
 from tiny import losses as losses_of
@@ -28,11 +28,11 @@ def test_a_compiled_run_is_the_same_run(write_yaml: Write, packing: str) -> None
     counters.clear()
     compiled = losses_of(train(config_of(write_yaml("compiled", **keys, compute={"attention": packing}))))
     assert all(math.isclose(one, other, abs_tol=3e-2) for one, other in zip(plain, compiled, strict=True))
-    # A layer in either phase, the last norm, the loss.
+    # A layer in either phase, the final norm, the loss.
     assert counters["stats"]["unique_graphs"] == 4
 
 
-def test_a_microbatch_is_found_remembered_and_fits(write_yaml: Write) -> None:
+def test_the_automatic_microbatch_is_stored_and_fits(write_yaml: Write) -> None:
     keys: dict[str, Any] = {"microbatch_size": "auto", "checkpoint__interval": "100ba", "compute": {"compile": False}}
     path = write_yaml("auto", **keys)
     folder = train(config_of(path))
@@ -40,21 +40,21 @@ def test_a_microbatch_is_found_remembered_and_fits(write_yaml: Write) -> None:
     assert len(losses_of(folder)) == 12
 
 
-def test_the_largest_that_fits() -> None:
-    """A row is a gigabyte: one more than was found, or a few, would not fit."""
+def test_the_largest_microbatch_that_fits() -> None:
+    """A row takes a gigabyte, so that a few more rows would not fit."""
 
     def measure(rows: int) -> float | None:
         return peak_bytes(lambda: torch.empty(rows << 30, dtype=torch.uint8, device=DEVICE))
 
-    room = room_bytes()
-    found = largest(measure, 10_000, room)
-    assert 0.9 * room <= found << 30 <= room
+    room = available_bytes()
+    rows = largest_microbatch(measure, 10_000, room)
+    assert 0.9 * room <= rows << 30 <= room
 
 
 def test_batches_are_pinned(write_yaml: Write) -> None:
-    from biphasic.data.streaming import loader
+    from biphasic.data.streaming import build_loader
 
     config = config_of(write_yaml())
-    spec = loader(config.data, config.data.streams, 4, seed=1, train=True)
-    batch = next(iter(spec.dataloader))
+    batches = build_loader(config.data, config.data.streams, 4, seed=1, train=True)
+    batch = next(iter(batches))
     assert batch["tokens"].is_pinned() and batch["segment_ids"].is_pinned()

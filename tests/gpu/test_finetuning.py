@@ -1,4 +1,4 @@
-"""On a GPU: each family trains, in bf16 too, and its losses are the CPU's."""
+"""On a GPU: each family trains, in bf16 too, with the CPU's losses."""
 
 from __future__ import annotations
 

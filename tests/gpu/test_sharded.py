@@ -38,8 +38,8 @@ def test_a_resume_on_one_gpu_is_the_same_run(write_yaml: Write, precision: str) 
     (again / "metrics.jsonl").unlink()
     run(path, 1, "run_name=again")
     assert losses(again) == losses(whole)[5:]
-    ours, theirs = weights(again, 12), weights(whole, 12)
-    assert all(torch.equal(weight, theirs[name]) for name, weight in ours.items())
+    result, reference = weights(again, 12), weights(whole, 12)
+    assert all(torch.equal(weight, reference[name]) for name, weight in result.items())
 
 
 @two
@@ -52,4 +52,4 @@ def test_every_way_to_shard_is_the_same_run(write_yaml: Write, degree: Any) -> N
     run(path, 2)
     runs = Path(config_of(path).output)
     pairs = zip(losses(runs / "sharded"), losses(runs / "ddp"), strict=True)
-    assert all(math.isclose(ours, theirs, abs_tol=1e-4) for ours, theirs in pairs)
+    assert all(math.isclose(result, reference, abs_tol=1e-4) for result, reference in pairs)

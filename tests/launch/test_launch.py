@@ -1,4 +1,4 @@
-"""node.sh and ssh.sh with a stand-in for Composer's launcher: no network, no torch."""
+"""node.sh and ssh.sh with a replacement for Composer's launcher: no network, no torch."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ import pytest
 LAUNCH = Path(__file__).parents[2] / "recipes" / "launch"
 YAML = "some.yaml"
 
-# Stands in for composer.cli.launcher. What happened goes to LOG, a line each; the statuses of its launches come from
-# STATUSES, the last one again and again. "wait" has it start a rank that runs until it is told. It records signals of its
-# own only if it is asked to: otherwise launcher.py's handlers stay, and without those a signal would end it.
+# Replaces composer.cli.launcher. It writes a line to LOG for each event, and ends with the statuses in STATUSES, of which it
+# repeats the last one. "wait" starts a rank that runs until it receives a signal. With RECORD it records its own signals;
+# otherwise launcher.py's handlers stay, and without those a signal would end it.
 COMPOSER = '''
 import json, os, signal, subprocess, sys, time
 from pathlib import Path
@@ -64,7 +64,7 @@ def main():
 
 
 class Node:
-    """A place for node.sh to run in, with nothing of this machine's environment."""
+    """A folder and an environment for node.sh, without this machine's variables."""
 
     def __init__(self, folder: Path):
         self.started: list[subprocess.Popen[str]] = []
@@ -113,7 +113,7 @@ class Node:
 
     def run(self, *arguments: str, script: str = "node.sh", **variables: str) -> int:
         process = self.start(*arguments, script=script, **variables)
-        self.said = process.communicate(timeout=30)[0]
+        self.output = process.communicate(timeout=30)[0]
         return process.returncode
 
     def lines(self, start: str) -> list[str]:
@@ -136,9 +136,9 @@ class Node:
 
 @pytest.fixture
 def node(tmp_path: Path) -> Iterator[Node]:
-    found = Node(tmp_path)
-    yield found
-    found.stop()
+    node = Node(tmp_path)
+    yield node
+    node.stop()
 
 
 MAIN = str(LAUNCH.parents[1] / "src" / "main.py")
@@ -191,13 +191,13 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("variables", "expected"), PLACES)
-def test_the_place_of_a_node(node: Node, variables: dict[str, str], expected: list[str]) -> None:
+def test_a_node_s_rank_and_address(node: Node, variables: dict[str, str], expected: list[str]) -> None:
     node.program("scontrol", '[[ $* == "show hostnames gpu[07-09]" ]] && printf "gpu%s\\n" 07 08 09')
     assert node.run(**variables) == 0
     assert node.launches() == [expected]
 
 
-def test_gpus_are_counted(node: Node) -> None:
+def test_one_process_per_gpu(node: Node) -> None:
     node.program("nvidia-smi", '[[ $1 == -L ]] && printf "GPU %s: H200\\n" 0 1 2 3')
     assert node.run() == 0
     assert node.launches() == [["-n", "4", MAIN, YAML]]
@@ -205,10 +205,10 @@ def test_gpus_are_counted(node: Node) -> None:
 
 def test_several_nodes_need_an_address(node: Node) -> None:
     assert node.run(NODE_RANK="1", NNODES="2") == 2
-    assert "MASTER_ADDR" in node.said and not node.launches()
+    assert "MASTER_ADDR" in node.output and not node.launches()
 
 
-def test_the_preflight_comes_first_and_decides(node: Node) -> None:
+def test_the_preflight_runs_first_and_its_failure_ends_the_job(node: Node) -> None:
     assert node.run(YAML, "optimizer.lr=1e-4 ", BIPHASIC_PREFLIGHT="1", **KUBERNETES) == 0
     place = multi(8, 16, 1, "biphasic-0.biphasic", 7501)[:-2]
     arguments = [YAML, "optimizer.lr=1e-4 "]
@@ -236,11 +236,13 @@ def test_the_preflight_comes_first_and_decides(node: Node) -> None:
         ("137", {"BIPHASIC_RESTARTS": "0"}, 137, 1),
     ],
 )
-def test_what_starts_again(node: Node, statuses: str, variables: dict[str, str], status: int, launches: int) -> None:
+def test_restarts_by_exit_status(
+    node: Node, statuses: str, variables: dict[str, str], status: int, launches: int
+) -> None:
     node.program("scontrol", "echo gpu07")
     assert node.run(STATUSES=statuses, **variables) == status
     assert len(node.launches()) == launches
-    assert all(one == node.launches()[0] for one in node.launches()), "nodes meet at the same address again"
+    assert all(launch == node.launches()[0] for launch in node.launches()), "nodes meet at the same address again"
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])
@@ -248,14 +250,14 @@ def test_a_signal_goes_to_the_ranks_and_not_to_the_launcher(node: Node, number: 
     process = node.start(STATUSES="wait", RECORD="1")
     node.wait_for("rank ")
     process.send_signal(number)
-    assert process.wait(15) == 75, "this node was told, so it doesn't start again"
+    assert process.wait(15) == 75, "this node was signaled, so it doesn't start again"
     assert node.lines("rank got ") == ["SIGUSR1"]
     assert not node.lines("launcher got")
     assert len(node.launches()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_the_launcher_outlives_a_signal_to_every_process(node: Node, number: int) -> None:
+def test_the_launcher_survives_a_signal_to_every_process(node: Node, number: int) -> None:
     process = node.start(STATUSES="wait")
     rank, launcher = int(node.wait_for("rank ")), int(node.wait_for("launcher "))
     for pid in (launcher, rank, process.pid):
@@ -280,30 +282,30 @@ def test_a_signal_during_the_preflight_starts_no_training(node: Node) -> None:
     assert len(node.launches()) == 1
 
 
-def test_a_signal_between_two_attempts_ends_it(node: Node) -> None:
+def test_a_signal_between_two_attempts_ends_the_job(node: Node) -> None:
     process = node.start(STATUSES="1", BIPHASIC_PAUSE="10")
     node.wait_for("launcher ")
     assert process.stdout is not None
     while "restart 1" not in process.stdout.readline():
         pass
-    began = time.monotonic()
+    start = time.monotonic()
     process.send_signal(signal.SIGTERM)
     assert process.wait(15) == 75
-    assert time.monotonic() - began < 9
+    assert time.monotonic() - start < 9
     assert len(node.launches()) == 1
 
 
-# Runs the command on this machine, under the name of the host that it was meant for.
-SSH = "while [[ $1 == -* ]]; do shift 2; done\nhost=$1; shift\nexport THE_HOST=$host LOG=$LOG.$host\n"
-# The other side doesn't inherit what is ignored on this one.
-THERE = 'exec env --default-signal=INT,TERM,HUP sh -c "$*"'
+# Runs the command on this machine, under the remote host's name.
+SSH = "while [[ $1 == -* ]]; do shift 2; done\nhost=$1; shift\nexport REMOTE_HOST=$host LOG=$LOG.$host\n"
+# The remote host doesn't inherit ignored signals.
+REMOTE = 'exec env --default-signal=INT,TERM,HUP sh -c "$*"'
 
 
 @pytest.fixture
 def checkout(node: Node, tmp_path: Path) -> Path:
     folder = tmp_path / "a checkout"
     shutil.copytree(LAUNCH, folder / "recipes" / "launch")
-    node.program("ssh", SSH + THERE)
+    node.program("ssh", SSH + REMOTE)
     return folder
 
 
@@ -311,7 +313,7 @@ def log_of(node: Node, host: str) -> Path:
     return node.log.with_name(f"log.{host}")
 
 
-def test_ssh_gives_each_host_its_place(node: Node, checkout: Path) -> None:
+def test_ssh_gives_each_host_its_rank(node: Node, checkout: Path) -> None:
     arguments = ("me@one", "two", "--", YAML, "name=with 'a quote' and $HOME")
     assert node.run(*arguments, script="ssh.sh", BIPHASIC_HOME=str(checkout), NPROC="2") == 0
     for rank, host in enumerate(arguments[:2]):
@@ -323,12 +325,12 @@ def test_ssh_gives_each_host_its_place(node: Node, checkout: Path) -> None:
 @pytest.mark.parametrize(
     ("one", "two", "status"), [("0", "0", 0), ("75", "75", 75), ("2", "1", 2), ("0", "7", 7), ("75", "255", 255)]
 )
-def test_ssh_returns_what_the_hosts_say(node: Node, checkout: Path, one: str, two: str, status: int) -> None:
+def test_ssh_returns_the_hosts_status(node: Node, checkout: Path, one: str, two: str, status: int) -> None:
     node.program("ssh", SSH + f"[[ $host == one ]] && exit {one}\nexit {two}")
     assert node.run("one", "two", "--", YAML, script="ssh.sh", BIPHASIC_HOME=str(checkout)) == status
 
 
-def test_ssh_passes_a_signal_on(node: Node, checkout: Path) -> None:
+def test_ssh_forwards_a_signal(node: Node, checkout: Path) -> None:
     process = node.start("one", "two", "--", YAML, script="ssh.sh", BIPHASIC_HOME=str(checkout), STATUSES="wait")
     logs = [log_of(node, host) for host in ("one", "two")]
     for node.log in logs:
@@ -339,15 +341,15 @@ def test_ssh_passes_a_signal_on(node: Node, checkout: Path) -> None:
         assert node.lines("rank got ") == ["SIGUSR1"]
 
 
-def test_a_host_that_has_ended_takes_the_others_along(node: Node, checkout: Path) -> None:
-    node.program("ssh", SSH + "[[ $host == one ]] && { sleep 1; exit 255; }\n" + THERE)
+def test_ssh_ends_all_hosts_when_one_has_ended(node: Node, checkout: Path) -> None:
+    node.program("ssh", SSH + "[[ $host == one ]] && { sleep 1; exit 255; }\n" + REMOTE)
     status = node.run("one", "two", "--", YAML, script="ssh.sh", BIPHASIC_HOME=str(checkout), STATUSES="wait")
     assert status == 255
     node.log = log_of(node, "two")
     assert node.lines("rank got ") == ["SIGUSR1"]
 
 
-def test_ssh_says_how_it_is_used(node: Node) -> None:
+def test_ssh_prints_its_usage(node: Node) -> None:
     for arguments in (("one", "two"), ("--", YAML), ("one", "--")):
         assert node.run(*arguments, script="ssh.sh") == 2
-        assert "usage" in node.said
+        assert "usage" in node.output

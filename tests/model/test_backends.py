@@ -1,4 +1,4 @@
-"""Every attention backend gives what a mask over all tokens gives, forward and backward, in both directions."""
+"""Every attention backend equals a mask over all tokens, forward and backward, causal and bidirectional."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 import attention_on_cpu
 from backbones import backbone
 from biphasic.model import attention, flex
-from biphasic.model.attention import choose, prepare
+from biphasic.model.attention import choose_backend, prepare_segments
 from biphasic.model.segments import Segments
 
 CUTS = ((5, 9, 1, 6), (7, 7, 7), (21,), (1,) * 21)
 
 
-class Asks:
-    """What `prepare` reads of a backbone's configuration."""
+class Config:
+    """The values of a backbone's configuration that `prepare_segments` reads."""
 
     def __init__(self, **settings: Any):
         self.__dict__ |= settings
@@ -26,21 +26,20 @@ class Asks:
 def attend(
     backend: str, lengths: tuple[int, ...], causal: bool, kv_heads: int = 2, **keys: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Output, and gradients of queries, keys and values; float64, so that only the mathematics can differ."""
+    """Output, and gradients of queries, keys and values, in float64, so that rounding doesn't matter."""
     tokens = sum(lengths)
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, tokens, 8) for heads in (4, kv_heads, kv_heads)]
-    given = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
+    inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     segments = Segments.of(lengths, torch.device("cpu"), attention=backend)
-    asks = Asks(sliding_window=keys.get("sliding_window"))
-    prepare(segments, asks, "cpu", torch.float64, causal)
+    prepare_segments(segments, Config(sliding_window=keys.get("sliding_window")), "cpu", torch.float64, causal)
     with pytest.MonkeyPatch.context() as patch:
         attention_on_cpu.replace_flash_attn(patch)
         out, _ = attention.attention(
-            torch.nn.Identity(), *given, segments=segments, is_causal=causal, scaling=keys.pop("scaling", None), **keys
+            torch.nn.Identity(), *inputs, segments=segments, is_causal=causal, scaling=keys.pop("scaling", None), **keys
         )
     (out * torch.arange(out.numel(), dtype=torch.float64).reshape(out.shape).sin()).sum().backward()
-    return out.detach(), *(x.grad for x in given if x.grad is not None)
+    return out.detach(), *(x.grad for x in inputs if x.grad is not None)
 
 
 def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None:
@@ -53,7 +52,7 @@ def same(one: tuple[torch.Tensor, ...], other: tuple[torch.Tensor, ...]) -> None
 @pytest.mark.parametrize("lengths", CUTS)
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flash2", "flex"])
-def test_same_as_a_mask(backend: str, causal: bool, lengths: tuple[int, ...]) -> None:
+def test_equal_to_a_mask(backend: str, causal: bool, lengths: tuple[int, ...]) -> None:
     same(attend(backend, lengths, causal), attend("mask", lengths, causal))
 
 
@@ -67,13 +66,13 @@ def test_windows_heads_and_scales(backend: str, causal: bool, keys: dict[str, An
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("backend", ["sdpa", "flex"])
 def test_softcap(backend: str, causal: bool) -> None:
-    found = attend(backend, CUTS[0], causal, softcap=0.5)
-    same(found, attend("mask", CUTS[0], causal, softcap=0.5))
+    results = attend(backend, CUTS[0], causal, softcap=0.5)
+    same(results, attend("mask", CUTS[0], causal, softcap=0.5))
     with pytest.raises(AssertionError):
-        same(found, attend("mask", CUTS[0], causal))
+        same(results, attend("mask", CUTS[0], causal))
 
 
-def test_what_a_backend_can_t_do_is_said() -> None:
+def test_unsupported_options_are_refused() -> None:
     with pytest.raises(ValueError, match="attention varlen has no softcap: choose another, or auto"):
         attend("varlen", CUTS[0], True, softcap=0.5)
     with pytest.raises(ValueError, match="attention flex has no dropout"):
@@ -83,13 +82,13 @@ def test_what_a_backend_can_t_do_is_said() -> None:
 @pytest.mark.parametrize("window", [0, 1, 100, 130, 300])
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("lengths", [(512,), (128, 128, 256), (1, 300, 90, 121, 77), (40,) * 15, (127, 129, 1, 255)])
-def test_blocks_are_those_that_the_pairs_make(lengths: tuple[int, ...], causal: bool, window: int) -> None:
-    """FlexAttention's blocks, made from segments, against all pairs of tokens."""
+def test_blocks_equal_those_of_all_pairs(lengths: tuple[int, ...], causal: bool, window: int) -> None:
+    """FlexAttention's blocks, computed from segments, against all pairs of tokens."""
     segments = Segments.of(lengths, torch.device("cpu"))
     tokens, side = sum(lengths), flex.BLOCK
     at = torch.arange(tokens)
     distance = at[:, None] - at[None, :]
-    seen = segments.owner[:, None] == segments.owner[None, :]
+    seen = segments.segment_index[:, None] == segments.segment_index[None, :]
     if causal:
         seen &= distance >= 0
     if window:
@@ -101,23 +100,23 @@ def test_blocks_are_those_that_the_pairs_make(lengths: tuple[int, ...], causal: 
     some, every = tiles.any(3).any(1), tiles.all(3).all(1)
     mask = flex.block_mask(segments, causal, window)
 
-    def dense(number: Any, which: Any) -> torch.Tensor:
-        found = torch.zeros(count, count, dtype=torch.bool)
+    def dense(number: Any, indices: Any) -> torch.Tensor:
+        blocks = torch.zeros(count, count, dtype=torch.bool)
         for row in range(count):
-            found[row, which[0, 0, row, : number[0, 0, row]].long()] = True
-        return found
+            blocks[row, indices[0, 0, row, : number[0, 0, row]].long()] = True
+        return blocks
 
-    whole, part = dense(mask.full_kv_num_blocks, mask.full_kv_indices), dense(mask.kv_num_blocks, mask.kv_indices)
-    assert torch.equal(whole, every)
-    # A block that is looked into in vain costs time only; with a window, a few are.
+    full, part = dense(mask.full_kv_num_blocks, mask.full_kv_indices), dense(mask.kv_num_blocks, mask.kv_indices)
+    assert torch.equal(full, every)
+    # With a window, a few blocks without any pair are computed too, which costs only time.
     assert not (some & ~every & ~part).any()
-    assert not (whole & part).any()
+    assert not (full & part).any()
     if not window:
         assert torch.equal(part, some & ~every)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "softcap", "dropout", "have", "expected"),
+    ("dtype", "softcap", "dropout", "available", "expected"),
     [
         (torch.bfloat16, False, False, {"flash2", "varlen", "flex"}, "varlen"),
         (torch.bfloat16, False, False, {"flash2", "flex"}, "flex"),
@@ -128,21 +127,26 @@ def test_blocks_are_those_that_the_pairs_make(lengths: tuple[int, ...], causal: 
         (torch.bfloat16, False, True, {"flash2", "varlen", "flex"}, "flash2"),
     ],
 )
-def test_auto_takes_the_first_that_fits(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, softcap: bool, dropout: bool, have: set[str], expected: str
+def test_auto_takes_the_first_backend_that_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    dtype: torch.dtype,
+    softcap: bool,
+    dropout: bool,
+    available: set[str],
+    expected: str,
 ) -> None:
-    monkeypatch.setattr(attention, "installed", lambda backend: backend in have)
-    choose.cache_clear()
-    assert choose("auto", "cuda", dtype, softcap, dropout) == expected
-    assert choose("flex", "cuda", dtype) == "flex"
-    assert choose("auto", "cpu", dtype) == "sdpa"
-    choose.cache_clear()
+    monkeypatch.setattr(attention, "backend_available", lambda backend: backend in available)
+    choose_backend.cache_clear()
+    assert choose_backend("auto", "cuda", dtype, softcap, dropout) == expected
+    assert choose_backend("flex", "cuda", dtype) == "flex"
+    assert choose_backend("auto", "cpu", dtype) == "sdpa"
+    choose_backend.cache_clear()
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
-def test_no_backend_lets_a_token_see_what_it_must_not(backend: str) -> None:
-    """The whole model: another last token of a segment changes, causally, nothing else; otherwise its segment only."""
-    from biphasic.model.packed import encode
+def test_no_backend_attends_to_other_segments(backend: str) -> None:
+    """In a complete model, a segment's last token changes itself alone (causal), or its segment alone."""
+    from biphasic.model.forward import packed_forward
 
     model, lengths = backbone("llama"), CUTS[0]
     tokens = torch.arange(21)
@@ -150,11 +154,11 @@ def test_no_backend_lets_a_token_see_what_it_must_not(backend: str) -> None:
     changed[13] = 95  # the last one of the second segment
     for causal, expected in ((True, [13]), (False, list(range(5, 14)))):
         with torch.no_grad():
-            one, other = (
-                encode(model, t, Segments.of(lengths, tokens.device, attention=backend), causal)
+            before, after = (
+                packed_forward(model, t, Segments.of(lengths, tokens.device, attention=backend), causal)
                 for t in (tokens, changed)
             )
-        assert ((one - other).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
+        assert ((before - after).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Any supported decoder's folder is a start: same loss as its own code, room for a mask token, errors in one line."""
+"""Training can start from any supported decoder: same loss as its own code, room for a mask token, errors of one line."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from backbones import backbone
-from biphasic.config.errors import UserError
+from backbones import TESTED_FAMILIES, backbone
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
 from biphasic.model import attention
-from biphasic.model.backbone import TESTED_FAMILIES, load_language_model
+from biphasic.model.backbone import load_language_model
 from biphasic.model.packing_probe import packing_problem
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
@@ -24,7 +24,7 @@ DECODERS = [family for family in TESTED_FAMILIES if family != "eurobert"]
 
 
 def decoder(family: str, folder: Path, **changes: Any) -> Any:
-    """A small random model of the family, saved as the hub has it."""
+    """Save a small random model of the family, as on the hub."""
     config = AutoConfig.for_model(
         family,
         vocab_size=WORDS,
@@ -47,20 +47,20 @@ def decoder(family: str, folder: Path, **changes: Any) -> Any:
 
 
 @pytest.mark.parametrize("family", DECODERS)
-def test_clm_loss_is_the_family_s_own(family: str, tmp_path: Path) -> None:
-    theirs = decoder(family, tmp_path)
-    ours = load_language_model(str(tmp_path))
+def test_clm_loss_equals_the_family_s_own(family: str, tmp_path: Path) -> None:
+    original = decoder(family, tmp_path)
+    model = load_language_model(str(tmp_path))
     tokens = torch.randint(WORDS, (3, 17), generator=torch.Generator().manual_seed(1))
-    expected = theirs(input_ids=tokens, labels=tokens).loss
+    expected = original(input_ids=tokens, labels=tokens).loss
     targets = clm_targets(tokens, torch.ones_like(tokens))
-    total, count = ours(tokens.flatten(), targets.flatten(), Segments.of([17] * 3, tokens.device), causal=True)
+    total, count = model(tokens.flatten(), targets.flatten(), Segments.of([17] * 3, tokens.device), causal=True)
     assert abs(float(total / count) - float(expected)) < 1e-5
-    assert ours.architecture().parameters <= sum(p.numel() for p in ours.parameters()) + 2 * 2 * 32
+    assert model.architecture().parameters <= sum(p.numel() for p in model.parameters()) + 2 * 2 * 32
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_widening_keeps_what_was_there(family: str, tmp_path: Path) -> None:
-    """Llama's head is apart from the embedding, Gemma's is tied to it, and both stay so."""
+def test_widening_keeps_weights_and_tying(family: str, tmp_path: Path) -> None:
+    """Llama's head is untied, Gemma's is tied."""
     decoder(family, tmp_path)
     before, after = load_language_model(str(tmp_path)), load_language_model(str(tmp_path))
     after.widen(WORDS + 3)
@@ -84,19 +84,19 @@ def test_a_decoder_without_a_mask_token_becomes_an_encoder(write_yaml: Write, tm
     for file in local.iterdir():
         file.unlink()
     PreTrainedTokenizerFast(tokenizer_object=vocabulary, eos_token="<|eos|>").save_pretrained(local)
-    # The small vocabulary has the mask's name in it already; take that away, as in a decoder's tokenizer.
+    # Remove the mask token's name from the vocabulary, as in a decoder's tokenizer.
     text = (local / "tokenizer.json").read_text().replace("<|mask|>", "w_unused")
     (local / "tokenizer.json").write_text(text)
     tokenizer = load_tokenizer(str(local))
     assert tokenizer.mask_id == WORDS
-    found = losses(train(config_of(path)))
-    assert found[-1] < found[0]
+    values = losses(train(config_of(path)))
+    assert values[-1] < values[0]
     trained = load_language_model(str(tmp_path / "runs" / "run" / "checkpoints" / "ba12-rank0.pt"))
     assert trained.config.model_type == "qwen3"
     assert trained.lm_head.weight.shape[0] == WORDS + 1
 
 
-def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
+def test_unusable_folders_are_errors_of_one_line(tmp_path: Path) -> None:
     decoder("llama", tmp_path / "llama")
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"cut off")
     (tmp_path / "empty").mkdir()
@@ -111,12 +111,12 @@ def test_what_is_no_model_is_said_in_one_line(tmp_path: Path) -> None:
     [
         ("stablelm", "its layers don't pass segments on to their attention function"),
         ("nemotron", "its layers don't pass segments on to their attention function"),
-        ("mamba", "its segments see each other"),
-        ("jamba", "its segments see each other"),
+        ("mamba", "tokens attend to other segments"),
+        ("jamba", "tokens attend to other segments"),
         ("gpt_oss", r"its code fails \(ValueError: attention sinks are not supported\)"),
     ],
 )
-def test_a_family_that_can_t_be_packed_is_refused_by_name(family: str, problem: str, tmp_path: Path) -> None:
+def test_families_that_can_t_be_packed_are_refused(family: str, problem: str, tmp_path: Path) -> None:
     decoder(family, tmp_path)
     with pytest.raises(UserError, match=f"{family} can't be trained on packed segments: {problem}") as caught:
         load_language_model(str(tmp_path))
@@ -134,26 +134,25 @@ def test_a_family_whose_attention_can_t_be_replaced_is_refused(tmp_path: Path) -
 @pytest.mark.parametrize(
     ("broken", "problem"),
     [
-        ("leaks", "its segments see each other"),
-        ("always causal", "its layers can't be made to look both ways"),
-        ("never causal", "its layers can't be made to look back only"),
+        ("leaks", "tokens attend to other segments"),
+        ("always causal", "its layers can't be made bidirectional"),
+        ("never causal", "its layers can't be made causal"),
         ("another scale", "its hidden states are not those of its own attention"),
     ],
 )
-def test_what_the_probe_notices(broken: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An attention that is wrong in one way at a time."""
-    compute = attention.COMPUTE["sdpa"]
+def test_the_probe_finds_wrong_attention(broken: str, problem: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    compute = attention.BACKEND_FUNCTIONS["sdpa"]
 
-    def wrong(query: Any, key: Any, value: Any, segments: Segments, scoring: attention.Scoring) -> Any:
+    def wrong(query: Any, key: Any, value: Any, segments: Segments, options: attention.AttentionOptions) -> Any:
         if broken == "leaks":
             segments = Segments.of([query.shape[2]], query.device)
         elif broken == "another scale":
-            scoring = scoring._replace(scale=2 * scoring.scale)
+            options = options._replace(scale=2 * options.scale)
         else:
-            scoring = scoring._replace(causal=broken == "always causal")
-        return compute(query, key, value, segments, scoring)
+            options = options._replace(causal=broken == "always causal")
+        return compute(query, key, value, segments, options)
 
     model = backbone("llama")
     assert packing_problem(model) is None
-    monkeypatch.setitem(attention.COMPUTE, "sdpa", wrong)
+    monkeypatch.setitem(attention.BACKEND_FUNCTIONS, "sdpa", wrong)
     assert packing_problem(model) == problem

@@ -1,4 +1,4 @@
-"""From hidden states to embeddings, and what a model's files say of them: against sentence-transformers itself."""
+"""Pooling and sentence-transformers' settings, against sentence-transformers itself."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import pytest
 import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Transformer
-from sentence_transformers.sentence_transformer.modules import Pooling as TheirPooling
+from sentence_transformers.sentence_transformer.modules import Pooling as ReferencePooling
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
 
-from biphasic.config.errors import UserError
 from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
 from biphasic.export.write import export_encoder
 from biphasic.model.encoder import load_encoder
-from biphasic.model.fresh import from_hf_config
-from biphasic.model.pooling import Pooling, Sentences, read_sentences
+from biphasic.model.initialization import from_hf_config
+from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 from tiny import WORDS, write_tokenizer
 
@@ -70,7 +70,7 @@ def written(bert: Path, folder: Path, *after: Any, **settings: Any) -> Path:
 @pytest.fixture(scope="module")
 def averaged(bert: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """With mean pooling; to be copied."""
-    return written(bert, tmp_path_factory.mktemp("averaged") / "model", TheirPooling(32, "mean"))
+    return written(bert, tmp_path_factory.mktemp("averaged") / "model", ReferencePooling(32, "mean"))
 
 
 def change(file: Path, **changes: Any) -> None:
@@ -84,19 +84,19 @@ def embeddings(folder: Path, texts: Sequence[str] = TEXTS, prompt: str = "") -> 
     return encoder.embed(encoder.tokenize(texts, prompt)).numpy()
 
 
-def theirs(folder: Path, **settings: Any) -> np.ndarray:
+def reference(folder: Path, **settings: Any) -> np.ndarray:
     model = SentenceTransformer(str(folder), device="cpu")
     return np.asarray(model.encode(TEXTS, batch_size=4, convert_to_numpy=True, **settings))
 
 
-def close(found: np.ndarray, expected: np.ndarray) -> bool:
-    return found.shape == expected.shape and float(np.abs(found - expected).max()) < 1e-5
+def close(result: np.ndarray, expected: np.ndarray) -> bool:
+    return result.shape == expected.shape and float(np.abs(result - expected).max()) < 1e-5
 
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_each_mode_is_theirs(mode: PoolingMode, normalize: bool) -> None:
-    """On texts without any padding, and on the same in a padded batch, whose padding is anything."""
+def test_each_mode_equals_sentence_transformers(mode: PoolingMode, normalize: bool) -> None:
+    """On packed texts, against a padded batch with random values at padding."""
     generator = torch.Generator().manual_seed(0)
     lengths = [5, 1, 9, 2, 1, 9]
     hidden = torch.randn(sum(lengths), 16, generator=generator) - 1  # maxima below 0, too
@@ -104,12 +104,12 @@ def test_each_mode_is_theirs(mode: PoolingMode, normalize: bool) -> None:
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     padded[mask] = hidden
     features: dict[str, Any] = {"token_embeddings": padded, "attention_mask": mask.long()}
-    expected = TheirPooling(16, mode)(features)
+    expected = ReferencePooling(16, mode)(features)
     expected = (Normalize()(expected) if normalize else expected)["sentence_embedding"]
     segments = Segments.of(lengths, torch.device("cpu"))
-    found = Pooling(mode, normalize)(hidden, segments)
-    torch.testing.assert_close(found, expected, atol=1e-6, rtol=1e-6)
-    assert (found.norm(dim=1) - 1).abs().max() < 1e-5 or not normalize
+    pooled = Pooling(mode, normalize)(hidden, segments)
+    torch.testing.assert_close(pooled, expected, atol=1e-6, rtol=1e-6)
+    assert (pooled.norm(dim=1) - 1).abs().max() < 1e-5 or not normalize
     half = Pooling(mode, normalize)(hidden.bfloat16(), segments)
     assert half.dtype == torch.float32
     exact = Pooling(mode, normalize)(hidden.bfloat16().float(), segments)
@@ -118,18 +118,18 @@ def test_each_mode_is_theirs(mode: PoolingMode, normalize: bool) -> None:
 
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("mode", MODES)
-def test_folders_of_theirs(bert: Path, tmp_path: Path, mode: PoolingMode, normalize: bool) -> None:
-    folder = written(bert, tmp_path / "model", TheirPooling(32, mode), *([Normalize()] if normalize else []))
-    said = read_sentences(str(folder))
-    assert said.pooling == Pooling(mode, normalize)
-    assert (said.default_prompt, said.lowercase, said.similarity) == (None, False, "cosine")
-    assert not any(said.prompts.values())
-    assert close(embeddings(folder), theirs(folder))
+def test_folders_of_sentence_transformers(bert: Path, tmp_path: Path, mode: PoolingMode, normalize: bool) -> None:
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, mode), *([Normalize()] if normalize else []))
+    settings = read_sentence_settings(str(folder))
+    assert settings.pooling == Pooling(mode, normalize)
+    assert (settings.default_prompt, settings.lowercase, settings.similarity) == (None, False, "cosine")
+    assert not any(settings.prompts.values())
+    assert close(embeddings(folder), reference(folder))
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_folders_from_before_version_6(averaged: Path, tmp_path: Path, mode: PoolingMode) -> None:
-    """With a key for each mode, and the old names of modules."""
+    """With a flag for each mode, and the old names of modules."""
     folder = shutil.copytree(averaged, tmp_path / "model")
     names = {"cls": "cls_token", "max": "max_tokens", "mean": "mean_tokens", "lasttoken": "lasttoken"}
     content = {f"pooling_mode_{name}": one == mode for one, name in names.items()}
@@ -141,11 +141,11 @@ def test_folders_from_before_version_6(averaged: Path, tmp_path: Path, mode: Poo
         json.dumps([{"idx": at, "name": str(at), "path": path, "type": f"sentence_transformers.models.{kind}"}
                     for at, (path, kind) in enumerate(kinds)])
     )  # fmt: skip
-    assert read_sentences(str(folder)).pooling == Pooling(mode, True)
-    assert close(embeddings(folder), theirs(folder))
+    assert read_sentence_settings(str(folder)).pooling == Pooling(mode, True)
+    assert close(embeddings(folder), reference(folder))
 
 
-def test_our_own_export(tmp_path: Path) -> None:
+def test_an_export_s_settings(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     config = LlamaConfig(
         vocab_size=WORDS, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -155,16 +155,16 @@ def test_our_own_export(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     out = tmp_path / "out"
     export_encoder(from_hf_config(config, 0).backbone, tokenizer, out, "card", prompts=prompts, max_length=12)
-    said = read_sentences(str(out))
-    assert said == Sentences(prompts=prompts, longest=12, pooling=Pooling("mean"))
+    settings = read_sentence_settings(str(out))
+    assert settings == SentenceSettings(prompts=prompts, max_length=12, pooling=Pooling("mean"))
     assert load_encoder(str(out)).pooling == Pooling("mean")
 
 
-def test_a_folder_without_their_files_says_nothing(bert: Path) -> None:
-    assert read_sentences(str(bert)) == Sentences()
+def test_a_folder_without_settings_has_the_defaults(bert: Path) -> None:
+    assert read_sentence_settings(str(bert)) == SentenceSettings()
     encoder = load_encoder(str(bert))
     assert encoder.pooling == Pooling("mean")
-    encoder.choose_pooling(Pooling("cls"))
+    encoder.set_pooling(Pooling("cls"))
     assert encoder.pooling == Pooling("cls")
 
 
@@ -172,23 +172,23 @@ def test_lower_case(averaged: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(averaged, tmp_path / "model")
     as_written = embeddings(folder)
     change(folder / "sentence_bert_config.json", do_lower_case=True)
-    assert read_sentences(str(folder)).lowercase
+    assert read_sentence_settings(str(folder)).lowercase
     lowered = embeddings(folder)
-    assert close(lowered, theirs(folder))
+    assert close(lowered, reference(folder))
     assert close(lowered[[3]], as_written[[0]]) and not close(as_written[[3]], as_written[[0]])
-    assert close(embeddings(folder, prompt="QUERY: "), theirs(folder, prompt="QUERY: "))
+    assert close(embeddings(folder, prompt="QUERY: "), reference(folder, prompt="QUERY: "))
 
 
 @pytest.mark.parametrize("mode", ["mean", "lasttoken"])
-def test_where_texts_are_cut(bert: Path, tmp_path: Path, mode: PoolingMode) -> None:
-    """The prompt counts; what the tokenizer puts around a text stays."""
-    folder = written(bert, tmp_path / "model", TheirPooling(32, mode))
+def test_texts_are_cut_at_the_maximum_length(bert: Path, tmp_path: Path, mode: PoolingMode) -> None:
+    """The prompt counts, and special tokens are kept."""
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, mode))
     whole = embeddings(folder)
-    assert close(whole, theirs(folder))
+    assert close(whole, reference(folder))
     change(folder / "sentence_bert_config.json", max_seq_length=6)
-    assert read_sentences(str(folder)).longest == 6 == load_encoder(str(folder)).max_length
+    assert read_sentence_settings(str(folder)).max_length == 6 == load_encoder(str(folder)).max_length
     for prompt in ("", "query: ", "about: about: about: about: about: "):
-        assert close(embeddings(folder, prompt=prompt), theirs(folder, prompt=prompt))
+        assert close(embeddings(folder, prompt=prompt), reference(folder, prompt=prompt))
     cut = embeddings(folder)
     differ = [at for at in range(len(TEXTS)) if not close(cut[[at]], whole[[at]])]
     assert differ == [4, 5]
@@ -196,27 +196,27 @@ def test_where_texts_are_cut(bert: Path, tmp_path: Path, mode: PoolingMode) -> N
 
 def test_prompts(bert: Path, tmp_path: Path) -> None:
     prompts = {"query": "query: ", "document": "document: ", "any": "about: "}
-    folder = written(bert, tmp_path / "model", TheirPooling(32, "cls"), prompts=prompts, default_prompt_name="any")
-    said = read_sentences(str(folder))
-    assert (said.prompts, said.default_prompt) == (prompts, "any")
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, "cls"), prompts=prompts, default_prompt_name="any")
+    settings = read_sentence_settings(str(folder))
+    assert (settings.prompts, settings.default_prompt) == (prompts, "any")
     encoder = load_encoder(str(folder))
     for name in prompts:
-        assert close(embeddings(folder, prompt=encoder.prompts[name]), theirs(folder, prompt_name=name))
-    assert close(embeddings(folder, prompt="about: "), theirs(folder))  # the default one
-    assert not close(embeddings(folder), theirs(folder))
+        assert close(embeddings(folder, prompt=encoder.prompts[name]), reference(folder, prompt_name=name))
+    assert close(embeddings(folder, prompt="about: "), reference(folder))  # the default one
+    assert not close(embeddings(folder), reference(folder))
 
 
 @pytest.mark.parametrize("similarity", ["cosine", "dot"])
 def test_similarity(bert: Path, tmp_path: Path, similarity: str) -> None:
-    folder = written(bert, tmp_path / "model", TheirPooling(32, "mean"), similarity_fn_name=similarity)
-    assert read_sentences(str(folder)).similarity == similarity
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean"), similarity_fn_name=similarity)
+    assert read_sentence_settings(str(folder)).similarity == similarity
 
 
 POOLING, ABOUT = "1_Pooling/config.json", "config_sentence_transformers.json"
 REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no pooling file": (
         lambda folder: (folder / POOLING).unlink(),
-        r"names 1_Pooling/config\.json, which is missing: without it nobody",
+        r"names 1_Pooling/config\.json, which is missing: copy the complete folder",
     ),
     "two modes": (
         lambda folder: change(folder / POOLING, pooling_mode=["cls", "mean"]),
@@ -244,7 +244,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another similarity": (
         lambda folder: change(folder / ABOUT, similarity_fn_name="euclidean"),
-        r"compares embeddings by euclidean; here",
+        r"compares embeddings by euclidean; only",
     ),
     "default prompt that isn't there": (
         lambda folder: change(folder / ABOUT, default_prompt_name="web"),
@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda folder: (folder / "modules.json").write_text(
             (folder / "modules.json").read_text().replace('"path": ""', '"path": "0_Transformer"')
         ),
-        r"modules\.json has Transformer, Pooling; here a model is a Transformer in the folder itself",
+        r"modules\.json has Transformer, Pooling; supported are a Transformer in the folder itself",
     ),
     "damaged modules": (lambda folder: (folder / "modules.json").write_text("[{"), r"modules\.json can't be read \("),
     "damaged pooling": (lambda folder: (folder / POOLING).write_text(""), r"1_Pooling/config\.json can't be read \("),
@@ -271,29 +271,31 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_is_not_done_here_is_refused(averaged: Path, tmp_path: Path, case: str) -> None:
-    """In one line, by the encoder's loader too."""
-    spoil, said = REFUSED[case]
+def test_unsupported_and_damaged_settings_are_refused(averaged: Path, tmp_path: Path, case: str) -> None:
+    """In one line, also by `load_encoder`."""
+    damage, message = REFUSED[case]
     folder = shutil.copytree(averaged, tmp_path / "model")
-    read_sentences(str(folder))
-    spoil(folder)
-    with pytest.raises(UserError, match=said) as caught:
-        read_sentences(str(folder))
+    read_sentence_settings(str(folder))
+    damage(folder)
+    with pytest.raises(UserError, match=message) as caught:
+        read_sentence_settings(str(folder))
     assert str(caught.value).startswith(f"model {folder}: ") and "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=said):
+    with pytest.raises(UserError, match=message):
         load_encoder(str(folder))
 
 
 def test_a_layer_on_top_is_refused(bert: Path, tmp_path: Path) -> None:
-    folder = written(bert, tmp_path / "model", TheirPooling(32, "mean"), Dense(32, 8))
-    with pytest.raises(UserError, match=r"its modules\.json has Transformer, Pooling, Dense; here a model is"):
-        read_sentences(str(folder))
+    folder = written(bert, tmp_path / "model", ReferencePooling(32, "mean"), Dense(32, 8))
+    with pytest.raises(UserError, match=r"its modules\.json has Transformer, Pooling, Dense; supported are"):
+        read_sentence_settings(str(folder))
 
 
 def test_prompts_left_out_of_the_pooling_without_any(bert: Path, tmp_path: Path) -> None:
-    """Nothing to leave out: nothing to refuse."""
-    folder = written(bert, tmp_path / "model", TheirPooling(32, "mean", include_prompt=False), prompts={"query": ""})
-    assert read_sentences(str(folder)).pooling == Pooling("mean")
+    """There is nothing to leave out."""
+    folder = written(
+        bert, tmp_path / "model", ReferencePooling(32, "mean", include_prompt=False), prompts={"query": ""}
+    )
+    assert read_sentence_settings(str(folder)).pooling == Pooling("mean")
     shutil.rmtree(folder / "1_Pooling")
     with pytest.raises(UserError, match="which is missing"):
-        read_sentences(str(folder))
+        read_sentence_settings(str(folder))

@@ -7,7 +7,7 @@ import torch
 
 from biphasic.model.losses import IGNORE
 from biphasic.objectives.clm import clm_targets
-from biphasic.objectives.draws import BITS, below, draw
+from biphasic.objectives.counter_rng import BITS, random_integers, with_probability
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 
 WORDS = Vocabulary(size=1000, mask_id=3, special_ids=(0, 1, 2, 3))
@@ -26,7 +26,7 @@ def test_clm_predicts_the_next_token_of_the_segment() -> None:
 
 
 @pytest.mark.parametrize("ratio", [0.2, 0.4, 0.5])
-def test_mlm_masks_that_share_and_predicts_only_them(ratio: float) -> None:
+def test_mlm_masks_the_given_share_and_predicts_only_masked_tokens(ratio: float) -> None:
     tokens, segments, rows = rows_of(400)
     inputs, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=ratio)
     masked = targets != IGNORE
@@ -46,7 +46,7 @@ def test_special_tokens_and_padding_are_never_masked() -> None:
     assert (targets[:, -10:] == IGNORE).all()
 
 
-def test_replacement_split() -> None:
+def test_replacement_shares() -> None:
     tokens, segments, rows = rows_of(400)
     inputs, targets = mlm_inputs_and_targets(
         tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.5, random_share=0.1, keep_share=0.1
@@ -60,7 +60,7 @@ def test_replacement_split() -> None:
     assert others.unique().numel() > 900
 
 
-def test_next_target_is_read_one_position_before() -> None:
+def test_next_target_is_predicted_one_position_before() -> None:
     tokens, segments, rows = rows_of(20, 64)
     segments[:, 30:] = 2
     inputs, targets = mlm_inputs_and_targets(
@@ -77,20 +77,20 @@ def test_next_target_is_read_one_position_before() -> None:
 def test_masks_depend_on_seed_epoch_row_and_position_only() -> None:
     tokens, segments, rows = rows_of(8)
     arguments = {"seed": 5, "epoch": 2, "masking_ratio": 0.4}
-    whole = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **arguments)[0]
+    all_rows = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **arguments)[0]
     order = torch.tensor([6, 1, 3])
     part = mlm_inputs_and_targets(tokens[order], segments[order], rows[order], WORDS, **arguments)[0]
-    assert torch.equal(part, whole[order])
+    assert torch.equal(part, all_rows[order])
     for change in ({"seed": 6}, {"epoch": 3}):
         other = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **{**arguments, **change})[0]
-        assert not torch.equal(other, whole)
-    assert not torch.equal(mlm_inputs_and_targets(tokens, segments, rows + 1, WORDS, **arguments)[0], whole)
+        assert not torch.equal(other, all_rows)
+    assert not torch.equal(mlm_inputs_and_targets(tokens, segments, rows + 1, WORDS, **arguments)[0], all_rows)
 
 
-def test_draws_are_fixed_numbers_and_look_uniform() -> None:
-    # Golden: another machine, another torch, must draw the same masks for a resumed run to be the same run.
-    assert draw(42, 1, 0, torch.tensor([0, 7]), 3).tolist() == GOLDEN
-    draws = draw(1, 1, 0, torch.arange(1000), 1000)
+def test_random_integers_are_fixed_and_uniform() -> None:
+    # Golden: another machine, another torch, must give the same masks, so that a resumed run is the same run.
+    assert random_integers(42, 1, 0, torch.tensor([0, 7]), 3).tolist() == GOLDEN
+    draws = random_integers(1, 1, 0, torch.arange(1000), 1000)
     assert draws.min() >= 0
     assert draws.max() < 1 << BITS
     share = draws.float() / (1 << BITS)
@@ -98,7 +98,7 @@ def test_draws_are_fixed_numbers_and_look_uniform() -> None:
     # Neighbouring rows and positions are uncorrelated.
     for a, b in ((share[1:], share[:-1]), (share[:, 1:], share[:, :-1])):
         assert abs(torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]) < 0.005
-    assert abs(below(draws, 0.3).float().mean() - 0.3) < 0.003
+    assert abs(with_probability(draws, 0.3).float().mean() - 0.3) < 0.003
 
 
 GOLDEN = [[1869292390, 1492701840, 779763677], [2297186077, 3920771214, 242905559]]

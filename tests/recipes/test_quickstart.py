@@ -1,4 +1,4 @@
-"""The quickstart's bookkeeping: what is done is not done again, what changed is, what was interrupted goes on."""
+"""The quickstart repeats changed steps, skips those that are done, and continues those that were interrupted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def quickstart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     return module
 
 
-def test_what_the_steps_read_is_there_and_what_they_need_comes_before(quickstart: ModuleType) -> None:
+def test_steps_read_existing_files_and_follow_those_they_need(quickstart: ModuleType) -> None:
     seen: set[str] = set()
     for step in quickstart.STEPS:
         assert set(step.after) <= seen, step.name
@@ -32,7 +32,7 @@ def test_what_the_steps_read_is_there_and_what_they_need_comes_before(quickstart
         seen.add(step.name)
 
 
-def test_done_changed_and_interrupted(
+def test_done_changed_and_interrupted_steps(
     quickstart: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)  # main() changes folder; this puts it back
@@ -56,10 +56,10 @@ def test_done_changed_and_interrupted(
     monkeypatch.setattr(quickstart, "RUN", run)
     one, two = tmp_path / "one", tmp_path / "two"
 
-    # The second step fails until a file appears: what it has written stays, and it goes on from there.
+    # The second step fails until a file appears: its output stays, and it continues from there.
     monkeypatch.setattr(quickstart, "STEPS", steps("sys.exit(not pathlib.Path('mended').exists())"))
     assert quickstart.main() == 1
-    assert "run it again to go on" in capfd.readouterr().err
+    assert "the same command continues here" in capfd.readouterr().err
     (tmp_path / "mended").touch()
     assert quickstart.main() == 0
     out = capfd.readouterr().out

@@ -1,4 +1,4 @@
-"""Means, intervals and tests against scipy's own, and where they have nothing to say."""
+"""Means, intervals and tests against scipy's own, and values for which they are undefined."""
 
 from __future__ import annotations
 
@@ -6,24 +6,27 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from biphasic.report.statistics import Difference, Mean, deviation, holm, mean_interval, paired_difference
+from biphasic.report.statistics import Difference, Interval, deviation, holm, mean_interval, paired_difference
 
 
-def test_the_t_interval() -> None:
+def test_intervals_are_those_of_scipy() -> None:
     generator = np.random.default_rng(0)
     for count in (2, 3, 5, 30):
         values = generator.normal(0.8, 0.02, count)
-        found = mean_interval(list(values))
+        interval = mean_interval(list(values))
         low, high = stats.t.interval(0.95, count - 1, loc=values.mean(), scale=stats.sem(values))
-        assert found.half is not None
-        assert (found.mean - found.half, found.mean + found.half) == (pytest.approx(low), pytest.approx(high))
-        assert found.count == count
+        assert interval.half is not None
+        assert (interval.mean - interval.half, interval.mean + interval.half) == (
+            pytest.approx(low),
+            pytest.approx(high),
+        )
+        assert interval.count == count
     # By hand: 2.776 is t(0.975, 4).
     assert mean_interval([1.0, 2.0, 3.0, 4.0, 5.0]).half == pytest.approx(2.776445 * 1.5811388 / 5**0.5)
 
 
-def test_few_and_equal_values() -> None:
-    assert mean_interval([0.5]) == Mean(0.5, None, 1)
+def test_single_and_equal_values() -> None:
+    assert mean_interval([0.5]) == Interval(0.5, None, 1)
     assert mean_interval([0.1, 0.1, 0.1]).half == 0
     assert deviation([0.1]) is None
     assert deviation([0.1, 0.3]) == pytest.approx(np.std([0.1, 0.3], ddof=1))
@@ -34,23 +37,23 @@ def test_few_and_equal_values() -> None:
 def test_pairs_are_by_seed() -> None:
     generator = np.random.default_rng(1)
     first, noise = generator.normal(0.8, 0.05, 5), generator.normal(0.01, 0.004, 5)
-    ours = {seed: float(value) for seed, value in enumerate(first)}
-    theirs = {seed: float(value) for seed, value in zip((4, 3, 2, 1, 0), (first - noise)[::-1], strict=True)}
-    theirs[9] = 0.1  # a seed that only one has
-    found = paired_difference(ours, theirs)
+    scores = {seed: float(value) for seed, value in enumerate(first)}
+    others = {seed: float(value) for seed, value in zip((4, 3, 2, 1, 0), (first - noise)[::-1], strict=True)}
+    others[9] = 0.1  # a seed that only one has
+    interval = paired_difference(scores, others)
     expected = stats.ttest_rel(first, first - noise)
-    assert found is not None
-    assert found.p == pytest.approx(expected.pvalue)
-    interval = expected.confidence_interval(0.95)
-    assert found.half == pytest.approx((interval.high - interval.low) / 2)
-    assert (found.mean, found.count) == (pytest.approx(noise.mean()), 5)
+    assert interval is not None
+    assert interval.p == pytest.approx(expected.pvalue)
+    bounds = expected.confidence_interval(0.95)
+    assert interval.half == pytest.approx((bounds.high - bounds.low) / 2)
+    assert (interval.mean, interval.count) == (pytest.approx(noise.mean()), 5)
     # Not paired, nothing would be seen.
     assert stats.ttest_ind(first, first - noise).pvalue > 0.5 > 0.05 > expected.pvalue
 
 
-def test_pairs_that_say_nothing() -> None:
+def test_p_of_single_and_equal_differences() -> None:
     assert paired_difference({0: 0.5}, {1: 0.5}) is None
-    assert paired_difference({0: 0.5}, {0: 0.25}) == Difference(0.25, None, None, 1)
+    assert paired_difference({0: 0.5}, {0: 0.25}) == Difference(0.25, None, 1, None)
     same = paired_difference({0: 0.5, 1: 0.7}, {0: 0.5, 1: 0.7})
     assert same is not None
     assert (same.mean, same.p) == (0, 1)

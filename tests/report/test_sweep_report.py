@@ -1,4 +1,4 @@
-"""A sweep's report: its numbers, computed here once more; what is missing; the same bytes from the same records."""
+"""A sweep's report: its numbers against scipy and numpy, missing trials, and the same bytes from the same records."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from scipy import stats
 
 from biphasic.report.__main__ import main
 from biphasic.report.sweep_report import report_files
-from biphasic.report.sweep_scores import gather
-from biphasic.storage import store
-from biphasic.sweep.records import Cell, Grid, Record, write_grid, write_record
+from biphasic.report.sweep_scores import collect_scores
+from biphasic.storage import open_store
+from biphasic.sweep.records import Cell, Grid, TrialRecord, write_grid, write_record
 from sweeps import MNLI, MSMARCO, RATES, SEEDS, SST2, grid_of, records_of
 
 NUMBERS = {name: number for number, name in enumerate(["sst2", "mnli-m", "mnli-mm", "msmarco", "nq"])}
@@ -31,11 +31,9 @@ def noisy(cell: Cell, name: str) -> tuple[float, float]:
     return base + noise.normal(0, 0.001), base + noise.normal(0, 0.005) + 0.003 * cell.seed
 
 
-def files_of(grid: Grid, records: dict[str, Record]) -> dict[str, str]:
-    found = report_files(gather(grid, records))
-    return {
-        name: content.decode() for name, content in found.items() if content is not None and not name.endswith("png")
-    }
+def files_of(grid: Grid, records: dict[str, TrialRecord]) -> dict[str, str]:
+    files = report_files(collect_scores(grid, records))
+    return {name: content.decode() for name, content in files.items() if content and not name.endswith("png")}
 
 
 def cells(page: str, heading: str, title: str) -> list[str]:
@@ -52,16 +50,16 @@ def test_numbers_of_the_main_table() -> None:
     def tests(model: str, name: str) -> np.ndarray:
         return np.array([noisy(Cell(model, "", 2e-5, seed), name)[1] for seed in SEEDS])
 
-    def said(values: np.ndarray) -> str:
+    def cell_of(values: np.ndarray) -> str:
         half = stats.t.ppf(0.975, len(values) - 1) * stats.sem(values)
         return f"{100 * values.mean():.2f} ± {100 * half:.2f} ({len(values)})"
 
     for name in NUMBERS:
         _, _, a, b = cells(page, "Test scores", name)
-        assert (a, b) == (said(tests("a", name)), f"**{said(tests('b', name)).partition(' (')[0]}** (3)")
+        assert (a, b) == (cell_of(tests("a", name)), f"**{cell_of(tests('b', name)).partition(' (')[0]}** (3)")
     # MNLI's two test sets count as one task.
     family = [(tests(model, "sst2") + (tests(model, "mnli-m") + tests(model, "mnli-mm")) / 2) / 2 for model in "ab"]
-    assert cells(page, "Test scores", "SC, mean")[2] == said(family[0])
+    assert cells(page, "Test scores", "SC, mean")[2] == cell_of(family[0])
     assert cells(page, "Chosen learning rates", "nq") == ["nq", "2e-5", "2e-5"]
     differences = page.split("## Differences between models\n", 1)[1]
     p = stats.ttest_rel(tests("a", "sst2"), tests("b", "sst2")).pvalue
@@ -69,29 +67,29 @@ def test_numbers_of_the_main_table() -> None:
     assert f"| {p:.4f} |" in line or "< 0.0001" in line
 
 
-def test_what_is_missing_is_never_a_zero() -> None:
+def test_a_missing_score_is_not_zero() -> None:
     grid = grid_of(models=("a", "b", "c"), tasks=(SST2, MNLI))
-    whole = records_of(grid, noisy)
+    complete = records_of(grid, noisy)
     records = {
         trial: record
-        for trial, record in whole.items()
+        for trial, record in complete.items()
         if record.cell.model == "a"
         or (record.cell.model == "b" and (record.cell.task, record.cell.seed) != ("mnli", 2))
     }
-    found = files_of(grid, records)
-    page = found["report.md"]
+    files = files_of(grid, records)
+    page = files["report.md"]
     assert cells(page, "Test scores", "sst2")[4] == "missing"
     assert "(2 of 3, rate open)" in cells(page, "Test scores", "mnli-m")[3]
     assert "(2 of 3, rate open)" in cells(page, "Test scores", "SC, mean")[3]
     assert cells(page, "Test scores", "SC, mean")[4] == "missing"
-    # What isn't whole is not the best.
+    # An incomplete mean is not the best.
     assert "**" not in cells(page, "Test scores", "mnli-m")[3]
-    assert f"{len(whole) - len(records)} trials are missing" in page
-    rows = list(csv.DictReader(io.StringIO(found["results.csv"])))
+    assert f"{len(complete) - len(records)} trials are missing" in page
+    rows = list(csv.DictReader(io.StringIO(files["results.csv"])))
     absent = [row for row in rows if row["status"] == "missing"]
     assert absent
     assert all(row["validation"] == row["test"] == "" for row in absent)
-    table = {(row["model"], row["name"]): row for row in csv.DictReader(io.StringIO(found["table.csv"]))}
+    table = {(row["model"], row["name"]): row for row in csv.DictReader(io.StringIO(files["table.csv"]))}
     assert table["c", "sst2"]["mean"] == ""
     assert float(table["a", "sst2"]["mean"]) == pytest.approx(
         np.mean([noisy(Cell("a", "", 2e-5, seed), "sst2")[1] for seed in SEEDS])
@@ -120,53 +118,34 @@ def test_no_records_one_seed_and_an_empty_grid() -> None:
     files_of(Grid((), (), (), (), {}), {})
 
 
-def test_halving_is_told() -> None:
-    grid = grid_of(models=tuple("abcdefgh"), halving={"keep": 0.5, "audit": 0.2})
-    whole = records_of(grid, noisy)
-    from biphasic.sweep.selection import audited, wanted
-
-    records: dict[str, Record] = {}
-    while names := wanted(grid, records):
-        records |= {name: whole[name] for name in names}
-    page = files_of(grid, records)["report.md"]
-    part = page.split("## Halving\n", 1)[1].split("\n## ", 1)[0]
-    left_out = len(grid.trials) - len(records)
-    assert left_out == (8 - len(audited(grid))) * 5
-    assert f"{left_out} pruned" in page
-    assert str(len(audited(grid))) in part
-    assert "0 of" in part
-    # What halving left out is no gap.
-    assert "missing" not in cells(page, "Test scores", "sst2")
-    assert "rate open" not in " ".join(cells(page, "Test scores", "sst2"))
-
-
-def test_the_same_bytes(tmp_path: Path) -> None:
+def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path) -> None:
     """Another process, another hash seed, records written in another order."""
     grid = grid_of(tasks=(SST2, MNLI, MSMARCO), steps={"a": 10000, "b": 42000})
     records = list(
         records_of(grid, lambda cell, name: None if (cell.lr, cell.seed) == (1e-4, 1) else noisy(cell, name)).items()
     )
-    found = []
-    for turn in range(2):
-        place = tmp_path / str(turn)
-        random.Random(turn).shuffle(records)
+    reports = []
+    for folder in (tmp_path / "first", tmp_path / "second"):
+        random.Random(str(folder.name)).shuffle(records)
         for _, record in records:
-            write_record(store(str(place)), record)
-        write_grid(store(str(place)), grid)
-        environment = {**os.environ, "PYTHONHASHSEED": str(turn + 1)}
-        command = [sys.executable, "-m", "biphasic.report", "."]
-        ran = subprocess.run(command, capture_output=True, env=environment, cwd=place)
-        assert ran.returncode == 0, ran.stderr
-        found.append({file.name: file.read_bytes() for file in (place / "report").iterdir()})
+            write_record(open_store(str(folder)), record)
+        write_grid(open_store(str(folder)), grid)
+        if not reports:
+            assert main([str(folder)]) == 0
+        else:
+            command = [sys.executable, "-m", "biphasic.report", "."]
+            ran = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "1"}, cwd=folder)
+            assert ran.returncode == 0, ran.stderr
+        reports.append({file.name: file.read_bytes() for file in (folder / "report").iterdir()})
     assert (
-        found[0].keys()
-        == found[1].keys()
+        reports[0].keys()
+        == reports[1].keys()
         >= {"report.md", "results.csv", "table.csv", "learning-rates.png", "steps.png"}
     )
-    for name, content in found[0].items():
-        assert content == found[1][name], name
-    assert found[0]["steps.png"].startswith(b"\x89PNG")
-    assert b"Software" not in found[0]["steps.png"]
+    for name, content in reports[0].items():
+        assert content == reports[1][name], name
+    assert reports[0]["steps.png"].startswith(b"\x89PNG")
+    assert b"Software" not in reports[0]["steps.png"]
 
 
 def test_stability_is_the_spread_over_seeds_and_rates() -> None:
@@ -188,15 +167,15 @@ def test_rates_near_the_best_are_those_within_a_point() -> None:
     assert "| 2 of 4 |" in line
 
 
-def test_what_is_no_sweep_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(tmp_path)]) == 2
-    assert "has no sweep.json: it is no sweep's output" in capsys.readouterr().err
+    assert "has no sweep.json: it is not a sweep's output" in capsys.readouterr().err
     grid = grid_of()
-    write_grid(store(str(tmp_path)), grid)
+    write_grid(open_store(str(tmp_path)), grid)
     (tmp_path / "trials").mkdir()
     (tmp_path / "trials" / f"{next(iter(grid.trials))}.json").write_text("{}")
     assert main([str(tmp_path)]) == 2
-    assert "is no trial's record" in capsys.readouterr().err
+    assert "is not a trial's record" in capsys.readouterr().err
     (tmp_path / "sweep.json").write_text("{")
     assert main([str(tmp_path)]) == 2
     assert "can't be read" in capsys.readouterr().err

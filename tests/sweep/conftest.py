@@ -1,41 +1,59 @@
-"""A sweep's YAML over small trials."""
+"""Sweeps of small trials, and one Ray for all of them."""
 
 from __future__ import annotations
 
 import json
 import os
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from biphasic.cluster import ray_session
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 
-HERE = Path(__file__).parent
-Sweep = Callable[..., SweepConfig]
+TESTS = str(Path(__file__).parents[1])
+LoadSweep = Callable[..., SweepConfig]
 
 
-@pytest.fixture(autouse=True)
-def small_trials(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Workers and other drivers import it by name."""
-    monkeypatch.syspath_prepend(str(HERE))
-    before = os.environ.get("PYTHONPATH")
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), *([before] if before else [])]))
-    monkeypatch.setenv("SMALL_TRIALS_LOG", str(tmp_path / "log"))
-    sys.modules.pop("small_trials", None)
+@pytest.fixture(autouse=True, scope="package")
+def small_trials() -> Iterator[None]:
+    """Workers and driver processes import `small_trials` by name."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])]))
+        yield
+
+
+@pytest.fixture(scope="module")
+def running_ray() -> Iterator[None]:
+    """One Ray; not for the session, in which tests of conversions start their own."""
+    with ray_session(None, 2, {"OMP_NUM_THREADS": "1"}):
+        yield
 
 
 @pytest.fixture
-def write_sweep(tmp_path: Path) -> Callable[..., Path]:
-    """The YAML; `models` are what each one's file says, other arguments replace keys."""
+def shared_ray(running_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sweeps of this test run on the module's Ray; starting their own takes seconds each."""
+    monkeypatch.setattr("biphasic.sweep.workers.ray_session", lambda *_: nullcontext())
+
+
+@pytest.fixture
+def log(tmp_path: Path) -> Path:
+    """The log of the test's trials."""
+    return tmp_path / "log"
+
+
+@pytest.fixture
+def write_sweep(tmp_path: Path, log: Path) -> Callable[..., Path]:
+    """Writes a sweep's YAML; `models` are the contents of the models' files, other arguments replace keys."""
 
     def write(models: dict[str, dict[str, Any]] | None = None, tasks: tuple[str, ...] = ("sst2",), **keys: Any) -> Path:
         for name, content in (models or {"m": {"do": "train"}}).items():
-            (tmp_path / f"{name}.model").write_text(json.dumps(content))
+            (tmp_path / f"{name}.model").write_text(json.dumps({**content, "log": str(log)}))
         for name in tasks:
             task = {"kind": "classification", "name": name, "data": str(tmp_path / "data" / name)}
             content = {"job": "finetune", "run_name": name, "model": {"path": "none"}, "task": task}
@@ -57,11 +75,11 @@ def write_sweep(tmp_path: Path) -> Callable[..., Path]:
 
 
 @pytest.fixture
-def sweep(write_sweep: Callable[..., Path]) -> Sweep:
-    """The same, loaded."""
+def sweep(write_sweep: Callable[..., Path]) -> LoadSweep:
+    """Writes a sweep's YAML and loads it."""
 
-    def make(*given: Any, **keys: Any) -> SweepConfig:
-        config = load(write_sweep(*given, **keys))
+    def make(*arguments: Any, **keys: Any) -> SweepConfig:
+        config = load(write_sweep(*arguments, **keys))
         assert isinstance(config, SweepConfig)
         return config
 

@@ -1,14 +1,20 @@
-"""A sweep of small trials as a process of its own: python drive.py FILE.yaml [key=value ...]"""
+"""A sweep of small trials as its own process: python drive.py FILE.yaml [key=value ...]"""
 
 from __future__ import annotations
 
 import sys
 
+from biphasic.checkpointing import run_lock
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
+from biphasic.errors import UserError
 from biphasic.sweep.run import run
 
 if __name__ == "__main__":
+    run_lock.HEARTBEAT_SECONDS = 0.2
     config = load(sys.argv[1], sys.argv[2:])
     assert isinstance(config, SweepConfig)
-    sys.exit(run(config, module="small_trials"))
+    try:
+        sys.exit(run(config, module="small_trials"))
+    except UserError as error:
+        sys.exit(str(error))

@@ -1,10 +1,8 @@
-"""A sweep whose driver is killed, for real and again: each trial is trained once, and has one record."""
+"""A sweep whose driver is killed: its workers die with it, and every trial has one record in the end."""
 
 from __future__ import annotations
 
-import os
 import random
-import signal
 import subprocess
 import sys
 import time
@@ -12,91 +10,114 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+from biphasic.checkpointing.run_lock import LOCK_FILE
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
-from biphasic.storage import store
-from biphasic.sweep.records import read_grid, read_records
+from biphasic.storage import open_store
+from biphasic.sweep.records import read_grid, read_records, recorded_trials
+from small_trials import read_log
 
 DRIVE = [sys.executable, str(Path(__file__).with_name("drive.py"))]
-TRIALS = 60
 
 
-def workers_of(log: str) -> list[int]:
-    """Processes that run this test's trials. (Those of Ray that do nothing yet take a while to see that it is gone.)"""
-    found = []
-    for place in Path("/proc").iterdir():
+def workers_of(folder: Path) -> list[int]:
+    """The processes that run this test's trials. (Ray's idle workers take a while to notice that Ray is gone.)"""
+
+    def is_worker(process: Path) -> bool:
         try:
-            is_worker = (place / "cmdline").read_bytes().startswith(b"ray::Worker.run")
-            if is_worker and log.encode() in (place / "environ").read_bytes():
-                found.append(int(place.name))
+            return (process / "cmdline").read_bytes().startswith(b"ray::Worker.run") and (
+                str(folder).encode() in (process / "environ").read_bytes()
+            )
         except OSError:
-            continue
-    return found
+            return False
+
+    return [int(process.name) for process in Path("/proc").glob("[0-9]*") if is_worker(process)]
 
 
-def test_three_kills(write_sweep: Callable[..., Path], tmp_path: Path) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+def require_complete(config: SweepConfig, log: Path) -> None:
+    """Every trial of the grid has one record, and the last driver has ended cleanly."""
+    folder = open_store(config.output)
+    grid = read_grid(folder)
+    records = read_records(folder, grid.trials)
+    assert records.keys() == grid.trials.keys() == set(recorded_trials(folder))
+    assert all(record.status == "done" and record.cell == grid.trials[name] for name, record in records.items())
+    # A worker's threads are its share of the cores.
+    assert all(record.about["threads"] == [1, "1", "1", "false"] for record in records.values())
+    assert set(read_log(log, "trained")) == {f"sst2-{c.model}-{c.lr:g}-{c.seed}" for c in grid.trials.values()}
+    assert folder.stat(LOCK_FILE) is None
+
+
+def test_each_trial_has_one_record_after_sigkill(
+    write_sweep: Callable[..., Path], log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver is killed while both of its workers are in the middle of a trial."""
+    monkeypatch.setenv("SWEEP_TEST", str(tmp_path))  # `workers_of` looks for it
+    models = {"a": {"do": "train"}, "b": {"do": "hang", "mended": str(tmp_path / "mended")}}
+    path = write_sweep(models, cluster={"at_once": 2})
+    config = load(path)
+    assert isinstance(config, SweepConfig)
+    driver = subprocess.Popen([*DRIVE, str(path)], start_new_session=True)
+    assert wait_until(lambda: len(read_log(log, "started")) == 4, 60)
+    assert len(workers_of(tmp_path)) == 2
+    driver.kill()
+    driver.wait()
+    assert wait_until(lambda: workers_of(tmp_path) == [], 1), "a worker outlives its driver"
+    (tmp_path / "mended").touch()
+    trials = tmp_path / "out" / "trials"
+    written = {file.name: file.stat().st_mtime_ns for file in trials.iterdir()}
+    assert len(written) == 2
+
+    last = subprocess.run([*DRIVE, str(path)], capture_output=True, text=True, timeout=120)
+    assert last.returncode == 0, last.stdout + last.stderr
+    assert "8 of 8 trials done, 0 failed, 0 left" in last.stdout
+    require_complete(config, log)
+    # Every trial was trained once; the two that were running at the kill were started again.
+    assert len(read_log(log, "trained")) == 8 and len(read_log(log, "started")) == 10
+    assert all((trials / name).stat().st_mtime_ns == when for name, when in written.items())
+
+
+@pytest.mark.slow
+def test_three_kills_at_random_moments(
+    write_sweep: Callable[..., Path], log: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SWEEP_TEST", str(tmp_path))
     models = {"a": {"do": "train", "seconds": 0.15}, "b": {"do": "train", "seconds": 0.2}}
-    path = write_sweep(models, seeds=list(range(TRIALS // 4)), cluster={"at_once": 2})
-    log, trials = tmp_path / "log", tmp_path / "out" / "trials"
+    path = write_sweep(models, seeds=list(range(15)), cluster={"at_once": 2})
+    trials = tmp_path / "out" / "trials"
+    config = load(path)
+    assert isinstance(config, SweepConfig)
     draw = random.Random(7)
 
-    def count() -> int:
+    def recorded() -> int:
         return len(list(trials.glob("*.json"))) if trials.is_dir() else 0
 
     for kill in range(3):
         driver = subprocess.Popen([*DRIVE, str(path)], start_new_session=True)
-        wanted, deadline = min(count() + draw.randint(3, 15), TRIALS - 3), time.monotonic() + 60
-        while count() < wanted and time.monotonic() < deadline:
-            time.sleep(0.003)
+        target = min(recorded() + draw.randint(3, 15), 57)
+        assert wait_until(lambda target=target: recorded() >= target, 60)
         time.sleep(draw.uniform(0, 0.2))
         driver.kill()
         driver.wait()
-        # Nobody trains beside the next one, or writes what it has begun.
-        time.sleep(0.2)
+        assert wait_until(lambda: workers_of(tmp_path) == [], 1)
         before = log.read_text()
         time.sleep(0.6)
-        assert log.read_text() == before, f"kill {kill}: a worker goes on"
-    assert 9 <= count() < TRIALS
-    done = {file.name: file.stat().st_mtime_ns for file in trials.glob("*.json")}
-
-    said = subprocess.run([*DRIVE, str(path)], capture_output=True, text=True, timeout=120)
-    assert said.returncode == 0, said.stdout + said.stderr
-    assert f"{TRIALS} of {TRIALS} trials done, 0 failed, 0 left" in said.stdout
-
-    config = load(path)
-    assert isinstance(config, SweepConfig)
-    place = store(config.output)
-    grid = read_grid(place)
-    records = read_records(place, grid.trials)
-    assert len(grid.trials) == TRIALS and records.keys() == grid.trials.keys()
-    assert all(record.status == "done" and record.cell == grid.trials[name] for name, record in records.items())
-    assert count() == TRIALS
-    trained = Counter(line.split()[1] for line in log.read_text().splitlines() if line.startswith("trained "))
-    assert len(trained) == TRIALS
-    # A kill can fall between a trial's last line and its record; a trial with a record is never run again.
-    twice = [name for name, times in trained.items() if times > 1]
-    assert sum(trained.values()) <= TRIALS + 6 and len(twice) <= 6, trained
-    assert all((trials / name).stat().st_mtime_ns == when for name, when in done.items())
-    begun = Counter(line.split()[1] for line in log.read_text().splitlines() if line.startswith("began "))
-    assert sum(begun.values()) <= TRIALS + 3 * 2, "each kill costs the two that were running"
-    assert list((tmp_path / "out").rglob("claims/*")) == []
-    deadline = time.monotonic() + 15
-    while workers_of(str(log)) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert workers_of(str(log)) == []
-
-
-def test_a_worker_outlives_nothing(write_sweep: Callable[..., Path], tmp_path: Path) -> None:
-    """SIGKILL to the driver in the middle of long trials: its workers are gone."""
-    path = write_sweep({"m": {"do": "sleep", "seconds": 100}}, cluster={"at_once": 2})
-    driver = subprocess.Popen([*DRIVE, str(path)], start_new_session=True)
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "log").exists() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert workers_of(str(tmp_path / "log"))
-    os.kill(driver.pid, signal.SIGKILL)
-    driver.wait()
-    deadline = time.monotonic() + 1
-    while workers_of(str(tmp_path / "log")) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert workers_of(str(tmp_path / "log")) == []
+        assert log.read_text() == before, f"a worker continues after kill {kill}"
+    assert 9 <= recorded() < 60
+    written = {file.name: file.stat().st_mtime_ns for file in trials.glob("*.json")}
+    last = subprocess.run([*DRIVE, str(path)], capture_output=True, text=True, timeout=120)
+    assert last.returncode == 0, last.stdout + last.stderr
+    require_complete(config, log)
+    assert all((trials / name).stat().st_mtime_ns == when for name, when in written.items())
+    # A kill costs the two trials that were running. It can fall between a trial's training and its record.
+    trained = Counter(read_log(log, "trained"))
+    assert sum(times > 1 for times in trained.values()) <= 6
+    assert len(read_log(log, "started")) <= 66

@@ -1,4 +1,4 @@
-"""A sweep as people run it: real fine-tunings on Ray by `src/main.py`, then the report."""
+"""A sweep as users run it: real fine-tunings on Ray by `src/main.py`, which ends with the report."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import yaml
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.finetuning.trial import run_trial
-from biphasic.storage import store
-from biphasic.sweep.grid import configurations
+from biphasic.storage import open_store
+from biphasic.sweep.grid import trial_configs
 from biphasic.sweep.records import read_grid, read_records
 from tiny import ROOT, write_tokenizer
 from toy_sets import config_of, make_sets, write_encoder
@@ -22,53 +22,44 @@ from toy_sets import config_of, make_sets, write_encoder
 SIZES = {"train": 160, "validation": 40, "test": 40}
 
 
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, *map(str, arguments)], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300
-    )
-
-
-def test_models_by_tasks_by_rates_by_seeds(tmp_path: Path) -> None:
+def test_trials_of_a_sweep_equal_single_fine_tunings(tmp_path: Path) -> None:
     write_tokenizer(tmp_path / "tokenizer")
     sets = make_sets(tmp_path, SIZES)
-    models = {f"model-{seed}k": {"path": str(write_encoder(tmp_path / f"m{seed}", tmp_path / "tokenizer", seed)),
-                                 "steps": 1000 * seed} for seed in (1, 2)}  # fmt: skip
+    models = {"model-1k": {"path": str(write_encoder(tmp_path / "m", tmp_path / "tokenizer", 1)), "steps": 1000}}
     tasks: dict[str, str] = {}
     for name in ("sst2", "msmarco"):
-        one = config_of(name, sets, Path("none"), tmp_path, max_duration="6ba")
+        task = config_of(name, sets, Path("none"), tmp_path, max_duration="4ba")
         tasks[name] = str(tmp_path / f"{name}.yaml")
-        content: dict[str, Any] = one.model_dump(mode="json")
-        content["model"] = {"path": "none"}
+        content: dict[str, Any] = {**task.model_dump(mode="json"), "model": {"path": "none"}}
         Path(tasks[name]).write_text(yaml.safe_dump(content))
-    # At the highest rate nothing is left of the weights.
+    # At the highest rate the weights become NaN or Inf.
     sweep = {"job": "sweep", "output": str(tmp_path / "out"), "models": models, "tasks": tasks,
-             "learning_rates": [1e-3, 5e-3, 1e30], "seeds": [0, 1]}  # fmt: skip
+             "learning_rates": [1e-3, 1e30], "seeds": [0, 1]}  # fmt: skip
     path = tmp_path / "sweep.yaml"
     path.write_text(yaml.safe_dump(sweep))
 
-    ran = command("src/main.py", path)
+    command = [sys.executable, "src/main.py", str(path)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=300)
     assert ran.returncode == 1, ran.stderr
-    assert "16 of 24 trials done, 8 failed, 0 left" in ran.stdout
+    assert "4 of 8 trials done, 4 failed, 0 left" in ran.stdout
     assert "is not a finite number" in ran.stdout
-    again = command("src/main.py", path)
-    assert again.returncode == 1
-    assert "16 of 24 trials done, 8 failed, 0 left" in again.stdout
 
-    grid = read_grid(store(str(tmp_path / "out")))
-    records = read_records(store(str(tmp_path / "out")), grid.trials)
-    assert len(records) == 24
+    grid = read_grid(open_store(str(tmp_path / "out")))
+    records = read_records(open_store(str(tmp_path / "out")), grid.trials)
+    assert len(records) == 8
     config = load(path)
     assert isinstance(config, SweepConfig)
-    cells = configurations(config)
-    # The same trial here, by itself: the same scores, to the last bit where one thread computes both.
-    for name, record in [(name, one) for name, one in records.items() if one.status == "done"][:3]:
-        alone = run_trial(cells[grid.trials[name]])
-        assert [one.test for one in alone.results] == [one.test for one in record.results]
-        assert [one.validation for one in alone.results] == [one.validation for one in record.results]
+    configs = trial_configs(config)
+    # The same trial by itself in this process has the same scores, to the last bit where one thread computes both.
+    done = {record.cell.task: record for record in records.values() if record.status == "done"}
+    assert done.keys() == tasks.keys()
+    for record in done.values():
+        alone = run_trial(configs[record.cell])
+        assert [(result.validation, result.test) for result in alone.results] == [
+            (result.validation, result.test) for result in record.results
+        ]
 
-    report = command("-m", "biphasic.report", tmp_path / "out")
-    assert report.returncode == 0, report.stderr
     page = (tmp_path / "out" / "report" / "report.md").read_text()
-    for word in ("model-1k", "model-2k", "sst2", "msmarco", "(2)", "finite number"):
+    for word in ("model-1k", "sst2", "msmarco", "(2)", "finite number"):
         assert word in page, word

@@ -1,4 +1,4 @@
-"""Sweeps of small trials on Ray."""
+"""Sweeps of small trials on Ray, and the driver by itself."""
 
 from __future__ import annotations
 
@@ -9,38 +9,42 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepCluster, SweepConfig
-from biphasic.storage import store
+from biphasic.errors import UserError
+from biphasic.finetuning.records import DownstreamResult
+from biphasic.storage import open_store
+from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.plan import describe_plan, plan_sweep
-from biphasic.sweep.records import GRID, Record, read_grid, read_records, record_name
-from biphasic.sweep.run import STOPPED, run
-from biphasic.sweep.worker import Job
-from biphasic.sweep.workers import Workers, layout
+from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
+from biphasic.sweep.run import STOPPED, Driver, run
+from biphasic.sweep.worker import FinishedJob, TrialJob, WorkerLocation
+from biphasic.sweep.workers import Workers, _Slot, choose_layout
+from small_trials import read_log
 
-Sweep = Callable[..., SweepConfig]
+LoadSweep = Callable[..., SweepConfig]
 DRIVE = [sys.executable, str(Path(__file__).with_name("drive.py"))]
 GIB = 2**30
 
 
-def records_of(config: SweepConfig) -> dict[str, Record]:
-    place = store(config.output)
-    return read_records(place, read_grid(place).trials)
+def records_of(config: SweepConfig) -> dict[str, TrialRecord]:
+    folder = open_store(config.output)
+    return read_records(folder, read_grid(folder).trials)
 
 
-def logged(what: str) -> list[str]:
-    from small_trials import lines  # pyright: ignore
-
-    return lines(what)
-
-
-def test_failures_deaths_and_copies(sweep: Sweep, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """One fails, one dies once, one always, two are the same; then again, and again with the failed ones."""
+@pytest.mark.usefixtures("shared_ray")
+def test_failed_killed_and_duplicate_trials(
+    sweep: LoadSweep, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One model fails, one kills its worker once, one always, two are the same. Then again, and with --retry-failed."""
     mended = tmp_path / "mended"
     models = {
         "good": {"do": "train"},
@@ -49,48 +53,40 @@ def test_failures_deaths_and_copies(sweep: Sweep, tmp_path: Path, capsys: pytest
         "deadly": {"do": "die", "times": 9},
         "same": {"do": "train"},
     }
-    config = sweep(models, learning_rates=[1e-5], cluster={"retries": 1, "at_once": 2})
+    config = sweep(models, learning_rates=[1e-5], seeds=[0], cluster={"retries": 1, "at_once": 2})
     assert run(config, module="small_trials") == 1
-    found = {(one.cell.model, one.cell.seed): one for one in records_of(config).values()}
-    assert len(found) == 10
-    status = {key: one.status for key, one in found.items()}
-    assert sorted(key for key, value in status.items() if value == "failed") == [
-        ("bad", 0),
-        ("deadly", 0),
-        ("deadly", 1),
-    ]
-    assert found["bad", 0].error == "ValueError: no such luck"
-    assert "raise ValueError" in found["bad", 0].about["traceback"]
-    assert found["deadly", 0].error is not None and found["deadly", 0].error.startswith("its worker died 2 times; ")
-    assert found["dies", 0].about["attempt"] == 1
-    # A worker's threads are its share of the cores.
-    assert found["good", 0].about["threads"][:4] == [1, "1", "1", "false"]
-    assert "trials_on_device" in found["good", 0].about
-    # The same content under two names is trained once, and has two records.
-    copy = found["same", 0]
-    assert copy.about["copy_of"] == found["good", 0].trial and copy.results == found["good", 0].results
-    trained = Counter(logged("trained"))
-    assert trained == {f"sst2-{model}-1e-05-{seed}": 1 for model, seed in
-                       [("good", 0), ("good", 1), ("bad", 1), ("dies", 0), ("dies", 1)]}  # fmt: skip
-    said = capsys.readouterr().out
-    assert "7 of 10 trials done, 3 failed, 0 left" in said and f"python -m biphasic.report {config.output}" in said
-    assert "dies lr 1e-05 seed 0: its worker died; it is given to another one" in said
+    records = {record.cell.model: record for record in records_of(config).values()}
+    assert records.keys() == models.keys()
+    assert {model for model, record in records.items() if record.status == "failed"} == {"bad", "deadly"}
+    assert records["bad"].error == "ValueError: no such luck"
+    assert "raise ValueError" in records["bad"].about["traceback"]
+    assert (records["deadly"].error or "").startswith("its worker died 2 times; ")
+    assert records["dies"].about["attempt"] == 1
+    assert records["good"].about["trials_on_device"] == 2
+    # Two models with the same content are trained once and have two records.
+    copy = records["same"]
+    assert copy.about["copy_of"] == records["good"].trial and copy.results == records["good"].results
+    assert Counter(read_log(log, "trained")) == {"sst2-good-1e-05-0": 1, "sst2-dies-1e-05-0": 1}
+    output = capsys.readouterr().out
+    assert "3 of 5 trials done, 2 failed, 0 left" in output and f"python -m biphasic.report {config.output}" in output
+    assert "dies lr 1e-05 seed 0: its worker died; another worker runs the trial" in output
 
-    begun = len(logged("began"))
+    started = len(read_log(log, "started"))
     assert run(config, module="small_trials") == 1
-    assert len(logged("began")) == begun, "nothing is run again"
+    assert len(read_log(log, "started")) == started, "a trial with a record ran again"
 
     mended.touch()
-    config = sweep({**models, "deadly": {"do": "train", "seconds": 0}}, learning_rates=[1e-5])
+    config = sweep({**models, "deadly": {"do": "train", "seconds": 0}}, learning_rates=[1e-5], seeds=[0])
     assert run(config, retry_failed=True, module="small_trials") == 0
-    assert Counter(one.status for one in records_of(config).values()) == {"done": 10}
-    # What was done stays; the failed one is run again; a model that was changed makes other trials.
-    again = logged("began")[begun:]
-    assert sorted(again) == ["sst2-bad-1e-05-0", "sst2-deadly-1e-05-0", "sst2-deadly-1e-05-1"]
-    assert list(Path(config.output).rglob("claims/*")) == []
+    assert Counter(record.status for record in records_of(config).values()) == {"done": 5}
+    # Done trials stay, the failed one runs again, and the changed model's trials are new ones.
+    again = read_log(log, "started")[started:]
+    assert sorted(again) == ["sst2-bad-1e-05-0", "sst2-deadly-1e-05-0"]
+    assert not (Path(config.output) / "lock.json").exists()
 
 
-def test_limit_and_plan(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.usefixtures("shared_ray")
+def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     cost = {"dollars_per_hour": 2.0, "flops_per_second": 1e3}
     config = sweep({"a": {"do": "train"}, "b": {"do": "train", "x": 1}}, cluster={"at_once": 1}, cost=cost)
     before = plan_sweep(config, "small_trials")
@@ -99,11 +95,11 @@ def test_limit_and_plan(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not Path(config.output).exists(), "a plan writes nothing"
     assert run(config, limit=2, module="small_trials") == 0
     # Seed by seed: both rates of the first model.
-    assert sorted(logged("trained")) == ["sst2-a-1e-05-0", "sst2-a-2e-05-0"]
+    assert sorted(read_log(log, "trained")) == ["sst2-a-1e-05-0", "sst2-a-2e-05-0"]
     after = plan_sweep(config, "small_trials")
     assert [(line.done, line.left, line.source) for line in after.lines] == [(2, 2, "recorded"), (0, 4, "FLOPs")]
-    of_a = [one.seconds["total"] for one in records_of(config).values()]
-    assert after.lines[0].device_hours == pytest.approx(sum(of_a) / 3600)
+    seconds = [record.seconds["total"] for record in records_of(config).values()]
+    assert after.lines[0].device_hours == pytest.approx(sum(seconds) / 3600)
     unknown = plan_sweep(config.model_copy(update={"cost": None}), "small_trials")
     assert unknown.unknown == 4 and "4 trials of unknown length" in describe_plan(unknown)
     Path(config.models["b"].path).unlink()
@@ -111,121 +107,175 @@ def test_limit_and_plan(sweep: Sweep, monkeypatch: pytest.MonkeyPatch) -> None:
     assert missing.faults is not None and "b.model: is not there" in missing.faults
 
 
-def test_records_in_a_bucket(sweep: Sweep, s3: Path) -> None:
+@pytest.mark.usefixtures("shared_ray")
+def test_records_in_a_bucket(sweep: LoadSweep, log: Path, s3: Path) -> None:
     (s3 / "sweeps").mkdir()
-    config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output="s3://sweeps/one")
+    config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output="s3://sweeps/one", cluster={"at_once": 2})
     assert run(config, module="small_trials") == 0
-    assert sorted(logged("trained")) == ["sst2-m-1e-05-0", "sst2-m-1e-05-1"]
-    assert Counter(one.status for one in records_of(config).values()) == {"done": 2}
-    place = store(config.output)
-    assert set(place.list()) == {GRID, *(record_name(trial) for trial in read_grid(place).trials)}
+    assert sorted(read_log(log, "trained")) == ["sst2-m-1e-05-0", "sst2-m-1e-05-1"]
+    assert Counter(record.status for record in records_of(config).values()) == {"done": 2}
+    folder = open_store(config.output)
+    names = {name for name in folder.list() if not name.startswith("attempts/")}
+    assert names == {GRID_FILE, *(record_file(trial) for trial in read_grid(folder).trials)}
     assert run(config, module="small_trials") == 0
-    assert len(logged("began")) == 2
+    assert len(read_log(log, "started")) == 2
 
 
-def test_two_drivers_share(write_sweep: Callable[..., Path], tmp_path: Path) -> None:
-    path = write_sweep({"m": {"do": "train", "seconds": 0.3}}, seeds=list(range(12)), cluster={"at_once": 1})
-    drivers = [subprocess.Popen([*DRIVE, str(path)], stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = [driver.communicate(timeout=120)[0] for driver in drivers]
-    assert [driver.returncode for driver in drivers] == [0, 0]
-    config = load(path)
-    assert isinstance(config, SweepConfig)
-    assert Counter(one.status for one in records_of(config).values()) == {"done": 24}
-    assert set(Counter(logged("trained")).values()) == {1} and len(logged("trained")) == 24
-    assert len(logged("began")) == 24
-    # Each has done some of them, and heard of the others.
-    ours = [text.count(": sst2 accuracy") - text.count("by another driver") for text in said]
-    assert sum(ours) == 24 and min(ours) >= 3, said
-    assert all("24 of 24 trials done" in text for text in said)
-
-
-@pytest.mark.parametrize(("number", "group"), [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_a_driver_that_is_asked_to_stop(
-    write_sweep: Callable[..., Path], tmp_path: Path, number: signal.Signals, group: bool
+@pytest.mark.parametrize(
+    ("number", "to_group"),
+    [(signal.SIGINT, True), pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow)],
+)
+def test_one_driver_at_a_time_until_a_signal_stops_it(
+    write_sweep: Callable[..., Path], log: Path, number: signal.Signals, to_group: bool
 ) -> None:
     """Ctrl-C goes to the whole foreground group: it must not become the error of a trial."""
-    path = write_sweep({"m": {"do": "sleep", "seconds": 60}}, cluster={"at_once": 2})
+    path = write_sweep({"m": {"do": "hang"}}, cluster={"at_once": 2})
     driver = subprocess.Popen([*DRIVE, str(path)], stdout=subprocess.PIPE, text=True, start_new_session=True)
     deadline = time.monotonic() + 60
-    while len(logged("began")) < 2 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(list((tmp_path / "out" / "claims").iterdir())) == 1
-    (os.killpg if group else os.kill)(driver.pid, number)
-    said = driver.communicate(timeout=30)[0]
-    assert driver.returncode == STOPPED, said
-    assert f"{number.name}: stopped" in said
+    while len(read_log(log, "started")) < 2 and time.monotonic() < deadline:
+        time.sleep(0.05)
     config = load(path)
     assert isinstance(config, SweepConfig)
-    assert records_of(config) == {} and list((tmp_path / "out").rglob("claims/*")) == []
+    lock = Path(config.output) / "lock.json"
+    with pytest.raises(
+        UserError, match=r"^output .*/out belongs to another run that is alive: process .*another output$"
+    ):
+        run(config, module="small_trials")
+    (os.killpg if to_group else os.kill)(driver.pid, number)
+    output = driver.communicate(timeout=30)[0]
+    assert driver.returncode == STOPPED, output
+    assert f"{number.name}: stopped" in output
+    assert records_of(config) == {} and not lock.exists()
 
 
-def test_a_module_that_cannot_be_imported(sweep: Sweep) -> None:
+@pytest.mark.usefixtures("shared_ray")
+def test_a_module_that_cannot_be_imported(sweep: LoadSweep) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_trials"):
-        run(sweep(), module="no_such_trials")
+        run(sweep(cluster={"at_once": 1}), module="no_such_trials")
 
 
 def test_layout() -> None:
-    def slots(cpus: int = 16, gpus: int = 0, memory: int | None = None, needs: Any = (), **keys: Any) -> Any:
-        found = layout(SweepCluster(**keys), cpus, gpus, memory, list(needs))
-        return found.slots, found.per_device, found.share_of_gpu, found.gpu_bytes
+    def layout(cpus: int = 16, gpus: int = 0, memory: int | None = None, needs: Any = (), **keys: Any) -> Any:
+        chosen = choose_layout(SweepCluster(**keys), cpus, gpus, memory, needs)
+        return chosen.slots, chosen.per_device, chosen.share_of_gpu, chosen.gpu_bytes
 
-    assert slots() == (16, 16, 0.0, None)
-    assert slots(cpus_per_trial=3) == (5, 5, 0.0, None)
-    assert slots(at_once=4) == (4, 4, 0.0, None)
-    assert slots(gpus=2, trials_per_gpu=3) == (6, 3, 0.3333, None)
+    assert layout() == (16, 16, 0.0, None)
+    assert layout(cpus_per_trial=3) == (5, 5, 0.0, None)
+    assert layout(at_once=4) == (4, 4, 0.0, None)
+    assert layout(gpus=2, trials_per_gpu=3) == (6, 3, 0.3333, None)
     # The YAML's number of cores holds beside GPUs too.
-    assert slots(gpus=2, trials_per_gpu=3, cpus_per_trial=4) == (4, 2, 0.5, None)
-    assert slots(gpus=2, memory=80 * GIB, needs=[10 * GIB, 30 * GIB, None]) == (12, 6, 0.1666, 80 * GIB)
-    assert slots(gpus=2, memory=80 * GIB, needs=[None]) == (2, 1, 1.0, None)
-    assert slots(gpus=2, needs=[]) == (2, 1, 1.0, None)
-    assert slots(gpus=1, memory=8 * GIB, needs=[30 * GIB]) == (1, 1, 1.0, None)
+    assert layout(gpus=2, trials_per_gpu=3, cpus_per_trial=4) == (4, 2, 0.5, None)
+    assert layout(gpus=2, memory=80 * GIB, needs=[10 * GIB, 30 * GIB, None]) == (12, 6, 0.1666, 80 * GIB)
+    assert layout(gpus=2, memory=80 * GIB, needs=[None]) == (2, 1, 1.0, None)
+    assert layout(gpus=2, needs=[]) == (2, 1, 1.0, None)
+    assert layout(gpus=1, memory=8 * GIB, needs=[30 * GIB]) == (1, 1, 1.0, None)
 
 
 def test_trials_on_gpus_fit_their_memory() -> None:
-    """Which jobs may begin, without a GPU: a worker's place is all that counts."""
-    from biphasic.sweep.workers import _Slot
+    """Without a GPU: only the workers' locations count."""
+    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda job: job), location=SimpleNamespace(remote=lambda: None))
 
-    class Slot(_Slot):
-        def __init__(self, where: Any):
-            self.where, self.job, self.waiting = where, None, None
+    def started(*sizes: int | None) -> int:
+        workers = Workers.__new__(Workers)
+        workers._layout = choose_layout(SweepCluster(), 16, 2, 80 * GIB, [10 * GIB])
+        workers._slots = [_Slot(actor) for _ in range(12)]
+        for index, slot in enumerate(workers._slots):
+            slot.location = WorkerLocation("node", (str(index // 6),))
+        jobs = [TrialJob(str(index), None, None, size and size * GIB) for index, size in enumerate(sizes)]  # pyright: ignore
+        return len(workers.start(jobs))
 
-    workers = Workers.__new__(Workers)
-    workers._layout = layout(SweepCluster(), 16, 2, 80 * GIB, [10 * GIB])
-    workers._slots = [Slot(place) for place in ("first", "second") for _ in range(6)]
-
-    def jobs(*sizes: int | None) -> list[Job]:
-        return [Job(str(at), None, None, size and size * GIB) for at, size in enumerate(sizes)]  # pyright: ignore
-
-    def room(*sizes: int | None) -> int:
-        return len(workers.room(jobs(*sizes)))
-
-    assert room(*[10] * 20) == 12
-    assert room(60, 60, 60) == 2
-    assert room(60, 10, 60, 10, 10) == 4, "60 and 10 on each"
-    assert room(60, 60, 30, 1) == 2, "the large one isn't overtaken"
-    assert room(None, None, 10) == 2, "of unknown size: a GPU each"
-    assert room(200) == 1, "what fits nowhere is tried alone"
+    assert started(*[10] * 20) == 12
+    assert started(60, 60, 60) == 2
+    assert started(60, 10, 60, 10, 10) == 4, "60 and 10 on each"
+    assert started(60, 60, 30, 1) == 2, "small trials don't overtake a large one"
+    assert started(None, None, 10) == 2, "a trial of unknown size gets a GPU"
+    assert started(200) == 1, "a trial that fits nowhere is tried alone"
 
 
-def test_what_may_begin(sweep: Sweep) -> None:
-    from biphasic.sweep.grid import configurations, functions_of, make
-    from biphasic.sweep.run import Driver
+class InlineWorkers:
+    """Runs one trial at a time; `end` makes its end."""
 
-    class Nobody:
-        """Workers and claims of none."""
+    bytes_of: dict[tuple[str, str], int | None] = {}
 
-        running: list[Job] = []
-        elsewhere: set[str] = set()
+    def __init__(self, end: Callable[[TrialJob], FinishedJob]):
+        self.running: list[TrialJob] = []
+        self._end = end
 
-    config = sweep({"a": {"do": "train"}, "same": {"do": "train"}, "b": {"do": "fail"}})
-    made = make(config, configurations(config), functions_of("small_trials"))
-    driver, nobody = Driver(config, made, store(config.output), {}), Nobody()
+    def start(self, jobs: list[TrialJob]) -> list[TrialJob]:
+        self.running = jobs[:1]
+        return jobs[:1]
 
-    def begins(limit: int | None = None) -> list[tuple[str, float, int]]:
-        jobs = driver._jobs(nobody, nobody, limit)  # pyright: ignore
-        return [(job.cell.model, job.cell.lr, job.cell.seed) for job in jobs]
+    def wait(self, seconds: float) -> list[FinishedJob]:
+        finished = [self._end(job) for job in self.running]
+        self.running = []
+        return finished
 
-    assert begins(3) == [("a", 1e-5, 0), ("a", 2e-5, 0), ("b", 1e-5, 0)], "one of each content"
-    assert len(begins()) == 8
-    nobody.elsewhere = {next(name for name, cell in made.grid.trials.items() if cell.model == "same")}
-    assert begins(1) == [("a", 2e-5, 0)], "what another driver runs under another name"
+
+def driver_of(config: SweepConfig) -> Driver:
+    configs = trial_configs(config)
+    return Driver(build_grid(config, configs, import_module("small_trials")), configs, open_store(config.output), 2)
+
+
+def work(driver: Driver, end: Callable[[TrialJob], FinishedJob], lost: str | None = None) -> list[str]:
+    lines: list[str] = []
+    view = SimpleNamespace(print=lines.append, finished=lambda record: None, tick=lambda running: None)
+    driver.work(InlineWorkers(end), view, SimpleNamespace(lost=lost), [])  # pyright: ignore
+    return lines
+
+
+def done(job: TrialJob) -> FinishedJob:
+    result = DownstreamResult("sst2", "sst2", "classification", "accuracy", 0.5, 0.5)
+    return FinishedJob(job, TrialRecord(job.trial, job.cell, "done", (result,), seconds={"total": 1.0}), written=False)
+
+
+def test_jobs_start_in_order_and_once_for_each_content(sweep: LoadSweep) -> None:
+    driver = driver_of(sweep({"a": {"do": "train"}, "same": {"do": "train"}, "b": {"do": "fail"}}))
+    workers: Any = InlineWorkers(done)
+
+    def cells(limit: int | None = None) -> list[tuple[str, float, int]]:
+        return [(job.cell.model, job.cell.lr, job.cell.seed) for job in driver.jobs(workers, limit)]
+
+    assert cells(3) == [("a", 1e-5, 0), ("a", 2e-5, 0), ("b", 1e-5, 0)], "one of each content"
+    assert len(cells()) == 8
+    [workers.running] = [[job] for job in driver.jobs(workers, 1)]
+    assert cells(1) == [("a", 2e-5, 0)], "its content runs under another name"
+
+
+def test_records_wait_while_the_output_cannot_be_written(sweep: LoadSweep, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = sweep()
+    driver = driver_of(config)
+    blocked = Path(config.output)
+    blocked.write_text("a file where the folder should be")
+    monkeypatch.setattr("biphasic.sweep.run.time.sleep", lambda seconds: blocked.unlink())
+    lines = work(driver, done)
+    assert lines == [f"output {config.output}: can't be written; waiting with 4 records"]
+    assert len(list((blocked / "trials").iterdir())) == 4
+
+
+def test_a_driver_that_lost_its_lock_stops(sweep: LoadSweep) -> None:
+    with pytest.raises(UserError, match="another driver has it"):
+        work(driver_of(sweep()), done, lost="another driver has it")
+
+
+def test_lost_workers_are_counted_by_trial(sweep: LoadSweep) -> None:
+    """A trial runs again after its worker died, on a GPU by itself; the third loss is its failure."""
+    config = sweep(learning_rates=[1e-5])
+    driver = driver_of(config)
+    attempts: list[tuple[int, int, int | None]] = []
+
+    def end(job: TrialJob) -> FinishedJob:
+        attempts.append((job.cell.seed, job.attempt, job.bytes))
+        return FinishedJob(job, lost="its GPU was full") if job.cell.seed == 0 else done(job)
+
+    InlineWorkers.bytes_of = {("m", "sst2"): 7}
+    try:
+        work(driver, end)
+    finally:
+        InlineWorkers.bytes_of = {}
+    assert attempts == [(0, 0, 7), (0, 1, None), (0, 2, None), (1, 0, 7)]
+    errors = {record.cell.seed: record.error for record in driver.records.values()}
+    assert (errors[0] or "").startswith("its GPU was full 3 times; ") and errors[1] is None
+    assert {seed: replace(record, trial="").status for seed, record in enumerate(driver.records.values())} == {
+        0: "failed",
+        1: "done",
+    }

@@ -1,6 +1,6 @@
 """Helper of test_gradient.py: save the gradient of the first step of each of several runs.
 
-composer -n 2 dump_gradient.py OUT run1.yaml run2.yaml ...
+dump_gradient.py OUT run1.yaml run2.yaml ...
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 from torch.distributed.tensor import DTensor
 
-from biphasic.checkpointing.attempt import begin
+from biphasic.checkpointing.run_lock import start_attempt
 from biphasic.config.load import load
-from biphasic.config.schema import PretrainConfig
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.training.pretrain import prepare
 
 
-def whole(gradient: torch.Tensor) -> torch.Tensor:
+def gather(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
@@ -33,7 +33,7 @@ class Dump(Callback):
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
         module = getattr(state.model, "module", state.model)
-        gradients = {name: whole(parameter.grad).clone() for name, parameter in module.named_parameters()}
+        gradients = {name: gather(parameter.grad).clone() for name, parameter in module.named_parameters()}
         if dist.get_global_rank() == 0:
             torch.save(gradients, self.path)
 
@@ -43,8 +43,8 @@ def dump(out: Path, files: list[Path]) -> None:
     for file in files:
         config = load(file, [], dist.get_world_size())
         assert isinstance(config, PretrainConfig)
-        attempt = begin(
-            f"{config.output}/{config.run_name}", out / config.run_name, {"name": config.run_name, "decides": {}}
+        attempt = start_attempt(
+            f"{config.output}/{config.run_name}", out / config.run_name, {"name": config.run_name, "settings": {}}
         )
         trainer = prepare(config, attempt)
         trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))

@@ -1,4 +1,4 @@
-"""The YAML's `compute:` section: what is chosen, what is refused, and that a run's numbers stay."""
+"""The YAML's `compute:` section: choices, refusals, and equal losses."""
 
 from __future__ import annotations
 
@@ -8,15 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from composer.core import State
 
 import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from biphasic.config.architecture import PRESETS
-from biphasic.config.errors import UserError
-from biphasic.config.schema import ComputeConfig
-from biphasic.model import attention
-from biphasic.model.fitting import even, largest
-from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.config.pretrain import ComputeConfig
+from biphasic.errors import UserError
+from biphasic.model import attention, auto_microbatch
+from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
+from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.training import compute, pretrain
 from biphasic.training.compute import set_up
+from biphasic.training.prepared_batch import PreparedBatch
 from conftest import Write
 from tiny import config_of, losses, train
 
@@ -33,7 +36,7 @@ def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(attention, "installed", lambda backend: False)
+    monkeypatch.setattr(attention, "backend_available", lambda backend: False)
     with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* '\.\[flash-attn\]'"):
         set_up(meta(), ComputeConfig(attention="flash2"))
 
@@ -57,9 +60,11 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     ],
 )
-def test_what_is_chosen(requested: dict[str, Any], gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_choice_is_described(
+    requested: dict[str, Any], gpu: bool, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
-    monkeypatch.setattr(attention, "installed", lambda backend: True)
+    monkeypatch.setattr(attention, "backend_available", lambda backend: True)
     monkeypatch.setattr(attention, "activate_flash_kernels", lambda: "FA4")
     model = meta()
     assert set_up(model, ComputeConfig(**requested)) == expected
@@ -67,13 +72,13 @@ def test_what_is_chosen(requested: dict[str, Any], gpu: bool, expected: str, mon
 
 
 @pytest.mark.parametrize(
-    ("asked", "layers"), [("none", []), ("all", [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), ([0, 3], [0, 3])]
+    ("setting", "layers"), [("none", []), ("all", [0, 1, 2, 3]), (2, [1, 3]), (3, [2]), ([0, 3], [0, 3])]
 )
-def test_layers_that_are_computed_again(asked: Any, layers: list[int]) -> None:
-    assert ComputeConfig(activation_checkpointing=asked).recomputed(4) == layers
+def test_recomputed_layers(setting: Any, layers: list[int]) -> None:
+    assert ComputeConfig(activation_checkpointing=setting).recomputed(4) == layers
 
 
-def test_a_compiled_run_with_recomputed_layers_is_the_same_run(
+def test_a_compiled_run_with_recomputed_layers_has_the_same_losses(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twelve batches with the switch, eight rows in microbatches of four, through the trainer and the real compiler."""
@@ -82,7 +87,7 @@ def test_a_compiled_run_with_recomputed_layers_is_the_same_run(
     torch._dynamo.reset()
     keys: dict[str, Any] = {"checkpoint__interval": "100ba"}
     plain = losses(train(config_of(write_yaml("plain", **keys))))
-    monkeypatch.setattr(attention, "installed", lambda backend: True)
+    monkeypatch.setattr(attention, "backend_available", lambda backend: True)
     counters.clear()
     changed = {"attention": "varlen", "compile": True, "activation_checkpointing": 2}
     compiled = losses(train(config_of(write_yaml("compiled", **keys, compute=changed))))
@@ -96,7 +101,7 @@ def test_a_compiled_run_with_recomputed_layers_is_the_same_run(
 @pytest.mark.parametrize(
     ("fixed", "row"), [(1.0, 0.4), (5.0, 2.3), (20.0, 0.11), (20.0, 28.2), (60.0, 30.0), (3.0, 90.0)]
 )
-def test_the_largest_microbatch_is_found_by_a_few_measurements(most: int, fixed: float, row: float) -> None:
+def test_few_measurements_find_the_largest_microbatch(most: int, fixed: float, row: float) -> None:
     """Memory is a line, with a little more at the first rows; beyond the device's 140 nothing fits."""
     room, calls = 131.0, []
 
@@ -105,35 +110,62 @@ def test_the_largest_microbatch_is_found_by_a_few_measurements(most: int, fixed:
         peak = fixed + row * rows + 0.5 * min(rows, 3)
         return peak if peak < 140 else None
 
-    found = largest(measure, most, room)
+    rows_found = largest_microbatch(measure, most, room)
     best = max(rows for rows in range(1, most + 1) if (measure(rows) or math.inf) <= room)
     del calls[-most:]
-    assert 0.9 * best - 1 <= found <= best
+    assert 0.9 * best - 1 <= rows_found <= best
     assert len(calls) <= 6
 
 
-def test_not_one_row_fits() -> None:
+def test_no_row_fits() -> None:
     with pytest.raises(UserError, match=r"microbatch_size: not one row fits this GPU's memory"):
-        largest(lambda rows: None, 8, 100.0)
+        largest_microbatch(lambda rows: None, 8, 100.0)
     with pytest.raises(UserError, match="not one row fits"):
-        largest(lambda rows: 120.0, 8, 100.0)
+        largest_microbatch(lambda rows: 120.0, 8, 100.0)
 
 
 @pytest.mark.parametrize(
     ("most", "fit", "rows"), [(12, 12, 12), (12, 11, 6), (12, 5, 4), (7, 3, 3), (1, 1, 1), (6, 9, 6)]
 )
 def test_microbatches_are_even(most: int, fit: int, rows: int) -> None:
-    assert even(most, fit) == rows
+    assert even_microbatch(most, fit) == rows
 
 
-def test_a_microbatch_is_remembered_for_the_same_circumstances(tmp_path: Path) -> None:
-    from biphasic.training import microbatch
+def test_a_microbatch_is_measured_once_for_the_same_circumstances(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[int] = []
+    monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
+    monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * measured[-1])
 
-    file = tmp_path / microbatch.FILE
-    key = {"device": "one", "rows": 8}
-    assert microbatch._remembered(file, key) is None
-    file.write_text('{"circumstances": {"device": "one", "rows": 8}, "rows": 5}')
-    assert microbatch._remembered(file, key) == 5
-    assert microbatch._remembered(file, {**key, "device": "two"}) is None
-    file.write_text('{"circumstances"')
-    assert microbatch._remembered(file, key) is None
+    def find(**circumstances: int) -> int:
+        file = tmp_path / auto_microbatch.MICROBATCH_FILE
+        return find_microbatch(measured.append, 12, 1.0, False, file, circumstances)
+
+    assert find(length=8) == 4
+    first = len(measured)
+    assert find(length=8) == 4 and len(measured) == first
+    assert find(length=9) == 4 and len(measured) == 2 * first
+    (tmp_path / auto_microbatch.MICROBATCH_FILE).write_text('{"circumstances"')
+    assert find(length=9) == 4 and len(measured) == 3 * first
+
+
+def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory is a formula instead of a GPU's: four of eight rows fit."""
+    expected = losses(train(config_of(write_yaml("fixed", microbatch_size=4))))
+    rows: list[int] = []
+    fill = compute.AutoMicrobatch._largest_batch
+
+    def record(self: compute.AutoMicrobatch, state: State, count: int) -> PreparedBatch:
+        rows.append(count)
+        return fill(self, state, count)
+
+    monkeypatch.setattr(compute.AutoMicrobatch, "_largest_batch", record)
+    monkeypatch.setattr(compute, "_circumstances", lambda config: {})
+    monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
+    monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
+    monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
+    monkeypatch.setattr(pretrain, "has_gpu", lambda: True)
+    folder = train(config_of(write_yaml("measured", microbatch_size="auto")))
+    assert set(rows) == {1, 4}
+    assert losses(folder) == expected

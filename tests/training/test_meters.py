@@ -1,10 +1,11 @@
-"""How fast training is, by hand; waiting for data is measured, and said when it is long."""
+"""Throughput compared with counts by hand; warnings about waiting for data."""
 
 from __future__ import annotations
 
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,10 +13,10 @@ from composer.core import State
 from composer.loggers import Logger
 
 from biphasic.config.architecture import PRESETS
-from biphasic.config.checks import architecture_of
-from biphasic.model.device import dense_peak
+from biphasic.config.model import architecture_of
+from biphasic.model.device import peak_flops
 from biphasic.training import meters, pretrain
-from biphasic.training.jsonl_logger import read_metrics
+from biphasic.training.loggers import read_metrics
 from biphasic.training.meters import Meters
 from conftest import Write
 from tiny import LENGTH, config_of, train
@@ -23,62 +24,64 @@ from tiny import LENGTH, config_of, train
 
 def run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Path:
     """A tiny run of 12 batches whose loader takes `seconds` for each."""
-    original = pretrain.loader
+    original = pretrain.build_loader
 
-    def slow(*given: object, **named: object) -> object:
-        spec = original(*given, **named)  # pyright: ignore[reportArgumentType]
-        collate = spec.dataloader.collate_fn
+    def slow(*arguments: object, **keywords: object) -> object:
+        batches = original(*arguments, **keywords)  # pyright: ignore[reportArgumentType]
+        collate = batches.collate_fn
 
         def collate_slowly(rows: object) -> object:
             time.sleep(seconds)
             return collate(rows)
 
-        spec.dataloader.collate_fn = collate_slowly
-        return spec
+        batches.collate_fn = collate_slowly
+        return batches
 
-    monkeypatch.setattr(pretrain, "loader", slow)
+    monkeypatch.setattr(pretrain, "build_loader", slow)
     # The share of a step of a few milliseconds: what a loader without processes needs is not short beside it.
-    monkeypatch.setattr(pretrain, "Meters", lambda *given: Meters(*given, window=5, too_long=0.6))
+    monkeypatch.setattr(pretrain, "Meters", lambda *arguments: Meters(*arguments, window=5, max_wait_share=0.6))
     return train(config_of(write_yaml(checkpoint__interval="100ba")))
 
 
-def test_a_slow_loader(
+def test_a_slow_loader_is_measured_and_warned_about(
     write_yaml: Write,
     monkeypatch: pytest.MonkeyPatch,
     caplog: pytest.LogCaptureFixture,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with caplog.at_level(logging.WARNING, "biphasic"):
-        found = read_metrics(run(write_yaml, monkeypatch, 0.4) / "metrics.jsonl")
-    assert len(found) == 12
-    assert all(0.4 <= entry["data/wait_seconds"] < 3 for entry in found)
+        entries = read_metrics(run(write_yaml, monkeypatch, 0.4) / "metrics.jsonl")
+    assert len(entries) == 12
+    assert all(0.4 <= entry["data/wait_seconds"] < 3 for entry in entries)
     # 12 batches: the first is the start, then two windows of 5.
-    windows = [entry["batch"] for entry in found if "data/wait_share" in entry]
+    windows = [entry["batch"] for entry in entries if "data/wait_share" in entry]
     assert windows == [6, 11]
-    for entry in found:
+    for entry in entries:
         if "data/wait_share" in entry:
             assert 0.6 < entry["data/wait_share"] < 1
-            last = found[entry["batch"] - 5 : entry["batch"]]
-            tokens = entry["tokens"] - next(e["tokens"] for e in found if e["batch"] == entry["batch"] - 5)
+            last = entries[entry["batch"] - 5 : entry["batch"]]
+            tokens = entry["tokens"] - next(e["tokens"] for e in entries if e["batch"] == entry["batch"] - 5)
             seconds = sum(e["time/step_seconds"] for e in last)
             assert entry["throughput/tokens_per_second"] == pytest.approx(tokens / seconds)
             assert entry["memory/peak_bytes"] > 1e8
     warnings = [record.getMessage() for record in caplog.records if "waits for data" in record.getMessage()]
     assert len(warnings) == 2
     assert "of the last 5 steps' time; raise data.num_workers or data.predownload" in warnings[0]
-    assert found[-1]["data/wait_share_total"] > 0.6
-    said = capsys.readouterr().out
-    assert "waited for data: " in said and "clm: " in said and "mlm: " in said
+    assert entries[-1]["data/wait_share_total"] > 0.6
+    output = capsys.readouterr().out
+    assert "waited for data: " in output and "clm: " in output and "mlm: " in output
 
 
-def test_a_fast_loader(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fast_loader_is_not_warned_about(
+    write_yaml: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.WARNING, "biphasic"):
-        found = read_metrics(run(write_yaml, monkeypatch, 0) / "metrics.jsonl")
+        entries = read_metrics(run(write_yaml, monkeypatch, 0) / "metrics.jsonl")
     assert not [record for record in caplog.records if "waits for data" in record.getMessage()]
-    assert 0 <= found[-1]["data/wait_share_total"] < 0.6
+    assert 0 <= entries[-1]["data/wait_share_total"] < 0.6
 
 
-def test_flops_of_a_batch_are_those_of_its_segments(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flops_are_counted_from_segments_and_targets(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """MFU counts documents' tokens and the positions that are predicted, HFU padding too; one objective at a time."""
     counted: list[tuple[str, tuple[float, float]]] = []
     shapes: list[tuple[list[list[int]], int]] = []
@@ -86,12 +89,13 @@ def test_flops_of_a_batch_are_those_of_its_segments(write_yaml: Write, monkeypat
 
     def spy(self: Meters, state: State, logger: Logger) -> None:
         after(self, state, logger)
-        counted.append((state.batch["objective"], self._flops))
-        shapes.append((state.batch["lengths"], int((state.batch["targets"] >= 0).sum())))
+        batch: Any = state.batch
+        counted.append((batch.objective, self._flops))
+        shapes.append((batch.lengths, int((batch.targets >= 0).sum())))
 
     monkeypatch.setattr(Meters, "after_train_batch", spy)
     config = config_of(write_yaml(max_duration="8ba", schedule={}, checkpoint__interval="100ba"))
-    found = read_metrics(train(config) / "metrics.jsonl")
+    entries = read_metrics(train(config) / "metrics.jsonl")
     size = architecture_of(config.model)
     assert size is not None
     assert [objective for objective, _ in counted] == ["clm"] * 6 + ["mlm"] * 2
@@ -101,16 +105,16 @@ def test_flops_of_a_batch_are_those_of_its_segments(write_yaml: Write, monkeypat
         padding = [LENGTH - sum(row) for row in lengths if sum(row) < LENGTH]
         assert padding
         assert hardware == size.flops([*real, *padding], objective == "clm", predicted)
-    rate = sum(flops for _, (flops, _) in counted[6:]) / sum(entry["time/step_seconds"] for entry in found[6:])
-    assert found[-1]["throughput/mlm/flops_per_second"] == pytest.approx(rate)
-    assert "throughput/mlm/mfu" not in found[-1]
+    rate = sum(flops for _, (flops, _) in counted[6:]) / sum(entry["time/step_seconds"] for entry in entries[6:])
+    assert entries[-1]["throughput/mlm/flops_per_second"] == pytest.approx(rate)
+    assert "throughput/mlm/mfu" not in entries[-1]
 
 
-def test_mfu_is_against_the_peak() -> None:
-    spent = meters._Spent([2.0, 6.0], 1.0, 400, 1000.0, 1200.0)
+def test_mfu_is_the_share_of_the_peak() -> None:
+    totals = meters._StepTotals([2.0, 6.0], 1.0, 400, 1000.0, 1200.0)
     expected = {"tokens_per_second": 50, "flops_per_second": 125, "mfu": 0.25, "hfu": 0.3}
-    assert spent.per_second(500.0) == pytest.approx(expected)
-    assert [meters._Spent([float(n) for n in range(1, 101)]).percentile(p) for p in (50, 90, 99)] == [51, 91, 100]
+    assert totals.rates(500.0) == pytest.approx(expected)
+    assert [meters._StepTotals([float(n) for n in range(1, 101)]).percentile(p) for p in (50, 90, 99)] == [51, 91, 100]
 
 
 @pytest.mark.parametrize(
@@ -126,9 +130,9 @@ def test_mfu_is_against_the_peak() -> None:
         ("Something else", torch.bfloat16, None),
     ],
 )
-def test_peaks(name: str, dtype: torch.dtype, peak: float | None) -> None:
-    assert dense_peak(name, dtype) == peak
+def test_peak_flops(name: str, dtype: torch.dtype, peak: float | None) -> None:
+    assert peak_flops(name, dtype) == peak
 
 
-def test_nothing_is_kept_in_checkpoints() -> None:
+def test_checkpoints_hold_no_meters() -> None:
     assert Meters(PRESETS["210m"]).state_dict() == {}

@@ -1,4 +1,4 @@
-"""Sharding: the same run on any number of ranks, whatever the strategy and the checkpoint's form."""
+"""Sharding: the same run on any number of ranks, with any strategy and either form of checkpoint."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.distributed.fsdp import fully_shard
 
 from biphasic.config.architecture import Architecture
 from biphasic.training import parallel
-from biphasic.training.jsonl_logger import read_metrics
+from biphasic.training.loggers import read_metrics
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, launch, losses, weights
 
@@ -25,12 +25,12 @@ def close(a: list[float], b: list[float], tolerance: float = 1e-5) -> bool:
     return len(a) == len(b) and all(math.isclose(x, y, rel_tol=0, abs_tol=tolerance) for x, y in zip(a, b, strict=True))
 
 
-def test_two_ranks_then_one_then_two(write_yaml: Write) -> None:
+def test_a_run_resumes_with_another_number_of_ranks(write_yaml: Write) -> None:
     """At one global batch, across the switch; the loader's order follows nothing but the seed."""
-    path = write_yaml("whole", **FSDP)
+    path = write_yaml("uninterrupted", **FSDP)
     assert launch(path, processes=2).returncode == 0
-    whole = Path(config_of(path).output) / "whole"
-    elastic = whole.parent / "elastic"
+    uninterrupted = Path(config_of(path).output) / "uninterrupted"
+    elastic = uninterrupted.parent / "elastic"
     for batch, processes in ((4, 2), (9, 1), (12, 2)):
         run = launch(path, "run_name=elastic", processes=processes)
         assert run.returncode == 0, run.stderr[-3000:]
@@ -39,39 +39,39 @@ def test_two_ranks_then_one_then_two(write_yaml: Write) -> None:
             lines = (elastic / "metrics.jsonl").read_text().splitlines()
             kept = [line for line in lines if f'"batch": {batch + 1},' not in line]
             (elastic / "metrics.jsonl").write_text("\n".join(kept[: batch + 1]) + "\n")
-    assert close(losses(elastic), losses(whole))
+    assert close(losses(elastic), losses(uninterrupted))
     tokens = [entry["tokens"] for entry in read_metrics(elastic / "metrics.jsonl")]
-    assert tokens == [entry["tokens"] for entry in read_metrics(whole / "metrics.jsonl")]
-    ours, theirs = weights(elastic, 12), weights(whole, 12)
-    assert all(torch.allclose(weight, theirs[name], atol=1e-5) for name, weight in ours.items())
+    assert tokens == [entry["tokens"] for entry in read_metrics(uninterrupted / "metrics.jsonl")]
+    actual, expected_weights = weights(elastic, 12), weights(uninterrupted, 12)
+    assert all(torch.allclose(weight, expected_weights[name], atol=1e-5) for name, weight in actual.items())
 
 
-def test_a_monolithic_start(write_yaml: Write) -> None:
-    """From a checkpoint that one process wrote without any sharding; each rank holds a whole copy then (HSDP)."""
+def test_a_monolithic_checkpoint_is_loaded_into_fsdp(write_yaml: Write) -> None:
+    """From a checkpoint that one process wrote without any sharding; each rank then holds a complete copy (HSDP)."""
     ddp = write_yaml("ddp", data__num_canonical_nodes=4, parallelism__strategy="ddp")
     assert launch(ddp).returncode == 0
-    whole = Path(config_of(ddp).output) / "ddp"
-    mixed = whole.parent / "mixed"
-    shutil.copytree(whole, mixed)
+    uninterrupted = Path(config_of(ddp).output) / "ddp"
+    mixed = uninterrupted.parent / "mixed"
+    shutil.copytree(uninterrupted, mixed)
     keep_checkpoints_up_to(mixed, 5)
     path = write_yaml("mixed", **FSDP, parallelism__shard_degree=1)
     run = launch(path, processes=2)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert close(losses(mixed), losses(whole))
-    # What is saved from here on is sharded, and a run of one rank goes on from it.
+    assert close(losses(mixed), losses(uninterrupted))
+    # Checkpoints are sharded from here on, and one rank can resume from them.
     assert not (mixed / "checkpoints" / "ba12-rank0.pt").exists()
     keep_checkpoints_up_to(mixed, 8)
     run = launch(write_yaml("mixed", **{**FSDP, "parallelism__strategy": "auto"}), processes=1)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert close(losses(mixed), losses(whole))
-    ours, theirs = weights(mixed, 12), weights(whole, 12)
-    assert all(torch.allclose(weight, theirs[name], atol=1e-5) for name, weight in ours.items())
+    assert close(losses(mixed), losses(uninterrupted))
+    actual, expected_weights = weights(mixed, 12), weights(uninterrupted, 12)
+    assert all(torch.allclose(weight, expected_weights[name], atol=1e-5) for name, weight in actual.items())
     refused = launch(write_yaml("mixed", data__num_canonical_nodes=4, parallelism__strategy="ddp"))
     assert refused.returncode == 2
     assert "parallelism.strategy: ddp can't load" in refused.stderr
 
 
-def test_compiled_and_recomputed_layers_that_are_sharded(write_yaml: Write) -> None:
+def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write) -> None:
     keys: dict[str, Any] = {
         "checkpoint__interval": "100ba",
         "objective__phases": [{"name": "clm"}],
@@ -87,14 +87,14 @@ def test_compiled_and_recomputed_layers_that_are_sharded(write_yaml: Write) -> N
 
 
 def test_collectives_of_sharded_layers() -> None:
-    """Each layer but the last gathers the next one's weights; gloo is asked for sums, which it has, and not for averages."""
+    """Each layer but the last gathers the next one's weights; gloo, which has no averages, is asked for sums."""
     # A run in this process may have made a group already.
     own = not torch.distributed.is_initialized()
     if own:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
         layers = [fully_shard(torch.nn.Linear(2, 2)) for _ in range(3)]
-        parallel.set_up_collectives(torch.nn.Sequential(*layers), [*layers, torch.nn.Linear(2, 2)])
+        parallel.set_collectives(torch.nn.Sequential(*layers), [*layers, torch.nn.Linear(2, 2)])
         following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
         assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
         groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]  # pyright: ignore
@@ -104,8 +104,8 @@ def test_collectives_of_sharded_layers() -> None:
             torch.distributed.destroy_process_group()
 
 
-def test_the_first_weights_are_the_same(write_yaml: Write) -> None:
-    """The second rank builds on the meta device and is given the first one's."""
+def test_initial_weights_don_t_depend_on_the_ranks(write_yaml: Write) -> None:
+    """The second rank builds on the meta device and receives the first one's."""
     still: dict[str, Any] = {"max_duration": "1ba", "objective__phases": [{"name": "clm"}],
                              "schedule__warmup": "0ba", "schedule__decay": "0ba", "optimizer__lr": 1e-30}  # fmt: skip
     again = {**FSDP, "compute__activation_checkpointing": "all"}
@@ -129,27 +129,27 @@ SIZE = Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_head
 
 
 @pytest.mark.parametrize(("memory", "expected"), [(None, "ddp"), (80 << 30, "ddp"), (40 << 30, "fsdp")])
-def test_auto_goes_by_the_states(
+def test_auto_depends_on_the_size_of_the_states(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch, memory: int | None, expected: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Device", (), {"total_memory": memory}))
     config = config_of(write_yaml())
-    assert parallel.strategy_of(config, SIZE, None) == expected
-    assert parallel.strategy_of(config, SIZE, "ba5-rank0.pt") == expected
-    assert parallel.strategy_of(config, SIZE, "ep0-ba5") == "fsdp"
+    assert parallel.choose_strategy(config, SIZE, None) == expected
+    assert parallel.choose_strategy(config, SIZE, "ba5-rank0.pt") == expected
+    assert parallel.choose_strategy(config, SIZE, "ep0-ba5") == "fsdp"
 
 
 @pytest.mark.parametrize("degree", ["all", "node"])
 @pytest.mark.parametrize("reshard", [True, False])
-def test_composer_s_parallelism_configuration(
+def test_the_configuration_has_the_mesh_s_degrees(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch, reshard: bool, degree: str
 ) -> None:
     """Of 16 ranks on two machines."""
     monkeypatch.setattr(parallel.dist, "get_world_size", lambda: 16)
     monkeypatch.setattr(parallel.dist, "get_local_world_size", lambda: 8)
     config = config_of(write_yaml(parallelism__shard_degree=degree, parallelism__reshard_after_forward=reshard))
-    fsdp: Any = (parallel.parallelism(config, "fsdp", whole=False) or {})["fsdp"]
+    fsdp: Any = (parallel.parallelism_config(config, "fsdp", monolithic=False) or {})["fsdp"]
     # Composer makes its mesh from these; without them it would make a flat one, in silence.
     degrees = fsdp.data_parallel_shard_degree, fsdp.data_parallel_replicate_degree
     assert degrees == ((16, None) if degree == "all" else (8, 2))

@@ -1,4 +1,4 @@
-"""What a run records of its data."""
+"""A run's record of its data."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ from pathlib import Path
 import pytest
 
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.training.pretrain import conversion_record
+from biphasic.training.record import conversion_record
 from conftest import Write
 from tiny import LENGTH, config_of
 
 
-@pytest.mark.parametrize(("commit", "said"), [("abc123", "abc123"), (None, "main")])
-def test_the_commit_that_was_read(write_yaml: Write, commit: str | None, said: str) -> None:
-    """Not the branch that the YAML named, which has moved since."""
+@pytest.mark.parametrize(("commit", "revision"), [("abc123", "abc123"), (None, "main")])
+def test_the_commit_is_recorded_not_the_branch(write_yaml: Write, commit: str | None, revision: str) -> None:
     config = config_of(write_yaml())
     tokenizer = load_tokenizer(config.tokenizer)
     source = {"kind": "hub", "path": "org/set", "revision": "main"}
@@ -29,6 +28,6 @@ def test_the_commit_that_was_read(write_yaml: Write, commit: str | None, said: s
     local = config.data.streams["data.train"].local
     assert local is not None
     (Path(local).parent / "conversion.json").write_text(json.dumps(record))
-    found = conversion_record(config, tokenizer)
-    assert found["source"] == {**source, "revision": said}
-    assert found["tokens"] == 5
+    data = conversion_record(config, tokenizer)
+    assert data["source"] == {**source, "revision": revision}
+    assert data["tokens"] == 5

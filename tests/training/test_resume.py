@@ -1,4 +1,4 @@
-"""An interrupted run is the same run, bit for bit."""
+"""A resumed run is bit for bit the uninterrupted run."""
 
 from __future__ import annotations
 
@@ -20,36 +20,37 @@ def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
         assert torch.equal(weight, b[name]), name
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_one_process(write_yaml: Write, workers: int) -> None:
-    whole = train(config_of(write_yaml("whole", data__num_workers=workers)))
-    expected = losses(whole)
+@pytest.mark.parametrize(("workers", "batches"), [(0, (SWITCH - 1, SWITCH, SWITCH + 1, 10)), (2, (SWITCH,))])
+def test_one_process_resumes_around_the_switch(write_yaml: Write, workers: int, batches: tuple[int, ...]) -> None:
+    uninterrupted = train(config_of(write_yaml("uninterrupted", data__num_workers=workers)))
+    expected = losses(uninterrupted)
     assert len(expected) == LAST
-    for batch in (SWITCH - 1, SWITCH, SWITCH + 1, 10):
+    for batch in batches:
         name = f"from{batch}"
         config = config_of(write_yaml(name, data__num_workers=workers))
         folder = Path(config.output) / name
-        shutil.copytree(whole, folder)
+        shutil.copytree(uninterrupted, folder)
         keep_checkpoints_up_to(folder, batch)
         (folder / "metrics.jsonl").unlink()
         train(config)
         assert losses(folder) == expected[batch:]
-        assert_same_weights(weights(folder, LAST), weights(whole, LAST))
+        assert_same_weights(weights(folder, LAST), weights(uninterrupted, LAST))
 
 
-def test_two_ranks_with_fsdp2(write_yaml: Write) -> None:
-    path = write_yaml("whole", parallelism__strategy="fsdp", data__num_workers=1)
+@pytest.mark.slow  # tests/faults/test_kills.py kills two ranks at the switch, too
+def test_two_fsdp2_ranks_resume_at_the_switch(write_yaml: Write) -> None:
+    path = write_yaml("uninterrupted", parallelism__strategy="fsdp", data__num_workers=1)
     run = launch(path, processes=2)
     assert run.returncode == 0, run.stderr[-3000:]
-    whole = Path(config_of(path).output) / "whole"
-    expected = losses(whole)
+    uninterrupted = Path(config_of(path).output) / "uninterrupted"
+    expected = losses(uninterrupted)
     assert len(expected) == LAST
     for batch in (SWITCH - 1, SWITCH, SWITCH + 1):
-        folder = whole.parent / f"from{batch}"
-        shutil.copytree(whole, folder)
+        folder = uninterrupted.parent / f"from{batch}"
+        shutil.copytree(uninterrupted, folder)
         keep_checkpoints_up_to(folder, batch)
         (folder / "metrics.jsonl").unlink()
         run = launch(path, f"run_name=from{batch}", processes=2)
         assert run.returncode == 0, run.stderr[-3000:]
         assert losses(folder) == expected[batch:]
-        assert_same_weights(weights(folder, LAST), weights(whole, LAST))
+        assert_same_weights(weights(folder, LAST), weights(uninterrupted, LAST))

@@ -1,4 +1,4 @@
-"""The phases: where they begin, what they are given, what happens at the switch."""
+"""The phases: where they begin, their batches, and what happens at the switch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from biphasic.config.errors import UserError
 from biphasic.config.plan import plan
-from biphasic.training.jsonl_logger import read_metrics
+from biphasic.errors import UserError
+from biphasic.training.loggers import read_metrics
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
 
@@ -38,14 +38,14 @@ def test_the_first_batch_of_a_phase_is_the_one_that_the_plan_names(write_yaml: W
     assert [entries[b].get("objective/masking_ratio") for b in (0, 3, 6, 7)] == [0.4, None, 0.5, pytest.approx(0.4)]
 
 
-def test_each_batch_is_trained_with_its_own_rate(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_batch_is_trained_with_its_learning_rate(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """What the optimizer steps with, and what is logged, is the schedule's rate at that batch; after a resume too."""
     rates: list[float] = []
     step = torch.optim.AdamW.step
 
-    def spy(self: torch.optim.AdamW, *given: object, **named: object) -> object:
+    def spy(self: torch.optim.AdamW, *arguments: object, **keywords: object) -> object:
         rates.append(self.param_groups[0]["lr"])
-        return step(self, *given, **named)  # pyright: ignore[reportArgumentType]
+        return step(self, *arguments, **keywords)  # pyright: ignore[reportArgumentType]
 
     monkeypatch.setattr(torch.optim.AdamW, "step", spy)
     path = write_yaml(schedule={"warmup": "3ba", "decay": "4ba"}, checkpoint__interval="1ba")
@@ -61,7 +61,7 @@ def test_each_batch_is_trained_with_its_own_rate(write_yaml: Write, monkeypatch:
     assert rates[-3:] == pytest.approx([5e-3 * factor for factor in expected[9:]])
 
 
-def test_tokens_are_those_really_seen(write_yaml: Write) -> None:
+def test_phases_in_tokens_count_no_padding(write_yaml: Write) -> None:
     """A phase that ends after 1,000 tokens ends with the batch that reaches them; padding does not count."""
     phases = [{"name": "clm", "until": "1000tok"}, {"name": "mlm"}]
     config = config_of(write_yaml(objective__phases=phases, max_duration="2500tok", schedule__decay="500tok"))
@@ -77,7 +77,7 @@ def test_tokens_are_those_really_seen(write_yaml: Write) -> None:
     assert seen[1] < sum(len(document) for document in documents(700, seed=1))
 
 
-def test_reset_optimizer_starts_the_moments_anew(write_yaml: Write) -> None:
+def test_reset_optimizer_clears_the_optimizer_state(write_yaml: Write) -> None:
     def phases(reset: bool) -> list[dict[str, object]]:
         return [{"name": "clm", "until": "6ba"}, {"name": "mlm", "reset_optimizer": reset}]
 
@@ -96,19 +96,19 @@ def test_reset_optimizer_starts_the_moments_anew(write_yaml: Write) -> None:
     assert losses(again) == reset[6:]
 
 
-def test_a_finished_phase_cannot_move(write_yaml: Write) -> None:
+def test_a_finished_phase_can_t_move(write_yaml: Write) -> None:
     config = config_of(
         write_yaml(max_duration="8ba", objective__phases=[{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}])
     )
     folder = train(config)
     assert Path(folder).is_dir()
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
-    longer = write_yaml(max_duration="16ba", objective__phases=phases, checkpoint__allow=["max_duration"])
+    longer = write_yaml(max_duration="16ba", objective__phases=phases, checkpoint__resume_overrides=["max_duration"])
     with pytest.raises(UserError, match=r"clm until 4ba.*clm until 8ba"):
         train(config_of(longer))
 
 
-def test_a_run_goes_on_as_the_same_run_only(write_yaml: Write, tmp_path: Path) -> None:
+def test_a_changed_configuration_is_refused(write_yaml: Write, tmp_path: Path) -> None:
     folder = train(config_of(write_yaml()))
     keep_checkpoints_up_to(folder, 8)
     before = losses(folder)[:8]
@@ -119,33 +119,35 @@ def test_a_run_goes_on_as_the_same_run_only(write_yaml: Write, tmp_path: Path) -
         "  global_batch_size: 8 until now, 16 here",
         "  optimizer.lr: 0.005 until now, 0.001 here",
         "change that back, choose another run_name, or let it differ: "
-        "checkpoint.allow=[global_batch_size, optimizer.lr]",
+        "checkpoint.resume_overrides=[global_batch_size, optimizer.lr]",
     ]
     # Other rows under the same name.
     write_rows(tmp_path / "other" / "train", 700, seed=3)
     moved = write_yaml(data__train__local=str(tmp_path / "other" / "train"))
     with pytest.raises(UserError, match=r"\n  data.train.index: '\w+' until now, '\w+' here\n"):
         train(config_of(moved))
-    train(config_of(write_yaml(optimizer__lr=1e-3, checkpoint__allow=["optimizer"], logging__tensorboard=True)))
+    train(
+        config_of(write_yaml(optimizer__lr=1e-3, checkpoint__resume_overrides=["optimizer"], logging__tensorboard=True))
+    )
     assert len(losses(folder)) >= 12
     assert losses(folder)[:8] == before
 
 
-def test_a_decay_branch_is_the_run_that_decayed_from_the_start(write_yaml: Write) -> None:
-    whole = train(config_of(write_yaml("whole", max_duration="12ba", schedule__decay="4ba")))
+def test_a_decay_branch_equals_the_run_with_that_decay(write_yaml: Write) -> None:
+    uninterrupted = train(config_of(write_yaml("uninterrupted", max_duration="12ba", schedule__decay="4ba")))
     trunk = train(config_of(write_yaml("trunk", max_duration="20ba", schedule__decay="0ba")))
     start = trunk / "checkpoints" / "ba8-rank0.pt"
     branch_yaml = write_yaml("branch", max_duration="12ba", schedule__decay="4ba", schedule__decay_from=str(start))
     branch = train(config_of(branch_yaml))
-    assert losses(branch) == losses(whole)[8:]
-    expected = weights(whole, 12)
+    assert losses(branch) == losses(uninterrupted)[8:]
+    expected = weights(uninterrupted, 12)
     for name, weight in weights(branch, 12).items():
         assert torch.equal(weight, expected[name]), name
     with pytest.raises(UserError, match=r"lies at 8ba, but the decay begins at 9ba.*max_duration to 11ba"):
         train(config_of(branch_yaml, run_name="elsewhere", max_duration="12ba", **{"schedule.decay": "3ba"}))
 
 
-def test_a_finished_run_is_left_alone(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_is_not_trained_again(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:
     path = write_yaml(max_duration="8ba")
     folder = train(config_of(path))
     before = losses(folder)
@@ -154,14 +156,14 @@ def test_a_finished_run_is_left_alone(write_yaml: Write, capsys: pytest.CaptureF
     assert losses(folder) == before
 
 
-def test_another_tokenizer_or_missing_data_is_refused(write_yaml: Write, tmp_path: Path) -> None:
+def test_missing_data_and_another_sequence_length_are_refused(write_yaml: Write, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="no dataset in"):
         train(config_of(write_yaml(data__train__local=str(tmp_path / "nothing"))))
     with pytest.raises(UserError, match="converted with another sequence_length"):
         train(config_of(write_yaml(data__sequence_length=64)))
 
 
-def test_validation_does_not_depend_on_the_phase(write_yaml: Write, tmp_path: Path) -> None:
+def test_validation_doesn_t_depend_on_the_phase(write_yaml: Write, tmp_path: Path) -> None:
     """CLM and MLM loss, at masks that stay the same: with a rate of almost 0 both losses stay where they are."""
     path = write_yaml(
         data__validation={"local": str(tmp_path / "data" / "validation")},

@@ -1,1 +1,1 @@
-"""Saving a run's checkpoints, and finding them again."""
+"""Save a run's checkpoints, and find the one that a run resumes from."""

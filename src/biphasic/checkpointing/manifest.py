@@ -1,15 +1,15 @@
-"""What makes a checkpoint complete: a manifest, written last, that names its files with their sizes and hashes.
+"""Read and write checkpoint manifests, and find complete checkpoints.
 
-A run's folder, on disk or in a bucket, holds for the checkpoint of batch 1000
+A manifest lists a checkpoint's files with their sizes and hashes. It is written last, so a checkpoint without one is
+incomplete. For the checkpoint of batch 1000, a run's folder (on disk or in a bucket) contains
 
     ba1000-rank0.pt                 one file, or with FSDP a folder: ep0-ba1000/.metadata, ep0-ba1000/__0_0.distcp, …
-    ba1000.rank3.json               while it is saved: what rank 3 has stored
-    ba1000.json                     the manifest, which takes their place
+    ba1000.rank3.json               the files that rank 3 has uploaded, while the checkpoint is incomplete
+    ba1000.json                     the manifest, which replaces the ranks' manifests
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Callable, Iterator
@@ -17,18 +17,26 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from biphasic.storage import Store, StoredFile, as_bytes, hash_of, short
+from pydantic import TypeAdapter
+from pydantic.dataclasses import dataclass as checked_dataclass
+
+from biphasic.storage import Store, StoredFile, file_hash, first_line, json_bytes
 
 _NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|-rank\d+\.pt$|/)")
+_RANKS = re.compile(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$")
 _log = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
+@checked_dataclass(frozen=True)
 class Manifest:
-    """A complete checkpoint.
+    """The files and metadata of a complete checkpoint, or of the part of it that one rank has written.
 
-    `path` is what Composer loads, relative to the folder; `files` has for each file its size in bytes and its xxh64;
-    `run` says what it is of: the run's name, tokens, phase.
+    Attributes:
+        batch: number of batches trained so far.
+        path: path that Composer loads, relative to the folder.
+        files: size in bytes and xxh64 hash of each file, by name.
+        run: the run's name and attempt, the settings that affect its weights, tokens, phase, and `writers`, the number of
+            ranks that write files of this checkpoint.
     """
 
     batch: int
@@ -38,164 +46,165 @@ class Manifest:
 
     @property
     def name(self) -> str:
-        """Its own file."""
-        return f"ba{self.batch}.json"
+        """File name of the manifest."""
+        return manifest_name(self.batch)
 
-    def as_bytes(self) -> bytes:
-        """As it is stored."""
-        return as_bytes(asdict(self))
+    def to_bytes(self) -> bytes:
+        """Return the content of the manifest's file (JSON)."""
+        return json_bytes(asdict(self))
 
     @staticmethod
-    def of(content: bytes) -> Manifest:
-        """From what is stored.
-
-        Raises:
-            ValueError: it is no manifest.
-        """
-        try:
-            found = json.loads(content)
-            files = {str(name): (int(size), str(hash_)) for name, (size, hash_) in found["files"].items()}
-            return Manifest(int(found["batch"]), str(found["path"]), files, dict(found["run"]))
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"it is no manifest ({error})") from None
+    def from_bytes(content: bytes) -> Manifest:
+        """Parse the content of a manifest's file. Raises a ValueError if it is not a manifest."""
+        return TypeAdapter(Manifest).validate_json(content)
 
 
 @dataclass(frozen=True)
-class Found:
-    """A checkpoint in a folder: its manifest, or why it can't be used."""
+class StoredCheckpoint:
+    """A checkpoint found in a folder, with its manifest or the reason why it can't be used (`fault`)."""
 
     batch: int
     manifest: Manifest | None
     fault: str | None = None
 
 
-def checkpoints_in(place: Store) -> list[Found]:
-    """All checkpoints of a folder, the newest first; sizes are compared, contents are not read.
+def manifest_name(batch: int) -> str:
+    """Return the file name of a checkpoint's manifest."""
+    return f"ba{batch}.json"
 
-    Raises:
-        OSError: the folder can't be listed.
-    """
-    return list(_newest_first(place, place.list()))
+
+def rank_manifest_name(batch: int, rank: int) -> str:
+    """Return the file name of the manifest that lists one rank's files."""
+    return f"ba{batch}.rank{rank}.json"
 
 
 def batch_of(name: str) -> int | None:
-    """Of which checkpoint a file is, by its name; None: of none."""
+    """Return the batch of the checkpoint that a file belongs to, from the file's name; None for other files."""
     match = _NAMES.match(name)
     return None if match is None else int(match[1])
 
 
-def _newest_first(place: Store, there: dict[str, StoredFile]) -> Iterator[Found]:
-    """A manifest is read when it is asked for."""
-    batches = {batch for name in there if (batch := batch_of(name)) is not None}
-    for batch in sorted(batches, reverse=True):
-        yield _look(place, there, batch)
+def batch_of_rank_manifest(name: str) -> int | None:
+    """Return the batch that a rank's manifest belongs to; None for all other files."""
+    return batch_of(name) if ".rank" in name and name.endswith(".json") else None
 
 
-def _look(place: Store, there: dict[str, StoredFile], batch: int) -> Found:
-    name = f"ba{batch}.json"
-    if name not in there:
-        return Found(batch, None, f"it has no {name}, so it was not finished")
-    try:
-        manifest = Manifest.of(place.read(name))
-    except (ValueError, OSError) as error:
-        return Found(batch, None, f"{name} can't be read ({short(error)})")
-    if manifest.batch != batch:
-        return Found(batch, None, f"{name} is the manifest of batch {manifest.batch}")
-    for file, (size, _) in manifest.files.items():
-        if file not in there:
-            return Found(batch, None, f"{file} is missing")
-        if there[file].bytes != size:
-            return Found(batch, None, f"{file} has {there[file].bytes:,} bytes instead of {size:,}")
-    return Found(batch, manifest)
+def rank_of(name: str) -> int:
+    """Return the rank that writes a checkpoint file; 0 for files without a rank in their name."""
+    match = _RANKS.search(name)
+    return 0 if match is None else int(next(number for number in match.groups() if number is not None))
 
 
-def newest(place: Store, folder: Path, foreign: Callable[[Manifest], str | None] = lambda _: None) -> Manifest | None:
-    """The newest complete checkpoint, on this machine.
-
-    Others are passed over with a warning that says why, down to the previous good one.
-
-    Args:
-        place: where the run saves.
-        folder: where a checkpoint that lies elsewhere is brought to. A file that is there already is kept if it is the
-            right one.
-        foreign: says of a manifest why it is another run's.
-
-    Returns:
-        Its manifest; `folder / manifest.path` is what Composer loads. None when there is nothing to go on from.
+def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
+    """List all checkpoints in a folder, newest first. File sizes are checked; hashes are not.
 
     Raises:
-        OSError: the place can't be listed.
+        OSError: the folder can't be listed.
     """
-    for found in _newest_first(place, place.list()):
-        fault = found.fault
-        if found.manifest is not None:
-            fault = foreign(found.manifest) or bring(found.manifest, place, folder)
+    return list(_newest_first(folder, folder.list()))
+
+
+def newest_batch(files: dict[str, StoredFile]) -> int:
+    """Return the batch of the newest manifest; -1 if there is none."""
+    batches = (batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch))
+    return max(batches, default=-1)
+
+
+def _newest_first(folder: Store, files: dict[str, StoredFile]) -> Iterator[StoredCheckpoint]:
+    """Yield checkpoints, newest first. Each manifest is read only when the iteration reaches it."""
+    batches = {batch for name in files if (batch := batch_of(name)) is not None}
+    for batch in sorted(batches, reverse=True):
+        yield _inspect(folder, files, batch)
+
+
+def _inspect(folder: Store, files: dict[str, StoredFile], batch: int) -> StoredCheckpoint:
+    name = manifest_name(batch)
+    if name not in files:
+        return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
+    try:
+        manifest = Manifest.from_bytes(folder.read(name))
+    except ValueError:
+        return StoredCheckpoint(batch, None, f"{name} is not a manifest")
+    except OSError as error:
+        return StoredCheckpoint(batch, None, f"{name} can't be read ({first_line(error)})")
+    if manifest.batch != batch:
+        return StoredCheckpoint(batch, None, f"{name} is the manifest of batch {manifest.batch}")
+    for file, (size, _) in manifest.files.items():
+        if file not in files:
+            return StoredCheckpoint(batch, None, f"{file} is missing")
+        if files[file].bytes != size:
+            return StoredCheckpoint(batch, None, f"{file} has {files[file].bytes:,} bytes instead of {size:,}")
+    return StoredCheckpoint(batch, manifest)
+
+
+def newest_complete(
+    source: Store, local_folder: Path, reject: Callable[[Manifest], str | None] = lambda _: None
+) -> Manifest | None:
+    """Find the newest complete checkpoint and download its files.
+
+    Incomplete, damaged and rejected checkpoints are skipped with a warning that gives the reason.
+
+    Args:
+        source: store that the run saves to.
+        local_folder: folder to download to. A file with the right hash is not downloaded again.
+        reject: returns why a checkpoint must not be used, or None.
+
+    Returns:
+        The manifest (Composer loads `local_folder / manifest.path`), or None if there is no such checkpoint.
+
+    Raises:
+        OSError: the source can't be listed.
+    """
+    for checkpoint in _newest_first(source, source.list()):
+        fault = checkpoint.fault
+        if checkpoint.manifest is not None:
+            fault = reject(checkpoint.manifest) or download_files(checkpoint.manifest, source, local_folder)
             if fault is None:
-                return found.manifest
-        _log.warning("checkpoint ba%d in %s is passed over: %s", found.batch, place.root, fault)
+                return checkpoint.manifest
+        _log.warning("checkpoint ba%d in %s is skipped: %s", checkpoint.batch, source.root, fault)
     return None
 
 
-def bring(manifest: Manifest, place: Store, folder: Path) -> str | None:
-    """Have a checkpoint's files on this machine, each compared with its hash; returns what is wrong with them."""
-    here = Path(place.root).resolve() == folder.resolve()
+def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str | None:
+    """Download a checkpoint's files unless they exist, and check their hashes.
+
+    Returns:
+        None, or a message that names the file that is damaged or can't be read.
+    """
+    is_local = Path(source.root).resolve() == local_folder.resolve()
     for name, (size, hash_) in manifest.files.items():
-        file = folder / name
-        if file.is_file() and file.stat().st_size == size and hash_of(file) == hash_:
+        file = local_folder / name
+        if file.is_file() and file.stat().st_size == size and file_hash(file) == hash_:
             continue
-        if here:
+        if is_local:
             return f"{name} is damaged: its hash is not the manifest's"
         try:
-            place.fetch(name, file)
+            source.download(name, file)
         except OSError as error:
-            return f"{name} can't be read ({short(error)})"
-        if file.stat().st_size != size or hash_of(file) != hash_:
+            return f"{name} can't be read ({first_line(error)})"
+        if file.stat().st_size != size or file_hash(file) != hash_:
             file.unlink()
             return f"{name} is damaged: its hash is not the manifest's"
     return None
 
 
-def forget(manifest: Manifest, place: Store) -> None:
-    """Remove a checkpoint, its manifest first: what is half removed is no complete one."""
-    place.remove([manifest.name])
-    place.remove(manifest.files)
+def delete_checkpoint(manifest: Manifest, folder: Store) -> None:
+    """Delete a checkpoint. The manifest is deleted first, so a partly deleted checkpoint counts as incomplete."""
+    folder.remove([manifest.name])
+    folder.remove(manifest.files)
 
 
-def outdated(place: Store, there: dict[str, StoredFile], keep: int) -> Iterator[Manifest]:
-    """Of what is `there`, the complete checkpoints beyond the newest `keep`, less those that stay; none when `keep` is
-    negative."""
+def outdated_checkpoints(folder: Store, files: dict[str, StoredFile], keep: int) -> Iterator[Manifest]:
+    """Yield complete checkpoints older than the newest `keep`, except those marked as kept; none if `keep` < 0."""
     if keep >= 0:
-        complete = [found.manifest for found in _newest_first(place, there) if found.manifest is not None]
-        yield from (one for one in complete[keep:] if not one.run.get("kept"))
+        complete = [found.manifest for found in _newest_first(folder, files) if found.manifest is not None]
+        yield from (manifest for manifest in complete[keep:] if not manifest.run.get("kept"))
 
 
-def orphans(there: dict[str, StoredFile], before: int) -> list[str]:
-    """Files of checkpoints older than batch `before` that have no manifest: a dead attempt's, never to be finished."""
+def abandoned_files(files: dict[str, StoredFile], before: int) -> list[str]:
+    """Return files of checkpoints older than batch `before` that an earlier attempt left without a manifest."""
     return [
         name
-        for name in there
-        if (batch := batch_of(name)) is not None and batch < before and f"ba{batch}.json" not in there
+        for name in files
+        if (batch := batch_of(name)) is not None and batch < before and manifest_name(batch) not in files
     ]
-
-
-def newest_batch(there: dict[str, StoredFile]) -> int:
-    """Of the newest manifest; -1 when there is none."""
-    return max(
-        (batch for name in there if (batch := batch_of(name)) is not None and name == f"ba{batch}.json"), default=-1
-    )
-
-
-def rank_of(name: str) -> int:
-    """Which rank wrote a checkpoint's file; what the run has once is the first one's."""
-    match = re.search(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$", name)
-    return 0 if match is None else int(next(number for number in match.groups() if number is not None))
-
-
-def part_name(batch: int, rank: int) -> str:
-    """What a rank has stored of a checkpoint that is not complete yet."""
-    return f"ba{batch}.rank{rank}.json"
-
-
-def part_of(name: str) -> int | None:
-    """Of which checkpoint a file is a rank's part, by its name; None: it is no part."""
-    return batch_of(name) if ".rank" in name and name.endswith(".json") else None

@@ -1,4 +1,4 @@
-"""Ending a run early, on all ranks after the same batch: a preemption, or a fault that one rank has found."""
+"""Stop a run early, on all ranks after the same batch, when it is preempted or one rank has a fault."""
 
 from __future__ import annotations
 
@@ -7,111 +7,160 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
+import torch
+import torch.distributed
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.checkpointing.together import Together
-from biphasic.config.errors import UserError
-from biphasic.data.loader_signals import keep_loaders, let_loaders_go
+from biphasic.data.loader_signals import keep_loaders, release_loaders
+from biphasic.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-_AGAIN = 3.0
-"""Seconds. A signal to a whole process group comes twice: the launcher passes its own on at once."""
+_REPEAT_SECONDS = 3.0
+"""Time during which a repeated signal is ignored: one to a process group arrives twice, because the launcher forwards it."""
+_CONTINUE, _PREEMPTED, _FAULT = range(3)
 
 
-class Stopping(Callback):
-    """Listens for SIGTERM and SIGUSR1, and has all ranks agree after each batch whether it was the last one.
+class ProcessGroup:
+    """A gloo process group of all ranks for collectives on CPU tensors, separate from the training's process group.
 
-    A first signal lets the batch finish; the saver then saves and stores it. A second one, three seconds later or more,
-    ends the process at once with status 128 + its number. Loader processes ignore the signals, since the batch needs
-    them, until the run closes.
+    Args:
+        timeout: how long a rank waits for the others. It is longer than in training, because one rank may be downloading a
+            checkpoint.
+    """
 
-    `asked` is None, or why the run stops; `broken` says that it stops for a fault, without another checkpoint.
+    def __init__(self, timeout: timedelta = timedelta(minutes=30)):
+        self.rank, self.local_rank, self.size = dist.get_global_rank(), dist.get_local_rank(), dist.get_world_size()
+        self.group: Any = torch.distributed.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+        """None for a single process."""
+
+    def maximum(self, value: int) -> int:
+        """Return the maximum of all ranks' values."""
+        if self.group is None:
+            return value
+        maximum = torch.tensor([value], dtype=torch.int32)
+        torch.distributed.all_reduce(maximum, torch.distributed.ReduceOp.MAX, group=self.group)
+        return int(maximum.item())
+
+    def all_gather(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in rank order."""
+        if self.group is None:
+            return [value]
+        values: list[Any] = [None] * self.size
+        torch.distributed.all_gather_object(values, value, group=self.group)
+        return values
+
+    def broadcast(self, value: Any) -> Any:
+        """Return rank 0's value on all ranks."""
+        return self.all_gather(value if self.rank == 0 else None)[0]
+
+    def raise_first(self, fault: str | None) -> None:
+        """Raise on all ranks if any rank has a fault.
+
+        Raises:
+            UserError: the fault of the lowest rank that has one.
+        """
+        faults = [text for text in self.all_gather(fault) if text]
+        if faults:
+            raise UserError(faults[0])
+
+    def once_per_machine(self, action: Callable[[], object]) -> None:
+        """Run a function on local rank 0 of each node while all ranks wait. A UserError on any node is raised on all."""
+        fault = None
+        if self.local_rank == 0:
+            try:
+                action()
+            except UserError as error:
+                fault = str(error)
+        self.raise_first(fault)
+
+    def barrier(self) -> None:
+        """Wait until all ranks have called this."""
+        self.maximum(0)
+
+
+class StopCoordinator(Callback):
+    """Callback that handles SIGTERM and SIGUSR1: after each batch, all ranks agree whether the run stops.
+
+    After a first signal the run finishes the batch, saves and uploads a checkpoint, and stops. A second signal more than
+    three seconds later ends the process at once with status 128 + signal number. Data loader processes ignore the signals
+    until the run closes, because they may still be needed to finish the batch.
+
+    Attributes:
+        reason: why the run stops; None while it doesn't.
+        is_fault: whether the run stops because of a fault, without saving.
+        saved: whether the checkpoint was saved before stopping; further signals are then ignored.
+        ranks: process group in which the ranks agree.
     """
 
     def __init__(self) -> None:
-        self.asked: str | None = None
-        self.broken = False
+        self.reason: str | None = None
+        self.is_fault = False
         self.saved = False
-        """All is stored: from here on signals change nothing."""
-        self.since = 0.0
-        self._here: tuple[int, str] = (0, "")
-        self._ranks = Together()
-        self._owner = os.getpid()
-        self._before: dict[int, Any] = {}
+        self._request = (_CONTINUE, "")
+        self._requested_at = 0.0
+        self.ranks = ProcessGroup()
+        self._pid = os.getpid()
+        self._previous_handlers: dict[int, Any] = {}
 
-    def listen(self) -> None:
-        """Take the signals over from Composer, whose handler exits in the middle of a batch."""
+    def install_handlers(self) -> None:
+        """Replace Composer's signal handler, which exits in the middle of a batch."""
         keep_loaders()
-        self._before = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
+        self._previous_handlers = {number: signal.signal(number, self._on_signal) for number in SIGNALS}
 
-    def release(self) -> None:
-        """Give the signals back."""
-        let_loaders_go()
+    def restore_handlers(self) -> None:
+        """Restore the signal handlers that were installed before."""
+        release_loaders()
         if threading.current_thread() is not threading.main_thread():
-            return  # the process is about to end
-        for number, handler in self._before.items():
-            # The launcher sends its signal to all that are left when the first process has ended.
+            return  # only the main thread can set handlers, and the process is about to end
+        for number, handler in self._previous_handlers.items():
+            # The launcher signals all remaining processes once one has ended.
             signal.signal(number, signal.SIG_IGN if self.saved else handler)
-        self._before = {}
+        self._previous_handlers = {}
 
-    def fault(self, why: str) -> None:
-        """Have the run stop after this batch, without saving: any rank, any thread."""
-        self._here = (2, why)
+    def stop_for_fault(self, reason: str) -> None:
+        """Stop the run after this batch without saving. Any rank and any thread may call this."""
+        self._request = (_FAULT, reason)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Agree."""
+        """Agree with the other ranks whether to stop."""
         self._agree()
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """A validation takes longer than most machines leave."""
+        """Agree during validation too, because it may take longer than the notice before a preemption."""
         self._agree()
 
-    def seconds(self) -> float:
-        """Since the signal came to this rank, or since it was agreed on."""
-        return time.monotonic() - self.since
+    def seconds_since_request(self) -> float:
+        """Return the seconds since this rank received a signal, or else since the ranks agreed to stop."""
+        return time.monotonic() - self._requested_at
 
     def unless_stopping(self, interval: Callable[..., bool]) -> Callable[..., bool]:
-        """An interval of validations, none of which begins when the run stops."""
+        """Wrap a validation interval so that no validation starts once the run is stopping."""
 
-        def due(state: State, event: Any) -> bool:
-            return self.asked is None and interval(state, event)
+        def is_due(state: State, event: Any) -> bool:
+            return self.reason is None and interval(state, event)
 
-        return due
+        return is_due
 
     def _agree(self) -> None:
-        if self.asked is not None:
+        if self.reason is not None or not self.ranks.maximum(self._request[0]):
             return
-        if not self._ranks.most(self._here[0]):
-            return
-        code, why = max(self._ranks.all_of(self._here), key=lambda one: one[0])
-        self.asked, self.broken = why, code == 2
-        self.since = self.since or time.monotonic()
+        code, self.reason = max(self.ranks.all_gather(self._request), key=lambda request: request[0])
+        self.is_fault = code == _FAULT
+        self._requested_at = self._requested_at or time.monotonic()
 
     def _on_signal(self, number: int, frame: object) -> None:
-        if os.getpid() != self._owner:
+        if os.getpid() != self._pid:
             return
-        name = signal.Signals(number).name
-        if not self._here[0]:
-            self._here, self.since = (1, name), time.monotonic()
-            print(f"rank {dist.get_global_rank()}: {name}: the run stops after this batch and saves; a second signal "
-                  "ends it at once", flush=True)  # fmt: skip
-        elif not self.saved and time.monotonic() - self.since > _AGAIN:
-            print(f"rank {dist.get_global_rank()}: {name} again: ends at once", flush=True)
+        prefix = f"rank {dist.get_global_rank()}: {signal.Signals(number).name}"
+        if self._request[0] == _CONTINUE:
+            self._request, self._requested_at = (_PREEMPTED, signal.Signals(number).name), time.monotonic()
+            message = "the run stops after this batch and saves; a second signal ends it at once"
+            print(f"{prefix}: {message}", flush=True)
+        elif not self.saved and self.seconds_since_request() > _REPEAT_SECONDS:
+            print(f"{prefix} again: ends at once", flush=True)
             os._exit(128 + number)
-
-    def together(self) -> None:
-        """Wait until all ranks are here."""
-        self._ranks.meet()
-
-    def require_sound(self) -> None:
-        """End the run if it was agreed that something is broken.
-
-        Raises:
-            UserError: saying what.
-        """
-        if self.asked is not None and self.broken:
-            raise UserError(self.asked)

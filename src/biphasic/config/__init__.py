@@ -1,1 +1,1 @@
-"""What a YAML may say, reading it, and what it would do. Imports neither torch nor Composer, so that it answers at once."""
+"""Read and check YAML configurations, and plan runs. Imports neither torch nor Composer, so that importing it is fast."""

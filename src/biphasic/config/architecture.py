@@ -1,17 +1,17 @@
-"""What an encoder of given dimensions costs: parameters, FLOPs, bytes, and how many ranks share them. Plain arithmetic."""
+"""Compute parameters, FLOPs and memory from a model's dimensions. Imports neither torch nor transformers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
 class Architecture:
     """Dimensions of a Llama-style stack (RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases).
 
-    Widths and counts are in elements. `head_dim` is given by itself, since a few families don't keep
-    `heads * head_dim == hidden`.
+    `head_dim` is a separate field because `heads * head_dim` differs from `hidden` in a few model families.
     """
 
     vocab_size: int
@@ -23,54 +23,73 @@ class Architecture:
     head_dim: int
     tied: bool = False
 
+    @classmethod
+    def from_hf_config(cls, config: Any) -> Architecture:
+        """Read the dimensions from a Hugging Face configuration.
+
+        Raises:
+            AttributeError: the configuration lacks a dimension, as those of other kinds of networks do.
+        """
+        heads = config.num_attention_heads
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden=config.hidden_size,
+            ffn=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            tied=getattr(config, "tie_word_embeddings", False),
+        )
+
     @property
     def layer_parameters(self) -> int:
-        """Parameters of one decoder layer, its two norms included."""
+        """Number of parameters in one decoder layer, including its two norms."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
 
     @property
     def embedding_parameters(self) -> int:
-        """Parameters of the input embedding."""
+        """Number of parameters in the input embedding."""
         return self.vocab_size * self.hidden
 
     @property
     def head_parameters(self) -> int:
-        """Parameters of the language-model head; zero when it is tied to the embedding."""
+        """Number of parameters in the language-model head; zero if the head is tied to the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property
     def body_parameters(self) -> int:
-        """All parameters but the embedding and the head."""
+        """Number of parameters without the embedding and the head."""
         return self.layers * self.layer_parameters + self.hidden
 
     @property
     def parameters(self) -> int:
-        """All parameters."""
+        """Total number of parameters."""
         return self.body_parameters + self.embedding_parameters + self.head_parameters
 
     def flops(self, lengths: Iterable[int], causal: bool, predicted: float) -> float:
-        """Floating-point operations that training on some segments takes: forward, and backward as twice the forward.
+        """Return the FLOPs of a training step on segments. The backward pass counts as twice the forward pass.
 
-        A multiplication and an addition count as two. Counted are the matrix products of the layers, the scores and sums
-        of attention for the pairs of tokens that see each other, and the logits of the predicted positions; not what is
-        computed again in the backward pass. This is MFU's numerator (PaLM, appendix B).
+        A multiplication and an addition count as two. The result includes the layers' matrix products, the attention
+        between tokens that see each other, and the logits at predicted positions, but no recomputation. It is the
+        numerator of MFU (PaLM, appendix B).
 
         Args:
-            lengths: tokens in each segment.
-            causal: a token sees itself and what is before it in its segment; otherwise all of its segment.
-            predicted: positions that get logits.
+            lengths: number of tokens in each segment.
+            causal: whether a token sees only itself and earlier tokens of its segment, not the complete segment.
+            predicted: number of positions that get logits.
         """
         return 3 * (self._layers_forward(list(lengths), causal, self.layers) + self._head_forward(predicted))
 
     def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
-        """What a device computes: `flops`, and the forward pass of `recomputed` layers once more. HFU's numerator.
+        """Return `flops` plus the forward pass of `recomputed` layers, which is the numerator of HFU.
 
         Args:
-            lengths: tokens in each segment, padding included.
-            causal: as for `flops`.
-            predicted: positions that get logits.
-            recomputed: layers whose activations are computed again in the backward pass.
+            lengths: number of tokens in each segment, including padding.
+            causal: see `flops`.
+            predicted: number of positions that get logits.
+            recomputed: number of layers whose activations are computed again in the backward pass.
         """
         lengths = list(lengths)
         return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
@@ -84,32 +103,37 @@ class Architecture:
         return 2 * self.vocab_size * self.hidden * predicted
 
     def state_bytes(self, shards: int) -> int:
-        """Bytes of weights, gradients and Adam's two moments in fp32 on each of `shards` ranks that split them."""
+        """Return the bytes that fp32 weights, gradients and Adam's two moments take on each of `shards` ranks."""
         return 16 * self.parameters // shards
 
-    def activation_bytes(self, tokens: int, bytes_per_value: int) -> int:
-        """Rough bytes kept for the backward pass of `tokens` without activation checkpointing.
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Size of a checkpoint in bytes: weights and Adam's two moments in fp32."""
+        return 12 * self.parameters
 
-        Counts each tensor that autograd saves once: per layer the two norms' inputs and outputs, queries, keys, values,
-        the attention's output and the MLP's gate, up, activation and product.
+    def activation_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Estimate the bytes that `tokens` store for the backward pass without activation checkpointing.
+
+        Each tensor that autograd saves counts once: per layer, the inputs and outputs of the two norms, the queries, keys
+        and values, the attention output, and the MLP's gate, up, activation and product.
         """
         per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
         return tokens * self.layers * per_layer * bytes_per_value
 
 
 def shard_ranks(degree: int | str, ranks: int, ranks_of_a_machine: int) -> int:
-    """How many ranks hold the model once among them.
+    """Return the number of ranks that share one copy of the model.
 
     Args:
         degree: `parallelism.shard_degree`: a number of ranks, `all` or `node`.
-        ranks: of the run.
-        ranks_of_a_machine: those on one machine.
+        ranks: number of ranks in the run.
+        ranks_of_a_machine: number of ranks on one node.
     """
     return {"all": ranks, "node": ranks_of_a_machine}[degree] if isinstance(degree, str) else degree
 
 
-# EuroBERT's vocabulary (Llama 3's), untied head. 210m and 610m: the paper's appendix, table 1, and EuroBERT's public code;
-# 1b: the same table only.
+# The vocabulary is EuroBERT's (Llama 3's) and the head is untied. Sources: the paper's appendix, table 1, and for 210m and
+# 610m also EuroBERT's public code.
 PRESETS = {
     "210m": Architecture(128_256, hidden=768, ffn=3072, layers=12, heads=12, kv_heads=12, head_dim=64),
     "610m": Architecture(128_256, hidden=1152, ffn=4096, layers=26, heads=18, kv_heads=6, head_dim=64),
@@ -118,6 +142,5 @@ PRESETS = {
 
 
 def preset(name: str, vocab_size: int | None = None) -> Architecture:
-    """The paper's architecture of that name, with another vocabulary if one is given."""
-    found = PRESETS[name]
-    return found if vocab_size is None else replace(found, vocab_size=vocab_size)
+    """Return one of the paper's architectures, with `vocab_size` in place of its vocabulary size if given."""
+    return PRESETS[name] if vocab_size is None else replace(PRESETS[name], vocab_size=vocab_size)

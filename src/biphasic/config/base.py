@@ -1,38 +1,123 @@
-"""What the schema's sections share."""
+"""Base classes and shared field types of the YAML schema."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 
-from biphasic.amounts import bytes_of
+KeyProblems = Iterator[tuple[list[str], str]]
+"""Problems found by a check: for each, the affected keys (the most relevant first) and a message."""
 
 
 class Section(BaseModel):
-    """A part of a YAML: unknown keys are errors, values keep the type they were written in, nothing changes afterwards."""
+    """Base class of YAML sections. Unknown keys are errors, values are not converted, and sections are immutable."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False, allow_inf_nan=False)
+
+    def is_default(self, name: str) -> bool:
+        """Return whether a key has its default value. (A resolved configuration also lists the defaults.)"""
+        return getattr(self, name) == type(self).model_fields[name].default
 
 
+# Integers must fit 64 bits, as arrays, records and other programs expect. Composer and numpy need 32-bit seeds.
+Positive = Annotated[int, Field(gt=0, lt=2**63)]
+Count = Annotated[int, Field(ge=0, lt=2**63)]
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, lt=1)]
-Positive = Annotated[int, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
+
+_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(b|kb|mb|gb|tb|pb)", re.IGNORECASE)
+_SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 
 
-def _size(text: str) -> str:
-    bytes_of(text)
+def _bytes(value: object) -> object:
+    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is not None:
+        return int(float(match[1].replace("_", "")) * _SIZE_UNITS[match[2].lower()])
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise ValueError(f"expected a size such as 200gb; got {value!r}")
+
+
+Size = Annotated[int, BeforeValidator(_bytes), Field(gt=0, lt=2**63)]
+"""A number of bytes, as an integer or with a decimal unit: `200gb` is 200 * 10**9."""
+
+
+def _name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
+        raise ValueError(f"expected a name of letters, digits, `.`, `_` and `-`; got {text!r}")
     return text
 
 
-Size = Annotated[str, AfterValidator(_size)]
-"""Bytes, such as `200gb`."""
-
-Found = Iterator[tuple[list[str], str]]
-"""What is wrong: the keys concerned, the first one first, and what was expected."""
+Name = Annotated[str, AfterValidator(_name)]
+"""The name of a run, model or dataset. It must be valid as a file or folder name."""
 
 
-def changed(section: Section, name: str) -> bool:
-    """Whether a key says something: a default that is written out, as in a resolved configuration, says nothing."""
-    return getattr(section, name) != type(section).model_fields[name].default
+_PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://[^/]*@")
+
+
+def _address(text: str, *schemes: str) -> str:
+    is_url = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) and not _PASSWORD.match(text)
+    if not text or (is_url and not any(re.match(rf"{scheme}://[^/]", text) for scheme in schemes)):
+        urls = "".join(f", {scheme}://…" for scheme in schemes)
+        raise ValueError(f"expected a local path{urls}; got {text!r}")
+    return text
+
+
+Address = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf"))]
+"""A local path, or a URL that `biphasic.storage` reads and writes."""
+RemoteAddress = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "oci", "hf"))]
+"""A URL from which Streaming downloads shards. `az://` is excluded because Streaming's form of it differs from ours."""
+LocalPath = Annotated[str, AfterValidator(_address)]
+"""A local folder or file."""
+
+
+class JobConfig(Section):
+    """Base class of the schemas of a complete YAML, one for each job."""
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values for a run of `ranks` processes."""
+        yield from ()
+
+
+class RunConfig(JobConfig):
+    """Base class of the schemas of jobs that write to a run folder."""
+
+    job: str
+    run_name: Name
+    output: LocalPath = "runs"
+    """The run writes to `<output>/<run_name>`."""
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder to which the run writes."""
+        return Path(self.output) / self.run_name
+
+
+class ClusterConfig(Section):
+    """The Ray cluster that runs a job."""
+
+    address: str | None = None
+    """Null: run on this machine. `auto`: use the Ray cluster that this machine belongs to. Otherwise: an address."""
+    shared_folder: bool = False
+    """Whether all nodes of the cluster see the same local sources and outputs."""
+
+    def problems(self) -> KeyProblems:
+        """Check combinations of values."""
+        if self.shared_folder and self.address is None:
+            yield ["cluster.shared_folder", "cluster.address"], "has no effect on one machine: cluster.address is null"
+
+
+def secret_problems(value: object, key: str = "") -> KeyProblems:
+    """Report passwords in URLs, because the configuration is copied to the run folder, checkpoints and model card."""
+    if isinstance(value, Section):
+        for name in type(value).model_fields:
+            yield from secret_problems(getattr(value, name), f"{key}.{name}".lstrip("."))
+    elif isinstance(value, dict | list):
+        for name, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from secret_problems(child, f"{key}.{name}".lstrip("."))
+    elif isinstance(value, str) and _PASSWORD.match(value):
+        yield [key], "expected an address without user and password: credentials come from the environment"

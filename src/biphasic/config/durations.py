@@ -1,4 +1,4 @@
-"""Lengths of training, as a YAML writes them: a number and one of Composer's time units."""
+"""Parse and compare durations, written in a YAML as a number and one of Composer's time units."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ EXPECTED = "a number and a unit, such as 21000ba (batches), 0.5dur, 50_000_000_0
 
 @dataclass(frozen=True)
 class Duration:
-    """A length of training: `value` in `unit` (one of `UNITS`). Printed as Composer reads it, e.g. `21000ba`."""
+    """A duration: `value` in `unit` (one of `UNITS`). `str` returns Composer's form, e.g. `21000ba`."""
 
     value: float
     unit: str
 
     @classmethod
     def parse(cls, text: object) -> Duration:
-        """Read `21000ba`, `0.5dur`, `50_000_000_000tok`, `2ep`, `4096sp`.
+        """Parse a duration such as `21000ba`, `0.5dur`, `50_000_000_000tok`, `2ep` or `4096sp`.
 
         Raises:
-            ValueError: anything else, with what was expected.
+            ValueError: `text` is not a valid duration. The message says what was expected.
         """
         if isinstance(text, Duration):
             return text
@@ -43,6 +43,8 @@ class Duration:
             raise ValueError(f"the unit `{unit}` can't be used, since {_REFUSED[unit]}; expected {EXPECTED}")
         if unit not in UNITS:
             raise ValueError(f"no unit `{unit}`; expected {EXPECTED}")
+        if value >= 2**63:
+            raise ValueError(f"expected less than 2**63; got {text!r}")
         if unit == "dur":
             if value > 1:
                 raise ValueError(f"expected a share of max_duration between 0dur and 1dur; got {text!r}")
@@ -50,12 +52,12 @@ class Duration:
             raise ValueError(f"expected a whole number of {UNITS[unit]}; got {text!r}")
         return cls(value, unit)
 
-    def of(self, whole: Duration) -> Duration:
-        """Turn a share (`dur`) into the unit of `whole`, rounded up; leave everything else as it is."""
+    def of(self, total: Duration) -> Duration:
+        """Convert a share (`dur`) to the unit of `total`, rounded up. Return other durations unchanged."""
         if self.unit != "dur":
             return self
-        # The rounding before ceil keeps 0.3dur of 10ba at 3 batches in spite of binary fractions.
-        return Duration(math.ceil(round(self.value * whole.value, 6)), whole.unit)
+        # Rounding before ceil removes floating-point errors: 0.07 * 100 is 7.000000000000001, but must give 7 batches.
+        return Duration(math.ceil(round(self.value * total.value, 6)), total.unit)
 
     def __str__(self) -> str:
         return f"{self.value:g}dur" if self.unit == "dur" else f"{int(self.value)}{self.unit}"
@@ -69,7 +71,7 @@ class Duration:
 
 @dataclass(frozen=True)
 class Elapsed:
-    """How far a run has come: counts at the start of a batch, all ranks together."""
+    """The progress of a run at the start of a batch, summed over all ranks."""
 
     batches: int
     rows: int
@@ -77,9 +79,9 @@ class Elapsed:
     epochs: int
 
     def in_unit(self, unit: str) -> int:
-        """The count in `unit` (`ba`, `sp`, `tok` or `ep`)."""
+        """Return the count in `unit` (`ba`, `sp`, `tok` or `ep`)."""
         return {"ba": self.batches, "sp": self.rows, "tok": self.tokens, "ep": self.epochs}[unit]
 
     def reached(self, when: Duration) -> bool:
-        """Whether `when` (not a share) is now or past."""
+        """Return whether `when` (not in `dur`) has been reached."""
         return self.in_unit(when.unit) >= when.value

@@ -1,17 +1,18 @@
-"""Everything an evaluation's YAML may say."""
+"""Schema of an evaluation YAML (`job: evaluate`): keys, types, defaults and checks."""
 
 from __future__ import annotations
 
 import re
+from pathlib import PurePath
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field
 
-from biphasic.config.base import Positive, Section, Size
-from biphasic.config.finetune import EncoderConfig, Name
+from biphasic.config.base import KeyProblems, LocalPath, RunConfig, Size
+from biphasic.config.finetune import EncoderConfig
 
 PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
-"""Of sentence-transformers' poolings, those that can be evaluated."""
+"""Supported pooling modes of sentence-transformers."""
 
 
 def _model_name(text: str) -> str:
@@ -26,47 +27,69 @@ def _language(text: str) -> str:
     return text
 
 
+Names = Annotated[list[str], Field(min_length=1)]
+
+
 class EvaluatedModel(EncoderConfig):
-    """What is scored. How it pools, what goes before its texts and where they are cut is said by its own files."""
+    """The encoder to score. Pooling, prompts and maximum text length are read from its files."""
 
     name: Annotated[str, AfterValidator(_model_name)] | None = None
-    """`organisation/model`, under which the results are written. Default: the hub id, or `biphasic/` and the run's name."""
+    """`organisation/model` name for the results. Default: the hub id, or `biphasic/` and the run's name."""
     pooling: PoolingMode | None = None
-    """For a folder without sentence-transformers' files, which don't say how it pools."""
+    """Pooling mode. Required for a folder without sentence-transformers' files, which specify the pooling."""
 
 
-class EvaluateConfig(Section):
-    """`job: evaluate`: an encoder in, scores by mteb's rules out."""
+class EvaluateConfig(RunConfig):
+    """`job: evaluate`: score an encoder with mteb. mteb's result files of official tasks are in the run's `results/`."""
 
-    job: Literal["evaluate"]
-    run_name: Name
-    output: str = "runs"
-    """The run writes to `<output>/<run_name>`; of an official task, mteb's own files to `results/` there."""
-    cache: str = "runs/cache"
-    """Folder of this machine for embeddings and what is brought from buckets; all runs share it."""
-    cache_limit: Size = "100gb"
-    """What embeddings may take of it. Those that were not used for longest go first."""
+    job: Literal["evaluate"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    cache: LocalPath = "runs/cache"
+    """Local folder for embeddings and downloads from buckets, shared by all runs."""
+    cache_limit: Size = 100 * 10**9
+    """Maximum size of the cached embeddings, such as 100gb. The least recently used are deleted first."""
     model: EvaluatedModel
     tasks: list[str] = []
-    """mteb's tasks by name: MSMARCO, NQ, MultiLongDocRetrieval, …"""
+    """Names of mteb tasks: MSMARCO, NQ, MultiLongDocRetrieval, …"""
     benchmarks: list[str] = []
-    """mteb's benchmarks by name, such as NanoBEIR: all their tasks."""
-    subsets: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
-    """Of a task with several languages, those that are run: `MultiLongDocRetrieval: [en]`. Default: all."""
-    splits: dict[str, Annotated[list[str], Field(min_length=1)]] = {}
-    """Of a task or set, those that are scored. Default: those that mteb's leaderboard has; all of a set's own."""
-    sets: list[str] = []
-    """Folders in BEIR's layout: corpus, queries and qrels, as JSONL or Parquet. A folder's name is the task's."""
+    """Names of mteb benchmarks, such as NanoBEIR. All tasks of a benchmark are run."""
+    subsets: dict[str, Names] = {}
+    """Languages to run, by task: `MultiLongDocRetrieval: [en]`. Default: all."""
+    splits: dict[str, Names] = {}
+    """Splits to score, by task. Default: the splits of mteb's leaderboard; for a folder in `sets`, all splits."""
+    sets: list[LocalPath] = []
+    """Folders of retrieval datasets in BEIR's layout (JSONL or Parquet corpus, queries and qrels). Each names its task."""
     sets_language: Annotated[str, AfterValidator(_language)] = "eng-Latn"
-    """Of the folders in `sets`, as ISO 639-3 and script: BM25's stemmer and stop words go by it."""
+    """Language of the datasets in `sets`, as ISO 639-3 code and script. It determines BM25's stemmer and stop words."""
     documents: Annotated[list[Literal["full", "judged"]], Field(min_length=1)] = ["full"]
-    """`full`: the corpus. `judged`: of it, what any judgment of the scored splits names, as in the paper; named
-    `<task>-judged` in results."""
-    mirror: str | None = None
-    """Folder with copies of the hub's data sets, as `<mirror>/mteb/nq`. No data comes from the hub then."""
+    """`full`: search the complete corpus. `judged`: search only documents with a judgment in the scored splits, as in the
+    paper; the results are named `<task>-judged`."""
+    mirror: LocalPath | None = None
+    """Folder with copies of hub datasets, e.g. `<mirror>/mteb/nq`. If given, no data is read from the hub."""
     baselines: list[Literal["bm25", "random"]] = ["bm25", "random"]
-    """Scored on the same retrieval sets, so that a number can be read."""
-    tokens_at_once: Positive | Literal["auto"] = "auto"
-    """Tokens in a forward pass, about. `auto`: 1,024 on CPUs, 65,536 on GPUs."""
+    """Baselines to score on the same retrieval datasets."""
     precision: Literal["auto", "fp32", "amp_bf16"] = "auto"
     """`auto`: `amp_bf16` on GPUs, `fp32` on CPUs."""
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values."""
+        if not (self.tasks or self.benchmarks or self.sets):
+            yield ["tasks"], "is empty, and so are benchmarks and sets: nothing would be scored"
+        for key in ("tasks", "benchmarks", "sets", "documents", "baselines"):
+            if repeated := _repeated(getattr(self, key)):
+                yield [key], f"names {repeated[0]} twice"
+        names = [set_name(path) for path in self.sets]
+        if repeated := _repeated(names):
+            yield ["sets"], f"has two folders with the same name, {repeated[0]}: results are stored by it"
+        for key in ("subsets", "splits"):
+            for name in getattr(self, key):
+                if not self.benchmarks and name not in (*self.tasks, *names):
+                    yield [f"{key}.{name}"], "expected a name from tasks, benchmarks or sets"
+
+
+def set_name(path: str) -> str:
+    """Return the task name of a folder in `sets`, which is the folder's name."""
+    return PurePath(path.rstrip("/")).name
+
+
+def _repeated(values: list[str]) -> list[str]:
+    return sorted({value for value in values if values.count(value) > 1})

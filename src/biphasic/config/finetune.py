@@ -1,100 +1,98 @@
-"""Everything a fine-tuning YAML may say."""
+"""Schema of a fine-tuning YAML (`job: finetune`): keys, types, defaults and checks."""
 
 from __future__ import annotations
 
+from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Count, Positive, Section, Share
+from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, RunConfig, Section, Seed, Share
 from biphasic.config.durations import Duration
-from biphasic.config.schema import LoggingConfig, OptimizerConfig
-
-Name = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+from biphasic.config.pretrain import LoggingConfig, OptimizerConfig
 
 
 class EncoderConfig(Section):
-    """The encoder to start from."""
+    """The encoder to load."""
 
-    path: str
-    """An exported folder, a Biphasic checkpoint, a folder of Hugging Face's format, or a hub id."""
+    path: Address
+    """Path of an exported folder, a Biphasic checkpoint or a Hugging Face folder, or a hub id."""
     revision: str | None = None
-    """Of a hub id: commit, tag or branch. Default: the newest, which is looked up."""
+    """Commit, tag or branch on the hub. Default: the newest commit."""
     trust_remote_code: bool = False
-    """Let a Hugging Face folder run its own Python files."""
+    """Whether to run Python files from a Hugging Face folder."""
 
 
 class _TaskConfig(Section):
-    """What all kinds of task share."""
+    """Keys that all kinds of tasks have."""
 
     name: Name
-    """In records and tables."""
-    data: str
-    """The set's folder or bucket prefix, as `data_prep/tasks.py` makes it."""
+    """Name of the task in records and tables."""
+    data: Address
+    """Folder or bucket prefix of the dataset, written by `data_prep/tasks.py`."""
     max_length: Positive | Share = 0.99
-    """Tokens of an example; longer ones are cut. A share is of the model's own maximum. The paper's: 99%, rounded."""
+    """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
+    are truncated."""
 
 
 class _ScoredConfig(_TaskConfig):
-    """A task that is scored on splits of its own set."""
+    """A task that is scored on splits of its own dataset."""
 
     validation: str | None = "validation"
-    """The split by whose score rates are chosen. Null: none."""
+    """Split whose score selects the learning rate. Null: no validation."""
     tests: dict[Name, str] | None = None
-    """Name in tables: split. Default: the task's name, `test`."""
+    """Test splits by their names in tables. Default: the split `test`, named after the task."""
 
     @property
     def scored(self) -> dict[str, str]:
-        """Test splits by name."""
+        """Test splits by their names in tables, with the default applied."""
         return {self.name: "test"} if self.tests is None else dict(self.tests)
 
 
 class ClassificationConfig(_ScoredConfig):
-    """A label for a text or a pair of texts: mean-pooled tokens, EuroBERT's two-layer head, cross-entropy."""
+    """Classify a text or a pair of texts: mean pooling, EuroBERT's two-layer head, cross-entropy."""
 
     kind: Literal["classification"]
     text: str = "{text}"
-    """What the model reads; `{text}` and `{text_pair}` are the set's columns."""
+    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metric: Literal["accuracy", "f1"] = "accuracy"
-    """By which rates are chosen. `f1` is of the second label."""
+    """Metric that selects the learning rate. `f1` is the F1 of the second label."""
 
 
 class TokensConfig(_ScoredConfig):
-    """A label for each word, at its first token: cross-entropy, entity-level F1."""
+    """Label each word at its first token: cross-entropy, entity-level F1."""
 
     kind: Literal["tokens"]
 
 
 class QuestionAnsweringConfig(_ScoredConfig):
-    """The span of a context that answers a question: start and end by cross-entropy, exact match and token F1."""
+    """Find the span of a context that answers a question: cross-entropy of its start and end, exact match and token F1."""
 
     kind: Literal["question_answering"]
     text: str = "{question}{separator}"
-    """What comes before the context. `{separator}`: the tokenizer's separator, or else its end of text."""
+    """Template of the text before the context. `{separator}` is the tokenizer's separator token, or else its EOS token."""
     stride: Count = 128
-    """Tokens that neighbouring windows of a long context have in common."""
+    """Number of tokens by which neighbouring windows of a long context overlap."""
     longest_answer: Positive = 30
-    """Tokens."""
+    """Maximum length of an answer in tokens."""
     unanswerable: bool = False
-    """Whether a question may have no answer (SQuAD v2): the threshold is then found on validation."""
+    """Whether questions may have no answer (SQuAD v2). The no-answer threshold is then tuned on the validation split."""
 
 
 class RetrievalConfig(_TaskConfig):
-    """Pairs of a query and the document that answers it: mean pooling, InfoNCE over the batch's other documents.
+    """Train on pairs of a query and its relevant document: mean pooling, InfoNCE over the documents of the batch.
 
-    The paper's setting: in-batch negatives at temperature 0.05, `Query: ` and `Document: ` before the texts.
+    The defaults are the paper's: in-batch negatives, temperature 0.05, and the prompts `Query: ` and `Document: `.
     """
 
     kind: Literal["retrieval"]
     query_prompt: str = "Query: "
     document_prompt: str = "Document: "
     temperature: Annotated[float, Field(gt=0)] = 0.05
-    gather_negatives: bool = True
-    """Take the other ranks' documents as negatives too."""
     hard_negatives: Count = 0
-    """Of the set's `negatives`, so many a query are added to the batch's documents; another choice in each epoch."""
-    scored_on: dict[Name, str] = {}
-    """Name in tables: folder of a retrieval set. NDCG@10 on its qrels `validation` and `test`, in memory."""
+    """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
+    scored_on: dict[Name, Address] = {}
+    """Retrieval datasets to score on, by their names in tables: NDCG@10 on `validation` and `test` qrels, in memory."""
 
 
 TaskConfig = Annotated[
@@ -102,30 +100,70 @@ TaskConfig = Annotated[
 ]
 
 
-class FinetuneConfig(Section):
-    """`job: finetune`: an encoder and a task in, scores and a fine-tuned encoder out."""
+class FinetuneConfig(RunConfig):
+    """`job: finetune`: fine-tune an encoder on a task and score it."""
 
-    job: Literal["finetune"]
-    run_name: Name
-    output: str = "runs"
-    """The run writes to `<output>/<run_name>`; the fine-tuned model to `<output>/<run_name>/model`."""
-    cache: str = "runs/cache"
-    """Folder of this machine for tokenized data and what is brought from buckets; all runs share it."""
-    seed: Count = 0
-    """Decides the head's first weights, the order of examples, and dropout."""
+    job: Literal["finetune"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    cache: LocalPath = "runs/cache"
+    """Local folder for tokenized data and downloads from buckets, shared by all runs."""
+    seed: Seed = 0
+    """Random seed for the head's initial weights, the order of examples, and dropout."""
     model: EncoderConfig
     task: TaskConfig
     max_duration: Duration = Duration(1000, "ba")
-    """Ends the run, or one epoch over the data, whichever comes first (the paper's protocol). More than one epoch is only
-    had by `ep`."""
+    """The run ends here or after one epoch, whichever comes first (the paper's protocol). `ep` allows several epochs."""
     batch_size: Positive = 32
-    """Examples in an optimizer step, all ranks together."""
+    """Number of examples in an optimizer step, over all ranks."""
     microbatch_tokens: Positive = 16384
-    """Tokens in a forward pass of a rank, about: memory, and nothing else. In-batch negatives need the batch whole."""
+    """Approximate number of tokens in a forward pass of a rank. It affects only memory: in-batch negatives use the complete
+    batch."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     warmup: Duration = Duration(0.1, "dur")
-    """Linear warmup; the rest of the run decays linearly to 0."""
+    """Length of the linear warmup. After it, the learning rate decays linearly to 0."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-5)
     save_model: bool = True
-    """Write the fine-tuned model."""
+    """Whether to write the fine-tuned model to `<output>/<run_name>/model`."""
     logging: LoggingConfig = LoggingConfig(tensorboard=False)
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values for a run of `ranks` processes."""
+        yield from self._length_problems()
+        if self.batch_size % ranks:
+            yield ["batch_size"], f"expected a multiple of the number of ranks ({ranks}); got {self.batch_size}"
+        if "lr" not in self.optimizer.model_fields_set and "optimizer" in self.model_fields_set:
+            yield ["optimizer.lr"], "is missing: give the learning rate beside the other optimizer keys"
+        task = self.task
+        if isinstance(task, ClassificationConfig):
+            yield from _template_problems(task.text, {"text", "text_pair"}, "text")
+        if isinstance(task, QuestionAnsweringConfig):
+            yield from _template_problems(task.text, {"question", "separator"}, "question")
+            if task.text.count("{separator}") > 1:
+                yield ["task.text"], "expected at most one {separator}; the context follows it"
+            if task.unanswerable and task.validation is None:
+                yield ["task.validation", "task.unanswerable"], "is null, but the no-answer threshold is found on it"
+        if isinstance(task, RetrievalConfig) and self.batch_size < 2 and not task.hard_negatives:
+            yield ["batch_size"], "expected at least 2 pairs: with one there are no in-batch negatives"
+        scored = task.scored_on if isinstance(task, RetrievalConfig) else task.scored
+        if not scored and not self.save_model:
+            yield ["save_model"], "is false and nothing is scored: the run would have no result"
+
+    def _length_problems(self) -> KeyProblems:
+        end, warmup = self.max_duration, self.warmup
+        if end.unit in ("dur", "tok") or not end.value:
+            yield ["max_duration"], f"expected a positive length in batches, rows or epochs; got {end}"
+        elif warmup.unit not in ("dur", end.unit):
+            yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end}); got {warmup}"
+        elif warmup.of(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
+            yield ["warmup", "max_duration"], f"expected less than max_duration ({end}); got {warmup}"
+
+
+def _template_problems(text: str, columns: set[str], required: str) -> KeyProblems:
+    """Check a template that names columns of the dataset in braces."""
+    try:
+        fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
+    except ValueError as error:
+        yield ["task.text"], f"is no template ({error}); a literal brace is written twice"
+        return
+    names = ", ".join(f"{{{name}}}" for name in sorted(columns))
+    if fields - columns or required not in fields:
+        yield ["task.text"], f"expected a text with {{{required}}} and no fields but {names}; got {text!r}"

@@ -1,79 +1,109 @@
-"""Everything a sweep's YAML may say."""
+"""Schema of a sweep YAML (`job: sweep`): keys, types, defaults and checks."""
 
 from __future__ import annotations
 
+from posixpath import normpath
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Count, Positive, Section
+from biphasic.config.base import (
+    Address,
+    ClusterConfig,
+    Count,
+    JobConfig,
+    KeyProblems,
+    LocalPath,
+    Name,
+    Positive,
+    Section,
+    Seed,
+)
+from biphasic.config.finetune import EncoderConfig
+from biphasic.storage import is_remote
 
 Rate = Annotated[float, Field(gt=0)]
 
+_SET_BY_THE_SWEEP = ("job", "run_name", "seed", "model", "optimizer.lr", "save_model")
+"""Fine-tuning keys that the sweep sets for each trial."""
 
-class SweepModel(Section):
-    """A model that is fine-tuned."""
 
-    path: str
-    """An exported folder, a Biphasic checkpoint, a folder of Hugging Face's format, or a hub id."""
+class SweepModel(EncoderConfig):
+    """A model to fine-tune in the sweep."""
+
     steps: Positive | None = None
-    """Optimizer steps of its pretraining, for curves over them."""
-    trust_remote_code: bool = False
-    """Let a Hugging Face folder run its own Python files."""
-    revision: str | None = None
-    """Of a hub id: commit, tag or branch. Default: the newest, which is looked up."""
+    """Number of optimizer steps in the model's pretraining, for plots of scores by steps."""
 
 
-class HalvingConfig(Section):
-    """Successive halving of the learning rates, a seed at a time; see `biphasic.sweep.selection`."""
+class SweepCluster(ClusterConfig):
+    """The Ray cluster that runs the trials, and the number of trials at a time."""
 
-    keep: Annotated[float, Field(gt=0, lt=1)] = 0.5
-    """Share of the rates, rounded up, that goes on to the next seed."""
-    audit: Annotated[float, Field(ge=0, le=1)] = 0.1
-    """Share of the pairs of model and task that are run whole all the same, to see what halving loses."""
-
-
-class SweepCluster(Section):
-    """Where the trials run, on Ray, and how many at a time."""
-
-    address: str | None = None
-    """Null: this machine. `auto`: the Ray cluster that this machine belongs to. Else a cluster's address."""
     cpus_per_trial: Positive = 1
-    """Cores of a trial: that many threads of PyTorch and of the tokenizer."""
+    """Number of cores for a trial, which is also its number of threads in PyTorch and in the tokenizer."""
     trials_per_gpu: Positive | Literal["auto"] = "auto"
-    """`auto`: as many as fit the GPU's memory, as it is estimated from each trial's model and batch."""
+    """Number of trials that share a GPU. `auto`: as many as fit its memory, estimated from each trial's model and batch."""
     at_once: Positive | None = None
-    """Trials at a time. Default: as many as there are cores, over `cpus_per_trial`; with GPUs as many as those take."""
+    """Maximum number of trials at a time. Default: the number of cores divided by `cpus_per_trial`; with GPUs, as many
+    as fit the GPUs."""
     retries: Count = 2
-    """How often a trial is given to another worker when its own dies (killed, out of memory, machine lost)."""
-    shared_folder: bool = False
-    """On several machines, local folders of `output`, models and data are folders that all of them see."""
+    """How often a trial is retried on another worker after its worker died (killed, out of memory, node lost)."""
 
 
 class CostConfig(Section):
-    """What `--plan` reckons with. A device is a GPU; on machines without one it is the machine."""
+    """Prices and throughput for the cost estimate of `--plan`. A device is a GPU, or a node without GPUs."""
 
-    dollars_per_hour: Annotated[float, Field(gt=0)] | None = None
-    """Of a device."""
-    flops_per_second: Annotated[float, Field(gt=0)] | None = None
-    """What a device achieves, all its trials together: for models and tasks of which no trial is recorded yet."""
+    dollars_per_hour: Rate | None = None
+    """Price of a device for one hour."""
+    flops_per_second: Rate | None = None
+    """Total throughput of a device over its concurrent trials, used for models and tasks without a recorded trial."""
 
 
-class SweepConfig(Section):
-    """`job: sweep`: models x tasks x learning rates x seeds, each a fine-tuning that is scored."""
+class SweepConfig(JobConfig):
+    """`job: sweep`: fine-tune and score every combination of model, task, learning rate and seed."""
 
     job: Literal["sweep"]
-    output: str
-    """Local folder or bucket prefix of the records. Several machines may work on one."""
-    models: Annotated[dict[str, SweepModel], Field(min_length=1)]
-    """By name, as on the hub: `610m-clm-10k-mlm40-42k`."""
-    tasks: Annotated[dict[str, str], Field(min_length=1)]
-    """By name: a fine-tuning YAML, relative to where the command runs."""
+    output: Address
+    """Local folder or bucket prefix for the trials' records."""
+    models: Annotated[dict[Name, SweepModel], Field(min_length=1)]
+    """Models by name. The paper's models are named as on the hub: `610m-clm-10k-mlm40-42k`."""
+    tasks: Annotated[dict[Name, LocalPath], Field(min_length=1)]
+    """Paths of fine-tuning YAMLs by task name, relative to the working directory."""
     learning_rates: Annotated[list[Rate], Field(min_length=1)]
-    seeds: Annotated[list[Count], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1)]
     overrides: list[str] = []
-    """`key=value` for every trial."""
-    halving: HalvingConfig | None = None
-    """Null: the whole grid, as in the paper."""
+    """Overrides `key=value` of the fine-tuning YAMLs, applied to every trial."""
     cluster: SweepCluster = SweepCluster()
     cost: CostConfig | None = None
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values. The tasks' YAMLs are checked by `biphasic.sweep.grid`."""
+        first_models: dict[tuple[str, str | None], str] = {}
+        for name, model in self.models.items():
+            path = model.path if is_remote(model.path) else normpath(model.path)
+            first = first_models.setdefault((path, model.revision), name)
+            if first != name:
+                message = f"expected another model than that of models.{first}"
+                yield [f"models.{name}.path", f"models.{first}.path"], message
+        first_files: dict[str, str] = {}
+        for name, file in self.tasks.items():
+            first = first_files.setdefault(normpath(file), name)
+            if first != name:
+                yield [f"tasks.{name}", f"tasks.{first}"], f"expected another file than tasks.{first}"
+        for key, values in (("learning_rates", self.learning_rates), ("seeds", self.seeds)):
+            for index, value in enumerate(values):
+                if value in values[:index]:
+                    yield [f"{key}.{index}", key], f"{value:g} is there already; each trial is run once"
+        for index, override in enumerate(self.overrides):
+            key, equals, _ = override.partition("=")
+            overlaps = (
+                f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in _SET_BY_THE_SWEEP
+            )
+            fixed = [name for name, overlap in zip(_SET_BY_THE_SWEEP, overlaps, strict=True) if overlap]
+            if not equals or not key:
+                yield [f"overrides.{index}"], f"expected key=value, such as batch_size=64; got {override!r}"
+            elif fixed:
+                message = f"expected a key that the sweep doesn't give itself; it gives {fixed[0]}"
+                yield [f"overrides.{index}"], message
+        yield from self.cluster.problems()
+        if self.cost is not None and self.cost.dollars_per_hour is None and self.cost.flops_per_second is None:
+            yield ["cost"], "is empty; expected dollars_per_hour, flops_per_second, or both"

@@ -1,29 +1,30 @@
-"""Everything a YAML of downstream datasets may say."""
+"""Schema of a downstream-data YAML (`job: tasks`): keys, types, defaults and checks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Count, Section, Share
+from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Section, Seed, Share
 
 Columns = Annotated[list[str], Field(min_length=1)]
 
 
 class DatasetConfig(Section):
-    """A dataset of the Hugging Face hub, or a folder that is laid out as one, or files."""
+    """A dataset on the Hugging Face hub, a folder with the same layout, or files."""
 
-    path: str | None = None
-    """Hub id or folder."""
+    path: LocalPath | None = None
+    """Hub id or folder of the dataset."""
     name: str | None = None
-    """Configuration, e.g. `sst2` of `nyu-mll/glue`."""
+    """Name of the dataset's configuration, e.g. `sst2` for `nyu-mll/glue`."""
     revision: str | None = None
-    """Commit, tag or branch. Default: the newest, which is looked up and recorded. What its owners publish as a loading
-    script is read from `refs/convert/parquet`."""
+    """Commit, tag or branch. Default: the newest commit, which is recorded. Datasets that are published as a loading script
+    are read from `refs/convert/parquet`."""
     files: dict[str, Columns] | None = None
-    """Files of each split: patterns within `path`, or without one `.parquet`, `.jsonl`, `.json`, `.csv` or `.tsv` files of
-    this machine (`.gz` and `.zst` too)."""
+    """Files of each split: patterns within `path`, or without `path` local `.parquet`, `.jsonl`, `.json`, `.csv` or `.tsv`
+    files, also compressed (`.gz`, `.zst`)."""
 
 
 class TableConfig(DatasetConfig):
@@ -32,91 +33,91 @@ class TableConfig(DatasetConfig):
     split: str = "train"
 
 
-class _SplitTask(Section):
-    """What the three kinds of task share whose splits are columns of rows."""
+class _SupervisedSet(Section):
+    """Keys that the datasets for classification, token labels and question answering share."""
 
     license: str
-    """Under which its owners publish it; recorded beside the data."""
+    """License of the dataset. It is recorded beside the data."""
     homepage: str | None = None
     source: DatasetConfig
     splits: dict[str, str] = {"train": "train", "test": "validation"}
-    """Split to write: split of the source. Without a `validation`, a part of `train` becomes it."""
+    """Source split for each split to write. Without `validation`, a part of `train` is used for it."""
     id_column: str | None = None
-    """Default: the source's split and the row's number in it."""
+    """Column with the ids. Default: ids are made from the source split and the row number."""
 
 
-class ClassificationTask(_SplitTask):
-    """A label for a text or a pair of texts."""
+class ClassificationSet(_SupervisedSet):
+    """A dataset with a label for each text or pair of texts."""
 
     kind: Literal["classification"]
     text_column: str
     text_pair_column: str | None = None
     label_column: str = "label"
     label_names: Columns | None = None
-    """In the order of the numbers. Default: as the dataset names them."""
+    """In the order of the label numbers. Default: the dataset's own names."""
 
 
-class TokensTask(_SplitTask):
-    """A label for each word (BIO)."""
+class TokensSet(_SupervisedSet):
+    """A dataset with a label for each word (BIO)."""
 
     kind: Literal["tokens"]
     tokens_column: str = "tokens"
     labels_column: str
     label_names: Columns | None = None
-    """In the order of the numbers. Default: as the dataset names them."""
+    """In the order of the label numbers. Default: the dataset's own names."""
 
 
-class QuestionAnsweringTask(_SplitTask):
-    """Spans of a context that answer a question; no span: the context doesn't answer it."""
+class QuestionAnsweringSet(_SupervisedSet):
+    """A dataset of questions with answer spans in a context. A question without a span has no answer in its context."""
 
     kind: Literal["question_answering"]
     question_column: str = "question"
     context_column: str = "context"
-    answers_column: str = "answers"
-    """`{text: [...], answer_start: [...]}` as SQuAD has it, or texts alone, which are then looked for in the context."""
+    """Column of the contexts. The column `answers` contains `{text: [...], answer_start: [...]}` as in SQuAD, or only texts,
+    which are then located in the context."""
 
 
 class PairsConfig(TableConfig):
-    """Queries with a document that answers each."""
+    """A table of training pairs: each query with a relevant document."""
 
     query_column: str = "query"
     positive_column: str = "positive"
     negatives_column: str | None = None
-    """Hard negatives: a text, or a list of texts."""
+    """Column with hard negatives: a text or a list of texts."""
 
 
 class CorpusConfig(TableConfig):
-    """The documents that are searched."""
+    """A table of the documents to search."""
 
     id_column: str = "_id"
     text_columns: Columns = ["text"]
     joined_by: str = ". "
-    """Between several columns; an empty one is left out."""
+    """Separator between the texts of several columns. Empty texts are left out."""
 
 
 class QueriesConfig(TableConfig):
-    """The queries, by id."""
+    """A table of queries with their ids."""
 
     id_column: str = "_id"
     text_column: str = "text"
 
 
 class QrelsConfig(TableConfig):
-    """Which documents answer which query."""
+    """A table of relevance judgments for pairs of a query and a document."""
 
     query_column: str = "query-id"
     document_column: str = "corpus-id"
-    """A document's id, or with `list_column` its name in each element there."""
+    """Column with the document id. With `list_column`: the key of the id in each element of the list."""
     score_column: str | None = "score"
-    """Null: all are relevant, with 1."""
+    """Column with the score. Null: every judgment has score 1."""
     list_column: str | None = None
-    """A row names all of its query's documents, in a list."""
+    """Column with a list of all documents for the row's query."""
     half: Literal["first", "second"] | None = None
-    """Take one half of the queries, chosen by a hash of the seed and the query's id."""
+    """Use only one half of the queries. Halves are determined by a hash of the seed and the query id."""
 
 
-class RetrievalData(Section):
-    """A corpus, queries and relevance judgments; training pairs where there are some."""
+class RetrievalSet(Section):
+    """A retrieval dataset: a corpus, queries, relevance judgments, and optionally training pairs."""
 
     kind: Literal["retrieval"]
     license: str
@@ -125,31 +126,63 @@ class RetrievalData(Section):
     corpus: CorpusConfig
     queries: Annotated[list[QueriesConfig], Field(min_length=1)]
     qrels: Annotated[dict[str, QrelsConfig], Field(min_length=1)]
-    """By split."""
+    """Relevance judgments by split."""
     min_score: int = 1
-    """Least score of a relevant document."""
+    """Minimum score of a relevant document."""
     judged_only: bool = True
-    """Keep only the documents that some judgment of these splits names, whatever its score. The paper's; its scores can't
-    be compared with those over whole corpora."""
+    """Keep only documents that have a judgment of any score in these splits, as in the paper. Results on such a corpus can't
+    be compared with results on the complete corpus."""
 
 
-Task = Annotated[
-    ClassificationTask | TokensTask | QuestionAnsweringTask | RetrievalData,
+SupervisedSet = ClassificationSet | TokensSet | QuestionAnsweringSet
+DownstreamSet = Annotated[
+    ClassificationSet | TokensSet | QuestionAnsweringSet | RetrievalSet,
     Field(discriminator="kind"),
 ]
-SplitTask = ClassificationTask | TokensTask | QuestionAnsweringTask
 
 
-class TasksConfig(Section):
-    """`job: tasks`: downstream datasets in, one schema for each kind of task out."""
+class TasksConfig(JobConfig):
+    """`job: tasks`: download downstream datasets and write them in one schema for each kind of task."""
 
     job: Literal["tasks"]
-    output: str
-    """Local folder or bucket prefix. Each task gets a folder of its own."""
+    output: Address
+    """Local folder or bucket prefix. Each dataset is written to its own folder."""
     validation_fraction: Share = 0.05
-    """Share of `train` that becomes `validation` where the source has no third split."""
-    seed: Count = 42
-    """Of that choice, and of halves of queries."""
+    """Share of `train` to use as `validation` if a dataset's `splits` has no `validation`."""
+    seed: Seed = 42
+    """Random seed for `validation_fraction` and for the halves of queries."""
     most_left_out: Annotated[float, Field(ge=0, lt=1)] = 0.001
-    """Largest share of a split's rows that may be left out because something is wrong with them; more stop the task."""
-    tasks: Annotated[dict[str, Task], Field(min_length=1)]
+    """Maximum share of invalid rows in a split that are left out. If there are more, preparing the dataset fails."""
+    tasks: Annotated[dict[Name, DownstreamSet], Field(min_length=1)]
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values."""
+        for name, task in self.tasks.items():
+            for key, dataset, splits in _datasets(f"tasks.{name}", task):
+                if dataset.path is None and dataset.files is None:
+                    yield [key], "expected `path` (a hub id or a folder), `files`, or both"
+                elif dataset.path is None and (dataset.name is not None or dataset.revision is not None):
+                    unused = "name" if dataset.name is not None else "revision"
+                    yield [f"{key}.{unused}", f"{key}.path"], "has no effect without `path`"
+                for split in splits:
+                    if dataset.files is not None and split not in dataset.files:
+                        message = f"has no files for the split {split!r} (it has: {', '.join(dataset.files)})"
+                        yield [f"{key}.files"], message
+            if isinstance(task, RetrievalSet):
+                for split, qrels in task.qrels.items():
+                    if qrels.list_column is not None and qrels.score_column is not None:
+                        key = f"tasks.{name}.qrels.{split}"
+                        yield [f"{key}.list_column", f"{key}.score_column"], "expected score_column: null beside it"
+
+
+def _datasets(key: str, task: SupervisedSet | RetrievalSet) -> Iterator[tuple[str, DatasetConfig, list[str]]]:
+    """Yield the key, configuration and splits of every dataset that a downstream dataset is made from."""
+    if not isinstance(task, RetrievalSet):
+        yield f"{key}.source", task.source, list(task.splits.values())
+        return
+    tables: dict[str, TableConfig] = {"corpus": task.corpus}
+    tables |= {} if task.train is None else {"train": task.train}
+    tables |= {f"queries.{index}": table for index, table in enumerate(task.queries)}
+    tables |= {f"qrels.{split}": table for split, table in task.qrels.items()}
+    for name, table in tables.items():
+        yield f"{key}.{name}", table, [table.split]

@@ -1,19 +1,89 @@
-"""Which phase and which learning rate a run is in, from its counts alone: the one place where either is decided."""
+"""Schema of training phases and the learning-rate schedule, and the phase and learning rate of any batch.
+
+No other module computes the phase or the learning rate. Both depend only on the configuration and the run's progress.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from biphasic.config.base import Address, KeyProblems, Section, Share
 from biphasic.config.durations import Duration, Elapsed
-from biphasic.config.schema import CLMPhase, MLMPhase, RampConfig, ScheduleConfig
 
 START = Duration(0, "ba")
 
 
+class RampConfig(Section):
+    """A masking ratio that changes linearly from `start` to `end` during its phase."""
+
+    start: Share
+    end: Share
+
+
+class ReplacementConfig(Section):
+    """How selected tokens are replaced; the shares add up to 1. Default: always by the mask token, as in EuroBERT's code."""
+
+    mask: Annotated[float, Field(ge=0, le=1)] = 1.0
+    random: Annotated[float, Field(ge=0, le=1)] = 0.0
+    keep: Annotated[float, Field(ge=0, le=1)] = 0.0
+
+
+class _Phase(Section):
+    name: str
+    until: Duration | None = None
+    """End of the phase, counted from the start of the run. Omit it for the last phase, which ends with the run."""
+    reset_optimizer: bool = False
+    """Whether to reset the optimizer state when this phase begins."""
+
+
+class CLMPhase(_Phase):
+    """Causal language modeling: each token predicts the next token of its segment."""
+
+    name: Literal["clm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+
+
+class MLMPhase(_Phase):
+    """Masked language modeling: masked tokens are predicted from the tokens on both sides in their segment."""
+
+    name: Literal["mlm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    masking_ratio: Share | RampConfig = 0.4
+    """Probability with which each token is selected, independently. The paper compares 0.2, 0.3, 0.4 and 0.5."""
+    replacement: ReplacementConfig = ReplacementConfig()
+    target: Literal["same", "next"] = "same"
+    """`same`: predict a masked token at its own position. `next`: predict it at the previous position, as in CLM, so that
+    the head's offset stays the same when the objective changes (masked next-token prediction)."""
+
+
+Phase = Annotated[CLMPhase | MLMPhase, Field(discriminator="name")]
+
+
+class ObjectiveConfig(Section):
+    """The phases of training, in order."""
+
+    phases: Annotated[list[Phase], Field(min_length=1)]
+
+
+class ScheduleConfig(Section):
+    """Warmup-stable-decay (WSD) schedule: the learning rate rises from 0, stays constant, and falls at the end."""
+
+    warmup: Duration = Duration(0, "ba")
+    decay: Duration = Duration(0, "ba")
+    """Length of the decay at the end of the run. 0ba: no decay, for a trunk from which other runs branch off."""
+    decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    final_lr: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Learning rate at the end of the decay, as a share of `optimizer.lr`."""
+    decay_from: Address | None = None
+    """A trunk's checkpoint whose weights, optimizer state and position in the data this run loads. It must be at the exact
+    batch at which this schedule's decay begins."""
+
+
 @dataclass(frozen=True)
 class Span:
-    """A phase and where it lies: from `start` (included) to `end` (not included), neither of them a share."""
+    """A phase and its interval: from `start` (inclusive) to `end` (exclusive). Neither is in `dur`."""
 
     index: int
     phase: CLMPhase | MLMPhase
@@ -21,7 +91,7 @@ class Span:
     end: Duration
 
     def masking_ratio(self, elapsed: Elapsed) -> float:
-        """The MLM masking ratio at `elapsed`; a ramp reaches its `end` where the phase ends."""
+        """Return the MLM masking ratio at `elapsed`. A ramp reaches its `end` at the end of the phase."""
         assert isinstance(self.phase, MLMPhase)
         ratio = self.phase.masking_ratio
         if not isinstance(ratio, RampConfig):
@@ -32,31 +102,31 @@ class Span:
 
 
 def spans(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[Span]:
-    """Lay the phases out over a run of `max_duration`; shares become its unit."""
-    found, start = [], START
+    """Return the interval of each phase in a run of `max_duration`. Shares are converted to its unit."""
+    spans_so_far, start = [], START
     for index, phase in enumerate(phases):
         end = max_duration if phase.until is None else phase.until.of(max_duration)
-        found.append(Span(index, phase, start, end))
+        spans_so_far.append(Span(index, phase, start, end))
         start = end
-    return found
+    return spans_so_far
 
 
 def span_at(laid_out: list[Span], elapsed: Elapsed) -> Span:
-    """The phase of the batch that begins at `elapsed`: the last one whose start has been reached."""
+    """Return the phase of the batch that begins at `elapsed`: the last phase whose start has been reached."""
     return next(span for span in reversed(laid_out) if elapsed.reached(span.start))
 
 
 def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
-    """Where the learning rate begins to fall; `max_duration` itself when it doesn't."""
+    """Return the time at which the learning rate begins to fall, or `max_duration` without a decay."""
     decay = schedule.decay.of(max_duration)
     return Duration(max_duration.value - decay.value, max_duration.unit) if decay.value else max_duration
 
 
 def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: Elapsed) -> float:
-    """Warmup-stable-decay: what the learning rate is multiplied by for the batch that begins at `elapsed`.
+    """Return the factor by which the learning rate is multiplied for the batch that begins at `elapsed`.
 
-    Linear warmup from 0 (the first batch has rate 0, as in EuroBERT's code), then 1, then the decay's shape down to
-    `final_lr`, which is reached at `max_duration`.
+    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then falls
+    to `final_lr` at `max_duration`.
     """
     warmup = schedule.warmup.of(max_duration)
     if not elapsed.reached(warmup):
@@ -66,5 +136,79 @@ def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elaps
     if done <= 0 or start == max_duration:
         return 1.0
     share = min(done / (max_duration.value - start.value), 1.0)
-    left = {"linear": 1 - share, "1-sqrt": 1 - math.sqrt(share), "cosine": 0.5 * (1 + math.cos(math.pi * share))}
-    return schedule.final_lr + (1 - schedule.final_lr) * left[schedule.decay_shape]
+    shapes = {"linear": 1 - share, "1-sqrt": 1 - math.sqrt(share), "cosine": 0.5 * (1 + math.cos(math.pi * share))}
+    return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The size of a global batch. It is used to compare durations in different units before the data is read."""
+
+    rows: int
+    row_length: int
+
+    def batches(self, duration: Duration) -> float:
+        """Convert `duration` (not in `dur` or `ep`) to batches. Padding counts as tokens."""
+        return duration.value / {"ba": 1, "sp": self.rows, "tok": self.rows * self.row_length}[duration.unit]
+
+    def not_before(self, a: Duration, b: Duration) -> bool:
+        """Return whether `a` is certainly not before `b`. Epochs can't be compared before the data is read."""
+        if a.unit == b.unit:
+            return a.value >= b.value
+        return "ep" not in (a.unit, b.unit) and self.batches(a) >= self.batches(b)
+
+
+def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, batch: BatchShape) -> KeyProblems:
+    """Check the phases of a run of `max_duration`."""
+    for index, phase in enumerate(phases):
+        key = f"objective.phases.{index}"
+        if index == len(phases) - 1 and phase.until is not None:
+            yield [f"{key}.until"], "the last phase runs to the end (max_duration): remove this key"
+        if index < len(phases) - 1 and phase.until is None:
+            yield [f"{key}.until"], "is missing: only the last phase is open-ended"
+        if isinstance(phase, MLMPhase):
+            shares = phase.replacement
+            if abs(shares.mask + shares.random + shares.keep - 1) > 1e-9:
+                message = f"mask, random and keep must add up to 1; got {shares.mask} + {shares.random} + {shares.keep}"
+                yield [f"{key}.replacement"], message
+    if any(phase.until is None for phase in phases[:-1]) or phases[-1].until is not None:
+        return
+    for span in spans(phases, max_duration):
+        key = f"objective.phases.{span.index}"
+        if span.phase.until is not None and batch.not_before(span.end, max_duration):
+            message = f"the phase must end before the run does (max_duration: {max_duration}); got {span.end}"
+            yield [f"{key}.until", "max_duration"], message
+        elif span.phase.until is not None and batch.not_before(span.start, span.end):
+            yield [f"{key}.until"], f"the phase must end after it starts ({span.start}); got {span.end}"
+        ramps = isinstance(span.phase, MLMPhase) and isinstance(span.phase.masking_ratio, RampConfig)
+        if ramps and span.start.value and span.start.unit != span.end.unit:
+            message = f"a ramp needs its phase's start ({span.start}) and end ({span.end}) in the same unit"
+            yield [f"{key}.masking_ratio"], message
+
+
+def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: BatchShape) -> KeyProblems:
+    """Check the warmup and decay of a run of `max_duration`."""
+    if schedule.decay.unit not in ("dur", max_duration.unit) and schedule.decay.value:
+        message = f"expected the unit of max_duration ({max_duration}) or dur, since the decay ends with the run"
+        yield ["schedule.decay", "max_duration"], f"{message}; got {schedule.decay}"
+        return
+    warmup, decay = schedule.warmup.of(max_duration), schedule.decay.of(max_duration)
+    if batch.not_before(warmup, max_duration):
+        message = f"expected less than max_duration ({max_duration}); got {schedule.warmup}"
+        yield ["schedule.warmup", "max_duration"], message
+    elif (
+        warmup.value
+        and decay.value
+        and "ep" not in (warmup.unit, decay.unit)
+        and batch.batches(warmup) + batch.batches(decay) > batch.batches(max_duration)
+    ):
+        message = f"warmup ({schedule.warmup}) and decay ({schedule.decay}) are longer than the run ({max_duration})"
+        yield ["schedule.warmup", "schedule.decay", "max_duration"], message
+    if decay.value > max_duration.value:
+        message = f"expected at most max_duration ({max_duration}); got {schedule.decay}"
+        yield ["schedule.decay", "max_duration"], message
+    if not decay.value:
+        for name in ("decay_shape", "final_lr", "decay_from"):
+            if not schedule.is_default(name):
+                message = "has no effect without a decay: set schedule.decay as well"
+                yield [f"schedule.{name}", "schedule.decay"], message

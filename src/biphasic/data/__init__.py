@@ -1,1 +1,1 @@
-"""Text to rows of token ids, rows to batches."""
+"""The data loader, from MDS shards to batches on the host, and the tokenizer."""

@@ -1,4 +1,4 @@
-"""Loader processes and the signals that end a run: the batch that is being finished needs them."""
+"""Keep loader processes alive when signals end a run, because finishing the current batch needs them."""
 
 from __future__ import annotations
 
@@ -7,32 +7,32 @@ import mmap
 import os
 import signal
 
-_closing = mmap.mmap(-1, 1)
-"""Shared with the processes that are forked from this one."""
+_exit_on_sigterm = mmap.mmap(-1, 1)
+"""Flag in memory that is shared with the processes forked from this one: 1 if SIGTERM ends loader processes."""
 
 
 def keep_loaders() -> None:
-    """From now on loader processes survive SIGTERM and SIGUSR1, which a preemption sends to all processes there are."""
-    _closing[0] = 0
+    """Let loader processes survive SIGTERM and SIGUSR1, which a preemption sends to all processes."""
+    _exit_on_sigterm[0] = 0
 
 
-def let_loaders_go() -> None:
-    """From now on SIGTERM ends them, as PyTorch does it."""
-    _closing[0] = 1
+def release_loaders() -> None:
+    """Let SIGTERM end loader processes again, as PyTorch expects."""
+    _exit_on_sigterm[0] = 1
 
 
-def in_loader(worker: int) -> None:
-    """A DataLoader's `worker_init_fn`."""
+def handle_loader_signals(worker: int) -> None:
+    """Set a loader process's signal handlers; used as a DataLoader's `worker_init_fn`."""
     parent = os.getppid()
 
-    def leave(number: int, frame: object) -> None:
-        if _closing[0] or os.getppid() != parent:
+    def on_sigterm(number: int, frame: object) -> None:
+        if _exit_on_sigterm[0] or os.getppid() != parent:
             os._exit(0)
 
-    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
-let_loaders_go()
-# Before multiprocessing ends its processes, and waits for them.
-atexit.register(let_loaders_go)
+release_loaders()
+# At exit multiprocessing sends SIGTERM to its processes and waits for them, so SIGTERM must end them by then.
+atexit.register(release_loaders)

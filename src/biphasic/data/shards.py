@@ -1,4 +1,4 @@
-"""One dataset's shards: whether they are there, their hashes, and errors that name the shard at fault."""
+"""Check that a dataset's shards exist and match their hashes, and raise errors that name the faulty shard."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import Any
 
 from streaming import Stream
 
-from biphasic.config.errors import UserError
-from biphasic.config.records import parent_of
-from biphasic.config.schema import DataConfig, MixedStreamConfig, StreamConfig
-from biphasic.storage import Store, hash_of, short, store
+from biphasic.config.conversion_record import CONVERSION_STARTED, split_conversion_path
+from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
+from biphasic.data.mds_reader import INDEX, shard_file
+from biphasic.errors import UserError
+from biphasic.storage import Store, file_hash, first_line, open_store
 from biphasic.versions import require_form
-
-INDEX, STARTED = "index.json", "conversion.started"
 
 
 class LoaderError(UserError):
-    """The loader can't go on. PyTorch makes a worker's error anew from the worker's traceback; this one stays a line."""
+    """A data loader error whose message stays one line, although PyTorch rebuilds a worker's error from its traceback."""
 
     def __init__(self, message: str):
         if "Traceback" in message:
@@ -29,39 +28,39 @@ class LoaderError(UserError):
 
 
 class ShardError(LoaderError):
-    """A shard can't be used. Unlike other faults it may show on any rank, and in the middle of a run."""
+    """A shard can't be used. Unlike other loader errors, this can happen on any rank and in the middle of a run."""
 
 
 class CheckedStream(Stream):
-    """A dataset whose shards are what their index says, or else an error that says which one isn't."""
+    """A stream that checks its shards against the index and raises errors that name the faulty shard."""
 
     def prepare_shard(self, shard: Any) -> int:
-        """Download, check and unpack a shard; returns by how many bytes the cache has grown.
+        """Download, check and unpack a shard, and return by how many bytes the cache has grown.
 
         Raises:
-            ShardError: any of it failed. What was downloaded of the shard is removed, so that nobody takes it for whole.
+            ShardError: any step failed. The downloaded part of the shard is removed so that it is not used later.
         """
         try:
             return super().prepare_shard(shard)
         except Exception as error:
             raw, packed = shard.file_pairs[0]
             file, folder = (packed or raw).basename, Path(self.local)
-            where = f"{self.remote or self.local}/{file}"
+            name = f"{self.remote or self.local}/{file}"
             if self.remote is not None:
                 for info in (raw, packed):
-                    for name in [] if info is None else [info.basename, f"{info.basename}.tmp"]:
-                        (folder / name).unlink(missing_ok=True)
+                    for downloaded in [] if info is None else [info.basename, f"{info.basename}.tmp"]:
+                        (folder / downloaded).unlink(missing_ok=True)
             if str(error).startswith("Checksum failure"):
                 cache = f" (or {folder} is the cache of other data: empty it)" if self.remote is not None else ""
                 message = f"is damaged: its {self.validate_hash} is not the one in {folder / INDEX}"
                 check = f"check the conversion with data_prep/verify.py and put the shard right{cache}"
-                raise ShardError(f"shard {where}: {message}; nothing of it was used; {check}") from error
-            raise ShardError(f"shard {where}: can't be read into {folder} ({short(error)})") from error
+                raise ShardError(f"shard {name}: {message}; nothing of it was used; {check}") from error
+            raise ShardError(f"shard {name}: can't be read into {folder} ({first_line(error)})") from error
 
     def _decompress_shard_part(
         self, zip_info: Any, zip_filename: str, raw_filename: str, compression: str | None
     ) -> None:
-        """Unpack under a name of this process's own: several jobs may read one local dataset and unpack the same shard."""
+        """Unpack under a unique name first, because several jobs may unpack the same shard of a local dataset."""
         unpacked = f"{raw_filename}.{secrets.token_hex(4)}"
         try:
             super()._decompress_shard_part(zip_info, zip_filename, unpacked, compression)
@@ -71,14 +70,14 @@ class CheckedStream(Stream):
 
 
 def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:
-    """A stream as Streaming takes it, without looking at the data.
+    """Build Streaming's object for a stream without reading the data.
 
     Raises:
-        UserError: there is no dataset, or only a part of one; or this version of Streaming unpacks shards in another way.
+        UserError: the dataset is missing or unfinished, or this version of Streaming unpacks shards differently.
     """
     name = "_decompress_shard_part"
     require_form("mosaicml-streaming", Stream, name, getattr(CheckedStream, name))
-    _require_dataset(stream)
+    _require_dataset(stream.remote or stream.local, stream.local)
     return CheckedStream(
         local=stream.local,
         remote=stream.remote,
@@ -89,64 +88,61 @@ def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:
 
 
 def check_hashes(stream: CheckedStream) -> None:
-    """From now on compare each shard with its hash in the index, which Streaming has fetched by now."""
+    """Make a stream compare each shard with its hash in the index, which Streaming has already downloaded."""
     shards = json.loads((Path(stream.local) / INDEX).read_text(encoding="utf-8"))["shards"]
     stream.validate_hash = next(iter(shards[0]["hashes"]), None) if shards else None
 
 
-def indexes(streams: dict[str, StreamConfig]) -> dict[str, str]:
-    """The hash of each opened dataset's index, which names all of its shards: wherever they lie, the rows are the same."""
-    return {f"{key}.index": hash_of(Path(stream.local) / INDEX) for key, stream in streams.items()}
+def index_hashes(streams: dict[str, StreamConfig]) -> dict[str, str]:
+    """Return the hash of each opened dataset's index. It lists all shards, so the same hash means the same rows."""
+    return {f"{key}.index": file_hash(Path(stream.local) / INDEX) for key, stream in streams.items()}
 
 
 def require_first_shard(stream: StreamConfig) -> None:
-    """Read a dataset's index and its first shard where they lie, and compare the shard with its hash.
+    """Read a dataset's index and its first shard, and check the shard's hash.
 
     Raises:
-        UserError: one can't be read, or the shard is damaged.
+        UserError: the index or the shard can't be read, or the shard is damaged.
     """
     import xxhash
 
-    place = stream.remote or stream.local
-    _require_dataset(StreamConfig(local=place))
-    files = store(place)
+    dataset = stream.remote or stream.local
+    _require_dataset(dataset, dataset)
+    store = open_store(dataset)
     try:
-        shard = json.loads(files.read(INDEX))["shards"][0]
-        file = shard["zip_data"] or shard["raw_data"]
-        content = files.read(file["basename"])
+        file = shard_file(json.loads(store.read(INDEX))["shards"][0])
+        content = store.read(file["basename"])
     except (OSError, ValueError, LookupError) as error:
-        raise UserError(f"dataset {place}: its first shard can't be read ({short(error)})") from error
+        raise UserError(f"dataset {dataset}: its first shard can't be read ({first_line(error)})") from error
     expected = file["hashes"].get("xxh64")
     if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
-        raise UserError(f"shard {place}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
+        raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
 
 
-def _require_dataset(stream: StreamConfig) -> None:
-    if (Path(stream.local) / INDEX).is_file():
-        return
-    place = stream.remote or stream.local
-    files = _store(place)
-    if files is None:
+def _require_dataset(dataset: str, local: str) -> None:
+    """Refuse a dataset without an index, unless the folder `local` has one."""
+    store = _open_known_store(dataset)
+    if (Path(local) / INDEX).is_file() or store is None:
         return
     try:
-        if files.stat(INDEX) is not None:
+        if store.stat(INDEX) is not None:
             return
-        parent = parent_of(place)[0]
-        above = _store(parent)
-        unfinished = above is not None and above.stat(STARTED) is not None
+        conversion = split_conversion_path(dataset)[0]
+        parent = _open_known_store(conversion)
+        unfinished = parent is not None and parent.stat(CONVERSION_STARTED) is not None
     except OSError as error:
-        raise UserError(f"dataset {place}: can't be opened ({short(error)})") from error
+        raise UserError(f"dataset {dataset}: can't be opened ({first_line(error)})") from error
     if unfinished:
+        advice = "run data_prep/verify.py on it to see which work units are missing"
         raise UserError(
-            f"{parent}: its conversion is not finished; run data_prep/verify.py on it to see which tasks are missing, "
-            "and data_prep/convert.py again to finish it"
+            f"{conversion}: its conversion is not finished; {advice}, and data_prep/convert.py again to finish it"
         )
-    raise UserError(f"no dataset in {place} (it has no {INDEX}): convert one first, see docs/data.md")
+    raise UserError(f"no dataset in {dataset} (it has no {INDEX}): convert one first, see docs/data.md")
 
 
-def _store(place: str) -> Store | None:
-    """The files at `place`; None for a kind that Streaming may know and Biphasic doesn't."""
+def _open_known_store(path: str) -> Store | None:
+    """Return the store at `path`, or None for a kind of path that Biphasic doesn't support (Streaming may)."""
     try:
-        return store(place)
+        return open_store(path)
     except UserError:
         return None

@@ -1,4 +1,7 @@
-"""Names in shared memory, which Streaming's datasets of all jobs on a machine share."""
+"""Choose the shared-memory names of Streaming datasets so that several jobs can run on one node.
+
+Streaming names a dataset's shared memory `<number>_<name>`, in the folder `/dev/shm` that all jobs on the node use.
+"""
 
 from __future__ import annotations
 
@@ -18,49 +21,47 @@ from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SH
 from streaming.base.shared import SharedMemory, prefix
 from streaming.base.world import World
 
-from biphasic.storage import short
+from biphasic.storage import first_line
 from biphasic.versions import require_form
 
 _MEMORY, _PROCESSES = Path("/dev/shm"), Path("/proc")
-_STREAMING = re.compile(r"^\d{6}_\w+$")
-_PATIENCE = 15.0
-"""Seconds. The loader processes of a rank that was killed hold its cache until they see that it is gone."""
+_STREAMING_NAME = re.compile(r"^\d{6}_\w+$")
+_CACHE_WAIT_SECONDS = 15.0
+"""How long to wait for a cache, because a killed rank's loader processes keep it until they notice its end."""
 
 
 def free_stale_shared_memory(folder: Path = _MEMORY, processes: Path = _PROCESSES) -> list[str]:
-    """Remove Streaming's shared memory that no living process of this machine holds.
+    """Remove Streaming's shared memory that no running process on this node has mapped.
 
-    Streaming's own `clean_stale_shared_memory` removes everybody's, a live job's included. Here a group of names (one
-    dataset's number) is removed only when none of them is mapped by any process that this user can see; another user's
-    files can't be removed anyway.
+    Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. This function removes a
+    dataset's names, which start with the same number, only if no process visible to this user has mapped any of them.
 
     Returns:
-        The names that were removed.
+        The removed names.
     """
-    names = [path.name for path in folder.glob("*_*") if _STREAMING.match(path.name)] if folder.is_dir() else []
-    if not names:
-        return []
-    held = {name.split("_")[0] for maps in processes.glob("[0-9]*/maps") for name in _mapped(maps, folder)}
+    paths = sorted(path for path in folder.glob("*_*") if _STREAMING_NAME.match(path.name))
+    maps = processes.glob("[0-9]*/maps") if paths else []
+    in_use = {name.split("_")[0] for file in maps for name in _mapped_names(file, folder)}
     removed = []
-    for name in sorted(names):
-        if name.split("_")[0] not in held:
+    for path in paths:
+        if path.name.split("_")[0] not in in_use:
             try:
-                (folder / name).unlink()
+                path.unlink()
             except OSError:
                 continue
-            removed.append(name)
+            removed.append(path.name)
     return removed
 
 
 @contextmanager
 def names_from_first_rank() -> Iterator[None]:
-    """Have the datasets that are opened in this block take their names as `_take_names` does.
+    """Let local rank 0 of each node choose the shared-memory names of datasets opened in this block.
 
-    Streaming's ranks each look for a free number, and only then the first one takes it: when another job starts or ends
-    meanwhile, they find different ones.
+    In Streaming, each rank looks for a free number before local rank 0 takes one. If another job starts or ends
+    meanwhile, the ranks find different numbers.
 
     Raises:
-        UserError: this version of Streaming takes names in another way.
+        UserError: this version of Streaming chooses names differently.
     """
     original = require_form("mosaicml-streaming", dataset, "get_shm_prefix", _take_names)
     setattr(dataset, original.__name__, _take_names)
@@ -73,15 +74,15 @@ def names_from_first_rank() -> Iterator[None]:
 def _take_names(
     streams_local: list[str], streams_remote: list[str | None], world: World, retry: int = 0
 ) -> tuple[int, SharedMemory]:
-    """Take a free number on each machine, and tell its ranks.
+    """Take a free number on each node, and send it to the node's ranks.
 
-    The lock covers what one process does by itself, so that jobs on several machines can't wait for each other in a ring.
+    No collective runs while the lock is held, so that jobs on several nodes can't deadlock.
 
     Returns:
-        The number, and the memory that marks it as taken and lists the dataset's folders.
+        The number, and the shared memory that reserves it and lists the dataset's folders.
 
     Raises:
-        ValueError: on all ranks: two streams have the same folder, or another job has a stream's cache.
+        ValueError: two streams have the same folder, or another job uses a stream's cache. Raised on all ranks.
     """
     memory, answer = None, None
     if world.is_local_leader:
@@ -89,7 +90,7 @@ def _take_names(
             prefix._check_self(streams_local)
             answer, memory = _register(streams_local, streams_remote)
         except (OSError, ValueError) as error:
-            answer = short(error)
+            answer = first_line(error)
     answers: list[int | str | None] = dist.all_gather_object(answer)
     for fault in answers:
         if isinstance(fault, str):
@@ -101,27 +102,27 @@ def _take_names(
 
 def _register(streams_local: list[str], streams_remote: list[str | None]) -> tuple[int, SharedMemory]:
     caches = [local for local, remote in zip(streams_local, streams_remote, strict=True) if remote is not None]
-    end = time.monotonic() + _PATIENCE
+    end = time.monotonic() + _CACHE_WAIT_SECONDS
     while True:
-        # Shared memory exists before it is mapped, and would look stale in between: hence one lock for both.
+        # Names are removed and taken under one lock, because new shared memory looks stale until it is mapped.
         with FileLock(_MEMORY / f"biphasic-{os.getuid()}.lock"):
-            freed = free_stale_shared_memory()
-            fault = _conflict(caches)
+            removed = free_stale_shared_memory()
+            fault = _cache_conflict(caches)
             if fault is None:
-                return _first_free(streams_local, freed)
+                return _take_first_free(streams_local, removed)
         if time.monotonic() > end:
             raise ValueError(fault)
         time.sleep(0.2)
 
 
-def _first_free(streams_local: list[str], freed: list[str]) -> tuple[int, SharedMemory]:
+def _take_first_free(streams_local: list[str], removed: list[str]) -> tuple[int, SharedMemory]:
     locks = Path(tempfile.gettempdir())
     for number in itertools.count():
         names = [prefix._get_path(number, name) for name in SHM_TO_CLEAN]
         files = [_MEMORY / name for name in names]
         files += [locks / prefix._get_path(number, name) for name in (BARRIER_FILELOCK, CACHE_FILELOCK)]
-        # Python's resource tracker of the job that was killed may be about to remove what was freed.
-        if any(path.exists() for path in files) or not set(names).isdisjoint(freed):
+        # Removed names are not reused, because a killed job's resource tracker (Python's) may still remove them.
+        if any(path.exists() for path in files) or not set(names).isdisjoint(removed):
             continue
         content = prefix._pack_locals(streams_local, number)
         try:
@@ -133,17 +134,18 @@ def _first_free(streams_local: list[str], freed: list[str]) -> tuple[int, Shared
     raise AssertionError
 
 
-def _conflict(caches: list[str]) -> str | None:
-    """Which cache another job has. Streaming's own check ends with the other job's first batch."""
-    if not caches:
-        return None
-    own = _mapped(_PROCESSES / "self" / "maps", _MEMORY)
-    for path in _MEMORY.glob(f"*_{LOCALS}"):
+def _cache_conflict(caches: list[str]) -> str | None:
+    """Return an error message if another job uses one of the caches.
+
+    Streaming's own check works only until the other job's first batch.
+    """
+    own = _mapped_names(_PROCESSES / "self" / "maps", _MEMORY) if caches else set()
+    for path in _MEMORY.glob(f"*_{LOCALS}") if caches else []:
         try:
-            theirs, _ = prefix._unpack_locals(path.read_bytes())
+            locals_of_job, _ = prefix._unpack_locals(path.read_bytes())
         except (OSError, ValueError, IndexError):
             continue
-        if path.name not in own and (shared := set(caches) & set(theirs)):
+        if path.name not in own and (shared := set(caches) & set(locals_of_job)):
             return (
                 f"{min(shared)} is the cache of another job that is running on this machine: give each job a cache of its "
                 "own (`local` of the stream)"
@@ -151,8 +153,11 @@ def _conflict(caches: list[str]) -> str | None:
     return None
 
 
-def _mapped(maps: Path, folder: Path) -> set[str]:
-    """Names of the files in `folder` that a process has mapped; empty when it has ended or belongs to another user."""
+def _mapped_names(maps: Path, folder: Path) -> set[str]:
+    """Return the names of the files in `folder` that a process has mapped.
+
+    The result is empty if the process has ended or belongs to another user.
+    """
     try:
         lines = maps.read_text().splitlines()
     except OSError:

@@ -1,4 +1,4 @@
-"""From shards to batches on the host: rows, their segments, and which rows they are."""
+"""Load packed rows from MDS shards with Streaming, and stack them into batches on the host."""
 
 from __future__ import annotations
 
@@ -8,54 +8,53 @@ from typing import Any
 
 import numpy as np
 import torch
-from composer.core import DataSpec
 from filelock import FileLock
 from streaming import StreamingDataset
 from streaming.base.dataset import _ShardState
-from streaming.base.util import bytes_to_int
 from torch.utils.data import DataLoader
 
-from biphasic.config.errors import UserError, is_lost_rank
-from biphasic.config.schema import DataConfig, StreamConfig
+from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.data.cache_limit import require_room
-from biphasic.data.loader_signals import in_loader
+from biphasic.data.loader_signals import handle_loader_signals
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
 from biphasic.data.shared_memory import names_from_first_rank
-from biphasic.storage import short
+from biphasic.errors import UserError, is_lost_rank
+from biphasic.storage import first_line
 from biphasic.versions import require_form
 
 Batch = dict[str, Any]
-"""A batch: `tokens` int64 [rows, length], `segment_ids` int32 [rows, length] (1 for a row's first segment; 0 at padding),
-`rows` int64 [rows] (ids in the dataset), `lengths` (for each row, its segments' lengths, on the host)."""
+"""`tokens` int64 [rows, length], `segment_ids` int32 [rows, length] (from 1 in each row; 0 at padding), `row_ids` int64
+[rows] (ids in the dataset or the mix), `lengths` (for each row, a list of its segment lengths)."""
 
 
 class RowDataset(StreamingDataset):
-    """Packed rows as `biphasic.data.convert` wrote them, each with its id in the dataset, or in the whole mix."""
+    """A dataset of packed rows, each with its id in the dataset or in the mix."""
 
     def __getitem__(self, at: Any) -> Any:
-        """The row `at`, or the rows of a slice."""
+        """Return the row with the id `at`, or the rows of a slice."""
         row = super().__getitem__(at)
-        return row if isinstance(row, list) else {**row, "row": int(at)}
+        return row if isinstance(row, list) else {**row, "row_id": int(at)}
 
     def make_epoch_whole_batches(self) -> None:
-        """End an epoch with its last whole global batch.
+        """End an epoch with its last complete global batch.
 
-        Streaming fills an epoch up with repeated rows until it divides by ranks and nodes, so that the number of batches
-        would depend on theirs.
+        Streaming repeats rows until the epoch divides evenly among ranks and nodes, so the number of batches would
+        depend on how many there are.
         """
         assert self.batch_size is not None
         ranks = self._parallel_rank_world.num_ranks
         self.length = self.epoch_size // (ranks * self.batch_size) * self.batch_size
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
-        """Have a shard on this machine. What fails in the background fails again, and is raised, when a row is needed.
+        """Download a shard. An error in a background thread is raised only when one of the shard's rows is needed.
 
-        Streaming's threads would end the epoch early and without a word, and other processes wait for the shard forever.
+        Otherwise the thread would end the epoch early without an error, and other processes would wait for the shard
+        forever.
         """
         try:
             super().prepare_shard(shard_id, blocking)
         except ShardError:
-            # "Here, but not unpacked": who needs a row of it tries again, and sees the error.
+            # Mark the shard as downloaded, not unpacked: a process that needs a row tries again and gets the error.
             with FileLock(self._cache_filelock_path):
                 self._shard_states[shard_id] = _ShardState.LOCAL
                 self._shard_access_times[shard_id] = time_ns()
@@ -63,7 +62,7 @@ class RowDataset(StreamingDataset):
                 raise
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
-        """This worker's rows of the epoch. A run can start on some numbers of nodes only, and go on with any."""
+        """Return this worker's rows of the epoch. A run can start only on some numbers of nodes, but can resume on any."""
         nodes, canonical = self._parallel_worker_world.num_nodes, self.num_canonical_nodes or 1
         if self.initial_physical_nodes is None and canonical % nodes and nodes % canonical:
             message = f"expected a multiple or a divisor of the number of nodes ({nodes})"
@@ -83,63 +82,31 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
     return {
         "tokens": torch.from_numpy(tokens),
         "segment_ids": torch.from_numpy(segment_ids),
-        "rows": torch.tensor([row["row"] for row in rows], dtype=torch.int64),
+        "row_ids": torch.tensor([row["row_id"] for row in rows], dtype=torch.int64),
         "lengths": lengths,
     }
 
 
-def split_batch(batch: Batch, size: int | float) -> list[Batch]:
-    """Cut a batch into microbatches of `size` rows; what does not belong to a row goes to each."""
-    total = len(batch["lengths"])
-    by_row = {name for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim() == 2}
-    by_row |= {"rows", "lengths"}
-    return [
-        {name: value[at : at + int(size)] if name in by_row else value for name, value in batch.items()}
-        for at in range(0, total, int(size))
-    ]
-
-
-def row_segments(batch: Batch) -> list[int]:
-    """Lengths of all segments of the flattened batch; the padding at a row's end is a segment of its own."""
-    length = batch["tokens"].shape[1]
-    found: list[int] = []
-    for lengths in batch["lengths"]:
-        found += lengths
-        if (rest := length - sum(lengths)) > 0:
-            found.append(rest)
-    return found
-
-
-def rows_in_batch(batch: Batch) -> int:
-    """Rows in a batch."""
-    return len(batch["lengths"])
-
-
-def tokens_in_batch(batch: Batch) -> int:
-    """Tokens in a batch, padding not counted."""
-    return sum(sum(lengths) for lengths in batch["lengths"])
-
-
-def loader(
+def build_loader(
     config: DataConfig, streams: dict[str, StreamConfig], batch_size: int, seed: int, *, train: bool
-) -> DataSpec:
-    """The batches of one rank, for Composer.
+) -> DataLoader[Batch]:
+    """Build the data loader for one rank's batches.
 
     Args:
         config: the YAML's `data:` section.
         streams: one split, or the streams of a mix, by their keys in the YAML.
-        batch_size: rows in a rank's batch.
-        seed: of the order, unless the YAML gives `shuffle_seed`.
-        train: shuffle as the YAML says, and leave out an incomplete last batch; otherwise go through in order.
+        batch_size: number of rows per rank and batch.
+        seed: random seed for shuffling.
+        train: whether to shuffle as the YAML says and drop an incomplete last batch. Otherwise rows are read in order.
 
     Raises:
-        UserError: a stream isn't there, is unfinished or can't be opened, or the cache is too small for it. While the
-            batches are read: a shard can't be had or is damaged (a `ShardError`).
+        UserError: a stream is missing, unfinished or can't be opened, or the cache limit is too small.
+        ShardError: a shard can't be downloaded or is damaged. Raised while batches are read.
     """
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
     opened = [open_stream(config, stream) for stream in streams.values()]
-    where = ", ".join(stream.remote or stream.local for stream in streams.values())
-    # What has no remote is no cache: a limit would delete the data itself.
+    names = ", ".join(stream.remote or stream.local for stream in streams.values())
+    # Without a remote, the stream's folder holds the data itself, and a cache limit would delete it.
     limit = config.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
     try:
         with names_from_first_rank():
@@ -148,8 +115,8 @@ def loader(
                 epoch_size=config.epoch_rows if train else None,
                 batch_size=batch_size,
                 shuffle=train and config.shuffle,
-                shuffle_algo=config.shuffle_algo,
-                shuffle_seed=seed if config.shuffle_seed is None else config.shuffle_seed,
+                shuffle_algo="py1e",
+                shuffle_seed=seed,
                 shuffle_block_size=config.shuffle_block_size,
                 num_canonical_nodes=config.num_canonical_nodes,
                 predownload=config.predownload,
@@ -157,21 +124,21 @@ def loader(
     except (OSError, ValueError, RuntimeError) as error:
         if is_lost_rank(error):
             raise
-        raise UserError(f"dataset {where}: can't be opened ({short(error)})") from error
+        raise UserError(f"dataset {names}: can't be opened ({first_line(error)})") from error
     _require_row_length(dataset, streams, config.sequence_length)
     if limit is not None:
         require_room(limit, dataset, config.num_workers)
-        dataset.cache_limit = bytes_to_int(limit)
+        dataset.cache_limit = limit
     if config.check_hashes:
         for stream in opened:
             check_hashes(stream)
     if train:
         if len(dataset) < batch_size:
             raise UserError(
-                f"dataset {where}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
+                f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
             )
         dataset.make_epoch_whole_batches()
-    batches = DataLoader(
+    return DataLoader(
         dataset,
         batch_size=batch_size,
         drop_last=train,
@@ -179,18 +146,12 @@ def loader(
         collate_fn=collate,
         pin_memory=torch.cuda.is_available(),
         persistent_workers=config.num_workers > 0,
-        worker_init_fn=in_loader,
-    )
-    return DataSpec(
-        batches,
-        split_batch=split_batch,
-        get_num_samples_in_batch=rows_in_batch,
-        get_num_tokens_in_batch=tokens_in_batch,
+        worker_init_fn=handle_loader_signals,
     )
 
 
 def _require_row_length(dataset: RowDataset, streams: dict[str, StreamConfig], expected: int) -> None:
-    """Compare the tokens in a row, as each stream's first shard declares its column (`ndarray:uint16:2048`)."""
+    """Check the row length against the column type of each stream's first shard (`ndarray:uint16:2048`)."""
     for number, (key, stream) in enumerate(streams.items()):
         shard: Any = dataset.shards[int(dataset.shard_offset_per_stream[number])]
         encodings = dict(zip(shard.column_names, shard.column_encodings, strict=True))

@@ -1,4 +1,4 @@
-"""A tokenizer as this project needs it: encoding in bulk, the special tokens by role, and proof of which one it is."""
+"""Load and save tokenizers, with bulk encoding, special tokens by role, and a hash that identifies the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,22 @@ from typing import Any
 
 import tokenizers
 
-from biphasic.config.errors import UserError
-from biphasic.storage import is_remote, short, store
+from biphasic.errors import UserError
+from biphasic.storage import first_line, is_remote, open_store
 
-FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
-ROLES = ("pad", "bos", "eos", "mask")
+_FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
+_ROLES = ("pad", "bos", "eos", "mask")
 ADDED_MASK = "<|mask|>"
-"""What a tokenizer without a mask token gets; EuroBERT's name for it."""
+"""The mask token added to a tokenizer that has none; EuroBERT uses the same name."""
 
 
 @dataclass(frozen=True)
 class Tokenizer:
     """A `tokenizers` tokenizer and its special tokens.
 
-    `vocab_size` is the largest id plus one: rows that an embedding needs. `sha256` is of what the tokenizer does: its
-    `tokenizer.json` without formatting, padding and truncation, which libraries change when they save a copy.
-    `special_ids` are all special tokens, the four roles' among them. `settings` is the content of
-    `tokenizer_config.json`.
+    `vocab_size` is the largest id plus one, the number of rows of an embedding. `sha256` is a hash of `tokenizer.json`
+    without the post-processor and without formatting, padding and truncation, which libraries change when they save a
+    copy. `special_ids` includes special tokens without a role. `settings` is the content of `tokenizer_config.json`.
     """
 
     tokenizer: tokenizers.Tokenizer
@@ -41,49 +40,52 @@ class Tokenizer:
     sha256: str
     settings: dict[str, Any]
 
+    @property
+    def role_ids(self) -> dict[str, int | None]:
+        """Return the ids of the special tokens `pad`, `bos`, `eos` and `mask`."""
+        return {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "mask": self.mask_id}
+
     def require(self, role: str) -> int:
-        """The id of the special token for `role` (`bos` or `eos`).
+        """Return the id of the special token for `role` (`bos` or `eos`).
 
         Raises:
-            UserError: this tokenizer has none.
+            UserError: the tokenizer has no such token.
         """
-        found = getattr(self, f"{role}_id")
-        if found is None:
+        token_id = self.role_ids[role]
+        if token_id is None:
             message = f"tokenizer {self.source}: has no {role} token, which add_{role}: true needs"
-            raise UserError(
-                f"{message}; name one as {role}_token in its tokenizer_config.json, or set add_{role}: false"
-            )
-        return found
+            advice = f"name one as {role}_token in its tokenizer_config.json, or set add_{role}: false"
+            raise UserError(f"{message}; {advice}")
+        return token_id
 
     def encode(self, texts: list[str]) -> list[list[int]]:
-        """Token ids of each text, nothing added. What looks like a special token in a text is encoded as plain text."""
+        """Return the token ids of each text, without special tokens. Their names in a text are encoded as plain text."""
         return [encoding.ids for encoding in self.tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def encode_with_offsets(self, texts: list[str]) -> list[tuple[list[int], list[tuple[int, int]]]]:
-        """As `encode`, and the characters that each token stands for: from, and up to."""
-        return [(one.ids, one.offsets) for one in self.tokenizer.encode_batch(texts, add_special_tokens=False)]
+        """Return the token ids of each text as `encode` does, and each token's character range (end excluded)."""
+        encodings = self.tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(encoding.ids, encoding.offsets) for encoding in encodings]
 
-    def around(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The special tokens that its own settings put before and behind a text, such as BERT's [CLS] and [SEP]."""
-        found = self.tokenizer.encode("a", add_special_tokens=True)
-        text = [at for at, special in enumerate(found.special_tokens_mask) if not special]
-        ids = found.ids
-        return (tuple(ids[: text[0]]), tuple(ids[text[-1] + 1 :])) if text else ((), ())
+    def prefix_and_suffix(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Return the ids of the special tokens that the tokenizer adds around a text, such as BERT's [CLS] and [SEP]."""
+        encoding = self.tokenizer.encode("a", add_special_tokens=True)
+        text = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
+        return (tuple(encoding.ids[: text[0]]), tuple(encoding.ids[text[-1] + 1 :])) if text else ((), ())
 
     @property
     def separator_id(self) -> int:
-        """What stands between two texts: its separator, or else its end of text."""
-        named = self.settings.get("sep_token")
-        name = named.get("content") if isinstance(named, dict) else named
-        found = None if name is None else self.tokenizer.token_to_id(str(name))
-        return found if found is not None else self.pad_id if self.eos_id is None else self.eos_id
+        """Return the id of the token between two texts: the separator, else EOS, else padding."""
+        name = _token_name(self.settings.get("sep_token"))
+        separator = None if name is None else self.tokenizer.token_to_id(name)
+        return next(token_id for token_id in (separator, self.eos_id, self.pad_id) if token_id is not None)
 
     def save(self, folder: Path) -> None:
-        """Write a Hugging Face tokenizer folder, which `AutoTokenizer` and `load_tokenizer` read; creates the folder."""
+        """Write a Hugging Face tokenizer folder for `AutoTokenizer` and `load_tokenizer`. Creates the folder."""
         folder.mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(folder / "tokenizer.json"))
-        ids = {role: getattr(self, f"{role}_id") for role in ROLES}
-        names = {f"{role}_token": self.tokenizer.id_to_token(id) for role, id in ids.items() if id is not None}
+        ids = {role: token_id for role, token_id in self.role_ids.items() if token_id is not None}
+        names = {f"{role}_token": self.tokenizer.id_to_token(token_id) for role, token_id in ids.items()}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast", **self.settings, **names}
         for file, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", names)):
             text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True)
@@ -91,45 +93,47 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
-    """Read a tokenizer from a folder, a bucket or the hub.
+    """Load a tokenizer from a folder, a bucket or the hub.
 
-    A tokenizer without a mask token gets one, `<|mask|>`, after its last id; without a pad token, eos does for it (as in
-    EuroBERT's tokenizer: padding is never looked at).
+    A tokenizer without a mask token gets one, `<|mask|>`, after its last id. Without a pad token, EOS is the padding, as
+    in EuroBERT's tokenizer, because nothing attends to padding.
 
     Args:
-        path: a folder or a bucket's prefix with `tokenizer.json` and `tokenizer_config.json`, or a hub id.
-        revision: of a hub id.
+        path: folder or bucket prefix with `tokenizer.json` and `tokenizer_config.json`, or a hub id.
+        revision: revision of a hub id.
 
     Raises:
-        UserError: nothing usable is there, or it has neither pad nor eos.
+        UserError: there is no usable tokenizer, or it has neither a pad nor an EOS token.
     """
     if Path(path).is_dir():
         return _read(Path(path), path)
-    if is_remote(path):
-        return _read_remote(path)
+    with tempfile.TemporaryDirectory() as folder:
+        if is_remote(path):
+            _download(path, Path(folder))
+        else:
+            _load_from_hub(path, revision).save_pretrained(folder)
+        return _read(Path(folder), path)
+
+
+def _download(path: str, folder: Path) -> None:
+    try:
+        store = open_store(path)
+        for name in _FILES:
+            if store.stat(name) is not None:
+                store.download(name, folder / name)
+    except OSError as error:
+        raise UserError(f"tokenizer {path}: can't be read ({first_line(error)})") from None
+
+
+def _load_from_hub(path: str, revision: str | None) -> Any:
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise UserError(f"tokenizer {path}: there is no such folder")
     from transformers import AutoTokenizer
 
     try:
-        found = AutoTokenizer.from_pretrained(path, revision=revision)
+        return AutoTokenizer.from_pretrained(path, revision=revision)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {short(error)}") from None
-    with tempfile.TemporaryDirectory() as folder:
-        found.save_pretrained(folder)
-        return _read(Path(folder), path)
-
-
-def _read_remote(path: str) -> Tokenizer:
-    place = store(path)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            for name in FILES:
-                if place.stat(name) is not None:
-                    (Path(folder) / name).write_bytes(place.read(name))
-        except OSError as error:
-            raise UserError(f"tokenizer {path}: can't be read ({short(error)})") from None
-        return _read(Path(folder), path)
+        raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}") from None
 
 
 def _read(folder: Path, source: str) -> Tokenizer:
@@ -142,17 +146,16 @@ def _read(folder: Path, source: str) -> Tokenizer:
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
     except Exception as error:  # tokenizers raises bare Exceptions
-        raise UserError(f"tokenizer {source}: tokenizer.json can't be read ({short(error)})") from None
-    # Their saved values are for other uses: here every text is encoded whole, and rows are padded after packing.
+        raise UserError(f"tokenizer {source}: tokenizer.json can't be read ({first_line(error)})") from None
+    # Texts are encoded completely, and rows are padded after packing, whatever the saved settings say.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     settings = _json(folder / "tokenizer_config.json", source)
     named = {**_json(folder / "special_tokens_map.json", source), **settings}
-    ids = {role: _id(tokenizer, named.get(f"{role}_token"), role, source) for role in ROLES}
+    ids = {role: _role_id(tokenizer, _token_name(named.get(f"{role}_token")), role, source) for role in _ROLES}
     if ids["pad"] is None and ids["eos"] is None:
-        raise UserError(
-            f"tokenizer {source}: has neither a pad nor an eos token; name one in its tokenizer_config.json"
-        )
+        message = "has neither a pad nor an eos token; name one in its tokenizer_config.json"
+        raise UserError(f"tokenizer {source}: {message}")
     if ids["mask"] is None:
         known = tokenizer.token_to_id(ADDED_MASK)
         tokenizer.add_special_tokens([tokenizers.AddedToken(ADDED_MASK, special=True, normalized=False)])
@@ -177,24 +180,25 @@ def _read(folder: Path, source: str) -> Tokenizer:
     )
 
 
-def _id(tokenizer: tokenizers.Tokenizer, token: object, role: str, source: str) -> int | None:
-    """The id of a token that a configuration names, as text or as a dictionary with `content`."""
+def _token_name(token: object) -> str | None:
+    """Return the text of a token that a configuration gives as text or as a dictionary with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
-    if content is None:
-        return None
-    id = tokenizer.token_to_id(str(content))
-    if id is None:
-        raise UserError(
-            f"tokenizer {source}: names {content!r} as its {role} token, but its vocabulary has no such token"
-        )
-    return id
+    return None if content is None else str(content)
+
+
+def _role_id(tokenizer: tokenizers.Tokenizer, name: str | None, role: str, source: str) -> int | None:
+    token_id = None if name is None else tokenizer.token_to_id(name)
+    if name is not None and token_id is None:
+        message = f"names {name!r} as its {role} token, but its vocabulary has no such token"
+        raise UserError(f"tokenizer {source}: {message}")
+    return token_id
 
 
 def _sha256(tokenizer: tokenizers.Tokenizer) -> str:
     content = json.loads(tokenizer.to_str())
-    content.pop("truncation", None)
-    content.pop("padding", None)
-    content.pop("post_processor", None)  # adds special tokens around texts, which conversion does by itself
+    # The conversion adds special tokens itself, without the post-processor.
+    for key in ("truncation", "padding", "post_processor"):
+        content.pop(key, None)
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
@@ -204,5 +208,5 @@ def _json(file: Path, source: str) -> dict[str, Any]:
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"tokenizer {source}: {file.name} can't be read ({short(error)})") from None
+        raise UserError(f"tokenizer {source}: {file.name} can't be read ({first_line(error)})") from None
     return content if isinstance(content, dict) else {}

@@ -1,1 +1,1 @@
-"""Scores of an encoder."""
+"""Evaluate an encoder on mteb's tasks and on local retrieval datasets."""

@@ -1,4 +1,4 @@
-"""Embeddings on disk, by model and corpus: what an interrupted evaluation goes on from, within a limit."""
+"""Cache document embeddings on disk within a size limit, so that an interrupted evaluation can resume."""
 
 from __future__ import annotations
 
@@ -14,38 +14,38 @@ from typing import Any
 
 import numpy as np
 
-from biphasic.config.errors import UserError
-from biphasic.data.array_cache import locked
-from biphasic.storage import UNFINISHED, short
+from biphasic.downstream.array_cache import locked
+from biphasic.errors import UserError
+from biphasic.storage import UNFINISHED_PREFIX, first_line
 
 
-class Blocks:
-    """One corpus's embeddings, in files of a block each; a file that is there is whole."""
+class EmbeddingBlocks:
+    """The cached embeddings of one corpus, with a file for each block. Files are written atomically."""
 
     def __init__(self, folder: Path, room: int):
         self._folder, self._room = folder, room
         self.refused = 0
-        """Blocks that were not kept, for want of room."""
+        """Number of blocks that were not stored because the cache limit or the disk was full."""
 
-    def get(self, block: int) -> np.ndarray | None:
-        """fp32 [documents, width], or None when it isn't there or can't be read."""
+    def read(self, block: int) -> np.ndarray | None:
+        """Return a block's embeddings, fp32 [documents, width], or None if the block is missing or damaged."""
         try:
             return np.load(self._file(block), mmap_mode="r")
         except (OSError, ValueError, EOFError):
             return None
 
-    def put(self, block: int, embeddings: np.ndarray) -> None:
-        """Keep a block, where there is room for it."""
+    def write(self, block: int, embeddings: np.ndarray) -> None:
+        """Store a block if enough bytes are available."""
         if embeddings.nbytes * (block + 1) > self._room:
             self.refused += 1
             return
-        # Two evaluations may make the same block at the same time.
-        partial = self._folder / f"{UNFINISHED}{os.getpid()}-{block:06d}.npy"
+        # Two evaluations may write the same block at the same time.
+        partial = self._folder / f"{UNFINISHED_PREFIX}{os.getpid()}-{block:06d}.npy"
         try:
             with partial.open("wb") as file:
                 np.save(file, embeddings)
             partial.replace(self._file(block))
-        except OSError:  # the disk is full: the evaluation itself needs none of this
+        except OSError:  # for example, the disk is full; the evaluation doesn't need the file
             partial.unlink(missing_ok=True)
             self.refused += 1
 
@@ -54,65 +54,57 @@ class Blocks:
 
 
 class EmbeddingCache:
-    """A folder of this machine in which evaluations keep embeddings; several may use it at the same time.
+    """A local folder in which evaluations store embeddings; several evaluations may use it at the same time.
 
     Args:
-        folder: where.
-        limit: bytes that all of them may take.
+        folder: the cache folder.
+        limit: maximum total size of the embeddings, in bytes.
     """
 
     def __init__(self, folder: Path, limit: int):
         self._folder, self._limit = folder / "embeddings", limit
 
     @contextmanager
-    def blocks(self, key: Mapping[str, Any], needed: int) -> Iterator[Blocks]:
-        """The blocks of one corpus, which stay while they are used.
+    def open(self, key: Mapping[str, Any], size: int) -> Iterator[EmbeddingBlocks]:
+        """Open the blocks of one corpus; blocks are not removed while they are open.
 
         Args:
-            key: everything that decides the embeddings, as JSON's types.
-            needed: bytes that all blocks take. What was not used for longest makes room for them.
+            key: everything that affects the embeddings, as JSON types.
+            size: total size of the blocks, in bytes. The least recently used embeddings are removed if necessary.
 
         Raises:
             UserError: the folder can't be written to.
         """
         text = json.dumps(key, sort_keys=True)
-        place = self._folder / hashlib.sha256(text.encode()).hexdigest()[:24]
+        folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:24]
         with ExitStack() as stack:
             try:
-                # Others remove under this lock, too: never between a folder's making and its being held.
+                # Other evaluations hold this lock when they remove folders, so a new folder is safe until it is locked.
                 with locked(self._folder / "room"):
-                    place.mkdir(exist_ok=True)
-                    used = stack.enter_context((place / "key.json").open("a+"))
-                    fcntl.flock(used, fcntl.LOCK_SH)
-                    if not used.tell():
-                        used.write(text + "\n")
-                        used.flush()
-                    os.utime(place)
-                    room = self._make_room(place, needed)
+                    folder.mkdir(exist_ok=True)
+                    key_file = stack.enter_context((folder / "key.json").open("a+"))
+                    fcntl.flock(key_file, fcntl.LOCK_SH)
+                    if not key_file.tell():
+                        key_file.write(text + "\n")
+                        key_file.flush()
+                    os.utime(folder)
+                    room = self._make_room(folder, size)
             except OSError as error:
-                raise UserError(f"cache {self._folder}: can't be written to ({short(error)})") from None
-            yield Blocks(place, room)
-            os.utime(place)
+                raise UserError(f"cache {self._folder}: can't be written to ({first_line(error)})") from None
+            yield EmbeddingBlocks(folder, room)
+            os.utime(folder)
 
-    def _make_room(self, place: Path, needed: int) -> int:
-        """Bytes that `place` may take, after the removal of what was not used for longest."""
-        others = sorted((one for one in self._folder.iterdir() if one.is_dir() and one != place), key=_last_used)
-        taken = {one: _bytes_in(one) for one in others}
-        free = shutil.disk_usage(self._folder).free + _bytes_in(place)
-        for one in others:
-            missing = max(sum(taken.values()) + needed - self._limit, needed - free)
-            if missing <= 0:
+    def _make_room(self, folder: Path, size: int) -> int:
+        """Remove the least recently used embeddings if necessary, and return the bytes available for `folder`."""
+        others = [other for other in self._folder.iterdir() if other.is_dir() and other != folder]
+        sizes = {other: _bytes_in(other) for other in sorted(others, key=lambda other: other.stat().st_mtime)}
+        free = shutil.disk_usage(self._folder).free + _bytes_in(folder)
+        for other in list(sizes):
+            if sum(sizes.values()) + size <= self._limit and size <= free:
                 break
-            if _remove(one):
-                free += taken.pop(one)
-        return max(min(self._limit - sum(taken.values()), free), 0)
-
-
-def _last_used(folder: Path) -> float:
-    try:
-        return folder.stat().st_mtime
-    except FileNotFoundError:
-        return 0.0
+            if _remove_unless_used(other):
+                free += sizes.pop(other)
+        return max(min(self._limit - sum(sizes.values()), free), 0)
 
 
 def _bytes_in(folder: Path) -> int:
@@ -120,16 +112,16 @@ def _bytes_in(folder: Path) -> int:
     for file in folder.glob("*"):
         try:
             total += file.stat().st_size
-        except FileNotFoundError:  # another one's, being renamed
+        except FileNotFoundError:  # renamed by another evaluation
             continue
     return total
 
 
-def _remove(folder: Path) -> bool:
-    """Whether it could be: not while somebody uses it."""
+def _remove_unless_used(folder: Path) -> bool:
+    """Remove embeddings unless an evaluation has them open, and return whether they were removed."""
     try:
-        with (folder / "key.json").open("a+") as used:
-            fcntl.flock(used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        with (folder / "key.json").open("a+") as key_file:
+            fcntl.flock(key_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
     except OSError:
         return False

@@ -1,4 +1,4 @@
-"""What ranks that evaluate together say to each other. With one process nothing is sent."""
+"""Collectives for the ranks of an evaluation. A single process doesn't communicate."""
 
 from __future__ import annotations
 
@@ -9,35 +9,29 @@ import torch
 from composer.utils import dist
 from torch import Tensor
 
-Made = TypeVar("Made")
+Value = TypeVar("Value")
 
 
-def from_first(make: Callable[[], Made]) -> Made:
-    """What the first rank makes, on all ranks."""
-    held: list[Any] = [make() if dist.get_global_rank() == 0 else None]
-    dist.broadcast_object_list(held)
-    return held[0]
+def from_first_rank(make: Callable[[], Value]) -> Value:
+    """Call `make` on rank 0 and return its result on all ranks."""
+    values: list[Any] = [make() if dist.get_global_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
-def same_on_all(value: str) -> bool:
-    """Whether all ranks have the same."""
-    return len(set(dist.all_gather_object(value))) == 1
-
-
-def total(tensor: Tensor) -> Tensor:
-    """The sum of all ranks' tensors, on the CPU."""
+def sum_over_ranks(tensor: Tensor) -> Tensor:
+    """Return the sum of the tensors of all ranks, on the CPU."""
     if dist.get_world_size() == 1:
         return tensor.cpu()
-    held = tensor.to(_on_wire())
-    dist.all_reduce(held, reduce_operation="SUM")
-    return held.cpu()
+    summed = tensor.to(_communication_device())
+    dist.all_reduce(summed, reduce_operation="SUM")
+    return summed.cpu()
 
 
-def gathered(tensor: Tensor) -> list[Tensor]:
-    """Every rank's, on this one's device."""
-    return [part.to(tensor.device) for part in dist.all_gather(tensor.to(_on_wire()))]
+def gather_from_ranks(tensor: Tensor) -> list[Tensor]:
+    """Return the tensors of all ranks, on this rank's device."""
+    return [part.to(tensor.device) for part in dist.all_gather(tensor.to(_communication_device()))]
 
 
-def _on_wire() -> torch.device:
-    """Where the process group wants its tensors."""
+def _communication_device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""A model as mteb calls it: exact search over embeddings that are shared out among ranks and kept on disk."""
+"""Wrap a model for mteb: exact search over embeddings that the ranks compute together and cache on disk."""
 
 from __future__ import annotations
 
@@ -20,40 +20,52 @@ from mteb.types import PromptType
 from torch import Tensor
 from tqdm import tqdm
 
-from biphasic.config.errors import UserError
+from biphasic.errors import UserError
 from biphasic.evaluation import ranks
-from biphasic.evaluation.embedder import Embedder, named_prompts, prompt_of
-from biphasic.evaluation.embedding_cache import Blocks, EmbeddingCache
+from biphasic.evaluation.embedder import Embedder, prompt_text
+from biphasic.evaluation.embedding_cache import EmbeddingBlocks, EmbeddingCache
 from biphasic.evaluation.search import Nearest
 from biphasic.evaluation.sets import JUDGED
 
 BLOCK, SMALL_BLOCK = 4096, 256
-"""Documents in a file of embeddings, and between two moments from which an interrupted evaluation goes on."""
-_SMALL = 1 << 16
-"""Documents of a corpus that is cut into small blocks, so that all ranks have some."""
+"""Number of documents in a file of embeddings. An interrupted evaluation loses at most one file per rank."""
+_SMALL_CORPUS = 1 << 16
+"""A corpus with fewer documents is split into small blocks, so that every rank has some."""
 _log = logging.getLogger(__name__)
 
 
 class Retriever(AbsEncoder):
-    """An `Embedder` for mteb: `index` and `search` for retrieval, `encode` for all other tasks.
+    """Gives mteb access to an `Embedder`: `index` and `search` for retrieval, `encode` for all other tasks.
 
-    All ranks call the same at the same time; each embeds its share.
+    All ranks must make the same calls together; each rank embeds its share.
 
     Args:
         embedder: the model.
-        cache: where documents' embeddings are kept; None: nowhere.
+        cache: stores document embeddings. None: no cache.
     """
 
     def __init__(self, embedder: Embedder, cache: EmbeddingCache | None = None):
         self.embedder, self._cache = embedder, cache
         self._corpus: Any = None
-        # With prompts of other names mteb itself warns and passes them over.
-        names = self.validate_task_to_prompt_name(named_prompts(embedder.sentences), raise_for_invalid_keys=False)[0]
-        self._named = names or {}
-        self.mteb_model_meta = _meta(embedder)
+        # sentence-transformers defines these two prompts for every model, so mteb never uses the default prompt or `passage`
+        # for queries and documents. mteb warns about unknown names and ignores them.
+        prompts = {"query": "", "document": "", **embedder.sentence_settings.prompts}
+        self._prompts = self.validate_task_to_prompt_name(prompts, raise_for_invalid_keys=False)[0] or {}
+        cosine = embedder.sentence_settings.similarity == "cosine"
+        self.mteb_model_meta = ModelMeta.create_empty(
+            {
+                "name": embedder.name,
+                "revision": embedder.revision,
+                "embed_dim": embedder.width,
+                "max_tokens": embedder.settings.get("max_length"),
+                "use_instructions": any(embedder.sentence_settings.prompts.values()),
+                "similarity_fn_name": ScoringFunction.COSINE if cosine else ScoringFunction.DOT_PRODUCT,
+                "framework": ["PyTorch"],
+            }
+        )
 
     def index(self, corpus: Any, **kwargs: Any) -> None:
-        """Remember which documents will be searched."""
+        """Set the documents to search."""
         self._corpus = corpus
 
     def search(
@@ -67,29 +79,27 @@ class Retriever(AbsEncoder):
         top_ranked: Mapping[str, Sequence[str]] | None = None,
         **kwargs: Any,
     ) -> dict[str, dict[str, float]]:
-        """The best documents of each query with their scores, as mteb's `SearchProtocol` has it.
+        """Return the best documents for each query with their scores, as in mteb's `SearchProtocol`.
 
         Raises:
             UserError: an embedding is not finite, or the cache's folder can't be written to.
         """
-        corpus, ids = self._corpus, list(self._corpus["id"])
-        asked, where = list(queries["id"]), f"{task_metadata.name} {hf_split}"
+        ids, query_ids, title = list(self._corpus["id"]), list(queries["id"]), f"{task_metadata.name} {hf_split}"
         texts = _retrieval_texts(queries, PromptType.query)
-        sought = self._shared(texts, self._prompt(task_metadata, PromptType.query), f"{where}: queries")
-        device = self.embedder.device
-        nearest = Nearest(torch.from_numpy(sought).to(device), top_k, self.embedder.sentences.similarity)
-        wanted = None if top_ranked is None else _wanted(top_ranked, asked, ids)
+        embedded = self._embed_shared(texts, self._prompt(task_metadata, PromptType.query), f"{title}: queries")
+        sought = torch.from_numpy(embedded).to(self.embedder.device)
+        nearest = Nearest(sought, top_k, self.embedder.sentence_settings.similarity)
+        mask = None if top_ranked is None else _candidate_mask(top_ranked, query_ids, ids)
         prompt = self._prompt(task_metadata, PromptType.document)
-        for first, embeddings in self._documents(corpus, prompt, f"{where}: documents"):
+        for first, embeddings in self._embed_documents(self._corpus, prompt, f"{title}: documents"):
             rows = torch.from_numpy(np.array(embeddings))
-            some = None if wanted is None else wanted[:, first : first + len(rows)]
-            nearest.add(rows, first, some)
+            nearest.add(rows, first, None if mask is None else mask[:, first : first + len(rows)])
         if dist.get_world_size() > 1:
-            nearest.merge(ranks.gathered)
-        scores, places = (found.cpu() for found in nearest.result())
+            nearest.merge(ranks.gather_from_ranks)
+        scores, positions = (part.tolist() for part in nearest.result())
         return {
-            query: {ids[place]: score for place, score in zip(*row, strict=True) if place >= 0}
-            for query, *row in zip(asked, places.tolist(), scores.tolist(), strict=True)
+            query: {ids[position]: score for position, score in zip(*row, strict=True) if position >= 0}
+            for query, *row in zip(query_ids, positions, scores, strict=True)
         }
 
     def encode(
@@ -102,70 +112,74 @@ class Retriever(AbsEncoder):
         prompt_type: PromptType | None = None,
         **kwargs: Any,
     ) -> np.ndarray:
-        """Embeddings fp32 [texts, width] of mteb's batches of texts."""
+        """Return embeddings of mteb's batches of texts, fp32 [texts, width]."""
         texts = [text for batch in inputs for text in batch["text"]]
         role = "texts" if prompt_type is None else str(prompt_type.value)
-        return self._shared(texts, self._prompt(task_metadata, prompt_type), f"{task_metadata.name} {hf_split}: {role}")
+        title = f"{task_metadata.name} {hf_split}: {role}"
+        return self._embed_shared(texts, self._prompt(task_metadata, prompt_type), title)
 
     def _prompt(self, task: TaskMetadata, role: PromptType | None) -> str:
-        whole = task.model_copy(update={"name": task.name.removesuffix(JUDGED)})
-        return prompt_of(self.embedder.sentences, get_prompt_name(self._named, whole, role))
+        original = task.model_copy(update={"name": task.name.removesuffix(JUDGED)})
+        return prompt_text(self.embedder.sentence_settings, get_prompt_name(self._prompts, original, role))
 
-    def _shared(self, texts: Sequence[str], prompt: str, title: str) -> np.ndarray:
-        """Embeddings of all texts on every rank; the texts have to be the same on all."""
+    def _embed_shared(self, texts: Sequence[str], prompt: str, title: str) -> np.ndarray:
+        """Return embeddings of all texts on every rank. All ranks must pass the same texts."""
         rank, world = dist.get_global_rank(), dist.get_world_size()
-        # By length, so that all ranks have as much to do.
-        order = sorted(range(len(texts)), key=lambda at: (len(texts[at]), at))
-        mine = order[rank::world]
-        found = np.zeros((len(texts), self.embedder.width), np.float32)
-        with _bar(len(texts), title) as bar:
-            found[mine] = self.embedder.embed([prompt + texts[at] for at in mine], lambda n: bar.update(n * world))
-        _require_same(texts, title)
-        return ranks.total(torch.from_numpy(found)).numpy()
+        # Sorted by length, so that all ranks have about the same amount of work.
+        order = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
+        local = order[rank::world]
+        embeddings = np.zeros((len(texts), self.embedder.width), np.float32)
+        with _progress_bar(len(texts), title) as bar:
+            embeddings[local] = self.embedder.embed(
+                [prompt + texts[index] for index in local], lambda done: bar.update(done * world)
+            )
+        if len(set(dist.all_gather_object(_hash(list(texts))))) > 1:
+            raise UserError(f"{title}: the ranks were given different texts; run this task with one process")
+        return ranks.sum_over_ranks(torch.from_numpy(embeddings)).numpy()
 
-    def _documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
-        """This rank's blocks of the corpus: the first document's place, and embeddings fp32 [documents, width]."""
+    def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
+        """Yield the first document's position and the embeddings, fp32 [documents, width], of each of this rank's blocks."""
         rank, world, count = dist.get_global_rank(), dist.get_world_size(), len(corpus)
-        block = SMALL_BLOCK if count < _SMALL else BLOCK
-        with _bar(count, title) as bar, self._kept(corpus, prompt, block) as blocks:
+        block = SMALL_BLOCK if count < _SMALL_CORPUS else BLOCK
+        with _progress_bar(count, title) as bar, self._cached_blocks(corpus, prompt, block) as blocks:
             for number in range(rank, -(-count // block), world):
                 first, end = number * block, min((number + 1) * block, count)
-                found = blocks.get(number) if blocks else None
-                if found is None or found.shape != (end - first, self.embedder.width):
+                embeddings = blocks.read(number) if blocks else None
+                if embeddings is None or embeddings.shape != (end - first, self.embedder.width):
                     texts = [prompt + text for text in document_texts(corpus[first:end])]
-                    found = self.embedder.embed(texts, lambda n: bar.update(n * world))
+                    embeddings = self.embedder.embed(texts, lambda done: bar.update(done * world))
                     if blocks:
-                        blocks.put(number, found)
+                        blocks.write(number, embeddings)
                 else:
                     bar.update((end - first) * world)
-                yield first, found
+                yield first, embeddings
             if blocks and blocks.refused:
                 _log.warning(
-                    "%s: %d blocks of embeddings found no room in the cache (cache_limit, or the disk): when this is "
-                    "interrupted, they are made again", title, blocks.refused,
+                    "%s: the cache had no room for %d blocks of embeddings (cache_limit, or the disk): an interrupted "
+                    "evaluation embeds them again", title, blocks.refused,
                 )  # fmt: skip
 
-    def _kept(self, corpus: Any, prompt: str, block: int) -> AbstractContextManager[Blocks | None]:
+    def _cached_blocks(self, corpus: Any, prompt: str, block: int) -> AbstractContextManager[EmbeddingBlocks | None]:
         if self._cache is None:
             return nullcontext()
         key = {
             "revision": self.embedder.revision,
             "settings": dict(self.embedder.settings),
             "prompt": prompt,
-            "corpus": ranks.from_first(lambda: corpus_hash(corpus)),
+            "corpus": ranks.from_first_rank(lambda: _corpus_hash(corpus)),
             "block": block,
         }
-        return self._cache.blocks(key, 4 * len(corpus) * self.embedder.width)
+        return self._cache.open(key, 4 * len(corpus) * self.embedder.width)
 
 
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
-    """Documents as mteb has models read them: the title, where there is one, a space, and the text.
+    """Return documents as mteb passes them to models: the title, if there is one, a space and the text.
 
     Args:
-        columns: `text`, and maybe `title`.
+        columns: `text`, and optionally `title`.
 
     Raises:
-        UserError: a document is no text.
+        UserError: a document has no text.
     """
     titles = columns.get("title") or [""] * len(columns["text"])
     if not all(isinstance(text, str) for text in columns["text"]):
@@ -176,45 +190,24 @@ def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     ]
 
 
-def corpus_hash(corpus: Any) -> str:
-    """Of ids and texts, in their order."""
-    found = hashlib.blake2b(digest_size=16)
-    for first in range(0, len(corpus), 10_000):
-        columns = corpus[first : first + 10_000]
-        for name in ("id", "title", "text"):
-            found.update(json.dumps(columns.get(name)).encode())
-    return found.hexdigest()
+def _corpus_hash(corpus: Any) -> str:
+    """Return a hash of the ids, titles and texts in the corpus order."""
+    parts = (corpus[first : first + 10_000] for first in range(0, len(corpus), 10_000))
+    return _hash([_hash([columns.get(name) for name in ("id", "title", "text")]) for columns in parts])
 
 
-def _wanted(top_ranked: Mapping[str, Sequence[str]], queries: list[str], ids: list[str]) -> Tensor:
-    """Which documents are ranked again for which query: bool [queries, documents]."""
-    places = {id: at for at, id in enumerate(ids)}
-    found = torch.zeros((len(queries), len(ids)), dtype=torch.bool)
+def _hash(content: list[Any]) -> str:
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+
+
+def _candidate_mask(top_ranked: Mapping[str, Sequence[str]], queries: list[str], ids: list[str]) -> Tensor:
+    """Return the documents to rerank for each query, as bool [queries, documents]."""
+    positions = {id: position for position, id in enumerate(ids)}
+    mask = torch.zeros((len(queries), len(ids)), dtype=torch.bool)
     for row, query in enumerate(queries):
-        found[row, [places[id] for id in top_ranked.get(query, ())]] = True
-    return found
+        mask[row, [positions[id] for id in top_ranked.get(query, ())]] = True
+    return mask
 
 
-def _meta(embedder: Embedder) -> ModelMeta:
-    settings, prompts = embedder.settings, embedder.sentences.prompts
-    cosine = embedder.sentences.similarity == "cosine"
-    return ModelMeta.create_empty(
-        {
-            "name": embedder.name,
-            "revision": embedder.revision,
-            "embed_dim": embedder.width,
-            "max_tokens": settings.get("longest"),
-            "use_instructions": any(prompts.values()),
-            "similarity_fn_name": ScoringFunction.COSINE if cosine else ScoringFunction.DOT_PRODUCT,
-            "framework": ["PyTorch"],
-        }
-    )
-
-
-def _bar(total: int, title: str) -> Any:
+def _progress_bar(total: int, title: str) -> Any:
     return tqdm(total=total, desc=title, unit="text", delay=3, disable=dist.get_global_rank() > 0)
-
-
-def _require_same(texts: Sequence[str], title: str) -> None:
-    if not ranks.same_on_all(hashlib.blake2b(json.dumps(list(texts)).encode(), digest_size=8).hexdigest()):
-        raise UserError(f"{title}: the ranks were given different texts; run this task with one process")

@@ -1,4 +1,4 @@
-"""`job: evaluate`: an encoder by mteb's rules, beside BM25 and vectors that know nothing."""
+"""Run `job: evaluate`: score an encoder by mteb's rules, together with BM25 and a random baseline."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -18,199 +18,185 @@ import mteb
 import torch
 from composer.utils import dist, get_device
 
-from biphasic.amounts import bytes_of, in_time
-from biphasic.checkpointing.fetched import fetched
-from biphasic.config.errors import UserError
+from biphasic.amounts import format_seconds
+from biphasic.checkpointing.resume import local_checkpoint
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.places import folder_of
+from biphasic.errors import UserError
 from biphasic.evaluation import ranks
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever
-from biphasic.evaluation.scoring import Scores, bm25, score
+from biphasic.evaluation.scoring import SplitScores, bm25, score
 from biphasic.evaluation.sets import judged_only
-from biphasic.evaluation.table import table
-from biphasic.evaluation.tasks import Planned, plan_tasks
+from biphasic.evaluation.table import score_table
+from biphasic.evaluation.tasks import PlannedTask, plan_tasks
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import load_encoder
-from biphasic.model.mark import model_mark
+from biphasic.model.fingerprint import model_fingerprint
 from biphasic.model.pooling import Pooling
-from biphasic.storage import as_bytes, is_remote, store
-
-_DAY = 86_400.0
-"""Seconds that ranks wait for each other: BM25 runs on the first one alone."""
+from biphasic.storage import is_remote, json_bytes, open_store
 
 
 @dataclass(frozen=True)
-class _System:
-    """What is scored: its name in tables, and what decides its numbers.
-
-    `baselines` is where mteb's files of a baseline go; None: it is the model.
-    """
+class ScoredSystem:
+    """A model or baseline to score."""
 
     name: str
-    mark: str
-    baselines: Path | None
+    """The name shown in tables."""
+    fingerprint: str
+    """Fingerprint of everything that affects the scores."""
+    results: Path | None
+    """The folder for mteb's result files of a baseline; None for the model."""
     make: Callable[[], Any]
+    """Returns the object that mteb scores."""
     settings: Mapping[str, Any]
 
 
 def run(config: EvaluateConfig) -> Path:
-    """Score the model and the baselines; what is recorded already is left alone.
+    """Score the model and the baselines. Scores with a record are not computed again.
 
     Returns:
         The run's folder: `scores.md`, `scores.json`, and mteb's own files in `results/` (official tasks), `local/results/`
-        (judged documents, own sets) and `baselines/results/`.
+        (judged documents, local datasets) and `baselines/results/`.
 
     Raises:
-        UserError: model or data can't be used.
+        UserError: the model or the data can't be used.
     """
     _use_all_gpus()
-    planned = plan_tasks(config)
+    tasks = plan_tasks(config)
     if config.precision == "amp_bf16" and not torch.cuda.is_available():
-        raise UserError("precision: amp_bf16 needs a GPU, and there is none here: precision=auto takes fp32")
-    dist.initialize_dist(get_device(None), timeout=_DAY)
-    folder = folder_of(config)
-    _say(f"evaluating {config.model.path} on {', '.join(one.name for one in planned)}: mteb's results and {folder}")
-    cache = EmbeddingCache(Path(config.cache), bytes_of(config.cache_limit))
+        raise UserError("precision: amp_bf16 needs a GPU, and this machine has none: precision=auto uses fp32")
+    # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
+    dist.initialize_dist(get_device(None), timeout=86_400.0)
+    folder = config.run_folder
+    _print(f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}")
+    cache = EmbeddingCache(Path(config.cache), config.cache_limit)
     systems = [_model(config, cache), *_baselines(config, cache)]
     records = []
-    for one in planned:
-        data = _Data(one)
-        for documents in config.documents:
-            records += _score_all(one, documents, systems, folder, data)
-        data.free()
-    lines = table(records)
+    for task in tasks:
+        records += _score_task(task, config.documents, systems, folder)
+    lines = score_table(records)
     if dist.get_global_rank() == 0:
-        store(str(folder)).write("scores.md", "\n".join([f"# {config.run_name}\n", *lines, ""]).encode())
-        store(str(folder)).write("scores.json", as_bytes({"settings": systems[0].settings, "records": records}))
-    _say("\n".join(lines))
+        store = open_store(str(folder))
+        store.write("scores.md", "\n".join([f"# {config.run_name}\n", *lines, ""]).encode())
+        store.write("scores.json", json_bytes({"settings": systems[0].settings, "records": records}))
+    _print("\n".join(lines))
     dist.barrier()
     return folder
 
 
-class _Data:
-    """A task's data, loaded when it is first asked for; and the same over its judged documents."""
-
-    def __init__(self, planned: Planned):
-        self._planned = planned
-
-    @functools.cached_property
-    def full(self) -> Any:
-        """As mteb has it."""
-        return self._planned.load()
-
-    @functools.cached_property
-    def judged(self) -> Any:
-        """See `judged_only`."""
-        return judged_only(self.full)
-
-    def free(self) -> None:
-        """Give the memory back."""
-        if "full" in self.__dict__ and self.full.data_loaded:
-            self.full.unload_data()
+def _score_task(
+    task: PlannedTask, documents: Sequence[str], systems: list[ScoredSystem], folder: Path
+) -> list[dict[str, Any]]:
+    """Return the records of all systems. The task's data is loaded only if a record is missing."""
+    full = functools.cache(task.load)
+    judged = functools.cache(lambda: judged_only(full()))
+    records = [
+        _record(system, task, part, full if part == "full" else judged, folder)
+        for part in documents
+        for system in systems
+        # Only retrieval tasks have documents and baselines.
+        if task.retrieval or (part == "full" and not system.results)
+    ]
+    if full.cache_info().currsize and full().data_loaded:
+        full().unload_data()
+    return records
 
 
-def _score_all(one: Planned, documents: str, systems: list[_System], folder: Path, data: _Data) -> list[dict[str, Any]]:
-    """A task's records, of all systems; the task is loaded when the first one is missing."""
-    found = []
-    for system in systems:
-        if not one.retrieval and (documents == "judged" or system.baselines):
-            continue  # only retrieval has documents
-        about = {"system": system.mark, "task": one.name, "documents": documents, "data": one.mark,
-                 "mteb": importlib.metadata.version("mteb")}  # fmt: skip
-        name = f"records/{one.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
-        record = ranks.from_first(lambda name=name: _read(folder, name))
-        if record is None:
-            task = data.judged if documents == "judged" else data.full
-            start = time.monotonic()
-            rows = _score(system, task, folder / ("" if one.official and documents == "full" else "local"))
-            record = {
-                "system": system.name,
-                "scores": rows,
-                "about": {**about, "source": one.source, "settings": dict(system.settings)},
-                "seconds": time.monotonic() - start,
-            }
-            if dist.get_global_rank() == 0:
-                store(str(folder)).write(name, as_bytes(record))
-            for row in rows:
-                _say(f"{row['task']} {row['split']}, {system.name}: {row['metric']} {row['value']:.4f} "
-                     f"({in_time(record['seconds'])})")  # fmt: skip
-        found.append(record)
-    return found
-
-
-def _score(system: _System, task: Any, folder: Path) -> list[dict[str, Any]]:
-    """The scores on every rank, and mteb's own files."""
-    rows: list[Scores] = []
-    made = system.make()
-    if isinstance(made, Retriever) or dist.get_global_rank() == 0:
-        rows, result = score(made, task)
-        if dist.get_global_rank() == 0:
-            place = mteb.ResultCache(system.baselines or folder)
-            place.save_to_cache(result, made.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
-    plain = [{key: value for key, value in asdict(row).items() if key != "by_query"} for row in rows]
-    return ranks.from_first(lambda: plain)
-
-
-def _model(config: EvaluateConfig, cache: EmbeddingCache) -> _System:
-    given = config.model
-    path = _here(given.path, Path(config.cache) / "models")
-    encoder = load_encoder(path, given.trust_remote_code, given.revision)
-    if encoder.reader.sentences.pooling is None and not is_checkpoint(path):
-        if given.pooling is None:
-            raise UserError(
-                f"model {given.path}: has no modules.json, which says how it pools (sentence-transformers' format): "
-                "model.pooling=mean, cls, lasttoken or max says it"
-            )
-        encoder.choose_pooling(Pooling(given.pooling))
-    elif given.pooling is not None and given.pooling != encoder.pooling.mode:
-        raise UserError(f"model.pooling: {given.pooling}, but the model's own files say {encoder.pooling.mode}")
-    half = torch.cuda.is_available() if config.precision == "auto" else config.precision == "amp_bf16"
-    get_device(None).module_to_device(encoder.backbone)
-    at_once = None if config.tokens_at_once == "auto" else config.tokens_at_once
-    local = is_remote(given.path) or Path(given.path).exists()
-    name = given.name or (f"biphasic/{config.run_name}" if local else given.path)
-    embedder = EncoderEmbedder(encoder, name, "", half, at_once)
-    settings = embedder.settings
-    mark = model_mark(path, given.revision)
-    # A hub's commit is the revision that mteb's results go by; of a folder it is what decides the numbers.
-    digest = hashlib.sha256(json.dumps([mark, settings], sort_keys=True).encode()).hexdigest()
-    embedder.revision = digest[:16] if local or mark == "None" else mark
-    about = {"model": given.path, "revision": embedder.revision, **settings}
-    retriever = Retriever(embedder, cache)
-    return _System(name, digest, None, lambda: retriever, about)
-
-
-def _baselines(config: EvaluateConfig, cache: EmbeddingCache) -> list[_System]:
-    folder = folder_of(config) / "baselines"
-    random = Retriever(RandomEmbedder(), cache)
-    known = {
-        "bm25": _System("BM25", f"bm25s {importlib.metadata.version('bm25s')}", folder, bm25, {}),
-        "random": _System("random", RandomEmbedder.revision, folder, lambda: random, {}),
+def _record(
+    system: ScoredSystem, task: PlannedTask, documents: str, load: Callable[[], Any], folder: Path
+) -> dict[str, Any]:
+    """Return a system's record for a task; the task is scored first if there is no record."""
+    about = {"system": system.fingerprint, "task": task.name, "documents": documents, "data": task.fingerprint,
+             "mteb": importlib.metadata.version("mteb")}  # fmt: skip
+    name = f"records/{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
+    if (record := ranks.from_first_rank(lambda: _read_record(folder / name))) is not None:
+        return record
+    mteb_task = load()
+    start = time.monotonic()
+    scores = _score(system, mteb_task, folder / ("" if task.official and documents == "full" else "local"))
+    record = {
+        "system": system.name,
+        "scores": scores,
+        "about": {**about, "source": task.source, "settings": dict(system.settings)},
+        "seconds": time.monotonic() - start,
     }
-    return [known[name] for name in config.baselines]
+    if dist.get_global_rank() == 0:
+        open_store(str(folder)).write(name, json_bytes(record))
+    for row in scores:
+        _print(f"{row['task']} {row['split']}, {system.name}: {row['metric']} {row['value']:.4f} "
+               f"({format_seconds(record['seconds'])})")  # fmt: skip
+    return record
 
 
-def _here(path: str, folder: Path) -> str:
-    """The model on this machine, brought there by its first rank."""
+def _score(system: ScoredSystem, task: Any, folder: Path) -> list[dict[str, Any]]:
+    """Score a task, write mteb's result files, and return the scores on every rank."""
+    scores: list[SplitScores] = []
+    model = system.make()
+    if isinstance(model, Retriever) or dist.get_global_rank() == 0:
+        scores, result = score(model, task)
+        if dist.get_global_rank() == 0:
+            cache = mteb.ResultCache(system.results or folder)
+            cache.save_to_cache(result, model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
+    rows = [{key: value for key, value in asdict(row).items() if key != "by_query"} for row in scores]
+    return ranks.from_first_rank(lambda: rows)
+
+
+def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
+    model = config.model
+    path = _download_model(model.path, Path(config.cache) / "models")
+    encoder = load_encoder(path, model.trust_remote_code, model.revision)
+    if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
+        if model.pooling is None:
+            raise UserError(
+                f"model {model.path}: has no modules.json, which says how it pools (sentence-transformers' format): "
+                "set model.pooling to mean, cls, lasttoken or max"
+            )
+        encoder.set_pooling(Pooling(model.pooling))
+    elif model.pooling is not None and model.pooling != encoder.pooling.mode:
+        raise UserError(f"model.pooling: {model.pooling}, but the model's own files say {encoder.pooling.mode}")
+    bf16 = torch.cuda.is_available() if config.precision == "auto" else config.precision == "amp_bf16"
+    get_device(None).module_to_device(encoder.backbone)
+    is_local = is_remote(model.path) or Path(model.path).exists()
+    name = model.name or (f"biphasic/{config.run_name}" if is_local else model.path)
+    embedder = EncoderEmbedder(encoder, name, "", bf16)
+    fingerprint = model_fingerprint(path, model.revision)
+    digest = hashlib.sha256(json.dumps([fingerprint, embedder.settings], sort_keys=True).encode()).hexdigest()
+    # mteb stores results by revision: the hub's commit, or for a local model a hash of everything that affects the scores.
+    embedder.revision = digest[:16] if is_local else fingerprint
+    settings = {"model": model.path, "revision": embedder.revision, **embedder.settings}
+    retriever = Retriever(embedder, cache)
+    return ScoredSystem(name, digest, None, lambda: retriever, settings)
+
+
+def _baselines(config: EvaluateConfig, cache: EmbeddingCache) -> list[ScoredSystem]:
+    folder = config.run_folder / "baselines"
+    random = Retriever(RandomEmbedder(), cache)
+    baselines = {
+        "bm25": ScoredSystem("BM25", f"bm25s {importlib.metadata.version('bm25s')}", folder, bm25, {}),
+        "random": ScoredSystem("random", RandomEmbedder.revision, folder, lambda: random, {}),
+    }
+    return [baselines[name] for name in config.baselines]
+
+
+def _download_model(path: str, folder: Path) -> str:
+    """Return the model's local path, after local rank 0 of each node has downloaded it."""
     if is_remote(path):
-        folder /= hashlib.sha256(path.encode()).hexdigest()[:16]  # checkpoints of two runs have the same names
-    # Asked again, each rank would compare the files with their hashes again.
-    found = fetched(path, folder) if dist.get_local_rank() == 0 else path
+        folder /= hashlib.sha256(path.encode()).hexdigest()[:16]  # different runs have equal checkpoint names
+    local = local_checkpoint(path, folder) if dist.get_local_rank() == 0 else path
     dist.barrier()
-    return ranks.from_first(lambda: found)
+    return ranks.from_first_rank(lambda: local)
 
 
-def _read(folder: Path, name: str) -> dict[str, Any] | None:
+def _read_record(file: Path) -> dict[str, Any] | None:
     try:
-        return json.loads((folder / name).read_text(encoding="utf-8"))
+        return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
 
 
 def _use_all_gpus() -> None:
-    """Started with python on a machine with several GPUs, start again with a process for each."""
+    """Restart the command with one process per GPU if it is a single process and there are several GPUs."""
     count = torch.cuda.device_count()
     if "WORLD_SIZE" not in os.environ and count > 1:
         command = [sys.executable, "-m", "composer.cli", "-n", str(count), *sys.argv]
@@ -218,6 +204,6 @@ def _use_all_gpus() -> None:
         os.execv(command[0], command)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     if dist.get_global_rank() == 0:
         print(line, flush=True)

@@ -1,8 +1,8 @@
-"""One system on one task by mteb's rules, and what is kept of it."""
+"""Score one system on one task by mteb's rules, with scores for each query."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,92 +11,107 @@ import mteb
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
 
-from biphasic.evaluation.bootstrap import bootstrap_interval
 from biphasic.versions import require_form
-
-BM25 = "mteb/baseline-bm25s"
 
 
 @dataclass(frozen=True)
-class Scores:
-    """What a system reached on a split of a task: mteb's averages.
-
-    `metric` and `value` are the task's main score. What follows is retrieval's: `interval` is NDCG@10's 95% bootstrap
-    interval over queries, `by_query` NDCG@10 of each query by its id.
-    """
+class SplitScores:
+    """mteb's scores for a system on one split of a task."""
 
     task: str
     subset: str
     split: str
     metric: str
+    """The task's main metric; `value` is its score. The fields below are for retrieval only."""
     value: float
     ndcg_at_10: float | None = None
     mrr_at_10: float | None = None
     recall_at_100: float | None = None
     interval: tuple[float, float] | None = None
+    """95% bootstrap interval of NDCG@10 over the queries."""
     queries: int | None = None
     documents: int | None = None
     by_query: dict[str, float] = field(default_factory=dict, repr=False)
+    """NDCG@10 of each query, by query id."""
 
 
 def bm25() -> Any:
-    """mteb's BM25 baseline (bm25s; stemmer and stop words of the task's language)."""
-    return mteb.get_model(BM25)
+    """Return mteb's BM25 baseline (bm25s with the stemmer and stop words for the task's language)."""
+    return mteb.get_model("mteb/baseline-bm25s")
 
 
-def score(system: Any, task: Any) -> tuple[list[Scores], TaskResult]:
-    """Score anything that mteb takes: a `Retriever`, `bm25()`, a SentenceTransformer.
+def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
+    """Score any system that mteb accepts, such as a `Retriever`, `bm25()` or a SentenceTransformer.
 
     Args:
-        system: what is scored.
-        task: of mteb's.
+        system: the model or baseline.
+        task: one of mteb's tasks, or a `LocalRetrieval`.
 
     Returns:
-        A `Scores` for each subset and split, and mteb's own result.
+        The scores for each subset and split, and mteb's `TaskResult`.
     """
-    loaded = task.data_loaded
-    if not loaded:
+    was_loaded = task.data_loaded
+    if not was_loaded:
         task.load_data()
-    with _by_query(task) as seen:
-        found = mteb.evaluate(
+    with _scores_by_query(task) as by_query:
+        results = mteb.evaluate(
             system, task, cache=None, co2_tracker=False, show_progress_bar=False, overwrite_strategy="always"
         )
-    result = found.task_results[0]
-    metric = task.metadata.main_score
+    result = results.task_results[0]
     rows = []
     for split, subsets in result.scores.items():
-        for values in subsets:
-            more: dict[str, Any] = seen.get((split, values["hf_subset"]), {})
-            if more:
-                names = ("ndcg_at_10", "mrr_at_10", "recall_at_100")
-                more = {**more, **{name: float(values[name]) for name in names}}  # pyright: ignore[reportArgumentType]
-                more["interval"] = bootstrap_interval(list(more["by_query"].values()))
-            main = float(values["main_score"])  # pyright: ignore[reportArgumentType]
-            rows.append(Scores(task.metadata.name, str(values["hf_subset"]), split, metric, main, **more))
-    if not loaded:
+        for scores in subsets:
+            values: dict[str, Any] = dict(scores)
+            subset = str(values["hf_subset"])
+            extra = dict(by_query.get((split, subset), {}))
+            if extra:
+                extra |= {name: float(values[name]) for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100")}
+                extra["interval"] = bootstrap_interval(list(extra["by_query"].values()))
+            main = float(values["main_score"])
+            rows.append(SplitScores(task.metadata.name, subset, split, task.metadata.main_score, main, **extra))
+    if not was_loaded:
         task.unload_data()
     return rows, result
 
 
+def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
+    """Return the 95% percentile interval of the mean over 10,000 resamples of the queries (Efron, 1979).
+
+    Args:
+        values: a score for each query; to compare two systems, the difference for each query (a paired bootstrap).
+        seed: random seed for resampling.
+    """
+    import numpy as np
+    from scipy.stats import bootstrap
+
+    if len(values) < 2:  # scipy's bootstrap needs at least two values
+        return values[0], values[0]
+    # Resampling in batches limits the memory for many queries.
+    low, high = bootstrap(
+        (values,), np.mean, n_resamples=10_000, batch=500, method="percentile", rng=seed
+    ).confidence_interval
+    return float(low), float(high)
+
+
 @contextmanager
-def _by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
-    """What a retrieval task says of each query, which mteb averages and forgets."""
-    seen: dict[tuple[str, str], dict[str, Any]] = {}
+def _scores_by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
+    """Collect a retrieval task's scores for each query by split and subset, because mteb keeps only the averages."""
+    by_query: dict[tuple[str, str], dict[str, Any]] = {}
     if not isinstance(task, AbsTaskRetrieval):
-        yield seen
+        yield by_query
         return
 
-    def note(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
-        seen[hf_split, hf_subset] = {
+    def collect(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
+        by_query[hf_split, hf_subset] = {
             "by_query": {query: values["ndcg_cut_10"] for query, values in scores.items()},
             "queries": len(scores),
             "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
         }
         return original(scores, qrels, results, hf_split, hf_subset)
 
-    original = require_form("mteb", task, "task_specific_scores", note)
-    task.task_specific_scores = note
+    original = require_form("mteb", task, "task_specific_scores", collect)
+    task.task_specific_scores = collect
     try:
-        yield seen
+        yield by_query
     finally:
         del task.task_specific_scores

@@ -1,7 +1,8 @@
-"""Retrieval sets of a person's own as mteb's tasks: BEIR's layout, held-out pairs, and parts of other tasks."""
+"""Make mteb tasks from local datasets in BEIR's layout, from texts in memory, and from a task's judged documents."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,36 +15,36 @@ from datasets import Dataset
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
 
-from biphasic.config.errors import UserError
-from biphasic.storage import short
+from biphasic.errors import UserError
+from biphasic.storage import first_line
 
-SPLIT = "test"
 JUDGED = "-judged"
-"""Behind the name of a task over its judged documents alone."""
-Qrels = dict[str, dict[str, int]]
-_KINDS = (".jsonl", ".parquet", ".tsv")
-_TEXTS = (pa.types.is_string, pa.types.is_large_string)
-_KIND: dict[str, tuple[tuple[Any, ...], pa.DataType]] = {
-    "text": (_TEXTS, pa.string()),
-    "id": ((*_TEXTS, pa.types.is_integer), pa.string()),
+"""Suffix of the names of tasks that search only the judged documents."""
+Qrels = dict[str, dict[str, int]]  # grade by query and document
+_FORMATS = (".jsonl", ".parquet")
+_QRELS_FORMATS = (*_FORMATS, ".tsv")
+_IS_TEXT = (pa.types.is_string, pa.types.is_large_string)
+_KINDS: dict[str, tuple[tuple[Any, ...], pa.DataType]] = {
+    "text": (_IS_TEXT, pa.string()),
+    "id": ((*_IS_TEXT, pa.types.is_integer), pa.string()),
     "grade": ((pa.types.is_integer, pa.types.is_floating), pa.int64()),
 }
-"""What a column may hold, and as what it is read."""
-_LINE = 1 << 28
-"""Bytes that the JSON reader takes at a time: no line may be longer."""
+"""For each kind of column, the Arrow types that are accepted in a file and the type that the column is converted to."""
+_LONGEST_LINE = 1 << 28
+"""Maximum length of a JSON line, in bytes."""
 
 
 class LocalRetrieval(AbsTaskRetrieval):
-    """A retrieval task whose texts are given instead of downloaded."""
+    """A retrieval task with texts in memory instead of a download."""
 
     content: dict[str, dict[str, Any]]
-    """By subset and split: `corpus`, `queries`, `relevant_docs`, `top_ranked`, as mteb has them."""
+    """The data by subset and split: `corpus`, `queries`, `relevant_docs` and `top_ranked`, as in mteb."""
 
     def load_data(self, num_proc: int | None = None, **kwargs: Any) -> None:
-        """Nothing to fetch."""
-        # Copies: mteb takes queries out of what it is given.
-        copies: Any = {name: {split: dict(one) for split, one in all_.items()} for name, all_ in self.content.items()}
-        self.dataset = copies
+        """Copy the content to `dataset`, because mteb removes queries from it."""
+        self.dataset: Any = {
+            subset: {split: dict(data) for split, data in splits.items()} for subset, splits in self.content.items()
+        }
         self.data_loaded = True
 
 
@@ -51,122 +52,107 @@ def retrieval_task(
     name: str,
     corpus: Mapping[str, str] | Dataset,
     queries: Mapping[str, str],
-    qrels: Qrels | Mapping[str, Qrels],
+    qrels: Mapping[str, Qrels],
     language: str = "eng-Latn",
 ) -> LocalRetrieval:
-    """A task from texts by id, and for each query the relevant documents' ids with their grade.
+    """Return a task made from texts and judgments.
 
     Args:
-        name: the task's, in results.
-        corpus: texts by id, or a dataset with the columns `id`, `text` and maybe `title`.
+        name: the task's name in results.
+        corpus: texts by id, or a dataset with the columns `id`, `text` and optionally `title`.
         queries: texts by id.
-        qrels: of the split `test`, or of several splits by name.
-        language: of the texts, ISO 639-3 and script.
+        qrels: judgments by split.
+        language: the language of the texts, as ISO 639-3 code and script.
 
     Raises:
-        UserError: something is empty, an id comes twice, or a query has no relevant document in the corpus.
+        UserError: the corpus or the queries are empty, an id occurs twice, a query has no judgments or no relevant document
+            in the corpus, or a judged query is missing.
     """
     if not isinstance(corpus, Dataset):
         corpus = Dataset.from_dict({"id": list(corpus), "text": list(corpus.values())})
-    for what, content in (("corpus", corpus), ("queries", queries)):
+    for part, content in (("corpus", corpus), ("queries", queries)):
         if not len(content):
-            raise UserError(f"retrieval set {name}: the {what} is empty")
-    by_split = _by_split(qrels)
-    known = set(corpus["id"])
-    if len(known) < len(corpus):
-        raise UserError(f"retrieval set {name}: the corpus has an id twice, e.g. {_twice(corpus['id'])}")
-    judged = {query for split in by_split.values() for query in split}
-    _refuse(name, "judgments name queries that aren't there", judged - queries.keys())
-    _refuse(name, "queries have no judgments (qrels)", queries.keys() - judged)
-    relevant = [
-        (query, document)
-        for split in by_split.values()
+            raise UserError(f"retrieval set {name}: the {part} is empty")
+    _require_unique(name, "corpus has", corpus["id"])
+    ids = set(corpus["id"])
+    judged = {query for split in qrels.values() for query in split}
+    answered = {
+        query
+        for split in qrels.values()
         for query, grades in split.items()
-        for document, grade in grades.items()
-        if grade > 0 and document in known
-    ]
-    _refuse(name, "queries have no relevant document in the corpus", judged - {query for query, _ in relevant})
+        if any(grade > 0 and document in ids for document, grade in grades.items())
+    }
+    _require_none(name, "judgments name queries that aren't there", judged - queries.keys())
+    _require_none(name, "queries have no judgments (qrels)", queries.keys() - judged)
+    _require_none(name, "queries have no relevant document in the corpus", judged - answered)
     splits = {
         split: {
             "corpus": corpus,
-            "queries": Dataset.from_dict({"id": list(asked), "text": [queries[query] for query in asked]}),
-            "relevant_docs": asked,
+            "queries": Dataset.from_dict({"id": list(grades), "text": [queries[query] for query in grades]}),
+            "relevant_docs": grades,
             "top_ranked": None,
         }
-        for split, asked in by_split.items()
+        for split, grades in qrels.items()
     }
     return _task(name, {"default": splits}, {"path": f"local/{name}", "revision": "local"}, [language])
 
 
 def judged_only(task: AbsTaskRetrieval) -> LocalRetrieval:
-    """The same task over the documents that any judgment of its splits names, as the paper's evaluation has it.
+    """Return a copy of a task with only the documents that any split judges, as in the paper's evaluation.
 
     Args:
-        task: with its data loaded.
+        task: the original task, with its data loaded.
     """
     content: dict[str, dict[str, Any]] = {}
     for subset, splits in task.dataset.items():
-        named = {doc for data in splits.values() for grades in data["relevant_docs"].values() for doc in grades}
+        judged = {doc for data in splits.values() for grades in data["relevant_docs"].values() for doc in grades}
         for split, data in splits.items():
             corpus: Any = data["corpus"]
-            kept = corpus.select([at for at, id in enumerate(corpus["id"]) if id in named])
-            ranked: Any = data["top_ranked"]
-            if ranked is not None:
-                ranked = {query: [id for id in ids if id in named] for query, ids in ranked.items()}
-            content.setdefault(subset, {})[split] = {**data, "corpus": kept, "top_ranked": ranked}
-    about = task.metadata
-    langs = about.eval_langs
-    languages = {name: langs[name] for name in content} if isinstance(langs, dict) else langs
-    found = _task(f"{about.name}{JUDGED}", content, dict(about.dataset), languages, about.type)
-    found.ignore_identical_ids = task.ignore_identical_ids
-    return found
-
-
-def retrieval_from_pairs(
-    name: str, files: Sequence[str], query_column: str = "query", document_column: str = "positive"
-) -> LocalRetrieval:
-    """A task from held-out pairs: the corpus is all documents, and each query's own is the one that is right."""
-    columns = {query_column: "text", document_column: "text"}
-    read = pa.concat_tables([_read(Path(file), columns) for file in files]).to_pydict()
-    queries = {f"q{index}": text for index, text in enumerate(read[query_column])}
-    corpus = {f"d{index}": text for index, text in enumerate(read[document_column])}
-    return retrieval_task(name, corpus, queries, {f"q{index}": {f"d{index}": 1} for index in range(len(queries))})
+            kept = corpus.select([row for row, id in enumerate(corpus["id"]) if id in judged])
+            top_ranked: Any = data["top_ranked"]
+            if top_ranked is not None:
+                top_ranked = {query: [id for id in ids if id in judged] for query, ids in top_ranked.items()}
+            content.setdefault(subset, {})[split] = {**data, "corpus": kept, "top_ranked": top_ranked}
+    metadata = task.metadata
+    languages: Any = metadata.eval_langs
+    if isinstance(languages, dict):
+        languages = {subset: languages[subset] for subset in content}
+    judged_task = _task(f"{metadata.name}{JUDGED}", content, dict(metadata.dataset), languages, metadata.type)
+    judged_task.ignore_identical_ids = task.ignore_identical_ids
+    return judged_task
 
 
 def read_set(folder: str, name: str, language: str, only: Sequence[str] | None = None) -> LocalRetrieval:
-    """A folder in BEIR's layout as a task.
+    """Read a folder in BEIR's layout as a task.
 
-    `corpus` (`_id`, `text`, maybe `title`), `queries` (`_id`, `text`) and for each split `qrels/<split>` (`query-id`,
-    `corpus-id`, `score`), or one `qrels`; each a .jsonl, .parquet or, of qrels, .tsv file, or a folder of such files.
+    It holds `corpus` (`_id`, `text`, optionally `title`), `queries` (`_id`, `text`) and for each split `qrels/<split>`
+    (`query-id`, `corpus-id`, `score`), or one `qrels`, which is the split `test`. Each is a .jsonl, .parquet or, for qrels,
+    .tsv file; corpus and queries may be folders of such files.
 
     Args:
-        folder: the folder.
-        name: the task's.
-        language: of the texts.
-        only: the splits that are wanted. Default: all.
+        folder: the dataset folder.
+        name: the task's name.
+        language: the language of the texts.
+        only: splits to read. Default: all.
 
     Raises:
-        UserError: a file is missing or damaged, lacks a column or holds something else, or as for `retrieval_task`.
+        UserError: a file or split is missing, a file is damaged, a column is missing or has another type, or the texts and
+            judgments are not valid, see `retrieval_task`.
     """
-    place = Path(folder)
-    if not place.is_dir():
-        raise UserError(f"retrieval set {folder}: there is no such folder")
-    corpus = _table(place, "corpus", {"_id": "id", "text": "text"}, {"title": "text"})
-    texts = _table(place, "queries", {"_id": "id", "text": "text"}).to_pydict()
-    if twice := _twice(texts["_id"]):
-        raise UserError(f"retrieval set {folder}: the queries have an id twice, e.g. {twice}")
-    queries = dict(zip(texts["_id"], texts["text"], strict=True))
-    qrels = _qrels(place)
-    if lost := [split for split in only or () if split not in qrels]:
-        raise UserError(f"retrieval set {folder}: has no split {lost[0]} (it has: {', '.join(qrels)})")
-    # A query that no split judges is a mistake; one of another split is none.
-    everywhere = {query for split in qrels.values() for query in split}
-    _refuse(folder, "queries have no judgments (qrels)", queries.keys() - everywhere)
+    corpus = _read_table(Path(folder), "corpus", {"_id": "id", "text": "text"}, {"title": "text"})
+    texts = _read_table(Path(folder), "queries", {"_id": "id", "text": "text"}).to_pydict()
+    _require_unique(folder, "queries have", texts["_id"])
+    qrels = _read_qrels(Path(folder))
+    if missing := [split for split in only or () if split not in qrels]:
+        raise UserError(f"retrieval set {folder}: has no split {missing[0]} (it has: {', '.join(qrels)})")
+    # A query may belong to a split that isn't read, but some split has to judge it.
+    judged = {query for split in qrels.values() for query in split}
+    _require_none(folder, "queries have no judgments (qrels)", set(texts["_id"]) - judged)
     chosen = {split: qrels[split] for split in only or qrels}
-    asked = {query for split in chosen.values() for query in split}
-    named = corpus.rename_columns(["id" if column == "_id" else column for column in corpus.column_names])
-    texts_by_id = {query: text for query, text in queries.items() if query in asked}
-    return retrieval_task(name, Dataset(named), texts_by_id, chosen, language)
+    chosen_queries = {query for split in chosen.values() for query in split}
+    queries = {id: text for id, text in zip(texts["_id"], texts["text"], strict=True) if id in chosen_queries}
+    renamed = corpus.rename_columns(["id" if column == "_id" else column for column in corpus.column_names])
+    return retrieval_task(name, Dataset(renamed), queries, chosen, language)
 
 
 def _task(name: str, content: Any, dataset: dict[str, Any], languages: Any, type_: Any = "Retrieval") -> LocalRetrieval:
@@ -184,117 +170,96 @@ def _task(name: str, content: Any, dataset: dict[str, Any], languages: Any, type
     return type(name, (LocalRetrieval,), {"metadata": metadata, "content": content})()
 
 
-def _by_split(qrels: Qrels | Mapping[str, Qrels]) -> dict[str, Qrels]:
-    values = [grade for query in qrels.values() for grade in query.values()]
-    if any(isinstance(value, dict) for value in values):
-        return dict(qrels)  # pyright: ignore[reportReturnType, reportArgumentType]
-    return {SPLIT: dict(qrels)}  # pyright: ignore[reportReturnType, reportArgumentType]
+def _require_none(where: str, problem: str, ids: Iterable[str]) -> None:
+    if found := sorted(ids):
+        raise UserError(f"retrieval set {where}: {len(found):,} {problem}, e.g. {found[0]}")
 
 
-def _refuse(where: str, what: str, ids: Iterable[str]) -> None:
-    lost = sorted(ids)
-    if lost:
-        raise UserError(f"retrieval set {where}: {len(lost):,} {what}, e.g. {lost[0]}")
+def _require_unique(where: str, part: str, ids: Iterable[str]) -> None:
+    [(id, count)] = Counter(ids).most_common(1) or [("", 1)]
+    if count > 1:
+        raise UserError(f"retrieval set {where}: the {part} an id twice, e.g. {id}")
 
 
-def _twice(ids: Iterable[str]) -> str | None:
-    seen: set[str] = set()
-    for id in ids:
-        if id in seen:
-            return id
-        seen.add(id)
-    return None
-
-
-def _qrels(place: Path) -> dict[str, Qrels]:
+def _read_qrels(folder: Path) -> dict[str, Qrels]:
     columns = {"query-id": "id", "corpus-id": "id", "score": "grade"}
-    alone = [file for kind in _KINDS if (file := place / f"qrels{kind}").is_file()]
-    files = {SPLIT: alone[0]} if alone else {}
-    if not files and (place / "qrels").is_dir():
-        found_files = [file for file in sorted((place / "qrels").iterdir()) if file.suffix in _KINDS]
-        files = {file.stem: file for file in found_files}
-        if twice := _twice(file.stem for file in found_files):
-            raise UserError(f"retrieval set {place}: qrels/{twice} is there as two kinds of file: keep one")
-    if not files:
-        raise UserError(f"retrieval set {place}: has no qrels (qrels/test.tsv, .jsonl or .parquet)")
-    found: dict[str, Qrels] = {}
-    for split, file in files.items():
-        table = _read(file, columns)
+    single = [file for suffix in _QRELS_FORMATS if (file := folder / f"qrels{suffix}").is_file()]
+    files = [file for file in sorted((folder / "qrels").glob("*")) if file.suffix in _QRELS_FORMATS]
+    if not single and not files:
+        raise UserError(f"retrieval set {folder}: has no qrels (qrels/test.tsv, .jsonl or .parquet)")
+    by_split = [("test", single[0])] if single else [(file.stem, file) for file in files]
+    qrels: dict[str, Qrels] = {}
+    for split, file in by_split:
+        if split in qrels:
+            raise UserError(f"retrieval set {folder}: qrels/{split} exists in two formats: keep one")
+        table = _read_file(file, columns)
         if not table.num_rows:
             raise UserError(f"{file}: has no rows")
-        graded = found.setdefault(split, {})
-        for query, document, score in zip(*(table[name].to_pylist() for name in columns), strict=True):
-            if graded.setdefault(query, {}).setdefault(document, score) != score:
-                raise UserError(f"{file}: judges document {document} for query {query} twice, and not alike")
-    return found
+        qrels[split] = {}
+        for query, document, grade in zip(*(table[name].to_pylist() for name in columns), strict=True):
+            if qrels[split].setdefault(query, {}).setdefault(document, grade) != grade:
+                raise UserError(f"{file}: judges document {document} for query {query} twice, with different grades")
+    return qrels
 
 
-def _table(place: Path, name: str, columns: Mapping[str, str], maybe: Mapping[str, str] | None = None) -> pa.Table:
-    files = [file for kind in _KINDS[:2] if (file := place / f"{name}{kind}").is_file()]
-    if not files and (place / name).is_dir():
-        files = [file for file in sorted((place / name).iterdir()) if file.suffix in _KINDS[:2]]
+def _read_table(
+    folder: Path, name: str, columns: Mapping[str, str], optional: Mapping[str, str] | None = None
+) -> pa.Table:
+    """Read a table from a file or a folder of files. An optional column that a file lacks is filled with empty texts."""
+    files = [file for suffix in _FORMATS if (file := folder / f"{name}{suffix}").is_file()]
+    files = files or [file for file in sorted((folder / name).glob("*")) if file.suffix in _FORMATS]
     if not files:
-        raise UserError(f"retrieval set {place}: has no {name} ({name}.jsonl or {name}.parquet)")
-    tables = [_read(file, columns, maybe) for file in files]
-    # A file without titles, beside others that have them, has empty ones.
-    extra = [name for name in maybe or () if any(name in table.column_names for table in tables)]
-    for name in extra:
-        tables = [
-            table if name in table.column_names else table.append_column(name, pa.array([""] * len(table), pa.string()))
-            for table in tables
-        ]
-    found = pa.concat_tables([table.select([*columns, *extra]) for table in tables])
-    if not found.num_rows:
-        raise UserError(f"retrieval set {place}: the {name} is empty")
-    return found
+        raise UserError(f"retrieval set {folder}: has no {name} ({name}.jsonl or {name}.parquet)")
+    table = pa.concat_tables([_read_file(file, columns, optional) for file in files], promote_options="default")
+    if not table.num_rows:
+        raise UserError(f"retrieval set {folder}: the {name} is empty")
+    for index, column in enumerate(table.column_names):
+        if optional and column in optional:
+            table = table.set_column(index, column, table[column].fill_null(""))
+    return table
 
 
-def _read(file: Path, columns: Mapping[str, str], maybe: Mapping[str, str] | None = None) -> pa.Table:
-    """Columns of a file by name, each a `text`, `id` or `grade`; in those that may lack, nothing is an empty text."""
-    wanted = {**columns, **(maybe or {})}
+def _read_file(file: Path, columns: Mapping[str, str], optional: Mapping[str, str] | None = None) -> pa.Table:
+    """Read the named columns of a file; each column has one of `_KINDS`."""
+    kinds = {**columns, **(optional or {})}
     try:
-        found = _open(file, wanted)
+        table = _open(file, kinds)
     except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} can't be read ({short(error)})") from None
-    kept: dict[str, Any] = {}
-    for name, kind in wanted.items():
-        if name not in found.column_names:
-            if name in columns:
-                have = ", ".join(found.column_names) or "none"
-                raise UserError(f"{file} has no column `{name}` (it has: {have})")
-            continue
-        column = found[name]
+        raise UserError(f"{file} can't be read ({first_line(error)})") from None
+    if missing := [name for name in columns if name not in table.column_names]:
+        raise UserError(f"{file} has no column `{missing[0]}` (it has: {', '.join(table.column_names) or 'none'})")
+    read: dict[str, Any] = {}
+    for name in [name for name in kinds if name in table.column_names]:
+        column, (accepted, arrow_type) = table[name], _KINDS[kinds[name]]
         if name in columns and column.null_count:
             raise UserError(f"column `{name}` of {file} has {column.null_count:,} rows without a value")
-        fits, arrow = _KIND[kind]
-        if not any(is_a(column.type) for is_a in (*fits, pa.types.is_null)):
-            raise UserError(f"column `{name}` of {file} holds {column.type}; expected {kind}s")
+        if not any(is_type(column.type) for is_type in (*accepted, pa.types.is_null)):
+            raise UserError(f"column `{name}` of {file} holds {column.type}; expected {kinds[name]}s")
         try:
-            cast = column.cast(arrow)
-            cast.validate(full=True)  # nothing before looks whether JSON is UTF-8
+            read[name] = column.cast(arrow_type)
+            read[name].validate(full=True)  # the JSON reader does not check that texts are UTF-8
         except pa.ArrowException as error:
-            raise UserError(f"column `{name}` of {file} can't be used ({short(error)})") from None
-        kept[name] = cast if name in columns else cast.fill_null("")
-    return pa.table(kept)
+            raise UserError(f"column `{name}` of {file} can't be used ({first_line(error)})") from None
+    return pa.table(read)
 
 
-def _open(file: Path, columns: Mapping[str, str]) -> pa.Table:
+def _open(file: Path, kinds: Mapping[str, str]) -> pa.Table:
     if file.suffix == ".parquet":
         return pyarrow.parquet.read_table(file)
     if not file.stat().st_size:
         return pa.table({})
     if file.suffix == ".tsv":
-        types = {name: _KIND[kind][1] for name, kind in columns.items()}  # an id such as 007 is no number
+        types = {name: _KINDS[kind][1] for name, kind in kinds.items()}  # so that an id such as 007 stays a text
         return pyarrow.csv.read_csv(
             file,
             parse_options=pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False),
             convert_options=pyarrow.csv.ConvertOptions(column_types=types),
         )
-    options = pyarrow.json.ReadOptions(block_size=_LINE)
-    found = pyarrow.json.read_json(file, read_options=options)
-    dates = [name for name in found.column_names if name in columns and pa.types.is_timestamp(found[name].type)]
+    options = pyarrow.json.ReadOptions(block_size=_LONGEST_LINE)
+    table = pyarrow.json.read_json(file, read_options=options)
+    dates = [name for name in table.column_names if name in kinds and pa.types.is_timestamp(table[name].type)]
     if not dates:
-        return found
-    # Texts that all look like dates; they are texts.
+        return table
+    # If all texts in a column look like dates, Arrow reads dates, so the column is read again as text.
     schema = pa.schema([(name, pa.string()) for name in dates])
     return pyarrow.json.read_json(file, options, pyarrow.json.ParseOptions(explicit_schema=schema))

@@ -1,44 +1,39 @@
-"""Scores as people read them."""
+"""Format an evaluation's scores as a Markdown table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-_HEAD = ("task", "split", "documents", "queries", "system", "NDCG@10", "95% interval", "MRR@10", "Recall@100")
+_COLUMNS = ("task", "split", "documents", "queries", "system", "NDCG@10", "95% interval", "MRR@10", "Recall@100")
+_LEFT_ALIGNED = ("task", "split", "system")
 
 
-def table(records: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A Markdown table that a terminal shows straight, too.
+def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown table whose columns are also aligned in a terminal.
 
     Args:
-        records: `system`, and `scores` as `biphasic.evaluation.scoring.Scores` has them. A main score that isn't NDCG@10
-            stands with its name.
+        records: dicts with `system` and `scores` (fields of `biphasic.evaluation.scoring.SplitScores`). A main score other
+            than NDCG@10 is shown with its name.
     """
-    rows = [_HEAD, *(_row(record["system"], one) for record in records for one in record["scores"])]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-    right = {2, 3, 5, 6, 7, 8}
-    lines = [
-        "| "
-        + " | ".join(
-            cell.rjust(width) if at in right else cell.ljust(width)
-            for at, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        + " |"
-        for row in rows
-    ]
-    rule = "|" + "|".join("-" * (width + 1) + (":" if at in right else "-") for at, width in enumerate(widths)) + "|"
+    rows = [_COLUMNS, *(_row(record["system"], scores) for record in records for scores in record["scores"])]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    columns = [(width, "<" if name in _LEFT_ALIGNED else ">") for name, width in zip(_COLUMNS, widths, strict=True)]
+    template = "| " + " | ".join(f"{{:{side}{width}}}" for width, side in columns) + " |"
+    lines = [template.format(*row) for row in rows]
+    rule = "|" + "|".join("-" * (width + 1) + ("-" if side == "<" else ":") for width, side in columns) + "|"
     return [lines[0], rule, *lines[1:]]
 
 
-def _row(system: str, one: Mapping[str, Any]) -> tuple[str, ...]:
-    split = one["split"] if one["subset"] == "default" else f"{one['subset']}, {one['split']}"
-    retrieval = one["ndcg_at_10"] is not None
-    main = _share(one["ndcg_at_10"]) if retrieval else f"{one['metric']} {_share(one['value'])}"
-    low_high = "" if one["interval"] is None else f"{one['interval'][0]:.4f} to {one['interval'][1]:.4f}"
-    counts = [f"{one[name]:,}" if one[name] is not None else "" for name in ("documents", "queries")]
-    return (one["task"], split, *counts, system, main, low_high, _share(one["mrr_at_10"]), _share(one["recall_at_100"]))
+def _row(system: str, scores: Mapping[str, Any]) -> tuple[str, ...]:
+    split = scores["split"] if scores["subset"] == "default" else f"{scores['subset']}, {scores['split']}"
+    counts = ("" if scores[name] is None else f"{scores[name]:,}" for name in ("documents", "queries"))
+    is_retrieval = scores["ndcg_at_10"] is not None
+    main = _format(scores["ndcg_at_10"]) if is_retrieval else f"{scores['metric']} {_format(scores['value'])}"
+    interval = " to ".join(map(_format, scores["interval"] or ()))
+    others = (_format(scores[name]) for name in ("mrr_at_10", "recall_at_100"))
+    return (scores["task"], split, *counts, system, main, interval, *others)
 
 
-def _share(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+def _format(score: float | None) -> str:
+    return "" if score is None else f"{score:.4f}"

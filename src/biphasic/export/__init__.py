@@ -1,1 +1,1 @@
-"""From a checkpoint to folders that other people's code loads."""
+"""Export checkpoints to folders that other libraries load, such as transformers and sentence-transformers."""

@@ -1,4 +1,4 @@
-"""The model card of an export, filled in from what the run recorded of itself."""
+"""Write an export's model card from the record of its training run."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import yaml
+from huggingface_hub import ModelCardData
 
 from biphasic.config.durations import Duration, Elapsed
-from biphasic.export.metadata import block, checked, hub_id
+from biphasic.export.metadata import hub_id, parse_card
 
 _LOAD = """## Use
 
@@ -27,49 +28,50 @@ from sentence_transformers import SentenceTransformer  # mean pooling
 embeddings = SentenceTransformer("{name}"{trust}).encode(["a text", "another"])
 ```
 {code}
-Attention looks both ways. Texts are given without a beginning-of-text token, as in training.
+Attention is bidirectional. Texts have no beginning-of-text token, as in training.
 """
 _VERSION = "  # transformers >= 5"
 _CODE = """
-The folder holds Python code that makes this family's attention look both ways; `trust_remote_code=True` lets transformers
-run it. Read it first, and name a `revision`, so that it stays what you read.
+The folder holds Python code that makes this family's attention bidirectional; `trust_remote_code=True` lets transformers run
+it. Read the code first, and name a `revision`, so that it does not change afterwards.
 """
 _LIMITS = """## Limits
 
-- It knows what its training text says, with that text's errors, gaps and biases. None of them is measured here.
+- It reproduces the errors, gaps and biases of its training text, which were not measured.
 {more}"""
-_PRETRAINED = """- A pretrained encoder, not trained to put like texts together: fine-tune it for a task, also for search.
+_PRETRAINED = """- It is a pretrained encoder, not trained for similarity or search: fine-tune it for a task.
 - Texts are cut after {length:,} tokens.
 """
-_UNTRAINED = "- Nothing is trained: its numbers mean nothing.\n"
-_FINETUNED = """- Trained for one task, on the data named above; for anything else measure it first.
+_UNTRAINED = "- It is not trained: its outputs are random.\n"
+_FINETUNED = """- It was trained for one task, on the data named above: measure it before other uses.
 """
 _SHIFTED = """- Its head was trained with `target: next`: the logits at a position predict the token after it.
 """
-_CAUSAL = """- It was trained to look back only. Loaded it looks both ways: a start for fine-tuning, not yet of use.
+_CAUSAL = """- It was trained with causal attention. Loaded, its attention is bidirectional: fine-tune it before use.
 """
-_BASE = "- The license of `{base}`, from which it was trained, holds for it too; none is named here.\n"
+_BASE = "- It was trained from `{base}`, whose license applies to it too; none is named here.\n"
 _LANGUAGES = {"HuggingFaceFW/fineweb-edu": ["en"]}
-"""What the cards of these datasets say of their language."""
+"""Languages of datasets on the hub, according to their dataset cards."""
 
 
 def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
-    """The model's name in the scheme of the paper's released models, where its size is one of theirs; else the run's.
+    """Return the model's name: as the paper names its released models if the size is a preset, else from the run's name.
 
-    `{size}-{objective}-{steps}`, `{size}-{first}-{its end}-{second}-{total}` and so on (`610m-clm-10k-mlm40-42k`), and for
-    a checkpoint from within the run its step behind that (`610m-mlm40-42k-1000`).
+    The paper's scheme is `{size}-{objective}-{steps}`, with the objective and last step of each phase
+    (`610m-clm-10k-mlm40-42k`). A checkpoint from before the end of the run also has its step in the name
+    (`610m-mlm40-42k-1000`).
     """
-    whole, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
-    parts = [config["run_name"]] if size is None else [size, *_phase_names(config["objective"]["phases"], whole)]
+    total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
+    parts = [config["run_name"]] if size is None else [size, *_phase_names(config["objective"]["phases"], total)]
     done = Elapsed(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
-    return "-".join(parts if done.reached(whole) else [*parts, str(done.batches)])
+    return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
 
 
-def _phase_names(phases: list[dict[str, Any]], whole: Duration) -> list[str]:
+def _phase_names(phases: list[dict[str, Any]], total: Duration) -> list[str]:
     names = []
     for phase in phases:
         ratio = phase.get("masking_ratio")
-        end = Duration.parse(phase["until"]).of(whole) if phase.get("until") else whole
+        end = Duration.parse(phase["until"]).of(total) if phase.get("until") else total
         thousands = end.unit == "ba" and end.value % 1000 == 0
         steps = f"{end.value / 1000:.0f}k" if thousands else str(end).removesuffix("ba")
         names += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]
@@ -77,19 +79,19 @@ def _phase_names(phases: list[dict[str, Any]], whole: Duration) -> list[str]:
 
 
 def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
-    """The card of a pretrained model.
+    """Return the card of a pretrained model.
 
     Args:
-        record: of the checkpoint (`biphasic.model.checkpoint.Checkpoint.record`).
-        name: the title; default: from the run.
+        record: the checkpoint's record (`biphasic.model.checkpoint.Checkpoint.record`).
+        name: the title. Default: `model_name`.
         remote_code: whether the export needs `trust_remote_code=True`, as families other than Llama's do.
 
     Raises:
-        UserError: the hub would not take its metadata.
+        UserError: the hub would refuse the card's metadata.
     """
     config = yaml.safe_load(record["config"])
     name = name or model_name(config, record)
-    datasets = _datasets(record["data"])
+    datasets = [path for path in dict.fromkeys(s["path"] for s in _hub_sources(record["data"])) if hub_id(path)]
     languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
     base = hub_id(config["model"].get("init_from"))
     family = json.loads(record["backbone"])["model_type"] if remote_code else "eurobert"
@@ -99,59 +101,49 @@ def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_c
     if record["losses"]:
         losses = {key: f"{value:.4f}" for key, value in sorted(record["losses"].items())}
         parts.append(_table("Losses at the end (nats per predicted token)", losses))
-    parts.append(f"The whole configuration:\n\n```yaml\n{record['config'].rstrip()}\n```\n")
+    parts.append(f"The complete configuration:\n\n```yaml\n{record['config'].rstrip()}\n```\n")
     trained = [phase for phase in record["phases"] if phase["batches"]]
     last = config["objective"]["phases"][len(trained) - 1]
-    more = [_PRETRAINED.format(length=config["data"]["sequence_length"])]
-    more += [_SHIFTED] if last.get("target") == "next" else []
-    more += [] if any(phase["name"] == "mlm" for phase in trained) else [_CAUSAL]
-    return _finished([*parts, _use(name, remote_code), _limits(more, base)])
+    limits = [_PRETRAINED.format(length=config["data"]["sequence_length"])]
+    limits += [_SHIFTED] if last.get("target") == "next" else []
+    limits += [] if any(phase["name"] == "mlm" for phase in trained) else [_CAUSAL]
+    return _finished([*parts, _use(name, remote_code), _limits(limits, base)])
 
 
 def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
-    """The card of an architecture with its initial weights. `remote_code` and errors as for `pretrained_card`."""
+    """Return the card of a run's initial weights. `remote_code` and errors are as for `pretrained_card`."""
     name = name or f"{config['run_name']}-initial"
     start = config["model"].get("init_from")
-    weights = f"of `{start}`, from which it starts" if start else f"(seed {config['seed']}); nothing is trained"
-    text = f"The initial weights of the run `{config['run_name']}` {weights}.\n"
+    weights = f", from `{start}`" if start else f" (seed {config['seed']}), untrained"
+    text = f"The initial weights of the run `{config['run_name']}`{weights}.\n"
     front = _front(base=hub_id(start), family=None if remote_code else "eurobert")
     limits = _limits([] if start else [_UNTRAINED], hub_id(start))
     return _finished([front, f"# {name}\n", text, _use(name, remote_code), limits])
 
 
-def finetuned_card(
-    name: str,
-    rows: dict[str, Any],
-    *,
-    base_model: str | None = None,
-    datasets: Sequence[str] = (),
-    remote_code: bool = False,
-    family: str | None = "eurobert",
-) -> str:
-    """The card of a fine-tuned encoder.
+def finetuned_card(name: str, rows: dict[str, Any], *, remote_code: bool = False, family: str = "eurobert") -> str:
+    """Return the card of a fine-tuned encoder.
 
     Args:
         name: the title.
-        rows: what is known of its training.
-        base_model: what it was trained from, where that is on the hub; default: `rows["From"]`, if it has a hub id's form.
-        datasets: hub ids of what it was trained on.
+        rows: the rows of the card's fine-tuning table.
         remote_code: as for `pretrained_card`.
-        family: the exported model's type.
+        family: the exported model's `model_type`.
 
     Raises:
-        UserError: the hub would not take its metadata.
+        UserError: the hub would refuse the card's metadata.
     """
-    base = base_model or hub_id(rows.get("From"))
-    front = _front(
-        "sentence-similarity", library="sentence-transformers", base=base, datasets=list(datasets), family=family
-    )
+    base = hub_id(rows.get("From"))
+    front = _front("sentence-similarity", library="sentence-transformers", base=base, family=family)
     use = _use(name, remote_code, family == "eurobert")
     return _finished([front, f"# {name}\n", _table("Fine-tuning", rows), use, _limits([_FINETUNED], base)])
 
 
 def _finished(parts: list[str]) -> str:
-    """The card, without the logins that addresses in a configuration or command may hold."""
-    return checked(re.sub(r"://[^/\s@]+@", "://", "\n".join(parts)))
+    """Return the card without credentials, which URLs in the configuration or command may contain."""
+    text = re.sub(r"://[^/\s@]+@", "://", "\n".join(parts))
+    parse_card(text)
+    return text
 
 
 def _front(
@@ -163,18 +155,17 @@ def _front(
     languages: Sequence[str] = (),
     family: str | None = "eurobert",
 ) -> str:
-    """The YAML block that the hub reads. Another model's license is its owner's to say: `--license` names it."""
-    return block(
-        {
-            "language": list(languages),
-            "license": None if base else "apache-2.0",
-            "library_name": library,
-            "pipeline_tag": pipeline,
-            "tags": [tag for tag in ("biphasic", family, "encoder", "sentence-transformers") if tag],
-            "base_model": base,
-            "datasets": list(datasets),
-        }
+    """Return the metadata for the hub. A model trained from another one has no license unless `--license` names it."""
+    data = ModelCardData(
+        language=list(languages) or None,
+        license=None if base else "apache-2.0",
+        library_name=library,
+        pipeline_tag=pipeline,
+        tags=[tag for tag in ("biphasic", family, "encoder", "sentence-transformers") if tag],
+        base_model=base,
+        datasets=list(datasets) or None,
     )
+    return f"---\n{data.to_yaml()}\n---\n"
 
 
 def _use(name: str, remote_code: bool, eurobert: bool = True) -> str:
@@ -182,8 +173,8 @@ def _use(name: str, remote_code: bool, eurobert: bool = True) -> str:
     return _LOAD.format(name=name, trust=trust, code=code, version=_VERSION if eurobert or remote_code else "")
 
 
-def _limits(more: Sequence[str], base: str | None) -> str:
-    return _LIMITS.format(more="".join([*more, *([_BASE.format(base=base)] if base else [])]))
+def _limits(limits: Sequence[str], base: str | None) -> str:
+    return _LIMITS.format(more="".join([*limits, *([_BASE.format(base=base)] if base else [])]))
 
 
 def _summary(record: dict[str, Any]) -> str:
@@ -209,34 +200,26 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if data:
         counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
         rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"
-        revisions = [_revision(source) for source in _sources(data)]
-        if any(revisions):
-            rows["Data revision"] = ", ".join(revision for revision in revisions if revision)
+        revisions = [
+            f"{source['path']} {source['revision']}"
+            if source.get("revision")
+            else f"{source['path']}, newest at the conversion"
+            for source in _hub_sources(data)
+        ]
+        if revisions:
+            rows["Data revision"] = ", ".join(revisions)
         rows["Tokenizer"] = f"sha256 {data['tokenizer_sha256']}"
     return rows
 
 
-def _sources(data: dict[str, Any]) -> list[dict[str, Any]]:
-    """The conversions' `source:` sections; a mix has several."""
-    parts = data.get("mix") or {"": data}
-    return [part["source"] for part in parts.values() if isinstance(part.get("source"), dict)]
-
-
-def _datasets(data: dict[str, Any]) -> list[str]:
-    """The hub's datasets among the sources."""
-    found = {source["path"]: None for source in _sources(data) if source.get("kind") == "hub"}
-    return [path for path in found if hub_id(path)]
-
-
-def _revision(source: dict[str, Any]) -> str | None:
-    if source.get("kind") != "hub":
-        return None
-    pinned = source.get("revision")
-    return f"{source['path']} {pinned}" if pinned else f"{source['path']}, newest at the conversion"
+def _hub_sources(data: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the `source:` sections of the data's conversions (several for a mix) that name a dataset on the hub."""
+    sources = [part.get("source") for part in (data.get("mix") or {"": data}).values()]
+    return [source for source in sources if isinstance(source, dict) and source.get("kind") == "hub"]
 
 
 def _source(source: Any) -> str:
-    """The conversion's `source:` section in words."""
+    """Format a conversion's `source:` section as one line."""
     if not isinstance(source, dict):
         return str(source)
     parts = source.get("paths") or [source.get(name) for name in ("path", "name", "split")]
@@ -245,8 +228,8 @@ def _source(source: Any) -> str:
 
 def _phases(record: dict[str, Any], config: dict[str, Any]) -> str:
     lines = ["| phase | objective | steps | tokens | masking ratio |", "|-|-|-|-|-|"]
-    for index, (done, said) in enumerate(zip(record["phases"], config["objective"]["phases"], strict=False)):
-        ratio = said.get("masking_ratio", "")
+    for index, (done, phase) in enumerate(zip(record["phases"], config["objective"]["phases"], strict=False)):
+        ratio = phase.get("masking_ratio", "")
         shown = f"{ratio['start']} to {ratio['end']}" if isinstance(ratio, dict) else ratio
         lines.append(f"| {index} | {done['name']} | {done['batches']:,} | {done['tokens']:,} | {shown} |")
     return "\n".join([*lines, ""])

@@ -1,50 +1,48 @@
-"""Folders of fine-tuned models, with their heads where the format has a place for them."""
+"""Export fine-tuned models, with their heads if the format has a class for them."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors.torch import save_file
 from torch import nn
 
-from biphasic.config.errors import UserError
-from biphasic.export.folder import CARD
-from biphasic.export.formats import Kind, format_of
+from biphasic.errors import UserError
+from biphasic.export.formats import Kind
 from biphasic.export.weights import Weights
 from biphasic.export.write import (
-    HEAD,
+    choose_format,
     export_encoder,
-    refuse_taken,
-    whole_or_absent,
+    require_free,
+    write_atomically,
     write_folder,
-    write_sentence_transformers,
+    write_shared_files,
 )
 from biphasic.model.backbone import BIDIRECTIONAL
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
-from biphasic.model.pooling import Sentences
+from biphasic.model.pooling import SentenceSettings
+
+_KINDS: dict[type[nn.Module], Kind] = {TextHead: "sequence", TokenHead: "token"}
 
 
 def require_exportable(encoder: Encoder) -> None:
-    """Say now, and not after training, that a model can't be written.
+    """Check before training that the model can be exported afterwards.
 
     Raises:
-        UserError: it is a decoder that no format can hold, see `biphasic.export.formats`.
+        UserError: the encoder was made from a decoder that no format can represent, see `choose_format`.
     """
-    if encoder.packs:
-        try:
-            format_of(encoder.backbone.config, encoder.tokenizer)
-        except UserError as error:
-            raise UserError(f"{error}; save_model=false trains and scores without writing the model") from None
+    try:
+        export_family(encoder)
+    except UserError as error:
+        raise UserError(f"{error}; save_model=false trains and scores without writing the model") from None
 
 
-def written_as(encoder: Encoder) -> tuple[str, bool]:
-    """The family that `export_finetuned` writes a model as, and whether the folder holds code. Errors as there."""
-    if not encoder.packs:
+def export_family(encoder: Encoder) -> tuple[str, bool]:
+    """Return the model type that `export_finetuned` writes, and whether the folder contains code. Raises the same errors."""
+    if not encoder.is_packed:
         return encoder.backbone.config.model_type, False  # pyright: ignore
-    fmt = format_of(encoder.backbone.config, encoder.tokenizer)
+    fmt = choose_format(encoder.backbone.config, encoder.tokenizer)
     return fmt.name.removeprefix(BIDIRECTIONAL), bool(fmt.files)
 
 
@@ -58,57 +56,47 @@ def export_finetuned(
     prompts: dict[str, str],
     max_length: int,
 ) -> None:
-    """Write an encoder and its head, in fp32.
+    """Export an encoder and its head in fp32.
 
-    What is of Llama's shape is written in EuroBERT's format, whose sequence and token classification have these heads;
-    other decoders in their family's, with a file of code that has them too; other encoders in their own. A head without a
-    place there is `head.safetensors`.
+    Llama-shaped networks are written in EuroBERT's format, and other decoders in their family's format with a Python file.
+    Both have classes for classifiers of sequences and tokens. Other encoders are written in their own format. A head
+    without a class in the format is written to `head.safetensors`.
 
     Args:
-        encoder: what was trained.
-        head: on top of it.
-        label_names: in the order of their numbers, for a classifier.
-        out: the folder; it appears whole or not at all, in place of an earlier export.
-        card: README.md.
-        prompts: what sentence-transformers puts before texts, by role (`query`, `document`).
-        max_length: where it cuts them, in tokens.
+        encoder: the trained encoder.
+        head: its head.
+        label_names: a classifier's label names, in the order of the label ids.
+        out: the folder, which is written atomically and replaces an earlier export.
+        card: the text of README.md.
+        prompts: the text that sentence-transformers prepends to inputs, by role (`query`, `document`).
+        max_length: the length to which sentence-transformers truncates inputs, in tokens.
 
     Raises:
-        UserError: no format can hold the family, or `out` is taken or can't be written.
+        UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
     """
-    sentences = Sentences(prompts, longest=max_length)
-    if not encoder.packs:
-        _write_own(encoder, head, out, card, sentences)
+    backbone: Any = encoder.backbone
+    tokenizer, settings = encoder.tokenizer, SentenceSettings(prompts, max_length=max_length)
+    if not encoder.is_packed:
+        require_free(out, True)
+
+        def fill(folder: Path) -> None:
+            backbone.save_pretrained(folder)
+            tokenizer.save(folder)
+            write_shared_files(folder, encoder.width, settings, card, head.state_dict())
+
+        write_atomically(out, fill)
         return
-    backbone, tokenizer = encoder.backbone, encoder.tokenizer
-    around = bool(encoder.reader.prefix or encoder.reader.suffix)
-    kinds: dict[type[nn.Module], Kind] = {TextHead: "sequence", TokenHead: "token"}
-    if type(head) not in kinds or label_names is None:
+    options: dict[str, Any] = {
+        "force": True,
+        "keep_special_tokens": bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix),
+    }
+    if type(head) not in _KINDS or label_names is None:
         export_encoder(
-            backbone, tokenizer, out, card, prompts=prompts, max_length=max_length, force=True, around=around,
-            rest=head.state_dict(),
-        )  # fmt: skip
+            backbone, tokenizer, out, card, prompts=prompts, max_length=max_length, head=head.state_dict(), **options
+        )
         return
-    fmt = format_of(backbone.config, tokenizer)
+    fmt = choose_format(backbone.config, tokenizer)
     fmt.config.id2label = dict(enumerate(label_names))
     fmt.config.label2id = {name: number for number, name in enumerate(label_names)}
-    named = {**{f"model.{name}": weight for name, weight in backbone.state_dict().items()}, **head.state_dict()}
-    weights = Weights.held(named)
-    write_folder(fmt, kinds[type(head)], weights, tokenizer, out, card, sentences, torch.float32, True, around)
-
-
-def _write_own(encoder: Encoder, head: nn.Module, out: Path, card: str, sentences: Sentences) -> None:
-    refuse_taken(out, True)
-    backbone: Any = encoder.backbone
-
-    def fill(folder: Path) -> None:
-        backbone.save_pretrained(folder)
-        encoder.tokenizer.save(folder)
-        write_sentence_transformers(folder, encoder.width, sentences)
-        if head.state_dict():
-            save_file(head.state_dict(), folder / HEAD)
-        for file in folder.glob("*.safetensors"):
-            file.chmod(0o644)  # safetensors writes for the owner only
-        (folder / CARD).write_text(card, encoding="utf-8")
-
-    whole_or_absent(out, fill)
+    weights = {**{f"model.{name}": weight for name, weight in backbone.state_dict().items()}, **head.state_dict()}
+    write_folder(fmt, _KINDS[type(head)], Weights.in_memory(weights), tokenizer, out, card, settings, **options)

@@ -1,43 +1,54 @@
-"""What every exported folder has, for steps that come after its export and need no network."""
+"""Read and write the files that every exported folder has, for the steps after an export. Imports no PyTorch."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from biphasic.config.errors import UserError
-from biphasic.storage import store
+from biphasic.errors import UserError
+from biphasic.storage import open_store
 
-MARK = "biphasic.json"
-"""In every export: says that the folder is one, and may be replaced by another."""
-CARD = "README.md"
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
+
+EXPORT_FILE = "biphasic.json"
+"""A folder with this file is an export, which another export may replace."""
+CARD_FILE = "README.md"
 
 
 def require_export(folder: Path) -> None:
-    """Raise a UserError where the folder isn't an export."""
-    if not (folder / MARK).is_file():
-        raise UserError(f"{folder} is not an exported folder (it has no {MARK}): export a checkpoint first")
+    """Raise a UserError if the folder isn't an export."""
+    if not (folder / EXPORT_FILE).is_file():
+        raise UserError(f"{folder} is not an exported folder (it has no {EXPORT_FILE}): export a checkpoint first")
 
 
-def read_card(folder: Path) -> str:
-    """The folder's model card.
+def read_card(folder: Path) -> ModelCard:
+    """Read the folder's model card.
 
     Raises:
-        UserError: the folder isn't an export, or its card can't be read.
+        UserError: the folder isn't an export, or its card can't be read or would be refused by the hub.
     """
+    from biphasic.export.metadata import parse_card
+
     require_export(folder)
     try:
-        return (folder / CARD).read_text(encoding="utf-8")
+        text = (folder / CARD_FILE).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / CARD} can't be read: {error}") from None
+        raise UserError(f"{folder / CARD_FILE} can't be read: {error}") from None
+    return parse_card(text)
 
 
-def write_card(folder: Path, card: str) -> None:
-    """Replace the folder's model card; it is the old one or the new one.
+def write_card(folder: Path, card: ModelCard) -> None:
+    """Replace the folder's model card, atomically.
 
     Raises:
-        UserError: it can't be written.
+        UserError: the card can't be written, or the hub would refuse it.
     """
+    from biphasic.export.metadata import parse_card
+
+    text = str(card)
+    parse_card(text)
     try:
-        store(str(folder)).write(CARD, card.encode())
+        open_store(str(folder)).write(CARD_FILE, text.encode())
     except OSError as error:
-        raise UserError(f"{folder / CARD} can't be written: {error}") from None
+        raise UserError(f"{folder / CARD_FILE} can't be written: {error}") from None

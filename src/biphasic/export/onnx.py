@@ -1,8 +1,7 @@
-"""An exported folder as an ONNX graph, for runtimes without PyTorch: `onnx/model.onnx`, checked against our embeddings.
+"""Write an exported folder as an ONNX graph, `onnx/model.onnx`, for runtimes without PyTorch.
 
-Packed attention takes padding out and attends to segments, which depends on the values of a batch and can't be traced. The
-traced network is transformers' own, on a padded batch: a mask keeps padding out of attention, and positions count from each
-text's first token.
+Packed attention can't be traced because it depends on the lengths in a batch. The traced network is transformers' own on a
+padded batch: a mask excludes padding, and positions start at 0 at each text's first token.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 import random
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -18,32 +16,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
-from biphasic.config.errors import UserError
+from biphasic.errors import UserError
 from biphasic.export.folder import require_export
+from biphasic.export.write import write_atomically
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.pooling import Pooling
 from biphasic.model.segments import Segments
-from biphasic.storage import short
 
 FOLDER = "onnx"
 GRAPH, WEIGHTS = "model.onnx", "model.onnx_data"
-"""The names that sentence-transformers, Optimum and text-embeddings-inference look for in `onnx/`."""
+"""File names that sentence-transformers, Optimum and text-embeddings-inference expect in `onnx/`."""
 TOLERANCE = 1e-3
-"""The largest difference from our embeddings, in any number, that a graph may have."""
-_IN_ONE_FILE = 1_900_000_000
-"""Bytes of weights up to which they lie in the graph's own file: a protobuf message has less than 2 GiB."""
+"""Largest allowed difference between an output value of the graph and of the packed model."""
+SINGLE_FILE_BYTES = 1_900_000_000
+"""Largest size of weights stored in the graph's own file, in bytes, because a protobuf message is smaller than 2 GiB."""
 _LENGTHS = (1, 2, 3, 5, 9, 17, 64)
-_CHECKED = 512
-"""Tokens of the longest text that is checked."""
+_LONGEST = 512
+"""Length in tokens of the longest text that a graph is verified with."""
 
 
 class PaddedEncoder(nn.Module):
-    """A EuroBERT backbone on padded batches, and the folder's pooling.
+    """A EuroBERT backbone on padded batches, with the folder's pooling.
 
     Args:
-        backbone: transformers' `EuroBertModel`; its attention is set to PyTorch's own.
-        pooling: of hidden states to embeddings.
+        backbone: transformers' `EuroBertModel`; its attention implementation is set to PyTorch's (`sdpa`).
+        pooling: pools hidden states to embeddings.
     """
 
     def __init__(self, backbone: Any, pooling: Pooling):
@@ -53,178 +52,152 @@ class PaddedEncoder(nn.Module):
         self.pooling = pooling
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
-        """Hidden states [batch, length, width], zeros at padding, and embeddings [batch, width], in the weights' dtype.
+        """Return hidden states [batch, length, width], zero at padding, and embeddings [batch, width], in the model's dtype.
 
         Args:
-            input_ids: int64 [batch, length]; what stands at padding doesn't matter.
-            attention_mask: int64 [batch, length], 0 at padding, on either side.
+            input_ids: int64 [batch, length]; the ids at padding don't matter.
+            attention_mask: int64 [batch, length], 0 at padding, which may be on either side.
         """
         kept = attention_mask != 0
         positions = (kept.long().cumsum(1) - 1).clamp(min=0)
         dtype = self.backbone.dtype
-        # The lowest number and not -inf: a text without a token would give NaN.
-        closed = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
-        output = self.backbone(input_ids=input_ids, attention_mask=closed[:, None, None, :], position_ids=positions)
+        # The lowest finite number, because -inf would give NaN for a text without tokens.
+        mask = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
+        output = self.backbone(input_ids=input_ids, attention_mask=mask[:, None, None, :], position_ids=positions)
         hidden = output.last_hidden_state * kept[..., None].to(dtype)
         pooled = self._pooled(hidden, kept, positions)
         return hidden, F.normalize(pooled, dim=-1) if self.pooling.normalize else pooled
 
     def _pooled(self, hidden: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
-        """[batch, width]; zeros for a text without a token."""
+        """Return pooled hidden states [batch, width]; zeros for a text without tokens."""
         count = kept.sum(1, keepdim=True)
         if self.pooling.mode == "mean":
             return hidden.sum(1) / count.clamp(min=1)
         if self.pooling.mode == "max":
-            lowest = hidden.masked_fill(~kept[..., None], torch.finfo(hidden.dtype).min)
-            return lowest.amax(1) * (count > 0)
-        at = 0 if self.pooling.mode == "cls" else count - 1
-        return (hidden * (kept & (positions == at))[..., None]).sum(1)
+            return hidden.masked_fill(~kept[..., None], torch.finfo(hidden.dtype).min).amax(1) * (count > 0)
+        position = 0 if self.pooling.mode == "cls" else count - 1
+        return (hidden * (kept & (positions == position))[..., None]).sum(1)
 
 
 def require_onnx() -> None:
-    """Say now, and not after loading a model, that packages are missing.
-
-    Raises:
-        UserError: onnx, onnxruntime or onnxscript isn't installed.
-    """
+    """Raise a UserError if onnx, onnxruntime or onnxscript isn't installed."""
     missing = [name for name in ("onnx", "onnxruntime", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f"--onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
 
 
-def export_onnx(folder: Path, *, external: bool | None = None) -> Path:
+def export_onnx(folder: Path) -> Path:
     """Write `onnx/model.onnx` into an exported folder: the embedding model in fp32, without heads.
 
-    Inputs `input_ids` and `attention_mask`, int64 [batch, length]; outputs `last_hidden_state`, float32
-    [batch, length, width], zeros at padding, and `sentence_embedding`, float32 [batch, width]. Both axes are
-    free. The graph is run once, on texts padded together and alone, and appears only if it gives our embeddings; an earlier
-    one is replaced.
+    Its inputs are `input_ids` and `attention_mask`, int64 [batch, length]; its outputs are `last_hidden_state`, float32
+    [batch, length, width], zero at padding, and `sentence_embedding`, float32 [batch, width]. Batch and length are dynamic.
+    The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
+    Large weights are written beside the graph, to `model.onnx_data`.
 
     Args:
-        folder: an export in EuroBERT's format.
-        external: whether the weights lie beside the graph, in `model.onnx_data`; default: where they are too large for one
-            file.
+        folder: an export in EuroBERT's format; an earlier graph is replaced.
 
     Returns:
         The graph's file.
 
     Raises:
-        UserError: packages are missing, the folder is no such export, its pooling is another, the graph gives other numbers
-            than the model, or it can't be written.
+        UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not supported, the
+            graph's results differ from the model's, or the graph can't be written.
     """
     require_onnx()
-    require_eurobert(folder)
-    strange = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
-    if strange:
-        raise UserError(f"{folder / FOLDER} holds {strange[0]}, which was not written here: move it away first")
+    _require_eurobert(folder)
+    unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
+    if unknown:
+        raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")
     encoder = load_encoder(str(folder))
     encoder.backbone.eval()
     texts = _texts(encoder)
-    expected = [_ours(encoder, text) for text in texts]
+    expected = [_packed(encoder, text) for text in texts]
     padded = PaddedEncoder(encoder.backbone, encoder.pooling).eval()
-    if external is None:
-        external = sum(p.numel() * p.element_size() for p in padded.parameters()) > _IN_ONE_FILE
-    partial, earlier = folder / f".{FOLDER}.partial", folder / f".{FOLDER}.earlier"
-    try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir()
-        _trace(padded, partial, external)
+    difference = float("nan")
+
+    def fill(partial: Path) -> None:
+        nonlocal difference
+        _trace(padded, partial)
         difference = _difference(partial / GRAPH, texts, expected)
-        # NaN is no number below the tolerance either.
+        # `not <=` instead of `>`, because `>` is false for NaN.
         if not difference <= TOLERANCE:
             raise UserError(
-                f"{folder}: the ONNX graph's numbers are up to {difference:.1e} from the model's, more than {TOLERANCE:g}: "
+                f"{folder}: the ONNX graph's results differ from the model's by {difference:.1e}, more than {TOLERANCE:g}: "
                 "nothing is written"
             )
-        shutil.rmtree(earlier, ignore_errors=True)
-        if (folder / FOLDER).exists():
-            (folder / FOLDER).rename(earlier)
-        partial.rename(folder / FOLDER)
-    except OSError as error:
-        raise UserError(f"{folder / FOLDER} can't be written: {short(error)}") from None
-    finally:
-        for left in (partial, earlier):
-            shutil.rmtree(left, ignore_errors=True)
+
+    write_atomically(folder / FOLDER, fill)
     print(f"{folder / FOLDER / GRAPH}: largest difference from the model {difference:.1e}, over {len(texts)} texts")
     return folder / FOLDER / GRAPH
 
 
-def require_eurobert(folder: Path) -> None:
-    """Raise a UserError where the folder isn't an export, or is one of another format than EuroBERT's."""
+def _require_eurobert(folder: Path) -> None:
     require_export(folder)
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if family != "eurobert":
         raise UserError(f"{folder} holds a {family} model: only the eurobert format can be written as ONNX")
 
 
-def _texts(encoder: Encoder) -> list[list[int]]:
-    """Token ids of texts of different lengths, the same for every call."""
-    longest = min(encoder.reader.longest, _CHECKED)
+def _texts(encoder: Encoder) -> list[Tensor]:
+    """Return token ids of random texts with different lengths, the same in every call."""
+    longest = min(encoder.text_tokenizer.max_length, _LONGEST)
     lengths = [*(length for length in _LENGTHS if length < longest), longest]
-    draw = random.Random(0)
-    return [[draw.randrange(encoder.tokenizer.vocab_size - 1) for _ in range(length)] for length in lengths]
+    generator = random.Random(0)
+    ids = range(encoder.tokenizer.vocab_size - 1)
+    return [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
 
 
 @torch.inference_mode()
-def _ours(encoder: Encoder, text: list[int]) -> tuple[Tensor, Tensor]:
-    """Hidden states [tokens, width] and the embedding [width] of a text, through the packed backbone."""
+def _packed(encoder: Encoder, text: Tensor) -> tuple[Tensor, Tensor]:
+    """Return hidden states [tokens, width] and the embedding [width] of a text, computed by packed attention."""
     segments = Segments.of([len(text)], torch.device("cpu"))
-    hidden = encoder.hidden(torch.tensor(text), segments)
+    hidden = encoder.hidden(text, segments)
     return hidden, encoder.pooling(hidden, segments)[0]
 
 
-def _trace(model: PaddedEncoder, folder: Path, external: bool) -> None:
-    """Write the graph, with weights in it or in one file beside it."""
+def _trace(model: PaddedEncoder, folder: Path) -> None:
+    """Write the graph; weights above `SINGLE_FILE_BYTES` are written to a separate file."""
     import onnx_ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 
     tokens = torch.ones((3, 7), dtype=torch.int64)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0], [0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 1, 1]])
-    both = {0: "batch", 1: "length"}
+    axes = {0: "batch", 1: "length"}
     with warnings.catch_warnings(), torch.no_grad():
-        # It warns that both inputs have axes of the same names.
+        # torch.onnx.export warns that both inputs have axes with the same names.
         warnings.simplefilter("ignore")
         program = torch.onnx.export(
             model,
             (tokens, mask),
             input_names=["input_ids", "attention_mask"],
             output_names=["last_hidden_state", "sentence_embedding"],
-            dynamic_shapes=(both, both),
+            dynamic_shapes=(axes, axes),
             dynamo=True,
             verbose=False,
         )
     assert program is not None
-    # The exporter notes with each operator which line of which file made it.
+    # The exporter stores the source file and line of each operator.
     ClearMetadataAndDocStringPass()(program.model)
-    onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if external else None)
+    large = sum(weight.nbytes for weight in model.parameters()) > SINGLE_FILE_BYTES
+    onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if large else None)
 
 
-def _difference(graph: Path, texts: list[list[int]], expected: list[tuple[Tensor, Tensor]]) -> float:
-    """The largest difference of the graph's numbers from ours: texts alone, and together with padding on either side."""
+def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the graph's largest difference (or NaN) for single texts and for batches with padding on either side."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
-    longest = max(map(len, texts))
-    batches = [([text], [0], [index]) for index, text in enumerate(texts)]
-    everything = list(range(len(texts)))
-    batches += [(texts, [0] * len(texts), everything), (texts, [longest - len(text) for text in texts], everything)]
-    largest = 0.0
-    for rows, starts, which in batches:
-        tokens = torch.zeros((len(rows), max(map(len, rows))), dtype=torch.int64)
-        mask = torch.zeros_like(tokens)
-        for row, (text, start) in enumerate(zip(rows, starts, strict=True)):
-            tokens[row, start : start + len(text)] = torch.tensor(text)
-            mask[row, start : start + len(text)] = 1
-        found = session.run(None, {"input_ids": tokens.numpy(), "attention_mask": mask.numpy()})
-        hidden, embeddings = (torch.from_numpy(value) for value in found)
-        for row, index in enumerate(which):
-            ours, embedding = expected[index]
-            differences = (
-                (hidden[row][mask[row].bool()] - ours).abs().max(),
-                (embeddings[row] - embedding).abs().max(),
-            )
-            # max() of Python forgets a NaN.
-            largest = float(torch.stack([torch.tensor(largest), *differences]).max())
-    return largest
+    batches = [([text], [result], "right") for text, result in zip(texts, expected, strict=True)]
+    batches += [(texts, expected, "right"), (texts, expected, "left")]
+    differences = []
+    for batch, results, side in batches:
+        tokens = pad_sequence(batch, batch_first=True, padding_side=side)
+        mask = pad_sequence([torch.ones_like(text) for text in batch], batch_first=True, padding_side=side)
+        outputs = session.run(None, {"input_ids": tokens.numpy(), "attention_mask": mask.numpy()})
+        hidden, embeddings = (torch.from_numpy(output) for output in outputs)
+        differences.append((hidden[mask.bool()] - torch.cat([result[0] for result in results])).abs().max())
+        differences.append((embeddings - torch.stack([result[1] for result in results])).abs().max())
+    return float(torch.stack(differences).max())

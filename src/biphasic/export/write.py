@@ -1,4 +1,4 @@
-"""Folders that transformers and sentence-transformers load."""
+"""Write exported folders, which transformers and sentence-transformers load."""
 
 from __future__ import annotations
 
@@ -11,68 +11,67 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from torch import nn
+from torch import Tensor, nn
 
-from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.export.folder import CARD, MARK
-from biphasic.export.formats import Format, Kind, format_of
-from biphasic.export.weights import Weights, expected_of, write_weights
-from biphasic.model.language_model import LanguageModel
-from biphasic.model.pooling import Sentences
+from biphasic.errors import UserError
+from biphasic.export.bidirectional import bidirectional_format
+from biphasic.export.folder import CARD_FILE, EXPORT_FILE
+from biphasic.export.formats import Format, Kind, eurobert_format, is_llama_shaped
+from biphasic.export.weights import Weights, unique_weights, write_weights
+from biphasic.model.pooling import SentenceSettings
 
-HEAD = "head.safetensors"
-"""A head that an encoder's format has no place for."""
+HEAD_FILE = "head.safetensors"
+"""File for a head that the format has no class for."""
 
 
-def export_checkpoint(
-    path: str, fmt: Format, tokenizer: Tokenizer, out: Path, card: str, *, dtype: torch.dtype, force: bool = False
-) -> int:
-    """Write a run's checkpoint as `export_language_model` does, reading and writing a file of weights at a time.
+def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
+    """Return EuroBERT's format if it can represent the network, else the family's format.
 
     Args:
-        path: of the checkpoint, on this machine.
-        fmt: of the configuration in its record (`biphasic.model.checkpoint.read_record`).
-        tokenizer: as for `export_language_model`, like all others.
-
-    Returns:
-        How many parameters were written.
+        config: the backbone's Hugging Face configuration.
+        tokenizer: the encoder's tokenizer, whose special tokens are written into the configuration.
 
     Raises:
-        UserError: besides, when the checkpoint is damaged or its weights aren't those of its configuration.
+        UserError: neither format can represent the network.
     """
-    return _write_language_model(fmt, Weights.of_checkpoint(path), tokenizer, out, card, dtype, force)
+    if is_llama_shaped(config):
+        return eurobert_format(config, tokenizer)
+    if config.model_type == "eurobert":
+        raise UserError("export: a eurobert model with rope scaling or biases can't be written as a plain eurobert one")
+    return bidirectional_format(config, tokenizer)
 
 
-def export_language_model(
-    model: LanguageModel, tokenizer: Tokenizer, out: Path, card: str, *, dtype: torch.dtype, force: bool = False
+def write_language_model(
+    fmt: Format,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    out: Path,
+    card: str,
+    *,
+    dtype: torch.dtype,
+    force: bool = False,
 ) -> int:
-    """Write backbone and head, so that the folder loads as a masked language model and as a plain encoder.
+    """Write backbone and head to a folder that loads as a masked language model and as a bare encoder.
 
     Args:
-        model: what to write.
-        tokenizer: its tokenizer.
-        out: the folder; it appears whole or not at all.
-        card: README.md.
-        dtype: of the weights on disk.
+        fmt: the network's export format.
+        weights: the weights, named as in `LanguageModel`.
+        tokenizer: the network's tokenizer.
+        out: the folder, which is written atomically.
+        card: the text of README.md.
+        dtype: the dtype of the weights on disk.
         force: replace an earlier export.
 
     Returns:
-        How many parameters were written.
+        The number of parameters.
 
     Raises:
-        UserError: no format can hold the family, or `out` is taken or can't be written.
+        UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
     """
-    fmt = format_of(model.config, tokenizer)
-    return _write_language_model(fmt, Weights.held(model.state_dict()), tokenizer, out, card, dtype, force)
-
-
-def _write_language_model(
-    fmt: Format, weights: Weights, tokenizer: Tokenizer, out: Path, card: str, dtype: torch.dtype, force: bool
-) -> int:
     named = weights.renamed(lambda name: f"model.{part}" if (part := name.removeprefix("backbone.")) != name else name)
-    sentences = Sentences(longest=fmt.config.max_position_embeddings)
-    return write_folder(fmt, "masked_lm", named, tokenizer, out, card, sentences, dtype, force)
+    settings = SentenceSettings(max_length=fmt.config.max_position_embeddings)
+    return write_folder(fmt, "masked_lm", named, tokenizer, out, card, settings, dtype=dtype, force=force)
 
 
 def export_encoder(
@@ -83,20 +82,16 @@ def export_encoder(
     *,
     prompts: dict[str, str] | None = None,
     max_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    force: bool = False,
-    around: bool = False,
-    rest: dict[str, torch.Tensor] | None = None,
+    **options: Any,
 ) -> None:
-    """Write a fine-tuned encoder, without a head. Arguments and errors as for `export_language_model`.
+    """Export an encoder in memory, without a head. Other arguments and errors are as for `write_folder`.
 
-    `prompts` (`query`, `document`) are what sentence-transformers puts before texts, `max_length` (tokens) is where it
-    cuts them; default: the context's length. `around` and `rest`: see `write_folder`.
+    `prompts` (`query`, `document`) is the text that sentence-transformers prepends to inputs. `max_length` is the length in
+    tokens to which it truncates them. Default: the context length.
     """
-    fmt = format_of(backbone.config, tokenizer)
-    settings = Sentences(prompts or {}, longest=max_length or fmt.config.max_position_embeddings)
-    weights = Weights.held(backbone.state_dict())
-    write_folder(fmt, "model", weights, tokenizer, out, card, settings, dtype, force, around, rest)
+    fmt = choose_format(backbone.config, tokenizer)
+    settings = SentenceSettings(prompts or {}, max_length=max_length or fmt.config.max_position_embeddings)
+    write_folder(fmt, "model", Weights.in_memory(backbone.state_dict()), tokenizer, out, card, settings, **options)
 
 
 def write_folder(
@@ -106,85 +101,76 @@ def write_folder(
     tokenizer: Tokenizer,
     out: Path,
     card: str,
-    sentences: Sentences,
-    dtype: torch.dtype,
-    force: bool,
-    around: bool = False,
-    rest: dict[str, torch.Tensor] | None = None,
+    settings: SentenceSettings,
+    *,
+    dtype: torch.dtype = torch.float32,
+    force: bool = False,
+    keep_special_tokens: bool = False,
+    head: dict[str, Tensor] | None = None,
 ) -> int:
     """Write a network, its tokenizer and its card.
 
     Args:
-        fmt: the format; its configuration is written as it is.
-        kind: what of it.
-        weights: named as in the format's class for that kind.
-        tokenizer: its tokenizer.
-        out: the folder; it appears whole or not at all.
-        card: README.md.
-        sentences: for sentence-transformers: prompts, and where texts are cut.
-        dtype: of the weights on disk.
+        fmt: the export format.
+        kind: the network to export.
+        weights: the weights, named as in that network.
+        tokenizer: the network's tokenizer.
+        out: the folder, which is written atomically.
+        card: the text of README.md.
+        settings: prompts and maximum length for sentence-transformers.
+        dtype: the dtype of the weights on disk.
         force: replace an earlier export.
-        around: keep what the tokenizer puts around a text.
-        rest: weights that the format has no place for, written to `head.safetensors`.
+        keep_special_tokens: whether the tokenizer adds its special tokens to a text.
+        head: weights that the format has no class for, written to `head.safetensors`.
 
     Returns:
-        How many parameters were written.
+        The number of parameters.
 
     Raises:
-        UserError: the weights aren't the network's, or `out` is taken or can't be written.
+        UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
     """
-    refuse_taken(out, force)
+    require_free(out, force)
     network = fmt.network(kind)
+    config = fmt.config
+    config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
 
     def fill(folder: Path) -> None:
-        _write_config(fmt, network, folder, dtype)
+        config.save_pretrained(folder)
         for name, text in fmt.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_weights(weights, network, folder, dtype)
-        if rest:
-            save_file(rest, folder / HEAD)
-        for file in folder.iterdir():
-            file.chmod(0o644)  # safetensors writes for the owner only
         tokenizer.save(folder)
-        if not around:
-            _add_nothing(folder / "tokenizer.json")
-        _plain_settings(folder, sentences.longest)
-        write_sentence_transformers(folder, fmt.config.hidden_size, sentences)
-        (folder / CARD).write_text(card, encoding="utf-8")
+        if not keep_special_tokens:
+            _remove_special_tokens(folder / "tokenizer.json")
+        _replace_tokenizer_settings(folder, settings.max_length)
+        write_shared_files(folder, config.hidden_size, settings, card, head)
 
-    whole_or_absent(out, fill)
-    return sum(weight.numel() for weight in expected_of(network).values())
-
-
-def _write_config(fmt: Format, network: Any, folder: Path, dtype: torch.dtype) -> None:
-    config = fmt.config
-    config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
-    config.save_pretrained(folder)
+    write_atomically(out, fill)
+    return sum(weight.numel() for weight in unique_weights(network).values())
 
 
-def refuse_taken(out: Path, force: bool) -> None:
-    """Raise a UserError when `out` is something else than what may be (re)placed there."""
+def require_free(out: Path, force: bool) -> None:
+    """Raise a UserError if `out` exists, unless it is an empty folder, or an earlier export and `force` is set."""
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
-    if not (out / MARK).is_file():
+    if not (out / EXPORT_FILE).is_file():
         raise UserError(f"{out} exists and is not an export: choose another folder")
     if not force:
         raise UserError(f"{out} holds an earlier export: add --force to replace it, or choose another folder")
 
 
-def whole_or_absent(out: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a folder beside `out`, and put it there when it is done.
+def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
+    """Call `fill` with a temporary folder beside `out`, then replace `out` by that folder.
 
     Raises:
-        UserError: the place can't be written to, or is full.
+        UserError: the folder can't be written, or the disk is full.
     """
     out = out.resolve()
-    partial, earlier = (out.with_name(f".{out.name}.{what}") for what in ("partial", "earlier"))
+    partial, earlier = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "earlier"))
     try:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         fill(partial)
-        (partial / MARK).write_text(json.dumps({"format": 1}) + "\n", encoding="utf-8")
         if out.exists():
             shutil.rmtree(earlier, ignore_errors=True)
             out.rename(earlier)
@@ -196,18 +182,17 @@ def whole_or_absent(out: Path, fill: Callable[[Path], None]) -> None:
         shutil.rmtree(partial, ignore_errors=True)
 
 
-def _add_nothing(file: Path) -> None:
-    """Take out what would put special tokens around a text: training saw none (Llama 3's would add a beginning)."""
+def _remove_special_tokens(file: Path) -> None:
+    """Stop the tokenizer from adding special tokens, because training had none (Llama 3's adds beginning-of-text)."""
     content = json.loads(file.read_text(encoding="utf-8"))
     processor = content.get("post_processor") or {}
     parts = processor.get("processors", [processor])
-    kept = [part for part in parts if part.get("type") == "ByteLevel"]
-    content["post_processor"] = kept[0] if kept else None
+    content["post_processor"] = next((part for part in parts if part.get("type") == "ByteLevel"), None)
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _plain_settings(folder: Path, max_length: int | None) -> None:
-    """Replace what the tokenizer's first owner set (its own class, a beginning of text, a path, a chat's template)."""
+def _replace_tokenizer_settings(folder: Path, max_length: int | None) -> None:
+    """Replace the original tokenizer's settings, such as its class, beginning-of-text token, path and chat template."""
     names = json.loads((folder / "special_tokens_map.json").read_text(encoding="utf-8"))
     settings = {
         **names,
@@ -220,23 +205,32 @@ def _plain_settings(folder: Path, max_length: int | None) -> None:
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
 
-def write_sentence_transformers(folder: Path, width: int, sentences: Sentences) -> None:
-    """The module list that sentence-transformers reads: the encoder, then mean pooling."""
+def write_shared_files(
+    folder: Path, width: int, settings: SentenceSettings, card: str, head: dict[str, Tensor] | None
+) -> None:
+    """Write the files of every export: sentence-transformers' modules (encoder, mean pooling), a head if given, the card."""
     modules = [
         {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
         {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
     ]
-    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True}
+    # A flag for each mode: the format of sentence-transformers before version 6 and of text-embeddings-inference.
+    pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     files = {
         "modules.json": modules,
-        "1_Pooling/config.json": {**pooling, "pooling_mode_cls_token": False, "include_prompt": True},
-        "sentence_bert_config.json": {"max_seq_length": sentences.longest, "do_lower_case": False},
+        "1_Pooling/config.json": {**pooling, "include_prompt": True},
+        "sentence_bert_config.json": {"max_seq_length": settings.max_length, "do_lower_case": False},
         "config_sentence_transformers.json": {
-            "prompts": sentences.prompts,
+            "prompts": settings.prompts,
             "default_prompt_name": None,
             "similarity_fn_name": "cosine",
         },
+        EXPORT_FILE: {"format": 1},
     }
     (folder / "1_Pooling").mkdir()
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / CARD_FILE).write_text(card, encoding="utf-8")
+    if head:
+        save_file(head, folder / HEAD_FILE)
+    for file in folder.glob("*.safetensors"):
+        file.chmod(0o644)  # safetensors makes files readable only for the owner

@@ -1,1 +1,1 @@
-"""An encoder and a task in, a fine-tuned encoder out."""
+"""Fine-tune an encoder on a downstream task and score it."""

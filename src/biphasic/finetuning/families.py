@@ -1,13 +1,13 @@
-"""The kinds of task, by the YAML's `task.kind`."""
+"""The classes of downstream task families, by the `task.kind` of a fine-tuning YAML."""
 
 from __future__ import annotations
 
 from biphasic.finetuning.classification import Classification
 from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.retrieval import Retrieval
-from biphasic.finetuning.task import Task
-from biphasic.finetuning.tokens import Tokens
+from biphasic.finetuning.task import FinetuneTask
+from biphasic.finetuning.tokens import TokenClassification
 
-FAMILIES: dict[str, type[Task]] = {
-    family.family: family for family in (Classification, Tokens, QuestionAnswering, Retrieval)
+FAMILIES: dict[str, type[FinetuneTask]] = {
+    family.family: family for family in (Classification, TokenClassification, QuestionAnswering, Retrieval)
 }

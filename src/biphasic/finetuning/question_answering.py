@@ -1,4 +1,4 @@
-"""The span of a context that answers a question."""
+"""Fine-tuning for extractive question answering: predict the span of a context that answers a question."""
 
 from __future__ import annotations
 
@@ -10,147 +10,150 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from biphasic.config.errors import UserError
-from biphasic.data.array_cache import Ragged, unpack
-from biphasic.evaluation.metrics import best_no_answer_threshold, question_answering_scores
-from biphasic.finetuning.spans import Window, best_answer
-from biphasic.finetuning.task import Batch, Examples, SplitTask, flat
-from biphasic.model.encoder import Encoder
+from biphasic.downstream.array_cache import Ragged, unpack
+from biphasic.errors import UserError
+from biphasic.evaluation.squad import best_no_answer_threshold, squad_scores
+from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
+from biphasic.finetuning.spans import ContextWindow, best_answer
+from biphasic.finetuning.task import PredictionTask
 from biphasic.model.heads import TokenHead
 from biphasic.model.segments import Segments
 
 
-class QuestionAnswering(SplitTask):
-    """Start and end of the answer by cross-entropy over a window's tokens; exact match and token F1.
+class QuestionAnswering(PredictionTask):
+    """Trains with cross-entropy on the answer's start and end among a window's tokens; scores exact match and token F1.
 
-    A long context is cut into windows that overlap, each behind the whole question, and each an example. Where a window
-    doesn't hold the whole answer, or there is none, its first token is the target. As in Hugging Face's run_qa.
+    A long context is split into overlapping windows, each with the complete question before it; each window is an example.
+    If a window doesn't contain a complete answer, its first token is the target, as in Hugging Face's run_qa.
     """
 
     family = "question_answering"
     metric = "f1"
     _threshold: float | None = None
 
-    def head(self, width: int) -> nn.Module:
-        """See `Task`."""
+    def build_head(self, width: int) -> nn.Module:
+        """See `FinetuneTask`."""
         return TokenHead(width, 2)
 
-    def examples(self, split: str) -> Examples:
-        """See `SplitTask`.
+    def examples(self, split: str) -> TokenizedExamples:
+        """See `PredictionTask`.
 
-        Of each window: `question` (row of the table), `begins` (where its context begins in its text), `start` and `end`
-        (the answer's tokens in its text; 0 where there is none); of each token of its context `from` and `to` (characters).
+        `about` holds four numbers for each window: `question` (row of the table), `begins` (position of the context's first
+        token), `start` and `end` (positions of the answer; 0 without one). `offsets` holds, for each context token, its
+        first character and the one after its last.
         """
 
         def make() -> dict[str, Ragged]:
             columns = self.data.read(split, "question_answering")
             questions = self._questions(columns["question"])
-            contexts = self.reader.read_with_offsets(columns["context"], f"reading {self.config.name} {split}")
-            found: dict[str, list[Any]] = {name: [] for name in ("texts", "about", "from", "to")}
+            contexts = self.text_tokenizer.tokenize_with_offsets(
+                columns["context"], f"reading {self.config.name} {split}"
+            )
+            arrays: dict[str, list[Any]] = {name: [] for name in ("texts", "about", "from", "to")}
             for row, (question, (ids, offsets), answers) in enumerate(
                 zip(questions, contexts, columns["answers"], strict=True)
             ):
                 answer = _first_answer(answers, offsets)
+                begins = len(self.text_tokenizer.prefix) + len(question)
                 for first, last in self._windows(len(question), len(ids)):
-                    text = [*self.reader.prefix, *question, *ids[first:last], *self.reader.suffix]
-                    begins = len(self.reader.prefix) + len(question)
+                    text = [*self.text_tokenizer.prefix, *question, *ids[first:last], *self.text_tokenizer.suffix]
                     inside = answer is not None and first <= answer[0] and answer[1] < last
-                    start, end = (begins + at - first for at in answer) if answer and inside else (0, 0)
+                    start, end = (begins + token - first for token in answer) if answer and inside else (0, 0)
                     characters = np.array(offsets[first:last], np.int32).reshape(-1, 2)
-                    found["texts"].append(np.array(text or [self.reader.nothing], np.int32))
-                    found["about"].append([row, begins, start, end])
-                    found["from"].append(characters[:, 0])
-                    found["to"].append(characters[:, 1])
-            return {name: Ragged.of(rows) for name, rows in found.items()}
+                    arrays["texts"].append(np.array(text or [self.text_tokenizer.empty_text_token], np.int32))
+                    arrays["about"].append([row, begins, start, end])
+                    arrays["from"].append(characters[:, 0])
+                    arrays["to"].append(characters[:, 1])
+            return {name: Ragged.of(rows) for name, rows in arrays.items()}
 
-        settings = {"text": self.config.text, "stride": self.config.stride}
-        arrays = self.tokenized("question answering", split, make, **settings)
-        offsets = unpack(arrays, "from"), unpack(arrays, "to")
-        extra = {
-            "about": unpack(arrays, "about").flat.reshape(-1, 4),
-            "offsets": np.stack([one.flat for one in offsets], axis=1),
-            "offsets.ends": offsets[0].ends,
-        }
-        return Examples(unpack(arrays, "texts"), extra)
+        config = self.config
+        arrays = self.tokenize_once("question answering", split, make, text=config.text, stride=config.stride)
+        characters = [unpack(arrays, name) for name in ("from", "to")]
+        return TokenizedExamples(
+            unpack(arrays, "texts"),
+            {
+                "about": unpack(arrays, "about").flat.reshape(-1, 4),
+                "offsets": np.stack([part.flat for part in characters], axis=1),
+                "offsets.ends": characters[0].ends,
+            },
+        )
 
     def _questions(self, questions: list[str]) -> list[list[int]]:
-        """What comes before the context, in tokens; `{separator}` is a token of its own."""
-        before, _, behind = self.config.text.partition("{separator}")
+        """Return the tokens that precede each context; `{separator}` becomes one token."""
+        before, separator, after = self.config.text.partition("{separator}")
         parts = [
-            self.reader.tokenizer.encode([part.format(question=q) for q in questions]) for part in (before, behind)
+            self.text_tokenizer.tokenizer.encode([part.format(question=question) for question in questions])
+            for part in (before, after)
         ]
-        separator = [self.reader.tokenizer.separator_id] if "{separator}" in self.config.text else []
-        most = self.longest // 2
-        return [(first + separator + second)[:most] for first, second in zip(*parts, strict=True)]
+        between = [self.text_tokenizer.tokenizer.separator_id] if separator else []
+        return [(first + between + second)[: self.max_length // 2] for first, second in zip(*parts, strict=True)]
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
-        """Which tokens of the context each window has."""
-        size = self.longest - question - len(self.reader.prefix) - len(self.reader.suffix)
+        """Return for each window the index of its first context token and the one after its last."""
+        size = self.max_length - question - len(self.text_tokenizer.prefix) - len(self.text_tokenizer.suffix)
         if size < 1:
-            raise UserError(f"task.max_length: {self.longest} tokens leave no room for a context behind the question")
+            raise UserError(
+                f"task.max_length: {self.max_length} tokens leave no room for a context behind the question"
+            )
         step = size - self.config.stride if self.config.stride < size else max(size // 2, 1)
-        found = [(0, min(size, context))]
-        while found[-1][1] < context:
-            first = found[-1][0] + step
-            found.append((first, min(first + size, context)))
-        return found
+        starts = range(0, max(context - size, 0) + step, step)
+        return [(start, min(start + size, context)) for start in starts]
 
-    def collate(self, examples: Examples, rows: Sequence[int], epoch: int, seed: int) -> Batch:
-        """See `Task`."""
-        tokens, lengths = flat(examples.texts, rows)
-        spans = torch.from_numpy(examples.arrays["about"][list(rows), 2:]).long()
+    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
+        """See `FinetuneTask`."""
+        tokens, lengths = concatenate(examples.texts, indices)
+        spans = torch.from_numpy(examples.arrays["about"][list(indices), 2:]).long()
         return {"tokens": tokens, "lengths": lengths, "spans": spans}
 
-    def targets(self, examples: Examples, rows: Sequence[int]) -> int:
-        """See `Task`: start and end."""
-        return 2 * len(rows)
+    def count_targets(self, examples: TokenizedExamples, indices: Sequence[int]) -> int:
+        """See `FinetuneTask`. Each window has two targets: start and end."""
+        return 2 * len(indices)
 
-    def loss(self, encoder: Encoder, head: nn.Module, batch: Batch) -> Tensor:
-        """See `Task`."""
-        segments = Segments.of(batch["lengths"], batch["tokens"].device)
-        logits = head(encoder.hidden(batch["tokens"], segments)).float()
-        # A row for each window, so that each is a distribution over its own tokens.
-        rows = logits.new_full((len(segments.lengths), max(segments.lengths), 2), float("-inf"))
-        rows[segments.owner.long(), segments.position_ids] = logits
-        return F.cross_entropy(rows, batch["spans"], reduction="sum")
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """See `FinetuneTask`."""
+        logits = head(hidden).float()
+        # One padded row for each window, because the softmax is over the window's own tokens.
+        padded = logits.new_full((len(segments.lengths), max(segments.lengths), 2), float("-inf"))
+        padded[segments.segment_index.long(), segments.position_ids] = logits
+        return F.cross_entropy(padded, batch["spans"], reduction="sum")
 
-    def say(
-        self, hidden: Tensor, segments: Segments, head: nn.Module, examples: Examples, rows: list[int]
+    def predict(
+        self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Of each window, the logits of its context's tokens, and of its first token the sum."""
-        logits = head(hidden).float().cpu().numpy()
-        found, at = [], 0
+        """Return, for each window, the start and end logits of its context and the sum of its first token's logits."""
+        logits = np.split(head(hidden).float().cpu().numpy(), np.cumsum(segments.lengths)[:-1])
         ends = examples.arrays["offsets.ends"]
-        for row, length in zip(rows, segments.lengths, strict=True):
-            begins = at + int(examples.arrays["about"][row, 1])
-            context = slice(begins, begins + int(ends[row + 1] - ends[row]))
-            found.append((logits[context, 0].copy(), logits[context, 1].copy(), float(logits[at].sum())))
-            at += length
-        return found
+        predictions = []
+        for index, window in zip(indices, logits, strict=True):
+            begins = int(examples.arrays["about"][index, 1])
+            context = window[begins : begins + int(ends[index + 1] - ends[index])].copy()
+            predictions.append((context[:, 0], context[:, 1], float(window[0].sum())))
+        return predictions
 
-    def measure(self, split: str, said: list[Any]) -> dict[str, float]:
-        """See `SplitTask`."""
+    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
+        """See `PredictionTask`. The no-answer threshold is chosen on the validation split."""
         columns, examples = self.data.read(split, "question_answering"), self.examples(split)
-        windows: list[list[Window]] = [[] for _ in columns["context"]]
+        windows: list[list[ContextWindow]] = [[] for _ in columns["context"]]
         offsets = Ragged(examples.arrays["offsets"], examples.arrays["offsets.ends"])
-        for number, (start, end, null) in enumerate(said):
-            windows[examples.arrays["about"][number, 0]].append(Window(start, end, offsets[number], null))
+        for index, (start, end, null) in enumerate(predictions):
+            question = examples.arrays["about"][index, 0]
+            windows[question].append(ContextWindow(start, end, offsets[index], null))
         answers = [
-            best_answer(context, mine, self.config.longest_answer)
-            for context, mine in zip(columns["context"], windows, strict=True)
+            best_answer(context, of_context, self.config.longest_answer)
+            for context, of_context in zip(columns["context"], windows, strict=True)
         ]
-        golds = [list(one["text"]) for one in columns["answers"]]
-        texts, doubts = [one.text for one in answers], [one.no_answer for one in answers]
+        golds = [list(answer["text"]) for answer in columns["answers"]]
+        texts, no_answer = [answer.text for answer in answers], [answer.no_answer for answer in answers]
         if not self.config.unanswerable:
-            return question_answering_scores(golds, texts, None, None)
+            return squad_scores(golds, texts)
         if split == self.config.validation or self._threshold is None:
-            self._threshold = best_no_answer_threshold(golds, texts, doubts)
-        found = question_answering_scores(golds, texts, doubts, self._threshold)
-        return {**found, "no_answer_threshold": self._threshold}
+            self._threshold = best_no_answer_threshold(golds, texts, no_answer)
+        scores = squad_scores(golds, texts, no_answer, self._threshold)
+        return {**scores, "no_answer_threshold": self._threshold}
 
 
 def _first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first answer's first and last token; None where there is none."""
+    """Return the first and last token of the first answer, or None if there is no answer."""
     if not answers["text"]:
         return None
     start = answers["answer_start"][0]

@@ -1,10 +1,11 @@
-"""Retrieval: a query should lie nearer to the document that answers it than to the batch's others."""
+"""Fine-tuning for retrieval: train query embeddings to be close to the embeddings of relevant documents."""
 
 from __future__ import annotations
 
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,196 +13,172 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from biphasic.config.errors import UserError
-from biphasic.data.array_cache import Arrays, Ragged, unpack
-from biphasic.data.task_folder import TaskFolder
+from biphasic.downstream.array_cache import Arrays, Ragged, unpack
+from biphasic.downstream.task_folder import TaskFolder
+from biphasic.errors import UserError
 from biphasic.evaluation.search import retrieval_scores
-from biphasic.finetuning.task import Batch, Examples, Score, Task, Trained, flat
-from biphasic.model.encoder import Encoder
-from biphasic.model.packed import mean_pool
+from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
+from biphasic.finetuning.inference import TrainedModel
+from biphasic.finetuning.records import DownstreamResult
+from biphasic.finetuning.task import FinetuneTask
+from biphasic.model.encoder import TextTokenizer
+from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 
-_SAME = float("-inf")
-_METRIC = "ndcg_at_10"
 
-
-class Retrieval(Task):
-    """Pairs of a query and its document, mean pooling, InfoNCE; it has no head of its own."""
+class Retrieval(FinetuneTask):
+    """Trains with InfoNCE on mean-pooled embeddings of query-document pairs. There is no head."""
 
     family = "retrieval"
-    metric = _METRIC
+    metric = "ndcg_at_10"
 
-    @property
-    def prompts(self) -> dict[str, str]:
-        """See `Task`."""
-        return {"query": self.config.query_prompt, "document": self.config.document_prompt}
+    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
+        super().__init__(config, text_tokenizer, cache)
+        self.prompts = {"query": config.query_prompt, "document": config.document_prompt}
 
-    def head(self, width: int) -> nn.Module:
-        """Nothing but the encoder is trained."""
+    def build_head(self, width: int) -> nn.Module:
+        """Return a module without weights, because only the encoder is trained."""
         return nn.Identity()
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """See `Task`."""
+        """See `FinetuneTask`."""
         scored = [
             (folder, table)
-            for folder in self._scored().values()
-            for table in ("corpus", "queries", *(f"qrels/{split}" for split in _splits(folder)))
+            for folder in self._scored_sets().values()
+            for table in ("corpus", "queries", *(f"qrels/{split}" for split in _judged_splits(folder)))
         ]
         return [(self.data, "train"), *scored]
 
-    def training(self) -> Examples:
-        """See `Task`. `texts` are the queries; of each pair, which documents are its own, and its hard negatives."""
+    def training_examples(self) -> TokenizedExamples:
+        """See `FinetuneTask`. `texts` holds the queries; `documents` holds their documents, then all hard negatives.
+
+        `ids` are hashes of the documents; `negatives` has a row for each pair, whose length is its number of hard negatives.
+        """
 
         def make() -> dict[str, Ragged]:
             columns = self.data.read("train", "pairs")
-            negatives = [list(one or []) for one in columns["negatives"]]
-            documents = [*columns["positive"], *(text for one in negatives for text in one)]
+            negatives = [list(texts or []) for texts in columns["negatives"]]
+            documents = [*columns["positive"], *(text for texts in negatives for text in texts)]
             return {
-                "texts": Ragged.of(self._read(columns["query"], "query")),
-                "documents": Ragged.of(self._read(documents, "document")),
-                "ids": Ragged.of([[_number(text) for text in documents]], np.int64),
-                "negatives": Ragged.of([[1] * len(one) for one in negatives]),
+                "texts": Ragged.of(self._tokenize(columns["query"], "query")),
+                "documents": Ragged.of(self._tokenize(documents, "document")),
+                "ids": Ragged.of([[hash_text(text) for text in documents]], np.int64),
+                "negatives": Ragged.of([[1] * len(texts) for texts in negatives]),
             }
 
-        arrays = self.tokenized("pairs", "train", make, prompts=self.prompts)
-        examples = Examples(unpack(arrays, "texts"), dict(arrays))
-        ends = examples.arrays["negatives.ends"]
-        lacking = int((np.diff(ends) == 0).sum())
-        if self.config.hard_negatives and lacking:
+        arrays = self.tokenize_once("pairs", "train", make, prompts=self.prompts)
+        examples = TokenizedExamples(unpack(arrays, "texts"), dict(arrays))
+        missing = int((np.diff(examples.arrays["negatives.ends"]) == 0).sum())
+        if self.config.hard_negatives and missing:
             raise UserError(
-                f"task.hard_negatives: {lacking:,} of {len(examples):,} pairs in {self.config.data} have none"
+                f"task.hard_negatives: {missing:,} of {len(examples):,} pairs in {self.config.data} have none"
             )
         return examples
 
-    def split(self, rows: Sequence[int], examples: Examples, tokens: int) -> Iterator[Sequence[int]]:
-        """In-batch negatives need the batch whole."""
-        yield rows
+    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Iterator[Sequence[int]]:
+        """Yield the whole batch, because in-batch negatives need all of its examples."""
+        yield indices
 
-    def collate(self, examples: Examples, rows: Sequence[int], epoch: int, seed: int) -> Batch:
-        """See `Task`: queries, then documents (each query's own, then the hard negatives), as one flat run."""
+    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
+        """See `FinetuneTask`. Concatenates the queries, each query's document, then the hard negatives."""
         documents, ids = unpack(examples.arrays, "documents"), examples.arrays["ids.flat"]
-        chosen = [*rows, *self._hard(examples.arrays, rows, epoch, seed)]
-        parts = flat(examples.texts, rows), flat(documents, chosen)
+        chosen = [*indices, *self._hard_negatives(examples.arrays, indices, epoch, seed)]
+        parts = concatenate(examples.texts, indices), concatenate(documents, chosen)
         return {
             "tokens": torch.cat([tokens for tokens, _ in parts]),
             "lengths": [length for _, lengths in parts for length in lengths],
             "ids": torch.from_numpy(ids[chosen]),
-            "queries": len(rows),
+            "queries": len(indices),
         }
 
-    def _hard(self, arrays: Arrays, rows: Sequence[int], epoch: int, seed: int) -> list[int]:
-        """Hard negatives of these pairs, by their number among the documents."""
-        wanted, ends = self.config.hard_negatives, arrays["negatives.ends"]
-        found: list[int] = []
-        for row in rows if wanted else []:
-            there = range(int(ends[row]), int(ends[row + 1]))
-            generator = random.Random(f"hard negatives {seed} {epoch} {row}")
-            some = generator.sample(there, min(wanted, len(there)))
-            # A pair with few of them has some twice: ranks need as many documents as each other.
-            found += [len(ends) - 1 + some[at % len(some)] for at in range(wanted)]
-        return found
+    def _hard_negatives(self, arrays: Arrays, indices: Sequence[int], epoch: int, seed: int) -> list[int]:
+        """Sample hard negatives for the given pairs; return document indices."""
+        count, ends = self.config.hard_negatives, arrays["negatives.ends"]
+        chosen: list[int] = []
+        for index in indices if count else []:
+            negatives = range(int(ends[index]), int(ends[index + 1]))
+            generator = random.Random(f"hard negatives {seed} {epoch} {index}")
+            sample = generator.sample(negatives, min(count, len(negatives)))
+            # A pair with too few negatives repeats them, because every rank needs the same number of documents.
+            chosen += [len(ends) - 1 + sample[at % len(sample)] for at in range(count)]
+        return chosen
 
-    def targets(self, examples: Examples, rows: Sequence[int]) -> int:
-        """See `Task`."""
-        return len(rows)
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """See `FinetuneTask`."""
+        embeddings = mean_pool(hidden, segments)
+        queries, documents = embeddings[: batch["queries"]], embeddings[batch["queries"] :]
+        return info_nce(queries, documents, batch["ids"], self.config.temperature) * len(queries)
 
-    def loss(self, encoder: Encoder, head: nn.Module, batch: Batch) -> Tensor:
-        """See `Task`."""
-        segments = Segments.of(batch["lengths"], batch["tokens"].device)
-        embeddings = mean_pool(encoder.hidden(batch["tokens"], segments), segments)
-        count = batch["queries"]
-        mean = info_nce(
-            embeddings[:count],
-            embeddings[count:],
-            batch["ids"],
-            self.config.temperature,
-            gather=self.config.gather_negatives,
-        )
-        return mean * count
+    def evaluate(self, model: TrainedModel) -> list[DownstreamResult]:
+        """See `FinetuneTask`."""
+        return [
+            self.result(name, name, self._score(name, folder, model)) for name, folder in self._scored_sets().items()
+        ]
 
-    def scores(self, model: Trained) -> list[Score]:
-        """See `Task`."""
-        found = []
-        for name, folder in self._scored().items():
-            by_split = self._score(name, folder, model)
-            validation, test = by_split.get("validation"), by_split.get("test")
-            found.append(
-                Score(
-                    name,
-                    _METRIC,
-                    None if validation is None else validation[_METRIC],
-                    None if test is None else test[_METRIC],
-                    by_split,
-                )
-            )
-        return found
-
-    def _score(self, name: str, folder: TaskFolder, model: Trained) -> dict[str, dict[str, float]]:
-        from biphasic.finetuning.predicting import embed
-
+    def _score(self, name: str, folder: TaskFolder, model: TrainedModel) -> dict[str, dict[str, float]]:
+        """Return the metrics for a retrieval dataset by split."""
         ids, embeddings = {}, {}
         for table, role in (("queries", "query"), ("corpus", "document")):
             ids[table], texts = self._texts(folder, table, role)
-            embeddings[table] = embed(model, texts, f"{name}: {table}")
-        places = {query: at for at, query in enumerate(ids["queries"])}
-        found = {}
-        for split in _splits(folder):
+            embeddings[table] = model.embed(texts, f"{name}: {table}")
+        positions = {query: at for at, query in enumerate(ids["queries"])}
+        metrics = {}
+        for split in _judged_splits(folder):
             qrels: dict[str, dict[str, int]] = {}
             columns = folder.read(f"qrels/{split}", "qrels")
             for query, document, grade in zip(*columns.values(), strict=True):
                 qrels.setdefault(query, {})[document] = grade
-            if lost := [query for query in qrels if query not in places]:
+            if missing := [query for query in qrels if query not in positions]:
                 raise UserError(
-                    f"{folder.place}/qrels/{split}: judges {len(lost)} queries that aren't there: {lost[0]}"
+                    f"{folder.path}/qrels/{split}: judges {len(missing)} queries that are missing, e.g. {missing[0]}"
                 )
-            asked = embeddings["queries"][[places[query] for query in qrels]]
-            found[split] = retrieval_scores(list(qrels), asked, ids["corpus"], embeddings["corpus"], qrels)
-        return found
+            queries = embeddings["queries"][[positions[query] for query in qrels]]
+            metrics[split] = retrieval_scores(list(qrels), queries, ids["corpus"], embeddings["corpus"], qrels)
+        return metrics
 
     def _texts(self, folder: TaskFolder, table: str, role: str) -> tuple[list[str], Ragged]:
-        """Ids and tokens of a retrieval set's queries or corpus."""
+        """Return ids and token ids of a retrieval dataset's queries or corpus."""
         ids = folder.read(table, table)["_id"]
 
         def make() -> dict[str, Ragged]:
             columns = folder.read(table, table)
             titles = columns.get("title") or [""] * len(ids)
             texts = [". ".join(filter(None, pair)) for pair in zip(titles, columns["text"], strict=True)]
-            return {"texts": Ragged.of(self._read(texts, role))}
+            return {"texts": Ragged.of(self._tokenize(texts, role))}
 
-        arrays = self.tokenized(f"{role} texts", table, make, folder=folder, prompts=self.prompts)
+        arrays = self.tokenize_once(f"{role} texts", table, make, folder=folder, prompts=self.prompts)
         return ids, unpack(arrays, "texts")
 
-    def _read(self, texts: Sequence[str], role: str) -> Iterator[list[int]]:
+    def _tokenize(self, texts: Sequence[str], role: str) -> Iterator[list[int]]:
         prompted = [self.prompts[role] + text for text in texts]
-        return self.reader.read(prompted, self.longest, f"reading {self.config.name}: {role} texts")
+        return self.text_tokenizer.tokenize(prompted, self.max_length, f"reading {self.config.name}: {role} texts")
 
-    def _scored(self) -> dict[str, TaskFolder]:
+    def _scored_sets(self) -> dict[str, TaskFolder]:
         return {name: TaskFolder(place, self.cache, self.family) for name, place in self.config.scored_on.items()}
 
 
-def _splits(folder: TaskFolder) -> list[str]:
-    """Which qrels there are."""
+def _judged_splits(folder: TaskFolder) -> list[str]:
     return [split for split in ("validation", "test") if f"qrels/{split}" in folder.record["rows"]]
 
 
-def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float, *, gather: bool) -> Tensor:
-    """Cross-entropy of each query's own document among all documents of the batch, by cosine similarity.
+def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float) -> Tensor:
+    """Return the cross-entropy of each query's own document among all documents of the global batch.
 
-    The paper's fine-tuning (its evaluation library): in-batch negatives, temperature 0.05.
+    This is the loss of the paper's evaluation library: cosine similarity, in-batch negatives, temperature 0.05. With several
+    ranks, the documents of all ranks are negatives and receive gradients.
 
     Args:
-        queries: [pairs, width].
-        documents: [at least pairs, width]; the first ones are the queries' answers, in order, the others hard negatives.
-        ids: int64 [documents]; a document equal to the query's own is no negative of it.
-        temperature: divides the similarities.
-        gather: take the other ranks' documents as negatives too, with gradients.
+        queries: query embeddings [pairs, width].
+        documents: embeddings [at least pairs, width] of the queries' documents in the same order, then of hard negatives.
+        ids: int64 [documents]; a document with the same id as a query's own document is not a negative for it.
+        temperature: the similarities are divided by it.
 
     Returns:
-        Scalar, the mean over the rank's queries; averaged over ranks it is the loss of one rank that holds all pairs.
+        Scalar, the mean over this rank's queries. Its mean over ranks equals the loss of a single rank with all pairs.
     """
     queries, documents = F.normalize(queries.float(), dim=1), F.normalize(documents.float(), dim=1)
     offset, count, own = 0, len(queries), ids[: len(queries)]
-    if gather and torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
+    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         from torch.distributed.nn.functional import all_gather
 
         offset = torch.distributed.get_rank() * len(documents)
@@ -210,10 +187,11 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
         torch.distributed.all_gather(gathered, ids)
         ids = torch.cat(gathered)
     targets = torch.arange(offset, offset + count, device=queries.device)
-    same = own[:, None] == ids[None, :]
-    same[torch.arange(count, device=queries.device), targets] = False
-    return F.cross_entropy((queries @ documents.T / temperature).masked_fill(same, _SAME), targets)
+    duplicate = own[:, None] == ids[None, :]
+    duplicate[torch.arange(count, device=queries.device), targets] = False
+    return F.cross_entropy((queries @ documents.T / temperature).masked_fill(duplicate, float("-inf")), targets)
 
 
-def _number(text: str) -> int:
+def hash_text(text: str) -> int:
+    """Return a 56-bit hash of a document, used to find equal documents."""
     return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=7).digest(), "big")

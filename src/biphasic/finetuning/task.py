@@ -1,147 +1,85 @@
-"""What a task brings to fine-tuning: what an example is, the head, the loss, the scores. Everything else is shared."""
+"""Base classes for families of downstream tasks, which define examples, head, loss and metrics."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import random
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor, nn
 
-from biphasic.config.durations import Duration
-from biphasic.config.errors import UserError
-from biphasic.config.finetune import FinetuneConfig
-from biphasic.data.array_cache import Arrays, Ragged, cached, pack
-from biphasic.data.task_folder import TaskFolder
-from biphasic.model.encoder import Encoder, Reader
+from biphasic.downstream.array_cache import Arrays, Ragged, cached, pack
+from biphasic.downstream.task_folder import TaskFolder
+from biphasic.finetuning.examples import TaskBatch, TokenizedExamples
+from biphasic.finetuning.inference import TrainedModel
+from biphasic.finetuning.records import DownstreamResult
+from biphasic.grouping import groups_up_to
+from biphasic.model.encoder import TextTokenizer
 from biphasic.model.segments import Segments
 
-Batch = dict[str, Any]
-FORMAT = 1
-"""Of tokenized data and of what a run computes: a change that makes other scores of the same settings counts it up."""
+RESULT_FORMAT = 1
+"""Version of tokenization and training. Increase it with any change that gives other scores for the same settings."""
 
 
-@dataclass(frozen=True)
-class Score:
-    """A task's result on one test set, as shares of 1; `biphasic.sweep.records.Result` without the task's name."""
+class FinetuneTask(ABC):
+    """A family of tasks, for one dataset and one tokenizer. Trainer, data order, cache and records are shared.
 
-    name: str
-    metric: str
-    validation: float | None
-    test: float | None
-    more: dict[str, dict[str, float]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Examples:
-    """Tokenized examples: `texts` are token ids, `arrays` what else a kind of task keeps of each."""
-
-    texts: Ragged
-    arrays: Arrays
-
-    def __len__(self) -> int:
-        return len(self.texts)
-
-
-@dataclass(frozen=True)
-class Trained:
-    """A model while it is scored.
-
-    `tokens_at_once` is a forward pass's size; `half` says whether it computes in bf16.
-    """
-
-    encoder: Encoder
-    head: nn.Module
-    tokens_at_once: int
-    half: bool
-
-    @property
-    def device(self) -> torch.device:
-        """Of the weights."""
-        return next(self.encoder.backbone.parameters()).device
-
-    @contextlib.contextmanager
-    def scoring(self) -> Iterator[None]:
-        """No gradients, no dropout, the run's precision."""
-        self.encoder.backbone.eval()
-        self.head.eval()
-        with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.half):
-            yield
-
-
-class Task(ABC):
-    """A kind of task, for one encoder's way of reading.
-
-    A new one has a section in `config/finetune.py` and a line in `biphasic.finetuning.families.FAMILIES`.
+    A new family needs a section in `config/finetune.py` and a line in `biphasic.finetuning.families`.
 
     Args:
         config: the YAML's `task:` section.
-        reader: how the encoder's texts become tokens.
-        cache: folder for tokenized data.
+        text_tokenizer: turns texts into the encoder's tokens.
+        cache: the folder for tokenized data.
 
     Raises:
-        UserError: the data isn't there, or is no data for this kind of task.
+        UserError: the data is missing or belongs to another family.
     """
 
     family: str
     metric: str
+    """The main metric."""
+    prompts: dict[str, str] = {}
+    """Text to prepend to inputs by role (`query`, `document`), saved with the fine-tuned encoder."""
 
-    def __init__(self, config: Any, reader: Reader, cache: str):
-        self.config, self.reader, self.cache = config, reader, cache
-        self.longest = longest_of(config.max_length, reader.longest)
+    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
+        self.config, self.text_tokenizer, self.cache = config, text_tokenizer, cache
+        self.max_length = resolve_max_length(config.max_length, text_tokenizer.max_length)
         self.data = TaskFolder(config.data, cache, self.family)
 
-    @property
-    def prompts(self) -> dict[str, str]:
-        """What goes before texts, by role, for those who use the fine-tuned encoder."""
-        return {}
+    @abstractmethod
+    def build_head(self, width: int) -> nn.Module:
+        """Return the module to train on top of an encoder with hidden states of dimension `width`."""
 
     @abstractmethod
-    def head(self, width: int) -> nn.Module:
-        """What is trained on top of an encoder of that width."""
+    def training_examples(self) -> TokenizedExamples:
+        """Return all training examples."""
 
     @abstractmethod
-    def training(self) -> Examples:
-        """All training examples."""
+    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
+        """Return a microbatch of the chosen examples."""
 
     @abstractmethod
-    def collate(self, examples: Examples, rows: Sequence[int], epoch: int, seed: int) -> Batch:
-        """Examples, by number, as one microbatch: flat `tokens`, their `lengths` on the host, targets."""
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """Return the sum of a microbatch's loss terms, fp32, from its hidden states [tokens, width]."""
 
     @abstractmethod
-    def targets(self, examples: Examples, rows: Sequence[int]) -> int:
-        """How many terms the loss of these examples has."""
-
-    @abstractmethod
-    def loss(self, encoder: Encoder, head: nn.Module, batch: Batch) -> Tensor:
-        """The sum of a microbatch's terms, fp32."""
-
-    @abstractmethod
-    def scores(self, model: Trained) -> list[Score]:
-        """Validation and test; the same on every rank."""
+    def evaluate(self, model: TrainedModel) -> list[DownstreamResult]:
+        """Return a model's validation and test scores, the same on every rank."""
 
     @abstractmethod
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """Every table that decides the result, for its name."""
+        """Return every table that affects the result."""
 
-    def split(self, rows: Sequence[int], examples: Examples, tokens: int) -> Iterator[Sequence[int]]:
-        """Cut a rank's examples into microbatches of about so many tokens."""
-        start, held = 0, 0
-        for at, row in enumerate(rows):
-            length = len(examples.texts[row])
-            if at > start and held + length > tokens:
-                yield rows[start:at]
-                start, held = at, 0
-            held += length
-        yield rows[start:]
+    def count_targets(self, examples: TokenizedExamples, indices: Sequence[int]) -> int:
+        """Return the number of loss terms of the chosen examples. Default: one per example."""
+        return len(indices)
 
-    def tokenized(
+    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Iterator[Sequence[int]]:
+        """Yield a rank's examples in microbatches of at most `tokens` tokens; a longer example has its own microbatch."""
+        return groups_up_to(tokens, indices, lambda index: len(examples.texts[index]))
+
+    def tokenize_once(
         self,
         what: str,
         table: str,
@@ -149,117 +87,79 @@ class Task(ABC):
         folder: TaskFolder | None = None,
         **settings: Any,
     ) -> Arrays:
-        """Rows that `make` gives, made once on this machine for each table, tokenizer and settings.
+        """Return arrays made from a table, or read them from the cache.
 
         Args:
-            what: is made.
-            table: of which table.
-            make: makes it.
-            folder: of the table; default: the task's own.
-            settings: what else decides it.
+            what: name for this kind of arrays.
+            table: a table of `folder`.
+            make: makes the arrays.
+            folder: the table's folder. Default: the task's own.
+            settings: everything else that affects the arrays, besides the table, tokenizer and maximum length.
         """
         key = {
-            "format": FORMAT,
+            "format": RESULT_FORMAT,
             "what": what,
-            "table": (folder or self.data).mark(table),
-            "tokenizer": self.reader.tokenizer.sha256,
-            "around": [self.reader.prefix, self.reader.suffix],
-            "longest": self.longest,
+            "table": (folder or self.data).content_hash(table),
+            "tokenizer": self.text_tokenizer.tokenizer.sha256,
+            "around": [self.text_tokenizer.prefix, self.text_tokenizer.suffix],
+            "longest": self.max_length,
             **settings,
         }
         return cached(self.cache, key, lambda: pack(**make()))
 
+    def result(self, task: str, name: str, metrics: dict[str, dict[str, float]]) -> DownstreamResult:
+        """Return the result for one test set from its metrics by split (`validation`, `test`)."""
+        main = {split: values[self.metric] for split, values in metrics.items()}
+        return DownstreamResult(task, name, self.family, self.metric, main.get("validation"), main.get("test"), metrics)
 
-class SplitTask(Task):
-    """A task that is scored on splits of its own set, by what the model says of each example."""
+
+class PredictionTask(FinetuneTask):
+    """A task that is scored by a prediction for each example in splits of its own dataset."""
+
+    @abstractmethod
+    def examples(self, split: str) -> TokenizedExamples:
+        """Return the examples of a split."""
+
+    @abstractmethod
+    def predict(
+        self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
+    ) -> list[Any]:
+        """Return a prediction for each of the chosen examples from their hidden states."""
+
+    @abstractmethod
+    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
+        """Return the metrics for predictions in the split's order. The validation split is scored before the test splits."""
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """See `Task`."""
-        return [(self.data, split) for split in dict.fromkeys(["train", *self.splits()])]
+        """See `FinetuneTask`."""
+        return [(self.data, split) for split in dict.fromkeys(["train", *self._scored_splits()])]
 
-    def splits(self) -> list[str]:
-        """Validation, if there is one, then the tests."""
-        return [split for split in (self.config.validation, *self.config.scored.values()) if split is not None]
+    def training_examples(self) -> TokenizedExamples:
+        """See `FinetuneTask`."""
+        return self.examples("train")
 
-    def scores(self, model: Trained) -> list[Score]:
-        """See `Task`."""
-        # Here: Composer takes seconds to import, and who only asks for a trial's name needs none of it.
-        from biphasic.finetuning.predicting import outputs
-
+    def evaluate(self, model: TrainedModel) -> list[DownstreamResult]:
+        """See `FinetuneTask`."""
+        metrics: dict[str, dict[str, float]] = {}
+        for split in dict.fromkeys(self._scored_splits()):
+            examples = self.examples(split)
+            predict_pass = functools.partial(self.predict, model.head, examples)
+            predictions = model.predict(examples.texts, predict_pass, f"{self.config.name} {split}")
+            metrics[split] = self.metrics(split, predictions)
         validation = self.config.validation
-        found: dict[str, dict[str, float]] = {}
-        for split in dict.fromkeys(self.splits()):
-            found[split] = self.measure(
-                split, outputs(self, self.examples(split), model, f"{self.config.name} {split}")
-            )
+        by_split = {} if validation is None else {"validation": metrics[validation]}
         return [
-            Score(
-                name,
-                self.metric,
-                None if validation is None else found[validation][self.metric],
-                found[split][self.metric],
-                {part: found[of] for part, of in (("validation", validation), ("test", split)) if of is not None},
-            )
+            self.result(self.config.name, name, {**by_split, "test": metrics[split]})
             for name, split in self.config.scored.items()
         ]
 
-    def training(self) -> Examples:
-        """See `Task`."""
-        return self.examples("train")
-
-    @abstractmethod
-    def examples(self, split: str) -> Examples:
-        """A split's."""
-
-    @abstractmethod
-    def say(
-        self, hidden: Tensor, segments: Segments, head: nn.Module, examples: Examples, rows: list[int]
-    ) -> list[Any]:
-        """What the model says of each of these examples."""
-
-    @abstractmethod
-    def measure(self, split: str, said: list[Any]) -> dict[str, float]:
-        """Metrics over all examples of a split, in their order; validation comes before the tests."""
+    def _scored_splits(self) -> list[str]:
+        """Return the validation split, if there is one, then the test splits."""
+        return [split for split in (self.config.validation, *self.config.scored.values()) if split is not None]
 
 
-def flat(texts: Ragged, rows: Sequence[int]) -> tuple[Tensor, list[int]]:
-    """Some texts as one run of tokens, int64, and their lengths."""
-    chosen = [texts[row] for row in rows]
-    return torch.from_numpy(np.concatenate(chosen).astype(np.int64)), [len(text) for text in chosen]
-
-
-def longest_of(asked: int | float, longest: int) -> int:
-    """Tokens of an example: so many, or that share of what the model takes, rounded; never more than it takes."""
-    return min(asked if isinstance(asked, int) else max(round(asked * longest), 1), longest)
-
-
-def order_of(examples: int, seed: int, epoch: int) -> list[int]:
-    """The examples' order in an epoch."""
-    order = list(range(examples))
-    random.Random(f"finetune order {seed} {epoch}").shuffle(order)
-    return order
-
-
-def drawn(*what: Any) -> int:
-    """A 63-bit seed for a draw, from what it is drawn for."""
-    text = " ".join(map(str, what))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
-
-
-def steps_of(config: FinetuneConfig, examples: int) -> int:
-    """Batches of a run: so many epochs, or `max_duration` and at most one epoch. A rest below a batch is left out.
-
-    Raises:
-        UserError: there is no whole batch.
-    """
-    in_epoch = examples // config.batch_size
-    if not in_epoch:
-        raise UserError(f"{config.task.data}: {examples} training examples don't fill one batch of {config.batch_size}")
-    if config.max_duration.unit == "ep":
-        return in_epoch * int(config.max_duration.value)
-    return max(min(in_epoch, batches_in(config, config.max_duration)), 1)
-
-
-def batches_in(config: FinetuneConfig, duration: Duration) -> int:
-    """Batches in a length in batches or rows."""
-    return int(duration.value) if duration.unit == "ba" else int(duration.value) // config.batch_size
+def resolve_max_length(max_length: int | float, model_maximum: int) -> int:
+    """Return an example's maximum tokens, given as a number or a share of the model's maximum, which limits it."""
+    if isinstance(max_length, float):
+        max_length = max(round(max_length * model_maximum), 1)
+    return min(max_length, model_maximum)

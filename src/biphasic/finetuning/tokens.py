@@ -1,4 +1,4 @@
-"""A label for each word of a text."""
+"""Fine-tuning for token classification: predict the label of each word in a text."""
 
 from __future__ import annotations
 
@@ -9,116 +9,126 @@ import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from biphasic.config.errors import UserError
-from biphasic.data.array_cache import Ragged, unpack
-from biphasic.evaluation.metrics import entity_scores
-from biphasic.finetuning.task import Batch, Examples, SplitTask, flat
-from biphasic.model.encoder import Encoder
+from biphasic.downstream.array_cache import Ragged, unpack
+from biphasic.errors import UserError
+from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
+from biphasic.finetuning.task import PredictionTask
 from biphasic.model.heads import TokenHead
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
 
 
-class Tokens(SplitTask):
-    """Cross-entropy at each word's first token; entity-level F1.
+class TokenClassification(PredictionTask):
+    """Trains with cross-entropy at the first token of each word; scores F1 of entities (BIO labels).
 
-    Words are joined by spaces and tokenized as any text, so that a byte-level tokenizer sees the words it was trained on. A
-    word beyond the longest text, or without a token of its own, is said to be no entity.
+    Words are joined by spaces and tokenized like any other text, as in pretraining. A word beyond the maximum length, or
+    without a token of its own, is predicted as O.
     """
 
     family = "tokens"
     metric = "f1"
 
-    def head(self, width: int) -> nn.Module:
-        """See `Task`."""
+    def build_head(self, width: int) -> nn.Module:
+        """See `FinetuneTask`."""
         return TokenHead(width, len(self.data.label_names))
 
-    def examples(self, split: str) -> Examples:
-        """See `SplitTask`. `words`: of each token, the number of the word whose first it is, or -1."""
+    def examples(self, split: str) -> TokenizedExamples:
+        """See `PredictionTask`. `words` holds, for each token, the index of the word that the token begins, or -1."""
 
         def make() -> dict[str, Ragged]:
             columns = self.data.read(split, "tokens")
             texts: list[np.ndarray] = []
             words: list[np.ndarray] = []
             labels: list[np.ndarray] = []
-            joined = [" ".join(one) for one in columns["tokens"]]
-            encodings = self.reader.read_with_offsets(joined, f"reading {self.config.name} {split}")
+            joined = [" ".join(sentence) for sentence in columns["tokens"]]
+            encodings = self.text_tokenizer.tokenize_with_offsets(joined, f"reading {self.config.name} {split}")
             for sentence, numbers, (ids, offsets) in zip(columns["tokens"], columns["labels"], encodings, strict=True):
-                first = first_tokens(sentence, offsets)
-                text = self.reader.around(ids, self.longest)
-                before, behind = len(self.reader.prefix), len(text) - len(self.reader.suffix)
-                kept = first[: behind - before]
-                firsts = [-1] * before + kept + [-1] * (len(text) - before - len(kept))
+                text = self.text_tokenizer.with_special_tokens(ids, self.max_length)
+                before, after = [-1] * len(self.text_tokenizer.prefix), [-1] * len(self.text_tokenizer.suffix)
+                kept = max(len(text) - len(before) - len(after), 0)
+                begun = [*before, *word_of_each_token(sentence, offsets)[:kept], *after][: len(text)]
                 texts.append(np.array(text, np.int32))
-                words.append(np.array(firsts, np.int32))
-                labels.append(np.array([IGNORE if word < 0 else numbers[word] for word in firsts], np.int32))
+                words.append(np.array(begun, np.int32))
+                labels.append(np.array([IGNORE if word < 0 else numbers[word] for word in begun], np.int32))
             return {"texts": Ragged.of(texts), "words": Ragged.of(words), "labels": Ragged.of(labels)}
 
-        arrays = self.tokenized("tokens", split, make)
-        extra = {name: unpack(arrays, name).flat for name in ("words", "labels")}
-        return Examples(unpack(arrays, "texts"), extra)
+        arrays = self.tokenize_once("tokens", split, make)
+        per_token = {name: unpack(arrays, name).flat for name in ("words", "labels")}
+        return TokenizedExamples(unpack(arrays, "texts"), per_token)
 
-    def collate(self, examples: Examples, rows: Sequence[int], epoch: int, seed: int) -> Batch:
-        """See `Task`."""
-        tokens, lengths = flat(examples.texts, rows)
-        labels, _ = flat(Ragged(examples.arrays["labels"], examples.texts.ends), rows)
-        return {"tokens": tokens, "lengths": lengths, "labels": labels}
+    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
+        """See `FinetuneTask`."""
+        tokens, lengths = concatenate(examples.texts, indices)
+        return {"tokens": tokens, "lengths": lengths, "labels": self._labels(examples, indices)}
 
-    def targets(self, examples: Examples, rows: Sequence[int]) -> int:
-        """See `Task`."""
-        labels, _ = flat(Ragged(examples.arrays["labels"], examples.texts.ends), rows)
-        return int((labels != IGNORE).sum())
+    def count_targets(self, examples: TokenizedExamples, indices: Sequence[int]) -> int:
+        """See `FinetuneTask`."""
+        return int((self._labels(examples, indices) != IGNORE).sum())
 
-    def loss(self, encoder: Encoder, head: nn.Module, batch: Batch) -> Tensor:
-        """See `Task`."""
-        segments = Segments.of(batch["lengths"], batch["tokens"].device)
-        logits = head(encoder.hidden(batch["tokens"], segments))
-        return F.cross_entropy(logits.float(), batch["labels"], ignore_index=IGNORE, reduction="sum")
+    def _labels(self, examples: TokenizedExamples, indices: Sequence[int]) -> Tensor:
+        return concatenate(Ragged(examples.arrays["labels"], examples.texts.ends), indices)[0]
 
-    def say(
-        self, hidden: Tensor, segments: Segments, head: nn.Module, examples: Examples, rows: list[int]
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """See `FinetuneTask`."""
+        return F.cross_entropy(head(hidden).float(), batch["labels"], ignore_index=IGNORE, reduction="sum")
+
+    def predict(
+        self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Of each text, its words that have a token, and the likeliest label of each."""
-        likeliest = head(hidden).argmax(-1).cpu().numpy().astype(np.int32)
-        found, at = [], 0
+        """Return, for each text, the indices of words that have a token, and the most likely label of each."""
+        likeliest = np.split(head(hidden).argmax(-1).cpu().numpy().astype(np.int32), np.cumsum(segments.lengths)[:-1])
         words = Ragged(examples.arrays["words"], examples.texts.ends)
-        for row, length in zip(rows, segments.lengths, strict=True):
-            mine = np.asarray(words[row])
-            found.append((mine[mine >= 0], likeliest[at : at + length][mine >= 0]))
-            at += length
-        return found
+        begun = [np.asarray(words[index]) for index in indices]
+        return [(word[word >= 0], label[word >= 0]) for word, label in zip(begun, likeliest, strict=True)]
 
-    def measure(self, split: str, said: list[Any]) -> dict[str, float]:
-        """See `SplitTask`."""
+    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
+        """See `PredictionTask`."""
         names = self.data.label_names
         if "O" not in names:
             raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
-        predicted, gold = [], []
-        for numbers, (words, labels) in zip(self.data.read(split, "tokens")["labels"], said, strict=True):
-            line = ["O"] * len(numbers)
+        gold, predicted = [], []
+        for numbers, (words, labels) in zip(self.data.read(split, "tokens")["labels"], predictions, strict=True):
+            sentence = ["O"] * len(numbers)
             for word, label in zip(words, labels, strict=True):
-                line[word] = names[label]
-            predicted.append(line)
+                sentence[word] = names[label]
+            predicted.append(sentence)
             gold.append([names[number] for number in numbers])
         return entity_scores(gold, predicted)
 
 
-def first_tokens(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
-    """For each token of the words' text (joined by spaces), the number of the word whose first token it is, or -1.
+def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, float]:
+    """Return micro-averaged F1, precision and recall of entities over all types and sentences; 0 if there are no entities.
+
+    This is seqeval's default mode, as in conlleval and run_ner: an entity is correct if its type, first and last word are
+    correct, and an inside label that follows no word of its own type begins an entity.
 
     Args:
-        words: of the text.
-        offsets: each token's characters, from and up to; a space before a word may belong to its token.
+        gold: the BIO labels of each sentence's words.
+        predicted: the predicted labels, with the same lengths.
+    """
+    from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+
+    scores = precision_recall_fscore_support(gold, predicted, average="micro", zero_division=0)  # pyright: ignore[reportArgumentType]
+    precision, recall, f1 = (float(score) for score in scores[:3])  # pyright: ignore[reportArgumentType]
+    return {"f1": f1, "precision": precision, "recall": recall}
+
+
+def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Return, for each token of the words joined by spaces, the index of the word that the token begins, or -1.
+
+    Args:
+        words: the words of a text.
+        offsets: each token's first character and the one after its last; a token may include the space before a word.
     """
     starts = np.cumsum([0, *(len(word) + 1 for word in words)])
     text = " ".join(words)
-    found, seen = [], -1
+    begun, last = [], -1
     for start, end in offsets:
         while start < end and text[start].isspace():
             start += 1
         word = int(np.searchsorted(starts, start, side="right")) - 1
-        # A token of spaces alone is no word's.
-        new = start < end and word > seen and word < len(words)
-        found.append(word if new else -1)
-        seen = word if new else seen
-    return found
+        # A token that consists of spaces begins no word.
+        is_first = start < end and last < word < len(words)
+        begun.append(word if is_first else -1)
+        last = word if is_first else last
+    return begun

@@ -1,4 +1,4 @@
-"""One fine-tuning: its name, its cost, and what comes out."""
+"""Name, estimate the cost of, and run a trial (one fine-tuning)."""
 
 from __future__ import annotations
 
@@ -9,147 +9,118 @@ import json
 import platform
 import socket
 import time
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
 from biphasic.config.architecture import Architecture
-from biphasic.config.errors import UserError
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
+from biphasic.errors import UserError
+from biphasic.finetuning.batches import count_steps, derive_seed
 from biphasic.finetuning.families import FAMILIES
-from biphasic.finetuning.task import FORMAT, Task, Trained, drawn, steps_of
-from biphasic.model.checkpoint import is_checkpoint
-from biphasic.model.encoder import Reader, hf_config, load_encoder, load_reader
-from biphasic.model.heads import initialize
-from biphasic.model.mark import model_mark, stamp
-from biphasic.sweep.records import GridTask, Result
+from biphasic.finetuning.inference import TrainedModel
+from biphasic.finetuning.records import TrialCost, TrialResult
+from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask
+from biphasic.model.backbone import hf_config_from_json, load_hf_config
+from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
+from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
+from biphasic.model.fingerprint import file_stamps, model_fingerprint
+from biphasic.model.heads import initialize_head
 
-_FREE = (
-    "run_name",
-    "output",
-    "cache",
-    "microbatch_tokens",
-    "save_model",
-    "logging",
-    "model",
-    "task.data",
-    "task.scored_on",
-)
-"""Keys that don't decide the result, or paths, of which what lies there decides."""
-_TASK: TypeAdapter[TaskConfig] = TypeAdapter(TaskConfig)
+_NOT_IN_NAME: dict[str, Any] = {
+    **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
+    "task": {"data": True, "scored_on": True},
+}
+"""Keys that don't affect the result, and paths, whose content is hashed instead."""
+_contents: dict[tuple[Any, ...], list[Any]] = {}
 _VERSIONS = ("biphasic", "mosaicml", "torch", "transformers", "tokenizers")
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What a trial found: results on each test set, seconds (`train`, `score`, `total`), and what it was."""
-
-    results: tuple[Result, ...]
-    seconds: dict[str, float]
-    about: dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Cost:
-    """What a trial takes, estimated without its weights: tokens, FLOPs, and bytes at the peak; None: not known."""
-
-    parameters: int | None
-    train_tokens: int
-    scored_tokens: int
-    flops: float | None
-    bytes: int | None
-
-
 def trial_name(config: FinetuneConfig) -> str:
-    """A hash of everything that decides a trial's result: the model's files, the tables' files, and the settings.
+    """Return a hash of everything that determines a trial's result: the model's files, the tables and the settings.
 
     Raises:
-        UserError: model or data aren't there.
+        UserError: the model or the data is missing.
     """
-    settings = config.model_dump(mode="json")
-    for key in _FREE:
-        section, _, name = key.rpartition(".")
-        (settings[section] if section else settings).pop(name, None)
     task = config.task
-    places = [task.data, *getattr(task, "scored_on", {}).values()]
-    stamps = tuple(map(stamp, [config.model.path, *places]))
-    content = _content(config.model.model_dump_json(), task.model_dump_json(), config.cache, stamps)
-    return hashlib.sha256(json.dumps([FORMAT, settings, content], sort_keys=True).encode()).hexdigest()[:24]
+    paths = [config.model.path, task.data, *getattr(task, "scored_on", {}).values()]
+    key = (config.model.model_dump_json(), task.model_dump_json(), config.cache, tuple(map(file_stamps, paths)))
+    # Cached because thousands of trials in a sweep read the same files.
+    if key not in _contents:
+        _contents[key] = _content(config)
+    settings = config.model_dump(mode="json", exclude=_NOT_IN_NAME)
+    return hashlib.sha256(json.dumps([RESULT_FORMAT, settings, _contents[key]], sort_keys=True).encode()).hexdigest()[
+        :24
+    ]
 
 
-def results_of(config: FinetuneConfig) -> GridTask:
-    """A task and the test sets that its trials are scored on, from the configuration alone."""
+def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
+    """Return (task, name, metric) of each test set that a trial is scored on; see `DownstreamResult`."""
     task = config.task
-    family = FAMILIES[task.kind]
     if task.kind == "retrieval":
-        found = [(name, name) for name in task.scored_on]
-    else:
-        found = [(task.name, name) for name in task.scored]
-    metric = task.metric if task.kind == "classification" else family.metric
-    return GridTask(task.name, task.kind, tuple((of, name, metric) for of, name in found))
+        return tuple((name, name, FAMILIES[task.kind].metric) for name in task.scored_on)
+    metric = task.metric if task.kind == "classification" else FAMILIES[task.kind].metric
+    return tuple((task.name, name, metric) for name in task.scored)
 
 
-def task_of(model: EncoderConfig, task: TaskConfig, cache: str) -> tuple[Task, Reader]:
-    """The task, for the way in which the model reads.
+def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
+    """Return the task for a model's tokenizer.
 
     Raises:
-        UserError: model or data aren't there.
+        UserError: the model or the data is missing.
     """
-    reader = _reader(model)
-    return FAMILIES[task.kind](task, reader, cache), reader
+    text_tokenizer = _load_text_tokenizer(model.path, model.revision, model.trust_remote_code, file_stamps(model.path))
+    if isinstance(text_tokenizer, UserError):
+        raise UserError(str(text_tokenizer))
+    return FAMILIES[task.kind](task, text_tokenizer, cache)
 
 
-def run_trial(config: FinetuneConfig) -> Outcome:
-    """Train and score, in this process or with all ranks; writes nothing but what `logging` asks for.
+def run_trial(config: FinetuneConfig) -> TrialResult:
+    """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
 
     Raises:
-        UserError: model or data can't be used, or the loss is not a finite number.
+        UserError: model or data can't be used, or the loss is NaN or Inf.
     """
     return train_and_score(config)[0]
 
 
-def train_and_score(config: FinetuneConfig) -> tuple[Outcome, Trained, Task]:
-    """As `run_trial`, and the model."""
-    # Here: these take seconds to import, and who only asks for a trial's name needs none of them.
+def train_and_score(config: FinetuneConfig) -> tuple[TrialResult, TrainedModel, FinetuneTask]:
+    """Run a trial like `run_trial`, and also return the model and the task."""
+    # Imported here because these take seconds to import and naming a trial doesn't need them.
     from composer.utils import dist, get_device
 
     from biphasic.export.finetuned import require_exportable
-    from biphasic.finetuning.trainer import fit
+    from biphasic.finetuning.trainer import train
     from biphasic.training.compute import require_precision
 
     require_precision(config.precision)
     dist.initialize_dist(get_device(None))
     begin = time.monotonic()
-    task, _ = task_of(config.model, config.task, config.cache)
+    task = build_task(config.model, config.task, config.cache)
     encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)
     if config.save_model:
         require_exportable(encoder)
-    head = task.head(encoder.width)
+    head = task.build_head(encoder.width)
     deviation: float = getattr(encoder.backbone.config, "initializer_range", 0.02)  # pyright: ignore
-    initialize(head, deviation, drawn("head", config.seed))
-    ready = time.monotonic()
-    fitted = fit(config, encoder, head, task)
+    initialize_head(head, deviation, derive_seed("head", config.seed))
+    loaded = time.monotonic()
+    summary = train(config, encoder, head, task)
     trained = time.monotonic()
     weights = [*encoder.backbone.parameters(), *head.parameters()]
-    if not all(bool(torch.isfinite(one).all()) for one in weights):
+    if not all(bool(torch.isfinite(weight).all()) for weight in weights):
         raise UserError(
             "training: a weight is not a finite number after the last batch: a smaller optimizer.lr may help"
         )
-    model = Trained(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
-    scores = task.scores(model)
+    model = TrainedModel(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
+    results = tuple(task.evaluate(model))
     end = time.monotonic()
-    names = {name: of for of, name, _ in results_of(config).results}
-    outcome = Outcome(
-        results=tuple(Result(task=names[score.name], family=task.family, **asdict(score)) for score in scores),
-        seconds={"load": ready - begin, "train": trained - ready, "score": end - trained, "total": end - begin},
+    result = TrialResult(
+        results=results,
+        seconds={"load": loaded - begin, "train": trained - loaded, "score": end - trained, "total": end - begin},
         about={
-            "steps": fitted.steps,
-            "tokens": fitted.tokens,
-            "loss": fitted.loss,
-            "parameters": sum(one.numel() for one in weights),
+            **summary,
+            "parameters": sum(weight.numel() for weight in weights),
             "ranks": dist.get_world_size(),
             "config": dump(config),
             "host": socket.gethostname(),
@@ -157,83 +128,63 @@ def train_and_score(config: FinetuneConfig) -> tuple[Outcome, Trained, Task]:
             "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
         },
     )
-    return outcome, model, task
+    return result, model, task
 
 
-def cost_of(config: FinetuneConfig) -> Cost:
-    """What a trial takes. Tokens are counted where the data is tokenized already, else guessed at four characters each.
+def estimate_cost(config: FinetuneConfig) -> TrialCost:
+    """Estimate a trial's FLOPs and memory, assuming four characters per token.
 
     Raises:
-        UserError: model or data aren't there.
+        UserError: the model or the data is missing.
     """
-    task, reader = task_of(config.model, config.task, config.cache)
+    architecture = _architecture(config.model)
+    if architecture is None:
+        return TrialCost(None, None)
+    task = build_task(config.model, config.task, config.cache)
     rows, characters = task.data.rows("train"), task.data.characters("train")
-    tokens_each = min(characters / 4 / rows + len(reader.prefix) + len(reader.suffix), task.longest)
-    examples = rows if rows >= config.batch_size else config.batch_size
-    train = round(steps_of(config, examples) * config.batch_size * tokens_each)
-    scored = round(sum(folder.characters(table) / 4 for folder, table in task.tables() if table != "train"))
-    size = _architecture(config)
-    if size is None:
-        return Cost(None, train, scored, None, None)
-    body = size.parameters - size.head_parameters
-    matrices = size.body_parameters
-    batch = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
-    width = 2 if config.precision == "amp_bf16" else 4
-    memory = 16 * body + size.activation_bytes(batch, width) + (2 << 30)
-    return Cost(body, train, scored, float(matrices) * (6 * train + 2 * scored), memory)
+    special = len(task.text_tokenizer.prefix) + len(task.text_tokenizer.suffix)
+    tokens_each = min(characters / 4 / rows + special, task.max_length)
+    train_tokens = count_steps(config, max(rows, config.batch_size)) * config.batch_size * tokens_each
+    scored_tokens = sum(folder.characters(table) / 4 for folder, table in task.tables() if table != "train")
+    flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
+    parameters = architecture.parameters - architecture.head_parameters
+    microbatch = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
+    activations = architecture.activation_bytes(microbatch, 2 if config.precision == "amp_bf16" else 4)
+    # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
+    return TrialCost(flops, 16 * parameters + activations + (2 << 30))
 
 
-def _architecture(config: FinetuneConfig) -> Architecture | None:
-    path, model = config.model.path, config.model
-    if is_checkpoint(path):
-        from biphasic.model.backbone import hf_config_of
-        from biphasic.model.checkpoint import read_checkpoint
-
-        found = hf_config_of(read_checkpoint(path).backbone)
+def _architecture(model: EncoderConfig) -> Architecture | None:
+    """Return the dimensions of a model, or None for a network of an unknown kind."""
+    if is_checkpoint(model.path):
+        config: Any = hf_config_from_json(read_checkpoint(model.path).backbone)
     else:
-        found = hf_config(path, model.revision, model.trust_remote_code)
+        config = load_hf_config(model.path, model.revision, model.trust_remote_code)
     try:
-        heads = found.num_attention_heads
-        return Architecture(
-            vocab_size=found.vocab_size,
-            hidden=found.hidden_size,
-            ffn=found.intermediate_size,
-            layers=found.num_hidden_layers,
-            heads=heads,
-            kv_heads=getattr(found, "num_key_value_heads", None) or heads,
-            head_dim=getattr(found, "head_dim", None) or found.hidden_size // heads,
-            tied=False,
-        )
+        return Architecture.from_hf_config(config)
     except AttributeError:
         return None
 
 
-@functools.lru_cache(maxsize=256)
-def _content(encoder: str, task: str, cache: str, stamps: tuple[Any, ...]) -> list[Any]:
-    """Hashes of what a trial reads. A sweep asks for thousands of trials that read the same."""
-    model = EncoderConfig.model_validate_json(encoder)
-    config: TaskConfig = _TASK.validate_json(task)
-    found, reader = task_of(model, config, cache)
+def _content(config: FinetuneConfig) -> list[Any]:
+    """Return hashes of everything that a trial reads."""
+    task = build_task(config.model, config.task, config.cache)
+    tokenizer = task.text_tokenizer
     return [
-        model_mark(model.path, model.revision),
-        [reader.tokenizer.sha256, reader.prefix, reader.suffix, reader.longest],
-        [[table, folder.mark(table)] for folder, table in found.tables()],
-        list(getattr(config, "scored_on", {})),
+        model_fingerprint(config.model.path, config.model.revision),
+        [tokenizer.tokenizer.sha256, tokenizer.prefix, tokenizer.suffix, tokenizer.max_length],
+        [[table, folder.content_hash(table)] for folder, table in task.tables()],
+        list(getattr(config.task, "scored_on", {})),
     ]
 
 
-def _reader(model: EncoderConfig) -> Reader:
-    found = _reader_or_fault(model.path, model.revision, model.trust_remote_code, stamp(model.path))
-    if isinstance(found, UserError):
-        raise UserError(str(found))
-    return found
-
-
 @functools.lru_cache(maxsize=64)
-def _reader_or_fault(path: str, revision: str | None, trust_remote_code: bool, stamp: Any) -> Reader | UserError:
-    """Remembered while the model's files stay as they are: reading a large vocabulary takes a second, and asking a hub
-    that can't be reached a minute."""
+def _load_text_tokenizer(
+    path: str, revision: str | None, trust_remote_code: bool, stamps: tuple[Any, ...]
+) -> TextTokenizer | UserError:
+    """Load a tokenizer, or return the error. Both are cached until the model's files change, because a large vocabulary
+    takes a second to read and an unreachable hub takes a minute to fail."""
     try:
-        return load_reader(path, revision, trust_remote_code)
+        return load_text_tokenizer(path, revision, trust_remote_code)
     except UserError as error:
         return error

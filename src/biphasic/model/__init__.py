@@ -1,1 +1,1 @@
-"""The network: attention over packed segments, the backbone, losses without logits."""
+"""The neural network: backbone, attention over packed segments, heads, and a loss without full logits."""

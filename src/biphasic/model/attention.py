@@ -1,8 +1,7 @@
-"""Attention over packed segments, causal or bidirectional, for any Hugging Face decoder.
+"""Compute attention over packed segments, causal or bidirectional, for any Hugging Face decoder.
 
-The decoder's own layers call `attention` instead of their own function: it is registered with transformers under `NAME`. No
-mask is built, because the segments' lengths already hold everything that a mask would say. Every backend computes the same
-numbers, within rounding.
+The decoder's layers call `attention`, which is registered with transformers as `ATTENTION_NAME`. No mask is built, because
+the segments define which tokens attend to each other. All backends compute the same results, within rounding.
 """
 
 from __future__ import annotations
@@ -22,87 +21,91 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.segments import Segments, visible
+from biphasic.model.segments import Segments, visibility_mask
 
-NAME = "biphasic"
+ATTENTION_NAME = "biphasic"
 BACKENDS = ("varlen", "flash2", "flex", "sdpa")
 """`varlen`: PyTorch's variable-length kernels (cuDNN, FlashAttention 2; FlashAttention 3 or 4 where one is installed).
-`flash2`: the package flash-attn. `flex`: FlexAttention. `sdpa`: dense attention, one segment at a time."""
+`flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention, one segment at a time."""
 
 
-class Scoring(NamedTuple):
-    """How a layer scores a query against a key."""
+class AttentionOptions(NamedTuple):
+    """Attention options of a layer."""
 
     scale: float
+    """Factor that scores are multiplied by."""
     dropout: float
     """Probability of dropping an attention weight."""
     causal: bool
+    """Whether a token attends only to itself and to tokens before it."""
     window: int
-    """Tokens this far apart, or further, don't see each other; 0: no limit."""
+    """Sliding window: a token attends only to tokens closer than this; 0: no limit."""
     softcap: float | None
-    """Scores are squashed to ±softcap by tanh."""
+    """Bound of the absolute scores, applied by tanh; None: no bound."""
 
     @property
     def window_size(self) -> tuple[int, int]:
-        """How many tokens to the left and to the right a query sees, as FlashAttention counts them; -1: all."""
+        """Number of tokens to the left and right that a query attends to, as in FlashAttention; -1: all."""
         left = self.window - 1
         return left, 0 if self.causal else left
 
 
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
-# PyTorch's name of the kernels, the module that holds them, and the major compute capabilities that run them.
+# PyTorch's name for the kernels, their module, and the major compute capabilities that support them.
 _FLASH_KERNELS = (("FA4", "flash_attn.cute", (9, 10)), ("FA3", "flash_attn_interface", (9,)))
-# PyTorch 2.11 accepts fewer key heads than query heads without this argument.
-_GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+# In PyTorch 2.11, grouped-query attention needs no argument.
+_GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class NotPackedError(ValueError):
-    """The attention function was called without segments, or with a mask."""
+    """Raised when the attention function is called without segments or with a mask."""
 
 
-def installed(backend: str) -> bool:
-    """Whether the backend runs on this machine: its package is installed and there is a GPU that runs it."""
+def backend_available(backend: str) -> bool:
+    """Return whether the backend runs on this machine, with the installed packages and GPU."""
     if backend == "sdpa":
         return True
     if not torch.cuda.is_available():
         return False
     if backend == "flash2":
-        # Not `flash_attn` itself: the package flash-attn-4 lies in a folder of that name too.
+        # Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
         return importlib.util.find_spec("flash_attn_2_cuda") is not None
     return backend == "flex" or hip is not None or torch.cuda.get_device_capability()[0] >= 8
 
 
 @functools.cache
-def choose(requested: str, device: str, dtype: torch.dtype, softcap: bool = False, dropout: bool = False) -> str:
-    """The backend for a layer: the requested one, or with `auto` the first that is installed and fits.
+def choose_backend(
+    requested: str, device: str, dtype: torch.dtype, softcap: bool = False, dropout: bool = False
+) -> str:
+    """Return the requested backend, or with `auto` the first available one that supports the options.
 
     Args:
         requested: `auto`, or one of `BACKENDS`.
-        device: type of the tokens' device.
-        dtype: of queries, keys and values.
-        softcap: whether scores are squashed (Gemma 2).
+        device: device type of the tokens.
+        dtype: dtype of queries, keys and values.
+        softcap: whether scores are softcapped (Gemma 2).
         dropout: whether attention weights are dropped.
     """
     if requested != "auto":
         return requested
     if device != "cuda":
         return "sdpa"
-    fitting = []
+    candidates = []
     if dtype in _HALF_PRECISION:
-        fitting.append("flash2" if softcap or dropout else "varlen")
+        candidates.append("flash2" if softcap or dropout else "varlen")
     if not dropout:
-        fitting.append("flex")
-    return next((backend for backend in fitting if installed(backend)), "sdpa")
+        candidates.append("flex")
+    return next((backend for backend in candidates if backend_available(backend)), "sdpa")
 
 
 @functools.cache
 def activate_flash_kernels() -> str:
-    """Put FlashAttention 4 or 3 behind PyTorch's attention, where one is installed and the GPU runs it.
+    """Let PyTorch's attention use FlashAttention 4 or 3, if it is installed and the GPU supports it.
 
-    PyTorch prefers cuDNN for segments, so cuDNN's attention is turned off then: whoever installs another one wants it used.
+    cuDNN's attention is then turned off, because PyTorch prefers it to the installed kernels for packed segments.
 
     Returns:
-        The kernels in use: `FA4`, `FA3`, or `cuDNN or FA2`, between which PyTorch chooses.
+        The kernels in use: `FA4`, `FA3`, or `cuDNN or FA2` (PyTorch chooses between these two).
     """
     if torch.cuda.is_available() and hip is None:
         for name, module, capabilities in _FLASH_KERNELS:
@@ -121,23 +124,23 @@ def activate_flash_kernels() -> str:
 def _has_module(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
-    except ImportError:  # of the package around it
+    except ImportError:  # the parent package is missing
         return False
 
 
-def prepare(segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool) -> Segments:
-    """Set what the layers will read: the backend, and FlexAttention's block masks.
+def prepare_segments(segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool) -> None:
+    """Set the attention backend and FlexAttention's block masks, which the layers read from the segments.
 
     Args:
-        segments: of the tokens; changed in place.
+        segments: segments of the tokens; modified in place.
         config: the backbone's Hugging Face configuration.
-        device: type of the tokens' device.
-        dtype: of queries, keys and values.
-        causal: whether a token sees only itself and what precedes it.
+        device: device type of the tokens.
+        dtype: dtype of queries, keys and values.
+        causal: whether a token attends only to itself and to tokens before it.
     """
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = bool(getattr(config, "attention_dropout", 0.0))
-    segments.attention = choose(segments.attention, device, dtype, softcap, dropout)
+    segments.attention = choose_backend(segments.attention, device, dtype, softcap, dropout)
     if segments.attention == "varlen":
         activate_flash_kernels()
     if segments.attention == "flex":
@@ -145,7 +148,6 @@ def prepare(segments: Segments, config: Any, device: str, dtype: torch.dtype, ca
 
         window = getattr(config, "sliding_window", None) or 0
         segments.block_masks = {w: block_mask(segments, causal, w) for w in {0, window}}
-    return segments
 
 
 def attention(
@@ -163,32 +165,32 @@ def attention(
     softcap: float | None = None,
     **unused: Any,
 ) -> tuple[Tensor, None]:
-    """Attend within each segment. The signature is that of transformers' AttentionInterface.
+    """Compute attention within each segment. The signature is that of transformers' AttentionInterface.
 
     Args:
-        module: the attention layer that calls; required by the interface, not read.
+        module: the attention layer; required by the interface, but not used.
         query: [1, heads, tokens, head_dim].
         key: [1, kv_heads, tokens, head_dim].
         value: [1, kv_heads, tokens, head_dim].
         attention_mask: must be None; padding is removed before the backbone is called.
-        scaling: factor of the scores; default 1/sqrt(head_dim).
+        scaling: factor that scores are multiplied by. Default: 1/sqrt(head_dim).
         dropout: probability of dropping an attention weight.
-        segments: how the tokens are cut; passed as a keyword of the backbone's forward.
-        is_causal: whether a token sees only itself and what precedes it; passed likewise.
-        sliding_window: tokens this far apart, or further, don't see each other (Mistral, Gemma 2).
-        softcap: scores are squashed to ±softcap by tanh (Gemma 2).
+        segments: segments of the tokens. The backbone's forward passes them and `is_causal` on as keyword arguments.
+        is_causal: whether a token attends only to itself and to tokens before it.
+        sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2).
+        softcap: bound of the absolute scores, applied by tanh (Gemma 2).
 
     Returns:
         [1, tokens, heads, head_dim], and None in place of attention weights.
 
     Raises:
         NotPackedError: the backbone was called without segments or with a mask.
-        ValueError: the backend lacks what the layer needs.
+        ValueError: the backend doesn't support one of the layer's options.
     """
     if segments is None or is_causal is None or attention_mask is not None:
         raise NotPackedError(
-            "this backbone attends to packed segments: call it through biphasic.model.packed.encode, which passes the "
-            "segments and no padding"
+            "this backbone attends to packed segments: call biphasic.model.forward.packed_forward, which passes "
+            "them and no padding"
         )
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks are not supported")
@@ -198,110 +200,94 @@ def attention(
     # Under autocast, rotary positions and norms may have left queries and keys in fp32.
     query, key = query.to(value.dtype), key.to(value.dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale, dropout, is_causal, sliding_window or 0, softcap)
-    return COMPUTE[backend](query, key, value, segments, scoring), None
+    options = AttentionOptions(scale, dropout, is_causal, sliding_window or 0, softcap)
+    return BACKEND_FUNCTIONS[backend](query, key, value, segments, options), None
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     q, k, v = _flat(query, key, value)
-    # The same tensor object for queries and keys: cuDNN's causal kernels take nothing else.
-    cu_seqlens, longest = segments.cu_seqlens, segments.longest
+    # cuDNN's causal kernels require the same tensor object for queries and keys.
+    cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     output = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, longest, longest,
-        scale=scoring.scale, window_size=scoring.window_size, **_GROUPED,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        scale=options.scale, window_size=options.window_size, **_GQA_OPTIONS,
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output[None]
 
 
-def _flash2(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+def _flash2(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     q, k, v = _flat(query, key, value)
+    max_seqlen = segments.max_seqlen
     return flash_attn_varlen_func(
-        q,
-        k,
-        v,
-        cu_seqlens_q=segments.cu_seqlens,
-        # Another tensor object: a compiled layer would be cut in two if one tensor were passed twice (flash-attn 2.8).
-        cu_seqlens_k=segments.cu_seqlens.view(-1),
-        max_seqlen_q=segments.longest,
-        max_seqlen_k=segments.longest,
-        dropout_p=scoring.dropout,
-        softmax_scale=scoring.scale,
-        causal=scoring.causal,
-        window_size=scoring.window_size,
-        softcap=scoring.softcap or 0.0,
-    )[None]
+        q, k, v, cu_seqlens_q=segments.cu_seqlens,
+        # Another tensor object, because passing the same one twice breaks a compiled layer's graph (flash-attn 2.8).
+        cu_seqlens_k=segments.cu_seqlens.view(-1), max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
+        dropout_p=options.dropout, softmax_scale=options.scale, causal=options.causal, window_size=options.window_size,
+        softcap=options.softcap or 0.0,
+    )[None]  # fmt: skip
 
 
-def _flat(*given: Tensor) -> list[Tensor]:
-    """[1, heads, tokens, head_dim] to contiguous [tokens, heads, head_dim], whose gradients are laid out alike."""
-    return [x[0].transpose(0, 1).contiguous() for x in given]
+def _flat(*tensors: Tensor) -> list[Tensor]:
+    """Reshape [1, heads, tokens, head_dim] to contiguous [tokens, heads, head_dim], so that gradients are contiguous too."""
+    return [x[0].transpose(0, 1).contiguous() for x in tensors]
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     from biphasic.model.flex import flex
 
-    mask = segments.block_masks[scoring.window]
-    return flex(query, key, value, mask, scoring.scale, scoring.softcap).transpose(1, 2)
+    mask = segments.block_masks[options.window]
+    return flex(query, key, value, mask, options.scale, options.softcap).transpose(1, 2)
 
 
-# The lengths differ in every batch: compiled in, they would mean a compilation for each.
+# Not compiled, because it would be recompiled for every batch: segment lengths differ.
 @torch.compiler.disable
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scoring: Scoring) -> Tensor:
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     if segments.uniform:
         length = segments.lengths[0]
         q, k, v = (x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value))
-        return _dense(q, k, v, scoring).transpose(1, 2).flatten(0, 1)[None]
+        return _dense(q, k, v, options).transpose(1, 2).flatten(0, 1)[None]
     lengths = list(segments.lengths)
-    pieces = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([_dense(q, k, v, scoring) for q, k, v in pieces], dim=2).transpose(1, 2)
+    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
+    return torch.cat([_dense(q, k, v, options) for q, k, v in parts], dim=2).transpose(1, 2)
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-    """Segments of one length, [segments, heads, length, head_dim] each."""
+def _dense(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
+    """Compute attention of segments of equal length; all tensors are [segments, heads, length, head_dim]."""
     length = query.shape[2]
-    if scoring.softcap is None and not 0 < scoring.window < length:
+    if options.softcap is None and not 0 < options.window < length:
         return F.scaled_dot_product_attention(
-            query, key, value, None, scoring.dropout, scoring.causal, scale=scoring.scale
+            query, key, value, None, options.dropout, options.causal, scale=options.scale
         )
-    return masked(query, key, value, visible(length, scoring.causal, scoring.window, query.device), scoring)
+    mask = visibility_mask(length, options.causal, options.window, query.device)
+    return masked_attention(query, key, value, mask, options)
 
 
-def masked(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Dense attention under a mask.
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
+    """Compute dense attention of [batch, heads, length, head_dim], with the options' scale, dropout and softcap.
 
-    Args:
-        query: [batch, heads, length, head_dim].
-        key: the same shape.
-        value: the same shape.
-        mask: bool [length, length], true where a query (first) sees a key.
-        scoring: of these only scale, dropout and softcap are read.
+    `mask` is bool [queries, keys], true where a query attends to a key.
     """
-    if scoring.softcap is None:
-        return F.scaled_dot_product_attention(query, key, value, mask, scoring.dropout, scale=scoring.scale)
-    scores = scoring.softcap * torch.tanh(query @ key.transpose(2, 3) * scoring.scale / scoring.softcap)
+    if options.softcap is None:
+        return F.scaled_dot_product_attention(query, key, value, mask, options.dropout, scale=options.scale)
+    scores = options.softcap * torch.tanh(query @ key.transpose(2, 3) * options.scale / options.softcap)
     weights = scores.masked_fill(~mask, float("-inf")).float().softmax(-1).to(query.dtype)
-    return F.dropout(weights, scoring.dropout) @ value
+    return F.dropout(weights, options.dropout) @ value
 
 
-COMPUTE: dict[str, Callable[..., Any]] = {
-    "varlen": _varlen,
-    "flash2": _flash2,
-    "flex": _flex,
-    "sdpa": _sdpa,
-}
-"""By backend, a function of queries, keys, values ([1, heads or kv_heads, tokens, head_dim]), `Segments` and `Scoring`; it
-returns [1, tokens, heads, head_dim]."""
+BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = dict(zip(BACKENDS, (_varlen, _flash2, _flex, _sdpa), strict=True))
+"""The function of each backend. It takes query, key and value ([1, heads or kv_heads, tokens, head_dim]), `Segments` and
+`AttentionOptions`, and returns [1, tokens, heads, head_dim]."""
 
 
 def register() -> None:
-    """Make `attn_implementation="biphasic"` known to transformers. Registering twice changes nothing."""
+    """Register `attn_implementation="biphasic"` with transformers. Registering twice changes nothing."""
     from transformers.modeling_utils import AttentionInterface
 
-    # transformers builds no mask for a name that it has no mask function for.
-    AttentionInterface.register(NAME, attention)
+    # transformers builds no mask for a name without a registered mask function.
+    AttentionInterface.register(ATTENTION_NAME, attention)

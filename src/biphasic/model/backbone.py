@@ -1,4 +1,4 @@
-"""Building the network that a YAML describes, or taking it from a folder or a checkpoint."""
+"""Build the network that a YAML describes, or load it from a checkpoint, a folder or the hub."""
 
 from __future__ import annotations
 
@@ -9,44 +9,40 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from biphasic.config.checks import architecture_of
-from biphasic.config.errors import UserError
-from biphasic.config.schema import ModelConfig
+from biphasic.config.model import ModelConfig, architecture_of
+from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
-from biphasic.model.fresh import from_hf_config, llama_config
+from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packing_probe import packing_problem
+from biphasic.storage import first_line
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text")
-"""Families for which the suite shows that no token sees what it must not, in either direction."""
-
-
 BIDIRECTIONAL = "bidirectional_"
-"""Before a family's name: the model type of an export that holds a decoder of that family as an encoder, and its code."""
+"""Prefix that exports of decoder families add to the family's model type."""
 BIDIRECTIONAL_CODE = "bidirectional.BidirectionalConfig"
-"""Where such an export's config.json says that its configuration's class is."""
+"""Configuration class in the config.json of an export of a decoder family."""
 
 
-def build(
+def build_language_model(
     config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0, on_meta: bool = False
 ) -> LanguageModel:
-    """The network of a YAML, on the CPU in fp32; the same weights for the same seed.
+    """Build the network that a YAML describes, on the CPU in fp32. New weights depend on the seed alone.
 
     Args:
         config: the YAML's `model:` section.
-        sequence_length: tokens in a training row.
-        seed: decides the initial weights.
-        vocabulary: tokens that must have an embedding (the tokenizer's, its mask token included); a model taken from
-            elsewhere is widened to it.
-        on_meta: only shapes, for a rank that is given its weights by the first one. A model taken from elsewhere is
-            loaded all the same.
+        sequence_length: number of tokens in a training row.
+        seed: random seed for the initial weights.
+        vocabulary: number of tokens that need an embedding, including the mask token. A loaded model's embedding is
+            enlarged to it.
+        on_meta: build a new model on the meta device, for a rank that receives its weights from rank 0. Has no effect on
+            models loaded by `init_from`.
 
     Raises:
-        UserError: the folder or checkpoint can't be used, or the vocabulary is larger than a new model's.
+        UserError: the folder or checkpoint can't be used, or `vocabulary` is larger than a new model's `vocab_size`.
     """
     attention.register()
     if config.init_from is not None:
@@ -62,7 +58,7 @@ def build(
         )
     hf_config = llama_config(
         size,
-        config.max_position_embeddings or sequence_length,
+        sequence_length,
         rms_norm_eps=config.rms_norm_eps,
         rope_theta=config.rope_theta,
         initializer_range=config.initializer_range,
@@ -71,110 +67,127 @@ def build(
 
 
 def load_language_model(path: str, trust_remote_code: bool = False, revision: str | None = None) -> LanguageModel:
-    """The network and its weights, on the CPU in fp32, from whatever `path` is.
+    """Load a backbone with its language-model head, on the CPU in fp32.
 
     Args:
-        path: a Biphasic checkpoint (file, or folder of a sharded one), an exported folder, a Hugging Face decoder's
+        path: a Biphasic checkpoint (a file, or the folder of a sharded one), an exported folder, a Hugging Face decoder's
             folder, or a hub id.
-        trust_remote_code: let a Hugging Face folder run its own Python files.
-        revision: of a hub id.
+        trust_remote_code: allow the model to run its own Python files.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
-        UserError: nothing usable is there.
+        UserError: the model can't be loaded or used.
     """
     if is_checkpoint(path):
         return from_checkpoint(read_checkpoint(path))
-    return _from_pretrained(path, trust_remote_code, revision)
-
-
-def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
-    """The network of a checkpoint, with its weights."""
-    model = from_hf_config(hf_config_of(checkpoint.backbone), seed=0)
-    model.load_state_dict(checkpoint.weights)
-    learn_every_token(model.backbone)
-    return model
-
-
-def learn_every_token(backbone: nn.Module) -> None:
-    """Let the padding token's embedding get a gradient, which transformers leaves out.
-
-    No padding reaches a packed backbone, and where padding and end of text are one token, as in EuroBERT's tokenizer, the
-    end of text has to be learned.
-    """
-    backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
-
-
-def hf_config_of(text: str) -> PretrainedConfig:
-    """The Hugging Face configuration that was written as JSON."""
-    from transformers import AutoConfig
-
-    content: dict[str, Any] = json.loads(text)
-    return AutoConfig.for_model(content.pop("model_type"), **content)
-
-
-def hf_config_at(path: str, revision: str | None = None, trust_remote_code: bool = False) -> tuple[Any, bool]:
-    """The Hugging Face configuration of a folder or hub id, and whether it is an export of another family than EuroBERT's.
-
-    Of such an export it is the family's own: here the family's network looks both ways without the code that lies there.
-
-    Raises:
-        OSError: there is none.
-        ValueError: it is none, of a family that isn't known, or with values that the family can't have.
-    """
-    from huggingface_hub.errors import StrictDataclassError
-    from transformers import AutoConfig, PretrainedConfig
-
-    content, _ = PretrainedConfig.get_config_dict(path, revision=revision)
-    code = str((content.get("auto_map") or {}).get("AutoConfig"))
-    try:
-        # Others may name a model type alike.
-        if not (str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)):
-            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code), False
-        not_kept = ("model_type", "auto_map", "architectures", "mask_token_id")
-        kept = {name: value for name, value in content.items() if name not in not_kept}
-        family = content["model_type"].removeprefix(BIDIRECTIONAL)
-        return AutoConfig.for_model(family, **kept), True
-    except StrictDataclassError as error:  # no ValueError
-        raise ValueError(" ".join(str(error).split())) from None
-
-
-def _from_pretrained(path: str, trust_remote_code: bool, revision: str | None) -> LanguageModel:
-    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     attention.register()
-    options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "revision": revision}
-    try:
-        hf_config, _ = hf_config_at(path, revision, trust_remote_code)
-        head_class = AutoModelForMaskedLM if hf_config.model_type == "eurobert" else AutoModelForCausalLM
-        loaded: Any = head_class.from_pretrained(
-            path,
-            config=hf_config,
-            attn_implementation=attention.NAME,
-            dtype=torch.float32,
-            output_loading_info=True,
-            **options,
-        )
-    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        if isinstance(error, KeyError) and error.args == (attention.NAME,):
-            first = "its family's attention can't be replaced"
-        where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
-        raise UserError(f"model {path}: can't be loaded ({where}: {first})") from None
-    model, info = loaded
-    if info["missing_keys"]:
-        raise UserError(
-            f"model {path}: its files lack {len(info['missing_keys'])} weights, e.g. {info['missing_keys'][0]}"
-        )
-    lm_head, backbone, family = model.get_output_embeddings(), model.get_decoder(), hf_config.model_type
+    hf_config = load_hf_config(path, revision, trust_remote_code)
+    family = hf_config.model_type
+    head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
+    options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
+    model = load_network(head_class, path, hf_config, revision=revision, **options)
+    lm_head, backbone = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise UserError(f"model {path}: {family} has no language-model head without bias, which Biphasic needs")
     if not hasattr(backbone, "layers"):
         raise UserError(f"model {path}: {family} is not a decoder of the kind that Biphasic can continue")
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
-    learn_every_token(backbone)
+    train_padding_embedding(backbone)
     problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
     if problem is not None:
         raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
     return LanguageModel(backbone, lm_head)
+
+
+def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
+    """Build the network of a checkpoint and load its weights."""
+    model = from_hf_config(hf_config_from_json(checkpoint.backbone), seed=0)
+    model.load_state_dict(checkpoint.weights)
+    train_padding_embedding(model.backbone)
+    return model
+
+
+def train_padding_embedding(backbone: nn.Module) -> None:
+    """Let the padding token's embedding receive a gradient, which transformers disables.
+
+    A packed backbone gets no padding. In EuroBERT's tokenizer, padding and end of text are the same token, which must be
+    learned.
+    """
+    backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
+
+
+def hf_config_from_json(text: str) -> PretrainedConfig:
+    """Build a Hugging Face configuration from its JSON."""
+    from transformers import AutoConfig
+
+    content: dict[str, Any] = json.loads(text)
+    return AutoConfig.for_model(content.pop("model_type"), **content)
+
+
+def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
+    """Load the Hugging Face configuration of a folder or hub id. For an export of a decoder family, it is the family's own.
+
+    Raises:
+        UserError: the configuration is missing, its family is unknown, or it has values that are invalid for the family.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
+        raise UserError(f"model {path}: can't be loaded (there is no such checkpoint or folder)")
+    try:
+        content = _config_content(path, revision)
+        if not _is_decoder_export(content):
+            return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
+        not_kept = ("model_type", "auto_map", "architectures", "mask_token_id")
+        kept = {name: value for name, value in content.items() if name not in not_kept}
+        return AutoConfig.for_model(content["model_type"].removeprefix(BIDIRECTIONAL), **kept)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        source = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
+        message = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
+        raise UserError(f"model {path}: can't be loaded ({source}: {message})") from None
+
+
+def is_decoder_export(path: str, revision: str | None = None) -> bool:
+    """Return whether a folder or hub id is an export of a decoder family.
+
+    Packed attention makes such a network bidirectional without running the code in the folder.
+    """
+    return _is_decoder_export(_config_content(path, revision))
+
+
+def _config_content(path: str, revision: str | None) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    return PretrainedConfig.get_config_dict(path, revision=revision)[0]
+
+
+def _is_decoder_export(content: dict[str, Any]) -> bool:
+    # Both are checked, because other models may have a model type with this prefix too.
+    code = str((content.get("auto_map") or {}).get("AutoConfig"))
+    return str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)
+
+
+def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any:
+    """Load a network and its weights, in fp32, with one of transformers' Auto classes.
+
+    Raises:
+        UserError: the network can't be loaded, or its files lack weights (other than a pooler's).
+    """
+    from safetensors import SafetensorError
+
+    try:
+        network, info = auto_class.from_pretrained(
+            path, config=config, dtype=torch.float32, output_loading_info=True, **options
+        )
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        unknown = isinstance(error, KeyError) and error.args == (attention.ATTENTION_NAME,)
+        message = "its family's attention can't be replaced" if unknown else first_line(error)
+        raise UserError(f"model {path}: can't be loaded ({message})") from None
+    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    if missing:
+        raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
+    return network

@@ -1,4 +1,4 @@
-"""Reading a Composer checkpoint of ours without a Trainer: its weights and what the run recorded of itself."""
+"""Read the weights and the run record of a checkpoint without a Trainer, and without running code from its pickles."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from biphasic.config.errors import UserError
+from biphasic.errors import UserError
+from biphasic.storage import first_line
 
-RECORD = "RunRecord"
-"""The callback that puts the run's own record into every checkpoint."""
+RECORD_CALLBACK = "RunRecord"
+"""Name of the callback that stores the run record in every checkpoint."""
 _PREFIX = "model."
-_SHARDED = "state.model."
-"""Of weights in a sharded checkpoint."""
+_SHARDED_PREFIX = "state.model."
+"""Prefix of the weights in a sharded checkpoint."""
 _PLAIN = {
     "numpy.dtype",
     "numpy.ndarray",
@@ -30,15 +31,16 @@ _PLAIN = {
     "datetime.timedelta",
     "torch.torch_version.TorchVersion",
 }
-"""What Composer's checkpoints hold beside tensors: random states, wall-clock times, a version."""
+"""Types in Composer's checkpoints besides tensors, for RNG states, wall-clock times and a version."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds that outlives the run.
+    """The parts of a checkpoint that are used after the run.
 
-    `weights` are named as in `LanguageModel`; `backbone` is a Hugging Face configuration as JSON; `record` is what
-    `biphasic.training.record.RunRecord` wrote: the run's configuration, position, losses and command.
+    Attributes:
+        weights: weights by name, as in `LanguageModel`.
+        record: the run's configuration, progress, losses and command, as stored by `biphasic.training.record.RunRecord`.
     """
 
     weights: dict[str, Tensor]
@@ -46,12 +48,12 @@ class Checkpoint:
 
     @property
     def backbone(self) -> str:
-        """The backbone's Hugging Face configuration, JSON."""
+        """The backbone's Hugging Face configuration, as JSON."""
         return str(self.record["backbone"])
 
 
 def is_checkpoint(path: str) -> bool:
-    """Whether `path` looks like a checkpoint, and not like a folder of model files: a file, or a folder with DCP's index."""
+    """Return whether `path` is a file or a sharded checkpoint's folder, rather than a folder of model files."""
     return Path(path).is_file() or (Path(path) / ".metadata").is_file()
 
 
@@ -59,113 +61,108 @@ def read_checkpoint(path: str) -> Checkpoint:
     """Read a checkpoint's weights, on the CPU, and its record.
 
     Args:
-        path: the file of a monolithic checkpoint, or the folder of a sharded one.
+        path: file of a monolithic checkpoint, or folder of a sharded one.
 
     Raises:
-        UserError: there is no checkpoint, it is incomplete, or it was not written by Biphasic.
+        UserError: the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
     """
-    state = _checked(path, {"state.model", "state.callbacks"})
-    with _faults_of(path):
-        record = _record_in(state)
-        weights = {name.removeprefix(_PREFIX): weight for name, weight in state["model"].items()}
-    return Checkpoint(weights, record)
+    state = _read_state(path, {"state.model", "state.callbacks"})
+    with _reported_errors(path):
+        return Checkpoint(_without_prefix(state["model"]), _record_in(state))
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """What the run recorded of itself, without the weights. Errors as for `read_checkpoint`."""
-    state = _checked(path, {"state.callbacks"})
-    with _faults_of(path):
+    """Read a checkpoint's record without the weights. Raises the same errors as `read_checkpoint`."""
+    state = _read_state(path, {"state.callbacks"})
+    with _reported_errors(path):
         return _record_in(state)
 
 
 def weight_shapes(path: str) -> dict[str, Tensor]:
-    """A checkpoint's weights by name, on the meta device: shapes and dtypes, of which no byte is read.
+    """Return a checkpoint's weights by name as meta tensors, which have shapes and dtypes but no data.
 
-    Errors as for `read_checkpoint`.
+    Raises the same errors as `read_checkpoint`.
     """
     if not Path(path).is_dir():
-        return {name: _on_meta(weight.shape, weight.dtype) for name, weight in _weights_of_file(path).items()}
+        return {name: torch.empty_like(weight, device="meta") for name, weight in _file_weights(path).items()}
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     _require_checkpoint(path)
-    prefix = f"{_SHARDED}{_PREFIX}"
-    with _faults_of(path):
-        known = _index_of(Path(path)).state_dict_metadata
-        found = {
-            name.removeprefix(prefix): _on_meta(about.size, about.properties.dtype)
-            for name, about in known.items()
-            if name.startswith(prefix) and isinstance(about, TensorStorageMetadata)
+    with _reported_errors(path):
+        prefix = f"{_SHARDED_PREFIX}{_PREFIX}"
+        shapes = {
+            name.removeprefix(prefix): torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in _read_index(Path(path)).state_dict_metadata.items()
+            if name.startswith(prefix) and isinstance(entry, TensorStorageMetadata)
         }
-        if not found:
+        if not shapes:
             raise KeyError("model")
-    return found
+    return shapes
 
 
 def read_weights(path: str, names: Iterable[str]) -> dict[str, Tensor]:
-    """Some of a checkpoint's weights, on the CPU: of a file, views into it as it is mapped; of a folder, read now.
+    """Read some of a checkpoint's weights, on the CPU.
 
-    The file is mapped anew each time, so that what was read before goes when nobody holds it.
+    Each call memory-maps a file anew, so its memory is freed together with the returned weights.
 
     Args:
-        path: a checkpoint that `weight_shapes` has seen.
-        names: of its weights.
+        path: a checkpoint that `weight_shapes` has accepted.
+        names: names of the weights to read.
 
     Raises:
-        UserError: it is damaged or incomplete.
+        UserError: the checkpoint is damaged or incomplete.
     """
     if not Path(path).is_dir():
-        found = _weights_of_file(path)
-        return {name: found[name] for name in names}
-    with _faults_of(path):
-        state = _read_sharded(Path(path), {f"{_SHARDED}{_PREFIX}{name}" for name in names})["model"]
+        weights = _file_weights(path)
+        return {name: weights[name] for name in names}
+    with _reported_errors(path):
+        state = _read_sharded(Path(path), {f"{_SHARDED_PREFIX}{_PREFIX}{name}" for name in names})["model"]
         return {name: state[f"{_PREFIX}{name}"] for name in names}
 
 
 def _record_in(state: dict[str, Any]) -> dict[str, Any]:
-    # PyTorch's sharded format leaves out dictionaries that are empty.
-    return {"data": {}, "losses": {}, "versions": {}} | dict(state["callbacks"])[RECORD]
+    # PyTorch's sharded format leaves out empty dictionaries.
+    return {"data": {}, "losses": {}, "versions": {}} | dict(state["callbacks"])[RECORD_CALLBACK]
 
 
-def _checked(path: str, keys: set[str]) -> dict[str, Any]:
-    """The state's parts `keys` (dotted names; a file gives all)."""
+def _without_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(_PREFIX): weight for name, weight in weights.items()}
+
+
+def _read_state(path: str, keys: set[str]) -> dict[str, Any]:
+    """Read the parts of a sharded checkpoint's state with these keys (dotted names), or all of a monolithic one's state."""
     _require_checkpoint(path)
-    with _faults_of(path):
+    with _reported_errors(path):
         return _read_sharded(Path(path), keys) if Path(path).is_dir() else _read_file(Path(path))
 
 
 def _require_checkpoint(path: str) -> None:
     if not is_checkpoint(path):
         raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
-    require_plain(path)
+    require_safe_checkpoint(path)
 
 
 @contextmanager
-def _faults_of(path: str) -> Iterator[None]:
-    """What goes wrong within, as the line that says it."""
+def _reported_errors(path: str) -> Iterator[None]:
+    """Convert errors in reading a checkpoint to a one-line UserError."""
     try:
         yield
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        text = str(error).strip() or type(error).__name__
-        raise UserError(f"checkpoint {path}: is damaged or incomplete ({text.splitlines()[0]})") from None
+        raise UserError(f"checkpoint {path}: is damaged or incomplete ({first_line(error)})") from None
     except KeyError as error:
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it has no {error})") from None
     except (TypeError, IndexError, AttributeError):
-        raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it is no dictionary)") from None
+        raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it is not a dictionary)") from None
 
 
-def _weights_of_file(path: str) -> dict[str, Tensor]:
-    state = _checked(path, set())
-    with _faults_of(path):
-        return {name.removeprefix(_PREFIX): weight for name, weight in state["model"].items()}
-
-
-def _on_meta(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+def _file_weights(path: str) -> dict[str, Tensor]:
+    state = _read_state(path, set())
+    with _reported_errors(path):
+        return _without_prefix(state["model"])
 
 
 def _read_file(path: Path) -> dict[str, Any]:
-    if not is_zipfile(path):
-        raise OSError("it is not what torch.save writes, or was cut off")
+    _require_zip(path)
     with torch.serialization.safe_globals(_plain_objects()):
         return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
 
@@ -177,94 +174,98 @@ def _read_sharded(path: Path, keys: set[str]) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    # What torch's own dcp_to_torch_save does, less what isn't asked for: an optimizer's moments are twice the weights.
+    # Like torch's dcp_to_torch_save, but for the given keys only: the optimizer state is twice as large as the weights.
     planner = _EmptyStateDictLoadPlanner(keys=keys)
     try:
         _load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
-    except CheckpointException as error:  # not an Exception: nobody above would catch it
+    except CheckpointException as error:  # a BaseException, which callers would not catch
         cause, _ = next(iter(error.failures.values()))
         raise OSError(str(cause)) from None
     return state["state"]
 
 
-def require_plain(path: str) -> None:
-    """See that a checkpoint holds tensors and plain values only, without loading it: a pickle can run any code.
+def require_safe_checkpoint(path: str) -> None:
+    """Check that a checkpoint contains only tensors and plain values, without loading it: a pickle can run any code.
 
-    Composer loads whatever is there, and PyTorch's sharded format unpickles its index and its small values, so this comes
-    before either.
+    Call this before Composer loads a checkpoint, because Composer allows any pickle, and before PyTorch reads a sharded one,
+    whose index and small values are pickles.
 
     Raises:
-        UserError: it names something else, or can't be read.
+        UserError: the checkpoint contains other objects, or can't be read.
     """
-    place = Path(path)
+    local = Path(path)
     try:
-        found = _globals_of_shards(place) if place.is_dir() else _globals_of(place)
+        names = _sharded_globals(local) if local.is_dir() else _globals_in(local)
     except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        text = str(error).strip() or type(error).__name__
-        raise UserError(f"checkpoint {path}: is damaged or incomplete ({text.splitlines()[0]})") from None
-    if found:
-        raise UserError(f"checkpoint {path}: would run {', '.join(sorted(found))} when it is loaded; it isn't, and was not "
-                        "written by a Biphasic run")  # fmt: skip
+        raise UserError(f"checkpoint {path}: is damaged or incomplete ({first_line(error)})") from None
+    if names:
+        raise UserError(
+            f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
+        )
 
 
-def _globals_of(file: Path | io.BytesIO) -> set[str]:
-    """What a file of torch.save's names beside tensors and what Composer's own checkpoints hold."""
+def _require_zip(file: Path | io.BytesIO) -> None:
     if not is_zipfile(file):
         raise OSError("it is not what torch.save writes, or was cut off")
+
+
+def _globals_in(file: Path | io.BytesIO) -> set[str]:
+    """Return the names of objects in a torch.save file other than tensors and the types in `_PLAIN`."""
+    _require_zip(file)
     if isinstance(file, io.BytesIO):
         file.seek(0)
     return set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _PLAIN
 
 
-class _Index(pickle.Unpickler):
-    """Reads a sharded checkpoint's `.metadata`, which is made of PyTorch's own descriptions."""
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickler for a sharded checkpoint's `.metadata` that allows only PyTorch classes that describe the contents."""
 
     def find_class(self, module: str, name: str) -> Any:
         known = module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard."))
         known |= module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
         known |= (module, name) in (("collections", "OrderedDict"), ("torch.serialization", "_get_layout"))
         known |= (module, name) == ("torch.torch_version", "TorchVersion")
-        # A description is a class; a function could be anything.
-        if not known or (module.startswith("torch.distributed.") and not _is_description(module, name)):
-            raise _Named(f"{module}.{name}")
+        # Only classes are allowed, because a function could do anything.
+        if not known or (module.startswith("torch.distributed.") and not _is_class(module, name)):
+            raise _UnsafeGlobalError(f"{module}.{name}")
         return super().find_class(module, name)
 
 
-class _Named(Exception):
+class _UnsafeGlobalError(Exception):
     pass
 
 
-def _is_description(module: str, name: str) -> bool:
-    found: Any = importlib.import_module(module)
+def _is_class(module: str, name: str) -> bool:
+    value: Any = importlib.import_module(module)
     for part in name.split("."):
-        found = getattr(found, part, None)
-    return isinstance(found, type)
+        value = getattr(value, part, None)
+    return isinstance(value, type)
 
 
-def _index_of(folder: Path) -> Any:
+def _read_index(folder: Path) -> Any:
     with (folder / ".metadata").open("rb") as file:
-        return _Index(file).load()
+        return _IndexUnpickler(file).load()
 
 
-def _globals_of_shards(folder: Path) -> set[str]:
+def _sharded_globals(folder: Path) -> set[str]:
+    """Return the unsafe names in a sharded checkpoint's index and small values."""
     from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
     try:
-        index = _index_of(folder)
-    except _Named as named:
-        return {str(named)}
-    found: set[str] = set()
-    small = {name for name, known in index.state_dict_metadata.items() if isinstance(known, BytesStorageMetadata)}
-    for at, lies in index.storage_data.items():
-        if at.fqn in small:
-            with (folder / lies.relative_path).open("rb") as file:
-                file.seek(lies.offset)
-                found |= _globals_of(io.BytesIO(file.read(lies.length)))
-    return found
+        index = _read_index(folder)
+    except _UnsafeGlobalError as error:
+        return {str(error)}
+    names: set[str] = set()
+    for key, location in index.storage_data.items():
+        if isinstance(index.state_dict_metadata.get(key.fqn), BytesStorageMetadata):
+            with (folder / location.relative_path).open("rb") as file:
+                file.seek(location.offset)
+                names |= _globals_in(io.BytesIO(file.read(location.length)))
+    return names
 
 
 def _plain_objects() -> list[Any]:
-    parts = [one.rpartition(".") for one in sorted(_PLAIN)]
-    named = [getattr(importlib.import_module(module), name) for module, _, name in parts]
-    # PyTorch asks for the class of an array's dtype, too, which the pickle doesn't name.
-    return [*named, type(np.dtype(np.uint32))]
+    parts = [name.rpartition(".") for name in sorted(_PLAIN)]
+    objects = [getattr(importlib.import_module(module), name) for module, _, name in parts]
+    # PyTorch also checks the class of an array's dtype, although the pickle doesn't name it.
+    return [*objects, type(np.dtype(np.uint32))]

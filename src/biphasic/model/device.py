@@ -1,11 +1,11 @@
-"""What a device can do at most, by its data sheet."""
+"""Look up the peak FLOP/s of GPUs, for computing model FLOPs utilization (MFU)."""
 
 from __future__ import annotations
 
 import torch
 
-# Dense (not sparse) matrix products with fp32 sums, in TFLOP/s: bf16, and fp32 without tensor cores, which is what PyTorch
-# uses unless told otherwise. The vendors' data sheets; of AMD's MI250X, half: a device is one of its two dies.
+# TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16 and in fp32 without tensor cores, which is
+# PyTorch's default. Source: the vendors' data sheets. For AMD's MI250X it is half, because a device is one of its two dies.
 _PEAKS = (
     ("H200", 989.4, 66.9),
     ("H100 PCIe", 756.0, 51.2),
@@ -31,12 +31,12 @@ _PEAKS = (
 )
 
 
-def dense_peak(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU; None of one that isn't known.
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Return the peak FLOP/s of a GPU; None for an unknown one.
 
     Args:
-        name: as `torch.cuda.get_device_name` gives it.
-        dtype: of the operands.
+        name: device name from `torch.cuda.get_device_name`.
+        dtype: dtype of the operands.
     """
     for known, half, single in _PEAKS:
         if known.lower() in name.lower():

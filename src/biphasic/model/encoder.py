@@ -1,268 +1,231 @@
-"""An encoder as fine-tuning and evaluation use it: tokens in, hidden states out, whatever it was loaded from."""
+"""Load encoders for fine-tuning and evaluation, and compute their hidden states and embeddings."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
 
 import torch
 import yaml
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from biphasic.config.errors import UserError
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.errors import UserError
+from biphasic.grouping import groups_up_to
 from biphasic.model import attention
-from biphasic.model.backbone import from_checkpoint, hf_config_at, learn_every_token, load_language_model
+from biphasic.model.backbone import (
+    from_checkpoint,
+    is_decoder_export,
+    load_hf_config,
+    load_language_model,
+    load_network,
+    train_padding_embedding,
+)
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
-from biphasic.model.packed import encode
-from biphasic.model.padded import encode_in_groups, looks_both_ways
-from biphasic.model.pooling import Pooling, Sentences, read_sentences
+from biphasic.model.forward import is_bidirectional, packed_forward, padded_forward
+from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 
-_PORTION = 5000
-"""Texts that are tokenized at a time."""
-TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
-"""Tokens in a forward pass of `Encoder.embed`, by the kind of device: on CPUs what a layer makes should fit their caches."""
+_TEXTS_AT_ONCE = 5000
+"""Number of texts that are tokenized in one call."""
+_TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
+"""Number of tokens in a forward pass of `Encoder.embed`, by device type. On CPUs, hidden states should fit the caches."""
 
 
 @dataclass(frozen=True)
-class Reader:
-    """How an encoder's texts become tokens.
+class TextTokenizer:
+    """Converts texts to token ids for an encoder, with its special tokens.
 
-    `prefix` and `suffix` are what its own tokenizer puts around a text, such as BERT's [CLS] and [SEP]; nothing for what
-    Biphasic has trained.
+    Attributes:
+        tokenizer: splits a text into tokens.
+        max_length: maximum number of tokens of the encoder, including special tokens.
+        settings: the model's sentence-transformers settings.
+        prefix: special tokens before a text, such as BERT's [CLS]; none for models trained by Biphasic.
+        suffix: special tokens after a text, such as BERT's [SEP].
     """
 
     tokenizer: Tokenizer
-    longest: int
-    """Tokens that it takes, special ones included."""
-    sentences: Sentences = field(default_factory=Sentences)
-    """What its files say of prompts and pooling."""
+    max_length: int
+    settings: SentenceSettings = field(default_factory=SentenceSettings)
     prefix: tuple[int, ...] = ()
     suffix: tuple[int, ...] = ()
 
     @property
-    def nothing(self) -> int:
-        """What stands for a text without tokens: the end of text."""
+    def empty_text_token(self) -> int:
+        """Token that represents an empty text: end of text."""
         return self.tokenizer.pad_id if self.tokenizer.eos_id is None else self.tokenizer.eos_id
 
-    def around(self, ids: Sequence[int], longest: int) -> list[int]:
-        """A text's tokens, cut so that the whole has at most `longest`, within prefix and suffix; never empty."""
-        room = longest - len(self.prefix) - len(self.suffix)
-        whole = [*self.prefix, *ids[: max(room, 0)], *self.suffix]
-        return whole[:longest] or [self.nothing]
+    def with_special_tokens(self, ids: Sequence[int], max_length: int) -> list[int]:
+        """Add prefix and suffix to a text, truncated so that the result has 1 to `max_length` tokens."""
+        room = max_length - len(self.prefix) - len(self.suffix)
+        tokens = [*self.prefix, *ids[: max(room, 0)], *self.suffix]
+        return tokens[:max_length] or [self.empty_text_token]
 
-    def read(self, texts: Sequence[str], longest: int, title: str = "") -> Iterator[list[int]]:
-        """Token ids of each text, one by one; with a `title`, a bar where it takes long."""
+    def tokenize(self, texts: Sequence[str], max_length: int, title: str = "") -> Iterator[list[int]]:
+        """Yield the token ids of each text. With a `title`, a progress bar is shown if it takes more than five seconds."""
         for portion in _portions(texts, title):
-            if self.sentences.lowercase:
+            if self.settings.lowercase:
                 portion = [text.lower() for text in portion]
             for ids in self.tokenizer.encode(portion):
-                yield self.around(ids, longest)
+                yield self.with_special_tokens(ids, max_length)
 
-    def read_with_offsets(
+    def tokenize_with_offsets(
         self, texts: Sequence[str], title: str = ""
     ) -> Iterator[tuple[list[int], list[tuple[int, int]]]]:
-        """Token ids of each text, nothing around them and nothing cut, and the characters that each stands for."""
+        """Yield each text's token ids, without special tokens or truncation, and their character spans (start, end)."""
         for portion in _portions(texts, title):
             yield from self.tokenizer.encode_with_offsets(portion)
 
 
 @dataclass
 class Encoder:
-    """A network and its way of reading; `max_length` counts tokens, the prompt's included."""
+    """A bidirectional network and its tokenizer.
+
+    Attributes:
+        backbone: the network.
+        text_tokenizer: converts texts to token ids.
+        max_length: number of tokens to truncate texts to, including the prompt. Default: the text tokenizer's `max_length`.
+    """
 
     backbone: nn.Module
-    reader: Reader
+    text_tokenizer: TextTokenizer
     max_length: int = 0
 
     def __post_init__(self) -> None:
-        self.max_length = self.max_length or self.reader.longest
+        self.max_length = self.max_length or self.text_tokenizer.max_length
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The reader's."""
-        return self.reader.tokenizer
+        """Tokenizer that splits a text into tokens."""
+        return self.text_tokenizer.tokenizer
 
     @property
     def width(self) -> int:
-        """Of hidden states."""
+        """Dimension of the hidden states."""
         return self.backbone.config.hidden_size  # pyright: ignore
 
     @property
-    def packs(self) -> bool:
-        """Whether texts go through it without any padding."""
-        return self.backbone.config._attn_implementation == attention.NAME  # pyright: ignore
-
-    def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Token ids of each text behind the prompt, cut to `max_length`; an empty text is one end-of-text token."""
-        return list(self.reader.read([prompt + text for text in texts], self.max_length))
-
-    def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
-        """Hidden states of a flat run of tokens, each segment seen from both sides: int64 [tokens] to [tokens, width]."""
-        if self.packs:
-            return encode(self.backbone, tokens, segments, causal=False)
-        return encode_in_groups(self.backbone, tokens, segments, self.tokenizer.pad_id)
+    def is_packed(self) -> bool:
+        """Whether the network takes packed segments, without padding."""
+        return self.backbone.config._attn_implementation == attention.ATTENTION_NAME  # pyright: ignore
 
     @property
     def prompts(self) -> dict[str, str]:
-        """What goes before texts, by role (`query`, `document`) or task."""
-        return self.reader.sentences.prompts
+        """Prompts to put before texts, by role (`query`, `document`) or task."""
+        return self.text_tokenizer.settings.prompts
 
     @property
     def pooling(self) -> Pooling:
-        """As its files say, or else the mean, which is what Biphasic trains."""
-        return self.reader.sentences.pooling or Pooling()
+        """Pooling from the model's files. Default: the mean, as in Biphasic's fine-tuning."""
+        return self.text_tokenizer.settings.pooling or Pooling()
 
-    def choose_pooling(self, pooling: Pooling) -> None:
-        """Say how to pool, for a model whose files don't."""
-        self.reader = replace(self.reader, sentences=replace(self.reader.sentences, pooling=pooling))
+    def set_pooling(self, pooling: Pooling) -> None:
+        """Set the pooling, for a model whose files specify none."""
+        settings = replace(self.text_tokenizer.settings, pooling=pooling)
+        self.text_tokenizer = replace(self.text_tokenizer, settings=settings)
+
+    def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
+        """Return the token ids of prompt and text, truncated to `max_length`. An empty text is one end-of-text token."""
+        return list(self.text_tokenizer.tokenize([prompt + text for text in texts], self.max_length))
+
+    def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
+        """Compute bidirectional hidden states of concatenated texts, from int64 [tokens] to [tokens, dimension]."""
+        if self.is_packed:
+            return packed_forward(self.backbone, tokens, segments, causal=False)
+        return padded_forward(self.backbone, tokens, segments, self.tokenizer.pad_id)
 
     @torch.inference_mode()
-    def embed(
-        self,
-        texts: Sequence[Sequence[int]],
-        progress: Callable[[int], object] | None = None,
-        tokens_at_once: int | None = None,
-    ) -> Tensor:
-        """Pooled embeddings of token lists, fp32 [texts, width] on the CPU.
-
-        Texts of like length share a forward pass.
+    def embed(self, texts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None) -> Tensor:
+        """Compute pooled embeddings, fp32 [texts, dimension] on the CPU. Texts of similar length share a forward pass.
 
         Args:
-            texts: token ids, none empty.
-            progress: is told how many more texts are done.
-            tokens_at_once: in a forward pass, about; default: by the device.
+            texts: token ids of each text; none may be empty.
+            progress: called after each forward pass with its number of texts.
         """
         device = next(self.backbone.parameters()).device
-        at_once = tokens_at_once or TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cpu"])
+        at_once = _TOKENS_AT_ONCE.get(device.type, _TOKENS_AT_ONCE["cpu"])
         embeddings = torch.empty((len(texts), self.width))
-        for chosen in passes([len(text) for text in texts], at_once):
-            segments = Segments.of([len(texts[index]) for index in chosen], device)
-            tokens = torch.tensor([token for index in chosen for token in texts[index]], dtype=torch.int64)
+        for batch in length_batches([len(text) for text in texts], at_once):
+            segments = Segments.of([len(texts[index]) for index in batch], device)
+            tokens = torch.tensor([token for index in batch for token in texts[index]], dtype=torch.int64)
             hidden = self.hidden(tokens.to(device, non_blocking=True), segments)
-            embeddings[chosen] = self.pooling(hidden, segments).cpu()
+            embeddings[batch] = self.pooling(hidden, segments).cpu()
             if progress is not None:
-                progress(len(chosen))
+                progress(len(batch))
         return embeddings
 
 
 def _portions(texts: Sequence[str], title: str) -> Iterator[list[str]]:
     with tqdm(total=len(texts), desc=title, unit="text", delay=5, leave=False, disable=None if title else True) as bar:
-        for at in range(0, len(texts), _PORTION):
-            portion = list(texts[at : at + _PORTION])
+        for portion in groups_up_to(_TEXTS_AT_ONCE, texts):
             yield portion
             bar.update(len(portion))
 
 
-def passes(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
-    """Texts by index, the shortest first, in forward passes of at most `tokens` tokens (a longer text has its own)."""
-    chosen: list[int] = []
-    held = 0
-    for index in sorted(range(len(lengths)), key=lambda index: lengths[index]):
-        if chosen and held + lengths[index] > tokens:
-            yield chosen
-            chosen, held = [], 0
-        chosen.append(index)
-        held += lengths[index]
-    if chosen:
-        yield chosen
+def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
+    """Yield batches of text indices, shortest first, of at most `tokens` tokens. A longer text has its own batch."""
+    shortest_first = sorted(range(len(lengths)), key=lambda index: lengths[index])
+    return groups_up_to(tokens, shortest_first, lambda index: lengths[index])
 
 
-def load_reader(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Reader:
-    """An encoder's tokenizer and settings, without its weights. Arguments and errors as for `load_encoder`."""
+def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
+    """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are those of `load_encoder`."""
     if is_checkpoint(path):
-        return _reader_of(read_checkpoint(path))
-    longest: int = hf_config(path, revision, trust_remote_code).max_position_embeddings
+        return _text_tokenizer_of(read_checkpoint(path))
+    positions: int = load_hf_config(path, revision, trust_remote_code).max_position_embeddings
     tokenizer = load_tokenizer(path, revision)
-    sentences = read_sentences(path, revision)
-    # Some count reserved positions too (RoBERTa); their tokenizer knows better.
-    longest = min(longest, int(tokenizer.settings.get("model_max_length") or longest))
-    prefix, suffix = tokenizer.around()
-    return Reader(tokenizer, sentences.longest or longest, sentences, prefix, suffix)
+    settings = read_sentence_settings(path, revision)
+    # The configuration may include reserved positions (RoBERTa); the tokenizer's limit doesn't.
+    limit = min(positions, int(tokenizer.settings.get("model_max_length") or positions))
+    return TextTokenizer(tokenizer, settings.max_length or limit, settings, *tokenizer.prefix_and_suffix())
 
 
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
-    """An encoder in fp32, on the CPU, that looks both ways.
+    """Load a bidirectional encoder, on the CPU in fp32.
 
     Args:
-        path: an exported folder, a Biphasic checkpoint, a Hugging Face folder (a decoder is taken as an encoder, an encoder
-            as it is) or a hub id.
-        trust_remote_code: let it run its own Python files.
-        revision: of a hub id.
+        path: an exported folder, a Biphasic checkpoint, a Hugging Face folder (of an encoder, or of a decoder, which is made
+            bidirectional) or a hub id.
+        trust_remote_code: allow the model to run its own Python files.
+        revision: branch, tag or commit of a hub id.
 
     Raises:
-        UserError: nothing usable is there, or what is there looks back only.
+        UserError: the model can't be loaded or used, or its own code is causal.
     """
     if is_checkpoint(path):
         checkpoint = read_checkpoint(path)
-        return Encoder(from_checkpoint(checkpoint).backbone, _reader_of(checkpoint))
-    config, exported = _hf_config(path, revision, trust_remote_code)
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING
+        return Encoder(from_checkpoint(checkpoint).backbone, _text_tokenizer_of(checkpoint))
+    config = load_hf_config(path, revision, trust_remote_code)
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
     attention.register()
-    if exported or (config.model_type == "eurobert" and not own_code):
-        backbone = _from_pretrained(path, revision, config, attn_implementation=attention.NAME)
-        learn_every_token(backbone)
+    if is_decoder_export(path, revision) or (config.model_type == "eurobert" and not own_code):
+        options = {"revision": revision, "attn_implementation": attention.ATTENTION_NAME}
+        backbone = load_network(AutoModel, path, config, **options)
+        train_padding_embedding(backbone)
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
-        backbone = _from_pretrained(path, revision, config, trust_remote_code=trust_remote_code)
-        if not looks_both_ways(backbone.eval(), config.vocab_size):
-            raise UserError(f"model {path}: its own code looks back only: an encoder has to look both ways")
+        backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
+        if not is_bidirectional(backbone.eval(), config.vocab_size):
+            raise UserError(f"model {path}: its own code is causal: an encoder has to be bidirectional")
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
-    reader = load_reader(path, revision, trust_remote_code)
-    rows: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
-    used = reader.tokenizer.vocab_size - (reader.tokenizer.mask_id == reader.tokenizer.vocab_size - 1)
-    if used > rows:
-        raise UserError(
-            f"model {path}: its tokenizer has {used:,} tokens, its embedding {rows:,}: they don't belong together"
-        )
-    return Encoder(backbone, reader)
-
-
-def _reader_of(checkpoint: Checkpoint) -> Reader:
-    config = yaml.safe_load(checkpoint.record["config"])
-    return Reader(load_tokenizer(config["tokenizer"]), config["data"]["sequence_length"])
-
-
-def hf_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """A Hugging Face folder's or hub id's configuration.
-
-    Raises:
-        UserError: there is none.
-    """
-    return _hf_config(path, revision, trust_remote_code)[0]
-
-
-def _hf_config(path: str, revision: str | None, trust_remote_code: bool) -> tuple[Any, bool]:
-    """And whether it is an export of another family, see `hf_config_at`."""
-    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"model {path}: can't be loaded (there is no such checkpoint or folder)")
-    try:
-        return hf_config_at(path, revision, trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
-        where = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
-        raise UserError(f"model {path}: can't be loaded ({where}: {str(error).strip().splitlines()[0]})") from None
-
-
-def _from_pretrained(path: str, revision: str | None, config: Any, **options: Any) -> nn.Module:
-    from safetensors import SafetensorError
-    from transformers import AutoModel
-
-    try:
-        backbone, info = AutoModel.from_pretrained(
-            path, config=config, revision=revision, dtype=torch.float32, output_loading_info=True, **options
-        )
-    except (OSError, ValueError, RuntimeError, SafetensorError, KeyError, ImportError) as error:
-        raise UserError(f"model {path}: can't be loaded ({str(error).strip().splitlines()[0]})") from None
-    # A pooler belongs to a task of its family's own; without gradients it would be in the way of several ranks.
+    # A pooler is removed, because it gets no gradients here, for which several ranks would wait.
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
-        backbone.pooler = None
-    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
-    if missing:
-        raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
-    return backbone
+        backbone.pooler = None  # pyright: ignore[reportArgumentType]
+    text_tokenizer = load_text_tokenizer(path, revision, trust_remote_code)
+    tokenizer = text_tokenizer.tokenizer
+    embeddings: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    # The last token may be a mask token that was added to a tokenizer without one; it needs no embedding.
+    tokens = tokenizer.vocab_size - (tokenizer.mask_id == tokenizer.vocab_size - 1)
+    if tokens > embeddings:
+        raise UserError(
+            f"model {path}: its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}: they don't belong together"
+        )
+    return Encoder(backbone, text_tokenizer)
+
+
+def _text_tokenizer_of(checkpoint: Checkpoint) -> TextTokenizer:
+    config = yaml.safe_load(checkpoint.record["config"])
+    return TextTokenizer(load_tokenizer(config["tokenizer"]), config["data"]["sequence_length"])

@@ -1,7 +1,7 @@
-"""Attention within segments by PyTorch's FlexAttention: which blocks of tokens see each other, and how within a block.
+"""Compute attention within segments by PyTorch's FlexAttention, with block masks that are cheap to build.
 
-`create_block_mask` would look at every pair of tokens. Segments follow one another, so what two blocks have in common
-shows in their first and last tokens, and the mask of 32,768 tokens comes from 256 x 256 comparisons.
+`create_block_mask` would compare every pair of tokens. Segments are contiguous, so the first and last tokens of two blocks
+show whether the blocks share a segment: the mask of 32,768 tokens takes 256 x 256 comparisons.
 """
 
 from __future__ import annotations
@@ -20,60 +20,61 @@ BLOCK = 128
 
 
 def block_mask(segments: Segments, causal: bool, window: int) -> BlockMask:
-    """Who sees whom.
+    """Build the block mask for attention within segments.
 
     Args:
-        segments: of the tokens.
-        causal: whether a token sees only what is before it.
-        window: tokens this far apart, or further, don't see each other; 0: no limit.
+        segments: segments of the tokens.
+        causal: whether a token attends only to itself and to tokens before it.
+        window: a token attends only to tokens closer than this; 0: no limit.
     """
-    owner, tokens = segments.owner, segments.owner.shape[0]
-    first, last = owner[::BLOCK], torch.cat([owner[BLOCK - 1 : -1 : BLOCK], owner[-1:]])
-    row, column = (torch.arange(len(first), device=owner.device)[at] for at in ((..., None), (None, ...)))
-    common = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
-    one = first == last
-    # Each token of the one sees each of the other. A last block that isn't full needs its mask.
-    whole = common & one[:, None] & one[None, :]
+    segment, tokens = segments.segment_index, segments.segment_index.shape[0]
+    first, last = segment[::BLOCK], torch.cat([segment[BLOCK - 1 : -1 : BLOCK], segment[-1:]])
+    blocks = torch.arange(len(first), device=segment.device)
+    row, column = blocks[:, None], blocks[None, :]
+    some = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
+    single = first == last
+    # Blocks in which every token attends to every token. An incomplete last block needs the mask function.
+    full = some & single[:, None] & single[None, :]
     if tokens % BLOCK:
-        whole[-1] = False
-        whole[:, -1] = False
+        full[-1] = False
+        full[:, -1] = False
     if causal:
-        common &= row >= column
-        whole &= row > column
+        some &= row >= column
+        full &= row > column
     if window:
-        apart = (row - column).abs()
-        common &= (apart - 1) * BLOCK + 1 < window
-        whole &= (apart + 1) * BLOCK - 1 < window
+        distance = (row - column).abs()
+        some &= (distance - 1) * BLOCK + 1 < window
+        full &= (distance + 1) * BLOCK - 1 < window
     return BlockMask.from_kv_blocks(
-        *_ordered(common & ~whole), *_ordered(whole), BLOCK, _rule(owner, causal, window), (tokens, tokens)
+        *_ordered(some & ~full), *_ordered(full), BLOCK, _mask_function(segment, causal, window), (tokens, tokens)
     )
 
 
-def _rule(owner: Tensor, causal: bool, window: int) -> Callable[..., Tensor]:
-    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        found = owner[query] == owner[key]
+def _mask_function(segment: Tensor, causal: bool, window: int) -> Callable[..., Tensor]:
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = segment[query] == segment[key]
         if causal:
-            found = found & (query >= key)
+            visible = visible & (query >= key)
         if window:
-            found = found & ((query - key).abs() < window)
-        return found
+            visible = visible & ((query - key).abs() < window)
+        return visible
 
-    return seen
+    return attends
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """How many blocks of keys each block of queries sees, and which, these first."""
+    """Return the number of key blocks for each query block, and their indices followed by those of the other blocks."""
     count = blocks.sum(1, dtype=torch.int32)
-    which = blocks.int().argsort(dim=1, descending=True, stable=True).int()
-    return count[None, None], which[None, None]
+    indices = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return count[None, None], indices[None, None]
 
 
 @functools.cache
-def _squash(softcap: float) -> Callable[..., Tensor]:
-    def squash(score: Tensor, *_: Any) -> Tensor:
+def _softcapped(softcap: float) -> Callable[..., Tensor]:
+    def score_mod(score: Tensor, *_: Any) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
-    return squash
+    return score_mod
 
 
 @functools.cache
@@ -84,22 +85,13 @@ def _compiled() -> Callable[..., Any]:
 def flex(
     query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
 ) -> Tensor:
-    """Attend as the mask says.
+    """Compute attention under a block mask. `query` is [1, heads, tokens, head_dim], `key` and `value` have kv_heads heads.
 
-    Args:
-        query: [1, heads, tokens, head_dim].
-        key: [1, kv_heads, tokens, head_dim].
-        value: [1, kv_heads, tokens, head_dim].
-        mask: of these tokens.
-        scale: factor of the scores; default 1/sqrt(head_dim).
-        softcap: scores are squashed to ±softcap by tanh.
-
-    Returns:
-        [1, heads, tokens, head_dim].
+    Scores are multiplied by `scale` (default 1/sqrt(head_dim)); `softcap` bounds their absolute value by tanh.
     """
-    # Outside a compiled layer the kernel is still compiled, on GPUs: without it, all scores would be held.
+    # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
     call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else _compiled()
-    squash = None if softcap is None else _squash(softcap)
-    found = call(query, key, value, squash, mask, scale, query.shape[1] != key.shape[1])
-    assert isinstance(found, Tensor)
-    return found
+    score_mod = None if softcap is None else _softcapped(softcap)
+    output = call(query, key, value, score_mod, mask, scale, query.shape[1] != key.shape[1])
+    assert isinstance(output, Tensor)
+    return output

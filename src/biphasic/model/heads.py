@@ -1,4 +1,4 @@
-"""What fine-tuning trains on top of an encoder."""
+"""Classification heads that fine-tuning trains on top of an encoder."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 
 class TextHead(nn.Module):
-    """A label for a text, from its mean hidden state: dense, GELU, classifier, as in EuroBERT's own.
+    """Classify texts by their mean hidden state, with a dense layer, GELU and a linear layer as in EuroBERT's own class.
 
-    [texts, width] to [texts, labels].
+    Maps [texts, width] to [texts, labels].
     """
 
     def __init__(self, width: int, labels: int):
@@ -19,24 +19,24 @@ class TextHead(nn.Module):
         self.classifier = nn.Linear(width, labels)
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits [texts, labels]."""
         return self.classifier(self.activation(self.dense(pooled)))
 
 
 class TokenHead(nn.Module):
-    """A label for each token: [tokens, width] to [tokens, labels]."""
+    """Classify tokens with a linear layer, from [tokens, width] to [tokens, labels]."""
 
     def __init__(self, width: int, labels: int):
         super().__init__()
         self.classifier = nn.Linear(width, labels)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits."""
+        """Return logits [tokens, labels]."""
         return self.classifier(hidden)
 
 
-def initialize(head: nn.Module, deviation: float, seed: int) -> None:
-    """First weights: N(0, deviation) in matrices, 0 in biases; a function of the seed alone."""
+def initialize_head(head: nn.Module, deviation: float, seed: int) -> None:
+    """Draw weight matrices from N(0, deviation^2), depending on the seed alone, and set biases to 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():

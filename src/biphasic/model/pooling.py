@@ -1,4 +1,4 @@
-"""From a text's hidden states to its embedding, and what a model's files say of it (sentence-transformers' format)."""
+"""Pool hidden states to text embeddings, and read a model's sentence-transformers settings."""
 
 from __future__ import annotations
 
@@ -12,86 +12,94 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from biphasic.config.errors import UserError
 from biphasic.config.evaluate import PoolingMode
-from biphasic.model.packed import mean_pool
+from biphasic.errors import UserError
 from biphasic.model.segments import Segments
+from biphasic.storage import first_line
 
 _ROLES = ("query", "document")
-"""sentence-transformers gives every model a prompt for these, empty where none is said."""
-_MODES = {
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
-    "pooling_mode_weightedmean_tokens": "weightedmean",
-    "pooling_mode_lasttoken": "lasttoken",
-}
-"""How sentence-transformers wrote the mode before version 6."""
+"""Roles for which sentence-transformers gives every model a prompt, empty by default."""
+
+
+def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
+    """Average each segment's hidden states in fp32, from [tokens, dimension] to [segments, dimension]."""
+    counts = segments.cu_seqlens.diff()
+    index = torch.repeat_interleave(counts.long(), output_size=hidden.shape[0])
+    sums = hidden.new_zeros((len(segments.lengths), hidden.shape[1]), dtype=torch.float32)
+    return sums.index_add(0, index, hidden.float()) / counts[:, None]
 
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a text's hidden states become its embedding: their mean, the first, the last, or the largest of each dimension;
-    and whether that is brought to length 1."""
+    """Pools a text's hidden states to an embedding.
+
+    Attributes:
+        mode: `mean`, `cls` (first hidden state), `lasttoken`, or `max` (maximum of each dimension).
+        normalize: whether embeddings are scaled to L2 norm 1.
+    """
 
     mode: PoolingMode = "mean"
     normalize: bool = False
 
     def __call__(self, hidden: Tensor, segments: Segments) -> Tensor:
-        """Hidden states [tokens, width] to embeddings fp32 [segments, width]."""
+        """Pool hidden states [tokens, dimension] to embeddings, fp32 [segments, dimension]."""
         if self.mode == "mean":
-            found = mean_pool(hidden, segments)
+            pooled = mean_pool(hidden, segments)
         elif self.mode == "cls":
-            found = hidden[segments.cu_seqlens[:-1]].float()
+            pooled = hidden[segments.cu_seqlens[:-1]].float()
         elif self.mode == "lasttoken":
-            found = hidden[segments.cu_seqlens[1:] - 1].float()
+            pooled = hidden[segments.cu_seqlens[1:] - 1].float()
         else:
             lowest = hidden.new_full((len(segments.lengths), hidden.shape[1]), -torch.inf, dtype=torch.float32)
-            owner = segments.owner.long()[:, None].expand_as(hidden)
-            found = lowest.scatter_reduce(0, owner, hidden.float(), "amax")
-        return F.normalize(found, dim=1) if self.normalize else found
+            index = segments.segment_index.long()[:, None].expand_as(hidden)
+            pooled = lowest.scatter_reduce(0, index, hidden.float(), "amax")
+        return F.normalize(pooled, dim=1) if self.normalize else pooled
 
 
 @dataclass(frozen=True)
-class Sentences:
-    """What a model's files say of texts.
+class SentenceSettings:
+    """The sentence-transformers settings in a model's files. A value of None means that the files don't specify it.
 
-    `prompts` go before texts, by role or task; `default_prompt` is the name of the one that goes before all others.
-    `longest` (tokens) is where they are cut; `similarity` is how embeddings are compared. None: the files don't say.
+    Attributes:
+        prompts: prompts to put before texts, by role or task.
+        default_prompt: name of the prompt for texts that have no other prompt.
+        max_length: number of tokens to truncate texts to.
+        lowercase: whether texts are lowercased.
+        pooling: pooling of hidden states to embeddings.
+        similarity: similarity function of embeddings.
     """
 
     prompts: dict[str, str] = field(default_factory=dict)
     default_prompt: str | None = None
-    longest: int | None = None
+    max_length: int | None = None
     lowercase: bool = False
     pooling: Pooling | None = None
     similarity: Literal["cosine", "dot"] = "cosine"
 
 
-def read_sentences(path: str, revision: str | None = None) -> Sentences:
-    """What the files of a folder or hub id say.
+def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSettings:
+    """Read the sentence-transformers settings of a folder or hub id.
 
     Raises:
-        UserError: they contradict themselves, lack one that they name, or want what isn't done here.
+        UserError: a file is missing or damaged, the files are inconsistent, or a setting isn't supported.
     """
 
     def read(name: str) -> Any:
         return _json(path, name, revision)
 
-    about, transformer = read("config_sentence_transformers.json") or {}, read("sentence_bert_config.json") or {}
-    prompts = {name: text for name, text in (about.get("prompts") or {}).items() if text is not None}
+    content, transformer = read("config_sentence_transformers.json") or {}, read("sentence_bert_config.json") or {}
+    prompts = {name: text for name, text in (content.get("prompts") or {}).items() if text is not None}
     pooling = _pooling(path, read, prompts)
-    similarity = about.get("similarity_fn_name") or "cosine"
+    similarity = content.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
-        raise UserError(f"model {path}: compares embeddings by {similarity}; here they are by cosine or dot")
-    default = about.get("default_prompt_name")
+        raise UserError(f"model {path}: compares embeddings by {similarity}; only cosine and dot are supported")
+    default = content.get("default_prompt_name")
     if default not in (None, *_ROLES, *prompts):
         raise UserError(f"model {path}: names {default!r} as its default prompt, but has none of that name")
-    return Sentences(
+    return SentenceSettings(
         prompts=prompts,
         default_prompt=default,
-        longest=transformer.get("max_seq_length"),
+        max_length=transformer.get("max_seq_length"),
         lowercase=bool(transformer.get("do_lower_case")),
         pooling=pooling,
         similarity=similarity,
@@ -103,40 +111,39 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
     if modules is None:
         return None
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
-    rest = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if rest or kinds[:2] != ["Transformer", "Pooling"] or modules[0].get("path"):
+    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
+    if others or kinds[:2] != ["Transformer", "Pooling"] or modules[0].get("path"):
         raise UserError(
-            f"model {path}: its modules.json has {', '.join(kinds)}; here a model is a Transformer in the folder itself, "
+            f"model {path}: its modules.json has {', '.join(kinds)}; supported are a Transformer in the folder itself, "
             "then Pooling, then at most Normalize"
         )
     name = f"{modules[1].get('path') or ''}/config.json".lstrip("/")
-    found = read(name)
-    if found is None:
-        raise UserError(
-            f"model {path}: its modules.json names {name}, which is missing: without it nobody knows how the model pools; "
-            "bring the whole folder"
-        )
-    said = found.get("pooling_mode") or [mode for key, mode in _MODES.items() if found.get(key)]
-    modes = [said] if isinstance(said, str) else list(said)
+    content = read(name)
+    if content is None:
+        raise UserError(f"model {path}: its modules.json names {name}, which is missing: copy the complete folder")
+    # Before version 6, each mode had a flag, such as pooling_mode_cls_token and pooling_mode_mean_tokens.
+    flags = [key.removeprefix("pooling_mode_") for key, on in content.items() if key.startswith("pooling_mode_") and on]
+    named = content.get("pooling_mode") or [flag.removesuffix("_tokens").removesuffix("_token") for flag in flags]
+    modes = [named] if isinstance(named, str) else list(named)
     known: dict[str, PoolingMode] = {mode: mode for mode in get_args(PoolingMode)}
     if len(modes) != 1 or modes[0] not in known:
         raise UserError(
             f"model {path}: {name} pools by {' and '.join(modes) or 'nothing'}; expected one of {', '.join(known)}"
         )
-    if found.get("include_prompt") is False and any(prompts.values()):
-        raise UserError(f"model {path}: {name} leaves prompts out of the pooling, which isn't done here")
+    if content.get("include_prompt") is False and any(prompts.values()):
+        raise UserError(f"model {path}: {name} leaves prompts out of the pooling, which isn't supported")
     return Pooling(known[modes[0]], "Normalize" in kinds)
 
 
 def _json(path: str, name: str, revision: str | None) -> Any:
-    """A file's content; None when there is none."""
+    """Read a JSON file of a model; None if there is no such file."""
     file = Path(path) / name
     if not Path(path).is_dir():
         from huggingface_hub import constants
         from transformers.utils.hub import cached_file
 
         try:
-            found = cached_file(
+            cached = cached_file(
                 path,
                 name,
                 revision=revision,
@@ -144,21 +151,19 @@ def _json(path: str, name: str, revision: str | None) -> Any:
                 _raise_exceptions_for_connection_errors=not constants.HF_HUB_OFFLINE,
             )
         except (OSError, ValueError) as error:
-            first = str(error).strip().splitlines()[0]
-            raise UserError(f"model {path}: {name} can't be read from the hub ({first})") from None
-        if found is None:
+            raise UserError(f"model {path}: {name} can't be read from the hub ({first_line(error)})") from None
+        if cached is None:
             return None
-        file = Path(found)
+        file = Path(cached)
     if not file.is_file():
         return None
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"model {path}: {name} can't be read ({error})") from None
-    listed = name == "modules.json"
-    rows = content if listed else [content]
-    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
-        raise UserError(
-            f"model {path}: {name} can't be read (expected {'a list of objects' if listed else 'an object'})"
-        )
+    is_list = name == "modules.json"
+    items = content if is_list else [content]
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        expected = "a list of objects" if is_list else "an object"
+        raise UserError(f"model {path}: {name} can't be read (expected {expected})")
     return content

@@ -1,4 +1,4 @@
-"""How a flat run of tokens is cut into what attends to itself."""
+"""Define segments, the parts of a packed sequence within which tokens attend to each other."""
 
 from __future__ import annotations
 
@@ -13,68 +13,68 @@ from torch import Tensor
 
 @dataclass(eq=False)
 class Segments:
-    """Segments of a flat run of tokens, one after another.
+    """Consecutive segments of a packed sequence of tokens.
 
-    `lengths` lie on the host, the tensors on the tokens' device, so that no kernel needs a synchronisation. A layer that
-    is compiled reads only what has the same type, shape or value in every batch: `cu_seqlens`, whose size is marked as
-    varying, `longest`, `attention` and `block_masks`.
+    `lengths` are on the host and the tensors on the tokens' device, so no kernel needs a synchronization. To avoid
+    recompilation, compiled layers read only `cu_seqlens`, whose size is marked as dynamic, `max_seqlen`, `attention` and
+    `block_masks`.
     """
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
-    """int32 [segments + 1]: where each segment begins, and the end of the last."""
-    owner: Tensor
-    """int32 [tokens]: each token's segment, counted from 0."""
+    """int32 [segments + 1]: start of each segment, and end of the last one."""
+    segment_index: Tensor
+    """int32 [tokens]: index of each token's segment, counted from 0."""
     position_ids: Tensor
-    """int64 [tokens]: each token's position within its segment."""
-    longest: int
-    """No segment has more tokens; kernels make room for so many."""
+    """int64 [tokens]: position of each token within its segment."""
+    max_seqlen: int
+    """Upper bound of the segment lengths."""
     attention: str = "auto"
-    """The backend, see `biphasic.model.attention.BACKENDS`."""
+    """Attention backend; see `biphasic.model.attention.BACKENDS`."""
     block_masks: dict[int, Any] = field(default_factory=dict)
-    """FlexAttention's masks, by sliding window (0: none); see `biphasic.model.flex`."""
+    """FlexAttention's block masks by sliding window (0: none); see `biphasic.model.flex`."""
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device, longest: int | None = None, attention: str = "auto"
+        cls, lengths: Sequence[int], device: torch.device, max_seqlen: int | None = None, attention: str = "auto"
     ) -> Segments:
-        """Segments of the given lengths (each at least 1), one after another.
+        """Build segments of the given lengths.
 
         Args:
-            lengths: tokens of each.
-            device: of the tokens.
-            longest: an upper bound of the lengths that stays the same from batch to batch; default: their maximum.
-            attention: the backend.
+            lengths: number of tokens in each segment, at least 1.
+            device: device of the tokens.
+            max_seqlen: upper bound of the lengths that is the same for all batches. Default: the maximum length.
+            attention: attention backend.
         """
         ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
         ends[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
         tokens = int(ends[-1])
         if device.type == "cuda":
-            # From pageable memory, the copy would wait for what the device is doing.
+            # Pinned, because a copy from pageable memory would wait for the device.
             ends = ends.pin_memory()
         cu_seqlens = ends.to(device, non_blocking=True)
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        at = torch.arange(tokens, device=device, dtype=torch.int32)
-        owner = torch.bucketize(at, cu_seqlens[1:], out_int32=True, right=True)
-        position_ids = (at - cu_seqlens[owner]).long()
-        return cls(tuple(lengths), cu_seqlens, owner, position_ids, longest or max(lengths), attention)
+        token = torch.arange(tokens, device=device, dtype=torch.int32)
+        segment_index = torch.bucketize(token, cu_seqlens[1:], out_int32=True, right=True)
+        position_ids = (token - cu_seqlens[segment_index]).long()
+        return cls(tuple(lengths), cu_seqlens, segment_index, position_ids, max_seqlen or max(lengths), attention)
 
     @property
     def uniform(self) -> bool:
-        """Whether all segments are equally long."""
+        """Whether all segments have the same length."""
         return min(self.lengths) == max(self.lengths)
 
 
-def visible(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
-    """Which tokens of a segment see which: bool [length, length], queries first.
+def visibility_mask(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
+    """Return which tokens of a segment attend to which, as a bool mask [queries, keys].
 
     Args:
-        length: tokens.
-        causal: whether a token sees only itself and what is before it.
-        window: tokens this far apart, or further, don't see each other; 0: no limit.
-        device: of the mask.
+        length: number of tokens in the segment.
+        causal: whether a token attends only to itself and to tokens before it.
+        window: a token attends only to tokens closer than this; 0: no limit.
+        device: device of the mask.
     """
-    at = torch.arange(length, device=device)
-    distance = at[:, None] - at[None, :]
+    position = torch.arange(length, device=device)
+    distance = position[:, None] - position[None, :]
     mask = distance >= 0 if causal else torch.ones_like(distance, dtype=torch.bool)
     return mask & (distance.abs() < window) if window else mask

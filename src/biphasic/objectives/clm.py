@@ -1,4 +1,4 @@
-"""Causal language modeling: each token predicts the next one of its segment."""
+"""Build targets for causal language modeling (CLM), where each token predicts the next one of its segment."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from biphasic.model.losses import IGNORE
 
 
 def clm_targets(tokens: Tensor, segment_ids: Tensor) -> Tensor:
-    """What each position predicts.
+    """Return the next token of the segment as the target of each position.
 
     Args:
         tokens: int64 [rows, length].
@@ -19,6 +19,6 @@ def clm_targets(tokens: Tensor, segment_ids: Tensor) -> Tensor:
         int64 [rows, length]: the next token; `IGNORE` at a segment's last token and at padding.
     """
     targets = torch.full_like(tokens, IGNORE)
-    follows = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    targets[:, :-1][follows] = tokens[:, 1:][follows]
+    has_next = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
+    targets[:, :-1][has_next] = tokens[:, 1:][has_next]
     return targets

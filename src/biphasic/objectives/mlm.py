@@ -1,4 +1,4 @@
-"""Masked language modeling: tokens are hidden at random and predicted from both sides."""
+"""Build inputs and targets for masked language modeling (MLM), which predicts masked tokens from both sides."""
 
 from __future__ import annotations
 
@@ -9,26 +9,26 @@ import torch
 from torch import Tensor
 
 from biphasic.model.losses import IGNORE
-from biphasic.objectives.draws import BITS, below, draw
+from biphasic.objectives.counter_rng import BITS, random_integers, with_probability
 
 _SELECT, _REPLACE, _RANDOM_TOKEN = 1, 2, 3
 
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What masking needs to know of the tokenizer."""
+    """The properties of the tokenizer's vocabulary that masking needs."""
 
     size: int
-    """Tokens that exist; the embedding may have more rows."""
+    """Number of tokens. The embedding may have more rows."""
     mask_id: int
     special_ids: tuple[int, ...]
-    """Never masked, never drawn as replacement."""
+    """Tokens that are never masked and never used as random replacements."""
 
 
 def mlm_inputs_and_targets(
     tokens: Tensor,
     segment_ids: Tensor,
-    rows: Tensor,
+    row_ids: Tensor,
     vocabulary: Vocabulary,
     *,
     seed: int,
@@ -43,40 +43,41 @@ def mlm_inputs_and_targets(
     Args:
         tokens: int64 [rows, length].
         segment_ids: [rows, length]; 0 at padding.
-        rows: int64 [rows], ids in the dataset: together with the seed, the epoch and the position they decide the masks.
+        row_ids: int64 [rows], ids in the dataset. Random numbers depend on seed, epoch, row id and position.
         vocabulary: which tokens exist and which are special.
         seed: the run's seed.
-        epoch: how often the data has been gone through before.
-        masking_ratio: in (0, 1).
-        random_share: of the selected tokens, how many become a random token instead of the mask.
-        keep_share: of the selected tokens, how many stay as they are.
-        target: `same` predicts a token at its own position; `next` at the position before it, where CLM predicts it.
-            The first token of a segment has no such position and is then never selected.
+        epoch: number of finished passes over the data.
+        masking_ratio: probability of selecting a token, in (0, 1).
+        random_share: share of the selected tokens that are replaced by a random token instead of the mask token.
+        keep_share: share of the selected tokens that are left unchanged.
+        target: `same` predicts a token at its own position. `next` predicts it at the position before it, as CLM does, so
+            the first token of a segment is never selected.
 
     Returns:
         Inputs and targets, int64 [rows, length] each; targets are `IGNORE` where nothing is predicted.
     """
     length = tokens.shape[1]
     special = torch.tensor(vocabulary.special_ids, device=tokens.device)
-    selected = below(draw(seed, _SELECT, epoch, rows, length), masking_ratio)
+    selected = with_probability(random_integers(seed, _SELECT, epoch, row_ids, length), masking_ratio)
     selected &= (segment_ids > 0) & ~torch.isin(tokens, special)
     if target == "next":
         selected[:, 0] = False
         selected[:, 1:] &= segment_ids[:, 1:] == segment_ids[:, :-1]
     inputs = tokens.masked_fill(selected, vocabulary.mask_id)
     if random_share or keep_share:
-        fate = draw(seed, _REPLACE, epoch, rows, length)
-        inputs = torch.where(selected & below(fate, keep_share), tokens, inputs)
-        randomised = selected & ~below(fate, keep_share) & below(fate, keep_share + random_share)
-        inputs = torch.where(randomised, _random_tokens(rows, length, vocabulary, seed, epoch), inputs)
+        integers = random_integers(seed, _REPLACE, epoch, row_ids, length)
+        keep = with_probability(integers, keep_share)
+        inputs = torch.where(selected & keep, tokens, inputs)
+        replace = selected & ~keep & with_probability(integers, keep_share + random_share)
+        inputs = torch.where(replace, _random_tokens(row_ids, length, vocabulary, seed, epoch), inputs)
     targets = torch.where(selected, tokens, IGNORE)
     if target == "next":
         targets = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORE)], dim=1)
     return inputs, targets
 
 
-def _random_tokens(rows: Tensor, length: int, vocabulary: Vocabulary, seed: int, epoch: int) -> Tensor:
-    ordinary = torch.ones(vocabulary.size, dtype=torch.bool, device=rows.device)
+def _random_tokens(row_ids: Tensor, length: int, vocabulary: Vocabulary, seed: int, epoch: int) -> Tensor:
+    ordinary = torch.ones(vocabulary.size, dtype=torch.bool, device=row_ids.device)
     ordinary[list(vocabulary.special_ids)] = False
     ids = ordinary.nonzero()[:, 0]
-    return ids[(draw(seed, _RANDOM_TOKEN, epoch, rows, length) * len(ids)) >> BITS]
+    return ids[(random_integers(seed, _RANDOM_TOKEN, epoch, row_ids, length) * len(ids)) >> BITS]

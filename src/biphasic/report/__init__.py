@@ -1,1 +1,1 @@
-"""Tables, intervals, plots."""
+"""Report on a sweep: tables, confidence intervals and figures."""

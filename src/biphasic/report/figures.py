@@ -1,4 +1,4 @@
-"""A sweep's pictures, as PNG. The same numbers give the same bytes: no date, no user's matplotlibrc, the bundled font."""
+"""Draw a sweep's figures as PNG. Dates and the user's matplotlibrc are not used, so the same numbers give the same bytes."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from biphasic.report.sweep_scores import FAMILIES, Row, Sweep, curve
+from biphasic.report.sweep_scores import SweepScores, TableRow, scores_by_rate
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,30 +21,32 @@ LINES = ("-", "--", ":", "-.")
 _COLUMNS = 4
 
 
-def learning_rate_figure(sweep: Sweep) -> bytes | None:
-    """Test score against learning rate: a panel for each test set, a line for each model, a band from the least to the most.
+def learning_rate_figure(sweep: SweepScores) -> bytes | None:
+    """Draw test score against learning rate, with a panel for each test set and a line for each model.
 
-    A hollow point rests on fewer seeds than were asked for. None when there are no scores.
+    The band around a line is the range over seeds. A hollow point has fewer seeds than the grid. Returns None without
+    scores.
     """
+    models, rates = [model.name for model in sweep.grid.models], sorted(sweep.grid.learning_rates)
     rows = [row for row in sweep.rows if row.task is not None]
-    rates = sorted(sweep.grid.learning_rates)
-    curves = {(m.name, row): curve(sweep, m.name, row) for m in sweep.grid.models for row in rows}
-    rows = [r for r in rows if any(any(curves[m.name, r].values()) for m in sweep.grid.models)]
+    curves = {(name, row): scores_by_rate(sweep, name, row) for name in models for row in rows}
+    rows = [row for row in rows if any(any(curves[name, row].values()) for name in models)]
     if not rows:
         return None
     with _defaults():
-        figure, panels = _panels(rows, [row.title for row in rows])
+        figure, panels = _panels(rows)
         for row, axes in panels:
-            for at, model in enumerate(sweep.grid.models):
-                found = [[100 * value for value in curves[model.name, row][lr].values()] for lr in rates]
-                means = [math.fsum(values) / len(values) if values else math.nan for values in found]
-                style = _style(at)
-                axes.plot(rates, means, **style, label=_plain(model.name), linewidth=1.6)
-                low, high = ([pick(values) if values else math.nan for values in found] for pick in (min, max))
+            for index, name in enumerate(models):
+                points = {lr: [100 * score for score in curves[name, row][lr].values()] for lr in rates}
+                style = _style(index)
+                means, low, high = (
+                    [statistic(scores) if scores else math.nan for scores in points.values()]
+                    for statistic in (fmean, min, max)
+                )
+                axes.plot(rates, means, **style, label=_plain(name), linewidth=1.6)
                 axes.fill_between(rates, low, high, color=style["color"], alpha=0.15, linewidth=0)
-                for lr, mean, values in zip(rates, means, found, strict=True):
-                    whole = len(values) == len(sweep.grid.seeds)
-                    face = style["color"] if whole else "white"
+                for (lr, scores), mean in zip(points.items(), means, strict=True):
+                    face = style["color"] if len(scores) == len(sweep.grid.seeds) else "white"
                     axes.plot([lr], [mean], marker="o", markersize=4, color=style["color"], markerfacecolor=face)
             axes.set_xscale("log")
             axes.set_xlabel("learning rate")
@@ -51,38 +54,39 @@ def learning_rate_figure(sweep: Sweep) -> bytes | None:
         return _png(figure, panels[0][1])
 
 
-def steps_figure(sweep: Sweep) -> bytes | None:
-    """Test score against pretraining steps: a panel for each family, a point with its 95% interval for each model.
+def steps_figure(sweep: SweepScores) -> bytes | None:
+    """Draw test score against pretraining steps, with a panel for each task family and a point for each model.
 
-    Checkpoints of one run are joined: `610m-mlm40-42k-1000` belongs to `610m-mlm40-42k`. None when no model's steps are
-    known, or none of those has a family's score.
+    Error bars are 95% intervals. A line joins the checkpoints of a run: `610m-mlm40-42k-1000` belongs to `610m-mlm40-42k`.
+    Returns None if no model with known steps has a score for a family.
     """
-    known = sorted((m for m in sweep.grid.models if m.steps is not None), key=lambda model: model.steps or 0)
-    names = {model.name for model in known}
-    rows = [row for row in sweep.rows if row.task is None and any(sweep.entries[name, row].scores for name in names)]
+    models = sorted((m for m in sweep.grid.models if m.steps is not None), key=lambda model: model.steps or 0)
+    names = {model.name for model in models}
+    families = [row for row in sweep.rows if row.task is None]
+    rows = [row for row in families if any(sweep.scores[name, row].by_seed for name in names)]
     if not rows:
         return None
-    runs = dict.fromkeys(run_of(model.name, names) for model in known)
+    runs = dict.fromkeys(run_of(model.name, names) for model in models)
     with _defaults():
-        figure, panels = _panels(rows, [FAMILIES.get(row.family, row.family) for row in rows])
+        figure, panels = _panels(rows)
         for row, axes in panels:
-            for at, run in enumerate(runs):
-                points = []
-                for model in known:
-                    mean = sweep.entries[model.name, row].mean
-                    if run_of(model.name, names) == run and mean is not None:
-                        points.append((model.steps or 0, 100 * mean.mean, 100 * (mean.half or 0.0)))
+            for index, run in enumerate(runs):
+                points = [
+                    (model.steps or 0, 100 * interval.mean, 100 * (interval.half or 0.0))
+                    for model in models
+                    if run_of(model.name, names) == run and (interval := sweep.scores[model.name, row].interval)
+                ]
                 steps, means, halves = ([point[part] for point in points] for part in range(3))
-                axes.errorbar(steps, means, yerr=halves, **_style(at), label=_plain(run), marker="o", capsize=2)
+                axes.errorbar(steps, means, yerr=halves, **_style(index), label=_plain(run), marker="o", capsize=2)
             axes.set_xlabel("pretraining steps")
             axes.set_ylabel("test, mean of tasks (points)")
         return _png(figure, panels[0][1])
 
 
 def run_of(name: str, names: set[str]) -> str:
-    """The run that a model is a checkpoint of: its name without a number of steps at the end, as the paper's are named.
+    """Return the name of a model's run: the model's name without the number of steps at the end, as in the paper.
 
-    A name that ends in a number is a checkpoint's only when the run or another checkpoint of it is among `names`.
+    The number is removed only if the run or another of its checkpoints is among `names`.
     """
     match = re.fullmatch(r"(.+)-\d+", name)
     if match and any(
@@ -101,16 +105,16 @@ def _defaults() -> Iterator[None]:
         yield
 
 
-def _panels(rows: list[Row], titles: list[str]) -> tuple[Figure, list[tuple[Row, Axes]]]:
+def _panels(rows: list[TableRow]) -> tuple[Figure, list[tuple[TableRow, Axes]]]:
     from matplotlib.figure import Figure
 
     columns = min(_COLUMNS, len(rows))
     lines = math.ceil(len(rows) / columns)
     figure = Figure(figsize=(3.4 * columns, 2.8 * lines + 0.6), dpi=120, layout="constrained")
     panels = []
-    for at, (row, title) in enumerate(zip(rows, titles, strict=True)):
-        axes = figure.add_subplot(lines, columns, at + 1)
-        axes.set_title(_plain(title))
+    for index, row in enumerate(rows):
+        axes = figure.add_subplot(lines, columns, index + 1)
+        axes.set_title(_plain(row.title))
         axes.grid(alpha=0.25)
         panels.append((row, axes))
     return figure, panels
@@ -124,10 +128,10 @@ def _png(figure: Figure, axes: Axes) -> bytes:
     return content.getvalue()
 
 
-def _style(at: int) -> dict[str, Any]:
-    return {"color": COLORS[at % len(COLORS)], "linestyle": LINES[at // len(COLORS) % len(LINES)]}
+def _style(index: int) -> dict[str, Any]:
+    return {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index // len(COLORS) % len(LINES)]}
 
 
 def _plain(text: str) -> str:
-    """A name's dollars are no formula, and matplotlib leaves labels out that begin with an underscore."""
+    """Escape dollar signs, which start a formula, and a leading underscore, because matplotlib would hide the label."""
     return text.replace("$", r"\$") if not text.startswith("_") else f" {text}".replace("$", r"\$")

@@ -1,7 +1,7 @@
-"""Means over seeds, their intervals, and differences that are tested.
+"""Compute means over seeds, confidence intervals and paired differences.
 
-With a handful of seeds an interval needs Student's t, and two models are compared seed by seed: the same seed has given both
-the same order of examples, so that a part of the noise is shared.
+Intervals use Student's t distribution, because there are few seeds. Models are compared seed by seed, because the same seed
+gives both the same order of examples, so that they share a part of the noise.
 """
 
 from __future__ import annotations
@@ -9,92 +9,80 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 CONFIDENCE = 0.95
-SAME = 1e-12
-"""Differences that spread less than this, by their standard deviation, are equal but for rounding."""
+ROUNDING = 1e-12
+"""Differences with a smaller standard deviation are treated as equal, because rounding alone could cause it."""
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean with its interval: `mean` ± `half`, in the values' unit."""
+class Interval:
+    """A mean and its confidence interval `mean` ± `half`, in the values' unit."""
 
     mean: float
     half: float | None
-    """None for a single value."""
+    """Half of the interval's width; None for a single value."""
     count: int
 
 
 @dataclass(frozen=True)
-class Difference:
-    """What one model scores more than another, over the seeds that both have."""
+class Difference(Interval):
+    """The mean of one model's scores minus another's, over the seeds that both have."""
 
-    mean: float
-    half: float | None
-    """Of the 95% interval; None for a single seed."""
     p: float | None
-    """Two-sided, of the paired t-test; None where it can't be had: a single seed, or equal differences other than 0."""
-    count: int
+    """Two-sided p-value of the paired t-test; None for a single seed, and for equal differences other than 0."""
 
 
 def deviation(values: Sequence[float]) -> float | None:
-    """The sample's standard deviation (n - 1), in the values' unit; None for fewer than two; 0 for equal ones."""
-    if len(values) < 2:
-        return None
-    if min(values) == max(values):
-        return 0.0  # their mean may be another number, by rounding
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (len(values) - 1))
+    """Return the sample standard deviation (n - 1), in the values' unit; None for fewer than two values."""
+    return stdev(values) if len(values) > 1 else None
 
 
-def mean_interval(values: Sequence[float]) -> Mean:
-    """Mean and 95% interval: t(0.975, n - 1) standard deviations / sqrt(n).
+def mean_interval(values: Sequence[float]) -> Interval:
+    """Return the mean and its 95% interval: ± t(0.975, n - 1) standard deviations / sqrt(n).
 
     Raises:
         ValueError: there are no values.
     """
     if not values:
-        raise ValueError("no values have no mean")
-    count, spread = len(values), deviation(values)
-    mean = math.fsum(values) / count
+        raise ValueError("the mean of no values is undefined")
+    spread, count = deviation(values), len(values)
     if spread is None:
-        return Mean(mean, None, count)
+        return Interval(values[0], None, count)
     from scipy.stats import t
 
-    return Mean(mean, float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * spread / math.sqrt(count), count)
+    return Interval(fmean(values), float(t.ppf((1 + CONFIDENCE) / 2, count - 1)) * spread / math.sqrt(count), count)
 
 
 def paired_difference(first: Mapping[int, float], second: Mapping[int, float]) -> Difference | None:
-    """`first` less `second`, by seed, over the seeds in both; None when they share none.
+    """Return the mean of `first` minus `second` over the seeds in both; None if they share no seed.
 
-    Differences that are all 0 have p = 1. Equal ones other than 0 have none: two or three seeds that happen to agree to the
-    last digit would else be the surest result of the table.
+    Differences that are all 0 have p = 1. Equal differences other than 0 have no p, because otherwise two or three seeds
+    that happen to agree to the last digit would be the most significant result in the table.
     """
-    seeds = sorted(set(first) & set(second))
-    if not seeds:
+    values = [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+    if not values:
         return None
-    values = [first[seed] - second[seed] for seed in seeds]
-    found, spread = mean_interval(values), deviation(values)
-    if spread is None:
-        p = None
-    elif spread <= SAME:
-        p = 1.0 if abs(found.mean) <= SAME else None
-    else:
-        from scipy.stats import t
+    interval, spread, p = mean_interval(values), deviation(values), None
+    if spread is not None and spread > ROUNDING:
+        from scipy.stats import ttest_1samp
 
-        p = float(2 * t.sf(abs(found.mean) / (spread / math.sqrt(len(values))), len(values) - 1))
-    return Difference(found.mean, found.half, p, found.count)
+        p = float(ttest_1samp(values, 0).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
+    elif spread is not None and abs(interval.mean) <= ROUNDING:
+        p = 1.0
+    return Difference(interval.mean, interval.half, interval.count, p)
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:
-    """Holm's step-down correction, in the order given; those that are None stay so and don't count as tests.
+    """Return p-values corrected by Holm's step-down method, in the given order. None stays None and isn't counted as a test.
 
     The k-th smallest of m becomes the largest of (m - j + 1) p_j over j ≤ k, at most 1.
     """
     tested = sorted((p, index) for index, p in enumerate(p_values) if p is not None)
-    found: list[float | None] = [None] * len(p_values)
+    corrected: list[float | None] = [None] * len(p_values)
     largest = 0.0
     for rank, (p, index) in enumerate(tested):
         largest = max(largest, min(1.0, (len(tested) - rank) * p))
-        found[index] = largest
-    return found
+        corrected[index] = largest
+    return corrected

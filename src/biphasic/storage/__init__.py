@@ -1,28 +1,30 @@
-"""Files in folders and in buckets, through one small interface: list, read, write whole, remove.
+"""List, read, atomically write and remove files in local folders and buckets, through one interface.
 
-Paths are local, or `s3://…`, `gs://…`, `az://…`, `oci://…`, `hf://…`. Credentials come from each SDK's own chain (the
-environment, its files, the machine's role) and from nowhere else. Reading by byte ranges goes through `filesystem`,
-which is pyarrow's; S3 is written through boto3, since some stores refuse pyarrow's uploads (no Content-Length).
+Paths are local, or `s3://…`, `gs://…`, `az://…`, `oci://…`, `hf://…`. Credentials come only from the default chain of each
+SDK (environment, configuration files, the instance's role). `filesystem` returns a pyarrow file system for reading byte
+ranges. S3 is written through boto3, because some stores refuse pyarrow's uploads (no Content-Length).
 """
 
 from __future__ import annotations
 
 from biphasic.storage.buckets import ArrowStore, S3Store
 from biphasic.storage.filesystems import filesystem
-from biphasic.storage.local import LocalStore, hash_of, unfinished
-from biphasic.storage.place import UNFINISHED, Store, StoredFile, as_bytes, is_remote, join, short
+from biphasic.storage.local import LocalStore, atomic_path, cached_file_hash, file_hash
+from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile, first_line, is_remote, join, json_bytes
 
 __all__ = [
-    "UNFINISHED", "LocalStore", "Store", "StoredFile", "as_bytes", "filesystem", "hash_of", "is_remote", "join",
-    "short", "store", "unfinished",
+    "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "cached_file_hash", "file_hash", "filesystem",
+    "first_line", "is_remote", "join", "json_bytes", "open_store",
 ]  # fmt: skip
 
+Store = LocalStore | S3Store | ArrowStore
 
-def store(path: str) -> Store:
-    """Where `path` lies.
+
+def open_store(path: str) -> Store:
+    """Return the store for a local folder or a bucket prefix.
 
     Raises:
-        UserError: a kind of bucket that isn't known, or whose package isn't installed.
+        UserError: the URL's scheme is not supported, or its package is not installed.
     """
     if not is_remote(path):
         return LocalStore(path)

@@ -1,4 +1,4 @@
-"""pyarrow's file systems, for reading parts of files."""
+"""Open pyarrow file systems for local paths and bucket URLs, to read byte ranges of files."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from biphasic.config.errors import UserError
-from biphasic.storage.place import is_remote, short
+from biphasic.errors import UserError
+from biphasic.storage.paths import first_line, is_remote
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -18,13 +18,13 @@ CONNECT_SECONDS, READ_SECONDS = 10, 60
 
 
 def filesystem(path: str) -> tuple[FileSystem, str]:
-    """pyarrow's file system for `path`, and the name there, for reading parts of files.
+    """Return the pyarrow file system for `path`, and the path within it.
 
-    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if one is set; `az://container/…` the account in
-    AZURE_ACCOUNT_NAME. What pyarrow doesn't know goes through fsspec.
+    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if set. `az://container/…` uses the account in
+    AZURE_ACCOUNT_NAME. `oci://` and `hf://` use fsspec.
 
     Raises:
-        UserError: a kind of bucket that isn't known, or whose package isn't installed.
+        UserError: the URL's scheme is not supported, or its package is not installed.
     """
     from pyarrow.fs import FSSpecHandler, GcsFileSystem, LocalFileSystem, PyFileSystem
 
@@ -33,29 +33,30 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
     scheme, _, name = path.partition("://")
     if scheme == "s3":
         return _s3(endpoint()), name
-    if scheme in ("gs", "gcs"):
+    if scheme == "gs":
         return GcsFileSystem(), name
     if scheme == "az":
         return _azure(), name
+    if scheme not in ("oci", "hf"):
+        urls = "a local path, s3://, gs://, az://, oci:// or hf://"
+        raise UserError(f"{path}: {scheme}:// is not supported; expected {urls}")
     import fsspec
 
     try:
         system = fsspec.filesystem(scheme)
-    except ValueError:
-        kinds = "a local path, s3://, gs://, az://, oci:// or hf://"
-        raise UserError(f"{path}: {scheme}:// is not known here; expected {kinds}") from None
-    except ImportError as error:
-        raise UserError(f"{path}: reading {scheme}:// needs a package that is not installed ({short(error)})") from None
+    except (ImportError, ValueError) as error:
+        message = f"{scheme}:// needs a package that is not installed ({first_line(error)})"
+        raise UserError(f"{path}: {message}") from None
     return PyFileSystem(FSSpecHandler(system)), name
 
 
 def endpoint() -> str | None:
-    """Another S3 store than Amazon's, as Streaming names it, or boto3."""
+    """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable."""
     return os.environ.get("S3_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL")
 
 
 def region() -> str | None:
-    """Where the buckets lie."""
+    """Return the region of S3 buckets from the environment."""
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
 
 
@@ -71,9 +72,9 @@ def _s3(endpoint: str | None) -> FileSystem:
     if endpoint is None:
         return S3FileSystem(**settings)
     parts = urlsplit(endpoint)
-    # Without a region pyarrow asks AWS where the bucket lies.
-    found = region() or "us-east-1"
-    return S3FileSystem(endpoint_override=parts.netloc + parts.path, scheme=parts.scheme, region=found, **settings)
+    # Without a region, pyarrow would ask AWS for the bucket's region.
+    settings["region"] = region() or "us-east-1"
+    return S3FileSystem(endpoint_override=parts.netloc + parts.path, scheme=parts.scheme, **settings)
 
 
 @lru_cache

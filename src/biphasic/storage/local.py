@@ -1,7 +1,9 @@
-"""Files in folders of this machine."""
+"""Read, atomically write and hash files in local folders."""
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import os
 import shutil
 import tempfile
@@ -9,71 +11,75 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from biphasic.storage.place import UNFINISHED, StoredFile
+from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile
 
 
 class LocalStore:
-    """A folder of this machine (or one that many machines share)."""
+    """A local folder, or a folder that several nodes share.
+
+    Bucket stores have the same methods. File names are relative to `root` and use `/`. Files are written atomically.
+    Failed operations raise OSError; reading a file that does not exist raises FileNotFoundError.
+    """
 
     def __init__(self, root: str):
         self.root = root
         self._folder = Path(root)
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
-        """See `Store`."""
-        found = {}
+        """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`."""
+        found_files = {}
         for folder, folders, files in os.walk(self._folder / below):
-            folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED))
+            folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
             for name in sorted(files):
                 path = Path(folder) / name
-                if not name.startswith(UNFINISHED) and path.is_file():
-                    found[path.relative_to(self._folder).as_posix()] = _local(path)
-        return dict(sorted(found.items()))
+                if not name.startswith(UNFINISHED_PREFIX) and path.is_file():
+                    found_files[path.relative_to(self._folder).as_posix()] = _stat(path)
+        return dict(sorted(found_files.items()))
 
     def stat(self, name: str) -> StoredFile | None:
-        """See `Store`."""
+        """Return a file's size and version, or None if it does not exist."""
         path = self._folder / name
-        return _local(path) if path.is_file() else None
+        return _stat(path) if path.is_file() else None
 
     def read(self, name: str) -> bytes:
-        """See `Store`."""
+        """Return a file's content."""
         return (self._folder / name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
-        """See `Store`."""
+        """Write or replace a file."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=UNFINISHED, delete=False) as file:
+        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=UNFINISHED_PREFIX, delete=False) as file:
             try:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-                # A temporary file is its owner's alone; this one is as open as any other that is made here.
+                # A temporary file is readable only by its owner, so set the usual permissions.
                 os.chmod(file.name, 0o666 & ~_umask())
                 os.replace(file.name, path)
             except BaseException:
                 Path(file.name).unlink(missing_ok=True)
                 raise
 
-    def take(self, file: Path, name: str) -> None:
-        """See `Store`."""
+    def move(self, file: Path, name: str) -> None:
+        """Move a file from a `scratch` folder into the store."""
         path = self._folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with file.open("rb") as content:
             os.fsync(content.fileno())
         os.replace(file, path)
 
-    def put(self, file: Path, name: str) -> None:
-        """See `Store`. A file that is here already is left as it is."""
+    def upload(self, file: Path, name: str) -> None:
+        """Copy a local file into the store. Nothing is copied if `file` is already the stored file."""
         if (self._folder / name).resolve() != file.resolve():
-            _copied(file, self._folder / name)
+            _copy(file, self._folder / name)
 
-    def fetch(self, name: str, file: Path) -> None:
-        """See `Store`."""
-        _copied(self._folder / name, file)
+    def download(self, name: str, file: Path) -> None:
+        """Copy a file from the store to a local file."""
+        _copy(self._folder / name, file)
 
     def remove(self, names: Iterable[str]) -> None:
-        """See `Store`. Folders that this empties go too."""
+        """Remove files, and folders that become empty. Files that do not exist are ignored."""
         for name in names:
             path = self._folder / name
             path.unlink(missing_ok=True)
@@ -83,21 +89,21 @@ class LocalStore:
                 folder.rmdir()
 
     def scratch(self) -> Path:
-        """See `Store`. It lies in the folder itself, so that `take` is a rename."""
+        """Create an empty local folder for files to `move` into the store. Here, `move` is a rename."""
         self._folder.mkdir(parents=True, exist_ok=True)
-        return Path(tempfile.mkdtemp(prefix=UNFINISHED, dir=self._folder))
+        return Path(tempfile.mkdtemp(prefix=UNFINISHED_PREFIX, dir=self._folder))
 
-    def clear_unfinished(self) -> None:
-        """Remove what killed processes left behind anywhere below."""
-        for path in sorted(self._folder.rglob(f"{UNFINISHED}*")):
+    def remove_unfinished(self) -> None:
+        """Remove unfinished files and folders that killed processes left."""
+        for path in sorted(self._folder.rglob(f"{UNFINISHED_PREFIX}*")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
 @contextmanager
-def unfinished(file: Path) -> Iterator[Path]:
-    """A name beside `file` to write to; it becomes `file` when all went well, and goes otherwise."""
+def atomic_path(file: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `file`. It is renamed to `file` at the end, or removed after an error."""
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{UNFINISHED}{file.name}")
+    partial = file.with_name(f"{UNFINISHED_PREFIX}{file.name}")
     try:
         yield partial
         os.replace(partial, file)
@@ -105,27 +111,35 @@ def unfinished(file: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
-def _copied(source: Path, target: Path) -> None:
-    with unfinished(target) as partial:
+def _copy(source: Path, target: Path) -> None:
+    with atomic_path(target) as partial:
         shutil.copyfile(source, partial)
         with partial.open("rb") as content:
             os.fsync(content.fileno())
 
 
-def hash_of(file: Path) -> str:
-    """A file's xxh64, hexadecimal."""
+def file_hash(file: Path) -> str:
+    """Return a file's xxh64 hash in hexadecimal."""
     import xxhash
 
-    found = xxhash.xxh64()
     with file.open("rb") as content:
-        while block := content.read(1 << 24):
-            found.update(block)
-    return found.hexdigest()
+        return hashlib.file_digest(content, xxhash.xxh64).hexdigest()  # pyright: ignore[reportArgumentType]
 
 
-def _local(path: Path) -> StoredFile:
-    found = path.stat()
-    return StoredFile(found.st_size, f"mtime:{found.st_mtime_ns}")
+def cached_file_hash(file: Path) -> str:
+    """Return a file's xxh64 hash, cached in this process until the file's size or modification time changes."""
+    status = file.stat()
+    return _cached_hash(file, status.st_size, status.st_mtime_ns)
+
+
+@functools.cache
+def _cached_hash(file: Path, size: int, modified: int) -> str:
+    return file_hash(file)
+
+
+def _stat(path: Path) -> StoredFile:
+    status = path.stat()
+    return StoredFile(status.st_size, f"mtime:{status.st_mtime_ns}")
 
 
 def _umask() -> int:

@@ -1,1 +1,1 @@
-"""Many fine-tunings: models x tasks x learning rates x seeds, each once, whatever dies in between."""
+"""Run a sweep: fine-tune models x tasks x learning rates x seeds, each trial once, even after crashes."""

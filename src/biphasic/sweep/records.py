@@ -1,11 +1,12 @@
-"""What a sweep leaves behind: the grid, and a record of each trial.
+"""Read and write the files of a sweep: its grid and a record of each trial.
 
-    sweep.json              the grid that was asked for last: models, tasks, learning rates, seeds, and each trial's name
-    trials/<name>.json      a trial's record; written whole, by whoever ran it. The name is a hash of everything that
-                            determines the result, so that a trial that was changed is another trial
+    sweep.json              the latest grid: models, tasks, learning rates, seeds, and each trial's name
+    trials/<name>.json      a trial's record, written atomically by the worker that ran it
 
-Scores are shares of 1. A trial gives a result for each test set of its task: MNLI has two, and a model that was trained on
-MS MARCO is scored on three retrieval sets.
+A trial's name contains a hash of everything that determines the result, so a changed trial is a new trial.
+
+Scores are from 0 to 1. A trial has a result for each test set of its task: MNLI has two, and a model trained on MS MARCO is
+scored on three retrieval datasets.
 """
 
 from __future__ import annotations
@@ -16,17 +17,18 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from biphasic.config.errors import UserError
-from biphasic.storage import Store, as_bytes, short
+from biphasic.errors import UserError
+from biphasic.finetuning.records import DownstreamResult
+from biphasic.storage import Store, first_line, json_bytes
 
-GRID = "sweep.json"
-TRIALS = "trials"
+GRID_FILE = "sweep.json"
+TRIALS_FOLDER = "trials"
 FORMAT = 1
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A place in the grid."""
+    """A cell of the grid: the settings of one trial."""
 
     model: str
     task: str
@@ -35,43 +37,25 @@ class Cell:
 
 
 @dataclass(frozen=True)
-class Result:
-    """What a trial reached on one test set."""
-
-    task: str
-    """The set, as families count it: MNLI's two tests are both `mnli`."""
-    name: str
-    """The test set's own name, e.g. `mnli-mm`."""
-    family: str
-    """`classification`, `tokens`, `question_answering` or `retrieval`."""
-    metric: str
-    """What rates are chosen by and tables show, e.g. `accuracy`."""
-    validation: float | None
-    test: float | None
-    more: dict[str, dict[str, float]] = field(default_factory=dict)
-    """Other metrics, by split (`validation`, `test`)."""
-
-
-@dataclass(frozen=True)
-class Record:
-    """A trial that was run."""
+class TrialRecord:
+    """The record of a trial that has run."""
 
     trial: str
     cell: Cell
     status: str
     """`done` or `failed`."""
-    results: tuple[Result, ...] = ()
+    results: tuple[DownstreamResult, ...] = ()
     error: str | None = None
-    """Of a failed one: what went wrong, in a line; `about["traceback"]` has more."""
+    """A failed trial's error in one line; the traceback is in `about`."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """`train`: the training loop. `total`: everything, loading and scoring included."""
+    """Durations. `train`: the training loop. `total`: everything, including loading and scoring."""
     about: dict[str, Any] = field(default_factory=dict)
-    """Steps, examples, tokens, losses, configuration, machine, versions."""
+    """Steps, tokens, last loss, configuration, host, hardware and versions."""
 
 
 @dataclass(frozen=True)
 class GridModel:
-    """A model of the grid, and how long it was pretrained (optimizer steps), if that is known."""
+    """A model of the grid, with the optimizer steps of its pretraining if known."""
 
     name: str
     steps: int | None = None
@@ -79,102 +63,111 @@ class GridModel:
 
 @dataclass(frozen=True)
 class GridTask:
-    """A task of the grid and the test sets that a trial of it gives results for."""
+    """A task of the grid, with the test sets on which its trials are scored."""
 
     name: str
     family: str
     results: tuple[tuple[str, str, str], ...]
-    """(task, name, metric) of each, as in `Result`."""
+    """(task, name, metric) of each test set, as in `DownstreamResult`."""
 
 
 @dataclass(frozen=True)
 class Grid:
-    """What was asked for."""
+    """The grid of a sweep, with all trials."""
 
     models: tuple[GridModel, ...]
     tasks: tuple[GridTask, ...]
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     trials: dict[str, Cell]
-    """By name, in the order in which they are begun."""
-    halving: dict[str, Any] | None = None
-    """The YAML's `halving:` section."""
+    """The trials by name, in the order in which they start."""
 
 
-def record_name(trial: str) -> str:
-    """Where a trial's record lies."""
-    return f"{TRIALS}/{trial}.json"
+def record_file(trial: str) -> str:
+    """Return the name of a trial's record file."""
+    return f"{TRIALS_FOLDER}/{trial}.json"
 
 
-def write_record(place: Store, record: Record) -> None:
-    """Write it, whole."""
-    place.write(record_name(record.trial), as_bytes({"format": FORMAT, **asdict(record)}))
+def write_record(folder: Store, record: TrialRecord) -> None:
+    """Write a trial's record atomically."""
+    folder.write(record_file(record.trial), json_bytes({"format": FORMAT, **asdict(record)}))
 
 
-def write_grid(place: Store, grid: Grid) -> None:
-    """Write it, whole."""
-    place.write(GRID, as_bytes({"format": FORMAT, **asdict(grid)}))
+def write_grid(folder: Store, grid: Grid) -> None:
+    """Write the grid atomically."""
+    folder.write(GRID_FILE, json_bytes({"format": FORMAT, **asdict(grid)}))
 
 
-def read_grid(place: Store) -> Grid:
-    """The grid of a sweep's folder.
+def read_grid(folder: Store) -> Grid:
+    """Read the grid of a sweep's output.
 
     Raises:
-        UserError: there is none, or it can't be read.
+        UserError: the folder has no grid, or the grid can't be read.
     """
     try:
-        found = json.loads(place.read(GRID))
+        content = json.loads(folder.read(GRID_FILE))
         return Grid(
-            models=tuple(GridModel(**one) for one in found["models"]),
+            models=tuple(GridModel(**model) for model in content["models"]),
             tasks=tuple(
-                GridTask(one["name"], one["family"], tuple((t, n, m) for t, n, m in one["results"]))
-                for one in found["tasks"]
+                GridTask(task["name"], task["family"], tuple((t, n, m) for t, n, m in task["results"]))
+                for task in content["tasks"]
             ),
-            learning_rates=tuple(found["learning_rates"]),
-            seeds=tuple(found["seeds"]),
-            trials={name: Cell(**cell) for name, cell in found["trials"].items()},
-            halving=found["halving"],
+            learning_rates=tuple(content["learning_rates"]),
+            seeds=tuple(content["seeds"]),
+            trials={name: Cell(**cell) for name, cell in content["trials"].items()},
         )
     except FileNotFoundError:
-        raise UserError(f"{place.root}: has no {GRID}: it is no sweep's output") from None
+        raise UserError(f"{folder.root}: has no {GRID_FILE}: it is not a sweep's output") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{place.root}/{GRID}: can't be read ({short(error)})") from None
+        raise UserError(f"{folder.root}/{GRID_FILE}: can't be read ({first_line(error)})") from None
 
 
-def read_records(place: Store, trials: Iterable[str]) -> dict[str, Record]:
-    """The records of those trials that have one, by name.
+def recorded_trials(folder: Store) -> list[str]:
+    """Return the names of all trials with a record, including those of earlier grids.
 
     Raises:
-        UserError: the place can't be read, or a record is no record.
+        OSError: the folder can't be read.
     """
-    wanted = set(trials)
+    return [name.removeprefix(f"{TRIALS_FOLDER}/").removesuffix(".json") for name in folder.list(TRIALS_FOLDER)]
+
+
+def read_records(folder: Store, trials: Iterable[str]) -> dict[str, TrialRecord]:
+    """Read the records of the given trials by name; trials without a record are omitted.
+
+    Raises:
+        UserError: the folder can't be read, or a file is not a record.
+    """
     try:
-        there = [name for name in place.list(TRIALS) if name.removeprefix(f"{TRIALS}/")[: -len(".json")] in wanted]
+        names = sorted(set(trials) & set(recorded_trials(folder)))
         with ThreadPoolExecutor(16) as pool:
-            contents = list(pool.map(place.read, there))
+            contents = list(pool.map(folder.read, map(record_file, names)))
     except OSError as error:
-        raise UserError(f"{place.root}: can't be read ({short(error)})") from None
-    found = [_record(name, content, place.root) for name, content in zip(there, contents, strict=True)]
-    return {record.trial: record for record in found}
+        raise UserError(f"{folder.root}: can't be read ({first_line(error)})") from None
+    return {name: _parse(folder, name, content) for name, content in zip(names, contents, strict=True)}
 
 
-def read_record(place: Store, trial: str) -> Record | None:
-    """One trial's record; None when there is none.
+def read_record(folder: Store, trial: str) -> TrialRecord | None:
+    """Read one trial's record; return None if the trial has no record.
 
     Raises:
-        OSError: the place can't be read.
-        UserError: it is no record.
+        OSError: the folder can't be read.
+        UserError: the file is not a record.
     """
-    name = record_name(trial)
-    return None if place.stat(name) is None else _record(name, place.read(name), place.root)
-
-
-def _record(name: str, content: bytes, root: str) -> Record:
     try:
-        found = json.loads(content)
-        found.pop("format")
-        cell, results = Cell(**found.pop("cell")), tuple(Result(**one) for one in found.pop("results"))
-        return Record(cell=cell, results=results, **found)
+        return _parse(folder, trial, folder.read(record_file(trial)))
+    except FileNotFoundError:
+        return None
+
+
+def _parse(folder: Store, trial: str, content: bytes) -> TrialRecord:
+    try:
+        fields = json.loads(content)
+        fields.pop("format")
+        cell, results = (
+            Cell(**fields.pop("cell")),
+            tuple(DownstreamResult(**result) for result in fields.pop("results")),
+        )
+        return TrialRecord(cell=cell, results=results, **fields)
     except (ValueError, LookupError, TypeError) as error:
-        raise UserError(f"{root}/{name}: is no trial's record ({short(error)}); remove it, and the trial is run again") \
-            from None  # fmt: skip
+        message = f"{folder.root}/{record_file(trial)}: is not a trial's record ({first_line(error)})"
+        raise UserError(f"{message}; remove it, and the trial runs again") from None

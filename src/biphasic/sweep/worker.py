@@ -1,4 +1,4 @@
-"""What runs in a sweep's worker processes."""
+"""Run trials in a sweep's worker processes."""
 
 from __future__ import annotations
 
@@ -10,118 +10,113 @@ import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
+from importlib import import_module
 
-from biphasic.config.errors import UserError
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.storage import store
-from biphasic.sweep.grid import functions_of
-from biphasic.sweep.records import Cell, Record, read_record, write_record
+from biphasic.errors import UserError
+from biphasic.storage import open_store
+from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
 
 
 @dataclass(frozen=True)
-class Job:
+class TrialJob:
     """A trial for a worker."""
 
     trial: str
     cell: Cell
     config: FinetuneConfig
     bytes: int | None = None
-    """Of a GPU's memory, about; None: not known, it gets one to itself."""
+    """Estimated GPU memory in bytes. None if unknown; the trial then gets a GPU to itself."""
     attempt: int = 0
 
 
 @dataclass(frozen=True)
-class Ended:
-    """How a job ended: with a record, or with the worker's death (or a full GPU), which says nothing about the trial."""
+class FinishedJob:
+    """The outcome of a job: a record, or no record because the worker died or its GPU was full."""
 
-    job: Job
-    record: Record | None = None
+    job: TrialJob
+    record: TrialRecord | None = None
     written: bool = True
-    """Whether the record is where it belongs."""
-    trained: bool = True
-    """False: another driver's worker had written it before."""
-    died: str | None = None
+    """Whether the record was written to the output."""
+    lost: str | None = None
     """Why there is no record."""
 
 
 @dataclass(frozen=True)
-class Where:
-    """A worker's machine, and its GPUs there."""
+class WorkerLocation:
+    """A worker's node and its GPUs on that node."""
 
     node: str
     gpus: tuple[str, ...]
 
 
-def failed(job: Job, error: BaseException | str, trace: str) -> Record:
-    """The record of a trial that can't be run."""
-    said = str(error).strip().splitlines()[0] if str(error).strip() else ""
-    line = (
-        error if isinstance(error, str) else said if isinstance(error, UserError) else f"{type(error).__name__}: {said}"
-    )
+def failed_record(job: TrialJob, error: BaseException | str, trace: str) -> TrialRecord:
+    """Return the record of a failed trial."""
+    first_line = str(error).strip().partition("\n")[0]
+    line = first_line if isinstance(error, (str, UserError)) else f"{type(error).__name__}: {first_line}"
     about = {"traceback": trace, "attempt": job.attempt, "host": socket.gethostname()}
-    return Record(job.trial, job.cell, "failed", error=line, about=about)
+    return TrialRecord(job.trial, job.cell, "failed", error=line, about=about)
 
 
 class Worker:
-    """A process that runs one trial after another, as a Ray actor."""
+    """A Ray actor that runs trials, one at a time."""
 
     def __init__(self, module: str, output: str, threads: int, per_device: int):
         _die_with_parent()
         import torch
 
         torch.set_num_threads(threads)
-        # The slow imports, once for all trials of this process.
-        self._trials = functions_of(module)
-        self._place, self._per_device = store(output), per_device
-        # What was imported stays: without this, looking through all of it after each trial takes a third of a second.
+        # Slow imports happen here, once for all trials of this process.
+        self._functions = import_module(module)
+        self._folder, self._per_device = open_store(output), per_device
+        # Without freezing, garbage collection after each trial would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
 
-    def ready(self) -> Where:
-        """Where this is."""
+    def location(self) -> WorkerLocation:
+        """Return the node and the GPUs of this process, after the imports in `__init__`."""
         import ray
 
-        return Where(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
+        return WorkerLocation(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
 
-    def run(self, job: Job) -> Ended:
-        """Train, score, and write the record; one that is there already stays."""
-        begin = time.monotonic()
+    def run(self, job: TrialJob) -> FinishedJob:
+        """Train, score and write the record. A trial whose record is `done` is not run again."""
+        start = time.monotonic()
         try:
-            if (before := self._done(job.trial)) is not None:
-                return Ended(job, before, trained=False)
-            outcome = self._trials.run_trial(job.config)
-            about = {"attempt": job.attempt, "trials_on_device": self._per_device, **outcome.about}
-            seconds = {"total": time.monotonic() - begin, **outcome.seconds}
-            record = Record(job.trial, job.cell, "done", tuple(outcome.results), seconds=seconds, about=about)
-            return self._written(job, record)
+            # The record exists if a worker died after writing it, or if the driver was replaced.
+            if (earlier := self._done(job.trial)) is not None:
+                return FinishedJob(job, earlier)
+            result = self._functions.run_trial(job.config)
+            about = {"attempt": job.attempt, "trials_on_device": self._per_device, **result.about}
+            seconds = {"total": time.monotonic() - start, **result.seconds}
+            record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
         except Exception as error:
-            if _is_full(error) and self._per_device > 1:
-                return Ended(job, died="its GPU was full")
-            record = failed(job, error, traceback.format_exc())
-            return self._written(job, replace(record, seconds={"total": time.monotonic() - begin}))
+            if _is_out_of_gpu_memory(error) and self._per_device > 1:
+                return FinishedJob(job, lost="its GPU was full")
+            record = failed_record(job, error, traceback.format_exc())
+            record = replace(record, seconds={"total": time.monotonic() - start})
         finally:
-            _tidy()
-
-    def _done(self, trial: str) -> Record | None:
+            _free_memory()
         try:
-            found = read_record(self._place, trial)
-        except (OSError, UserError):
-            # Then it is written over: it would be the same.
-            return None
-        return found if found is not None and found.status == "done" else None
-
-    def _written(self, job: Job, record: Record) -> Ended:
-        if (before := self._done(job.trial)) is not None:
-            return Ended(job, before, trained=False)
-        try:
-            write_record(self._place, record)
+            write_record(self._folder, record)
         except OSError:
-            return Ended(job, record, written=False)
-        return Ended(job, record)
+            return FinishedJob(job, record, written=False)
+        return FinishedJob(job, record)
+
+    def _done(self, trial: str) -> TrialRecord | None:
+        try:
+            record = read_record(self._folder, trial)
+        except (OSError, UserError):
+            # The trial runs again, and its record replaces the unreadable file.
+            return None
+        return record if record is not None and record.status == "done" else None
 
 
 def _die_with_parent() -> None:
-    """Ray's own way takes seconds in which a trial could end and write its record, as if two had run."""
+    """Ask the kernel to kill this process when its parent dies.
+
+    Ray needs seconds to kill it, in which a trial could write its record while the next driver runs the same trial.
+    """
     if sys.platform != "linux":
         return
     import ctypes
@@ -132,14 +127,14 @@ def _die_with_parent() -> None:
         os._exit(1)
 
 
-def _is_full(error: BaseException) -> bool:
+def _is_out_of_gpu_memory(error: BaseException) -> bool:
     import torch
 
     return isinstance(error, torch.cuda.OutOfMemoryError)
 
 
-def _tidy() -> None:
-    """What a trial held must be free for the next one, and for those beside it on a GPU."""
+def _free_memory() -> None:
+    """Free a trial's memory for the next trial and for other trials on the same GPU."""
     import torch
 
     gc.collect()

@@ -1,1 +1,1 @@
-"""Pretraining: configuration to a Composer Trainer."""
+"""Pretrain a language model with Composer, as a YAML configures it."""

@@ -1,44 +1,147 @@
-"""The YAML's `compute:` section, applied to a model."""
+"""Set up precision, attention, compilation and microbatch size as the YAML configures them."""
 
 from __future__ import annotations
 
-import torch
+from pathlib import Path
+from typing import Any
 
-from biphasic.config.errors import UserError
-from biphasic.config.schema import ComputeConfig
-from biphasic.model import attention, kernels
+import torch
+from composer.core import Algorithm, Event, State
+from composer.core.precision import get_precision_context
+from composer.loggers import Logger
+from composer.utils import dist
+from torch.nn.parallel import DistributedDataParallel
+
+from biphasic.config.pretrain import ComputeConfig, PretrainConfig
+from biphasic.errors import UserError
+from biphasic.model import attention
+from biphasic.model import layers as decoder_layers
+from biphasic.model.auto_microbatch import MICROBATCH_FILE, find_microbatch
 from biphasic.model.language_model import LanguageModel
+from biphasic.training.prepared_batch import PreparedBatch
 
 
 def require_precision(precision: str) -> None:
-    """Say in a line what Composer says in a traceback.
+    """Check that this machine supports a precision.
 
     Raises:
-        UserError: this machine has no GPU, which `amp_bf16` needs.
+        UserError: `amp_bf16` is requested and this machine has no GPU.
     """
     if precision == "amp_bf16" and not torch.cuda.is_available():
         raise UserError("precision: amp_bf16 needs a GPU, and there is none here: precision=fp32 runs on CPUs")
 
 
 def set_up(model: LanguageModel, config: ComputeConfig) -> str:
-    """Choose attention and what is compiled, and describe the choice in a line. The numbers stay, within rounding.
+    """Set compilation, activation checkpointing and attention as configured. Results stay the same, within rounding.
+
+    Returns:
+        A line that describes the setup.
 
     Raises:
-        UserError: the requested attention isn't installed, or doesn't run on this machine.
+        UserError: the requested attention backend isn't installed, or doesn't run on this machine.
     """
     gpu = torch.cuda.is_available()
-    if config.attention != "auto" and not attention.installed(config.attention):
-        wants = "needs a GPU" if not gpu else "doesn't run on this GPU"
+    if config.attention != "auto" and not attention.backend_available(config.attention):
+        reason = "needs a GPU" if not gpu else "doesn't run on this GPU"
         if gpu and config.attention == "flash2":
-            wants = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
-        raise UserError(f"compute.attention: {config.attention} {wants}: expected another one, or auto")
-    model.attention = config.attention
-    compiling = gpu if config.compile == "auto" else config.compile
-    model.compiled_loss = compiling
-    if compiling:
-        kernels.compile_layers(model.backbone)
-    kernels.recompute_layers(model.backbone, config.recomputed(len(model.backbone.layers)))  # pyright: ignore
-    recomputed = kernels.recomputed(model.backbone)
-    again = f" ({recomputed} of {len(model.backbone.layers)} layers recomputed)" if recomputed else ""  # pyright: ignore
+            reason = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
+        raise UserError(f"compute.attention: {config.attention} {reason}: expected another one, or auto")
+    model.compiled_loss = gpu if config.compile == "auto" else config.compile
+    if model.compiled_loss:
+        decoder_layers.compile_layers(model.backbone)
+    layers: Any = model.backbone.layers
+    decoder_layers.recompute_layers(model.backbone, config.recomputed(len(layers)))
+    recomputed = decoder_layers.recomputed_layers(model.backbone)
+    compiled = "compiled" if model.compiled_loss else "not compiled"
+    recomputation = f" ({recomputed} of {len(layers)} layers recomputed)" if recomputed else ""
     flash = f" ({attention.activate_flash_kernels()})" if gpu and config.attention in ("auto", "varlen") else ""
-    return f"layers and loss {'compiled' if compiling else 'not compiled'}{again}, attention {config.attention}{flash}"
+    return f"layers and loss {compiled}{recomputation}, attention {config.attention}{flash}"
+
+
+class AutoMicrobatch(Algorithm):
+    """Algorithm that sets the microbatch size to as many rows as fit the GPU, measured before the first batch.
+
+    The result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
+    training, after which FSDP ranks would wait for each other forever.
+    """
+
+    def __init__(self, config: PretrainConfig, folder: Path):
+        self.config, self.folder = config, folder
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run once, before training."""
+        return event == Event.FIT_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Set the microbatch size, measured or read from the stored result. Weights and optimizer state don't change."""
+        rows = find_microbatch(
+            lambda count: self._train(state, count),
+            self.config.global_batch_size // dist.get_world_size(),
+            _missing_optimizer_state(state),
+            state.fsdp_config is not None and dist.get_world_size() > 1,
+            self.folder / MICROBATCH_FILE,
+            _circumstances(self.config),
+        )
+        state.device_train_microbatch_size = rows
+        for evaluator in state.evaluators:
+            evaluator.device_eval_microbatch_size = rows
+
+    def _train(self, state: State, rows: int) -> None:
+        model = state.model
+        # These passes need no gradient synchronization between DDP ranks.
+        context = model.no_sync if isinstance(model, DistributedDataParallel) else torch.enable_grad
+        try:
+            with context():
+                for _ in range(2):  # the second pass adds to existing gradients
+                    with get_precision_context(state.precision, state.precision_config):
+                        total, _ = model(self._largest_batch(state, rows))
+                    total.backward()
+        finally:
+            for optimizer in state.optimizers:
+                optimizer.zero_grad(set_to_none=True)
+
+    def _largest_batch(self, state: State, rows: int) -> PreparedBatch:
+        """Return a batch that needs the most memory: causal if any phase is, with a target at every position."""
+        length = self.config.data.sequence_length
+        causal = any(phase.name == "clm" for phase in self.config.objective.phases)
+        tokens = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64))
+        return PreparedBatch(
+            objective="clm" if causal else "mlm",
+            phase=None,
+            causal=causal,
+            inputs=tokens,
+            targets=tokens,
+            row_ids=tokens[:, 0],
+            lengths=[[length]] * rows,
+            targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
+            rows_per_rank=rows,
+            attention=self.config.compute.attention,
+        )
+
+
+def _missing_optimizer_state(state: State) -> float:
+    """Return the bytes of optimizer state that the first step will allocate."""
+    missing = 0
+    for optimizer in state.optimizers:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            if not optimizer.state.get(parameter):
+                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                missing += 2 * local.numel() * local.element_size()
+    return missing
+
+
+def _circumstances(config: PretrainConfig) -> dict[str, Any]:
+    """Return everything that affects how much memory a row takes and how much is available."""
+    device = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return {
+        "device": device.name,
+        "memory": device.total_memory,
+        "torch": torch.__version__,
+        "ranks": dist.get_world_size(),
+        "model": config.model.model_dump(mode="json"),
+        "length": config.data.sequence_length,
+        "precision": config.precision,
+        "parallelism": config.parallelism.model_dump(mode="json"),
+        "compute": config.compute.model_dump(mode="json"),
+        "most": config.global_batch_size // dist.get_world_size(),
+    }

@@ -1,10 +1,11 @@
-"""The last look at gradients before the weights change: clipping, and numbers that are no numbers."""
+"""Clip gradients, and detect NaN, Inf and loss spikes during training."""
 
 from __future__ import annotations
 
 import json
 import statistics
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,133 +14,131 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from composer.utils import dist
 from torch import Tensor
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from biphasic.config.errors import UserError
-from biphasic.data.streaming import Batch
+from biphasic.errors import UserError
 
 ODD_BATCHES = "odd_batches.jsonl"
-RESUMES = "Start again to go on from the newest checkpoint; "
-_WINDOW, _ENOUGH = 100, 20
+RESUME_ADVICE = "Start again to resume from the newest checkpoint; "
+_WINDOW, _MIN_LOSSES = 100, 20
 
 
 class Gradients(Algorithm):
-    """Clips the norm of the gradient, and looks at loss and norm before the optimizer's step.
+    """Algorithm that clips the gradient norm, and checks loss and norm for NaN and Inf before the optimizer step.
 
-    A loss or a norm that is NaN or infinite on any rank ends the run on all of them, with the weights as they were before
-    the batch; or, up to `may_skip` times in a run, the batch is left out: no weight, no moment and no step count of the
-    optimizer changes, and the data and the learning rate go on. A loss above `spike` times the median of the phase's last
-    100 batches is logged. Either way the ids of the batch's rows go to `odd_batches.jsonl`, where
-    `data_prep/show.py FILE.yaml ID ...` prints their text.
+    After a NaN or Inf on any rank, all ranks skip the batch: weights and optimizer state don't change, and data and learning
+    rate advance. After `max_skipped` such batches in a run, the next one ends the run on all ranks, with the weights as they
+    were before it. A loss above `spike` times the median of the last 100 batches of the same objective is logged. In both
+    cases the ids of the batch's rows are written to `odd_batches.jsonl`; `data_prep/show.py FILE.yaml ID ...` prints their
+    text.
 
-    Logged: `optimizer/grad_norm` (L2, before clipping, all ranks together), `optimizer/skipped_batches`.
+    Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`.
 
     Args:
-        clip_norm: largest norm; None: no clipping.
-        may_skip: batches.
-        spike: factor; None: spikes aren't looked for.
-        folder: of the run, on the first rank's machine.
-        after: what can be done once the run has ended, for its message.
+        clip_norm: maximum gradient norm; None: no clipping.
+        max_skipped: maximum number of skipped batches in a run.
+        spike: a loss above this multiple of the median is a spike; None: no spike detection.
+        folder: the run's folder, on rank 0's node.
+        objective_and_row_ids: returns a batch's objective and row ids.
+        advice: start of the advice in the error message.
     """
 
-    def __init__(self, clip_norm: float | None, may_skip: int, spike: float | None, folder: Path, after: str = RESUMES):
-        self.clip_norm, self.may_skip, self.spike, self.file = clip_norm, may_skip, spike, folder / ODD_BATCHES
-        self.after = after
+    def __init__(
+        self,
+        clip_norm: float | None,
+        max_skipped: int,
+        spike: float | None,
+        folder: Path,
+        objective_and_row_ids: Callable[[Any], tuple[str, Tensor]],
+        advice: str = RESUME_ADVICE,
+    ):
+        self.clip_norm, self.max_skipped, self.spike = clip_norm, max_skipped, spike
+        self.file, self.objective_and_row_ids, self.advice = folder / ODD_BATCHES, objective_and_row_ids, advice
         self.skipped = 0
-        self._bad: Tensor | None = None
-        self._recent: deque[float] = deque(maxlen=_WINDOW)
+        self._loss_is_bad: Tensor | None = None
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._objective = ""
 
     def match(self, event: Event, state: State) -> bool:
-        """After each microbatch's loss, before the optimizer's step, and when the batch is done."""
+        """Run after each microbatch's loss, before the optimizer step, and at the end of the batch."""
         return event in (Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH, Event.BATCH_END)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Look.
+        """Check loss and gradient norm for NaN and Inf, or the batch's loss for a spike.
 
         Raises:
-            UserError: loss or gradient are no numbers, on all ranks.
+            UserError: loss or gradient norm is NaN or Inf after `max_skipped` skips; raised on all ranks.
         """
         if event == Event.AFTER_LOSS:
             loss: Any = state.loss
-            bad = ~torch.isfinite(loss["total"].detach())
-            self._bad = bad if self._bad is None else self._bad | bad
+            is_bad = ~torch.isfinite(loss["total"].detach())
+            self._loss_is_bad = is_bad if self._loss_is_bad is None else self._loss_is_bad | is_bad
         elif event == Event.AFTER_TRAIN_BATCH:
-            self._before_step(state, logger)
+            self._check_before_step(state, logger)
         else:
-            self._look_for_spike(state, logger)
+            self._detect_spike(state, logger)
 
-    def _before_step(self, state: State, logger: Logger) -> None:
+    def _check_before_step(self, state: State, logger: Logger) -> None:
         norm = self._clip(state)
-        assert self._bad is not None
-        wrong = torch.stack([self._bad.reshape(()), ~torch.isfinite(norm)]).to(torch.int32)
-        self._bad = None
-        dist.all_reduce(wrong, reduce_operation="MAX")
-        bad_loss, bad_norm = wrong.tolist()
+        assert self._loss_is_bad is not None
+        flags = torch.stack([self._loss_is_bad.reshape(()), ~torch.isfinite(norm)]).to(torch.int32)
+        self._loss_is_bad = None
+        dist.all_reduce(flags, reduce_operation="MAX")
+        bad_loss, bad_norm = flags.tolist()
         logger.log_metrics({"optimizer/grad_norm": float(norm), "optimizer/skipped_batches": self.skipped})
         if not bad_loss and not bad_norm:
             return
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
         self.skipped += 1
-        what = "loss" if bad_loss else "gradient's norm"
-        rows = self._note(state, {"what": "not finite", "of": what, "norm": str(float(norm))})
-        if self.skipped > self.may_skip:
-            allowed = f" ({self.may_skip} were left out before)" if self.may_skip else ""
+        quantity = "loss" if bad_loss else "gradient's norm"
+        row_ids = self._record(state, {"what": "not finite", "of": quantity, "norm": str(float(norm))})
+        if self.skipped > self.max_skipped:
+            before = f" ({self.max_skipped} were skipped before)" if self.max_skipped else ""
             raise UserError(
-                f"batch {int(state.timestamp.batch)}: the {what} is not a finite number{allowed}; the weights are as they "
-                f"were before it. Its rows are in {self.file} (the first: {rows[0]}). {self.after}optimizer.skip_nonfinite: "
-                "N leaves out up to N such batches, and a smaller optimizer.lr or clip_norm may prevent them"
+                f"batch {int(state.timestamp.batch)}: the {quantity} is not a finite number{before}; the weights are as "
+                f"they were before it. Its rows are in {self.file} (the first: {row_ids[0]}). {self.advice}"
+                "optimizer.max_skipped_batches: N skips up to N such batches, and a smaller optimizer.lr or clip_norm may "
+                "prevent them"
             )
 
     def _clip(self, state: State) -> Tensor:
         limit = self.clip_norm if self.clip_norm is not None else float("inf")
-        if state.fsdp_config_version == 1:
-            roots = (
-                one
-                for one in state.model.modules()
-                if isinstance(one, FullyShardedDataParallel) and one.check_is_root()
-            )
-            return torch.stack([root.clip_grad_norm_(limit).float() for root in roots]).norm()
         norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
-    def _look_for_spike(self, state: State, logger: Logger) -> None:
-        losses: dict[str, float] = state.total_loss_dict or {}
-        loss = losses.get("loss/train/total")
-        objective = next((name for name in losses if name != "loss/train/total"), "")
+    def _detect_spike(self, state: State, logger: Logger) -> None:
+        objective, _ = self.objective_and_row_ids(state.batch)
         if objective != self._objective:
             self._objective = objective
-            self._recent.clear()
+            self._losses.clear()
+        loss: float | None = (state.total_loss_dict or {}).get("loss/train/total")
         if loss is None or self.spike is None or loss != loss:
             return
-        if len(self._recent) >= _ENOUGH and loss > self.spike * (median := statistics.median(self._recent)):
+        if len(self._losses) >= _MIN_LOSSES and loss > self.spike * (median := statistics.median(self._losses)):
             logger.log_metrics({"loss/spike": loss / median})
-            self._note(state, {"what": "spike", "loss": loss, "median": median})
-        self._recent.append(loss)
+            self._record(state, {"what": "spike", "loss": loss, "median": median})
+        self._losses.append(loss)
 
-    def _note(self, state: State, about: dict[str, Any]) -> list[int]:
-        batch: Batch = state.batch
-        rows = [row for ranks in dist.all_gather_object(batch["rows"].tolist()) for row in ranks]
+    def _record(self, state: State, fields: dict[str, Any]) -> list[int]:
+        """Write a line about the batch to the file. Return the ids of the batch's rows on all ranks."""
+        _, local_row_ids = self.objective_and_row_ids(state.batch)
+        row_ids = [row for rank in dist.all_gather_object(local_row_ids.tolist()) for row in rank]
         if dist.get_global_rank() == 0:
-            done = int(state.timestamp.batch) - (about["what"] == "spike")
-            line = {"batch": done, "epoch": int(state.timestamp.epoch), **about, "rows": rows}
+            # A spike is detected after Composer has counted the batch.
+            batch = int(state.timestamp.batch) - (fields["what"] == "spike")
+            line = {"batch": batch, "epoch": int(state.timestamp.epoch), **fields, "rows": row_ids}
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps(line) + "\n")
-        return rows
+        return row_ids
 
     def state_dict(self) -> dict[str, Any]:
-        """What was left out, and the losses that the next one is compared with: plain values."""
-        return {
-            "repr": "Gradients",
-            "skipped": self.skipped,
-            "recent": list(self._recent),
-            "objective": self._objective,
-        }
+        """Return the number of skipped batches and the last losses, as plain values."""
+        losses = {"recent": list(self._losses), "objective": self._objective}
+        return {"repr": "Gradients", "skipped": self.skipped, **losses}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a checkpoint."""
+        """Restore the number of skipped batches and the last losses."""
         self.skipped, self._objective = state["skipped"], state["objective"]
-        self._recent = deque(state["recent"], maxlen=_WINDOW)
+        self._losses = deque(state["recent"], maxlen=_WINDOW)

@@ -1,37 +1,108 @@
-"""Where a run's metrics go."""
+"""Build the loggers of a run, and write and read metrics as JSON lines."""
 
 from __future__ import annotations
 
+import json
+import time
 from pathlib import Path
+from typing import Any, TextIO
 
-from composer.loggers import LoggerDestination, TensorboardLogger
+from composer.core import State
+from composer.loggers import Logger, LoggerDestination, TensorboardLogger
+from composer.utils import dist
 
-from biphasic.config.errors import UserError
-from biphasic.config.schema import LoggingConfig
-from biphasic.training.jsonl_logger import JSONLLogger
+from biphasic.config.pretrain import LoggingConfig
+from biphasic.errors import UserError
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
-    """Where metrics go.
+    """Build the loggers that a YAML's `logging:` section configures.
 
     Raises:
         UserError: a logger's package isn't installed.
     """
-    found: list[LoggerDestination] = []
+    destinations: list[LoggerDestination] = []
     if config.jsonl:
-        found.append(JSONLLogger(folder / "metrics.jsonl"))
+        destinations.append(JSONLLogger(folder / "metrics.jsonl"))
     if config.tensorboard:
-        found.append(TensorboardLogger(log_dir=str(folder / "tensorboard")))
+        destinations.append(TensorboardLogger(log_dir=str(folder / "tensorboard")))
     try:
         if config.wandb is not None:
             from composer.loggers import WandBLogger
 
-            settings = config.wandb
-            found.append(WandBLogger(settings.project, settings.group, run_name, settings.entity, settings.tags))
+            wandb = config.wandb
+            destinations.append(WandBLogger(wandb.project, name=run_name, entity=wandb.entity))
         if config.mlflow is not None:
             from composer.loggers import MLFlowLogger
 
-            found.append(MLFlowLogger(config.mlflow.experiment, run_name, tracking_uri=config.mlflow.tracking_uri))
+            mlflow = config.mlflow
+            destinations.append(MLFlowLogger(mlflow.experiment, run_name, tracking_uri=mlflow.tracking_uri))
     except ImportError as error:
         raise UserError(f"logging: {error.name or error} isn't installed: uv pip install '.[loggers]'") from None
-    return found
+    return destinations
+
+
+class JSONLLogger(LoggerDestination):
+    """Logger that writes `{"batch": …, "tokens": …, "time": …, metric: value, …}` lines on rank 0.
+
+    `batch` and `tokens` are totals trained so far, and `time` is in seconds since the epoch. A resumed run appends to the
+    file, so a batch that is trained again has two lines, of which `read_metrics` takes the last.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.file: TextIO | None = None
+        self.pending: dict[str, float] = {}
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Open the file."""
+        if dist.get_global_rank() == 0:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.file = self.path.open("a", encoding="utf-8")
+
+    def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
+        """Collect numeric metrics until the end of the batch."""
+        for name, value in metrics.items():
+            try:
+                self.pending[name] = float(value)
+            except (TypeError, ValueError):
+                continue
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Write the batch's line."""
+        self._write(state)
+
+    def eval_after_all(self, state: State, logger: Logger) -> None:
+        """Write the validation metrics, under the last trained batch."""
+        self._write(state)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Write the run's totals."""
+        self._write(state)
+
+    def _write(self, state: State) -> None:
+        if self.file is not None and self.pending:
+            when = {"batch": state.timestamp.batch.value, "tokens": state.timestamp.token.value, "time": time.time()}
+            self.file.write(json.dumps({**when, **self.pending}) + "\n")
+            self.file.flush()
+        self.pending = {}
+
+    def post_close(self) -> None:
+        """Close the file."""
+        if self.file is not None:
+            self.file.close()
+            self.file = None
+
+
+def read_metrics(path: str | Path) -> list[dict[str, Any]]:
+    """Read the metrics of each batch, in order, from the last attempt that trained it. An incomplete line is skipped."""
+    batches: dict[int, dict[str, Any]] = {}
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        # A validation line is merged into its batch's line and keeps that line's time. A batch trained again replaces both.
+        previous = {} if "loss/train/total" in entry else batches.get(entry["batch"], {})
+        batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
+    return [batches[batch] for batch in sorted(batches)]

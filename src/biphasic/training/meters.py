@@ -1,4 +1,4 @@
-"""How fast training is, against what the device could do, and what it waits for."""
+"""Measure training throughput, model FLOPs utilization (MFU), memory, and the time spent waiting for data."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.amounts import in_bytes
+from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture
-from biphasic.data.streaming import Batch, row_segments
-from biphasic.model.device import dense_peak
+from biphasic.model.device import peak_flops
+from biphasic.training.prepared_batch import PreparedBatch
 
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
 
 
 @dataclass
-class _Spent:
-    """Seconds in steps, and what was done in them."""
+class _StepTotals:
+    """Step durations in seconds, and the tokens and FLOPs of these steps."""
 
     seconds: list[float] = field(default_factory=list)
     waiting: float = 0.0
@@ -42,41 +42,42 @@ class _Spent:
     def waiting_share(self) -> float:
         return self.waiting / max(sum(self.seconds), 1e-9)
 
-    def percentile(self, share: int) -> float:
+    def percentile(self, percent: int) -> float:
         ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) * share // 100, len(ordered) - 1)]
+        return ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
 
-    def per_second(self, peak: float | None) -> dict[str, float]:
-        """Tokens of all ranks, a rank's FLOPs, and these over its device's peak."""
-        whole = max(sum(self.seconds), 1e-9)
-        found = {"tokens_per_second": self.tokens / whole, "flops_per_second": self.flops / whole}
+    def rates(self, peak: float | None) -> dict[str, float]:
+        """Return tokens/s of all ranks, FLOP/s of one rank, and MFU and HFU if the device's `peak` FLOP/s is known."""
+        seconds = max(sum(self.seconds), 1e-9)
+        rates = {"tokens_per_second": self.tokens / seconds, "flops_per_second": self.flops / seconds}
         if peak is not None:
-            found |= {"mfu": self.flops / whole / peak, "hfu": self.hardware_flops / whole / peak}
-        return found
+            rates |= {"mfu": self.flops / seconds / peak, "hfu": self.hardware_flops / seconds / peak}
+        return rates
 
 
 class Meters(Callback):
-    """Logs how long steps take, how many tokens and FLOPs are trained in a second, and how long a step waits for its batch.
+    """Callback that logs step durations, tokens and FLOPs per second, and how long steps wait for their batch.
 
-    A step lasts from asking for a batch to the end of its training; validation and checkpoints are between steps. Tokens
-    are those of documents, of all ranks; padding isn't counted. FLOPs are a rank's, as `Architecture.flops` counts them,
-    with the segments and the predicted positions that the batch has. MFU is their rate over the device's dense peak in the
-    compute type, HFU that of `Architecture.hardware_flops`; both are missing where the peak isn't known, as on CPUs.
+    A step lasts from the request for a batch to the end of its training; validation and checkpoints are between steps.
+    Tokens are counted over all ranks, without padding. FLOPs are counted for one rank, by `Architecture.flops` from the
+    batch's documents and targets. MFU is FLOP/s divided by the device's dense peak in the compute type. HFU is the same for
+    `Architecture.hardware_flops`. Both are missing if the peak is unknown, as on CPUs.
 
-    Logged: with each batch `time/step_seconds` and `data/wait_seconds`; over each window of batches `data/wait_share`, and
-    under `throughput/` `tokens_per_second`, `flops_per_second`, `mfu`, `hfu`; with them `memory/peak_bytes`, on a GPU what
-    was allocated at most, on CPUs the process's. At the end the same for each objective (`throughput/clm/mfu`), the steps'
-    percentiles (`time/clm/step_seconds_p50`, `_p90`, `_p99`) and `data/wait_share_total`, and all of it in words.
+    For each batch it logs `time/step_seconds` and `data/wait_seconds`. For each window of batches it logs `data/wait_share`,
+    `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and `memory/peak_bytes` (allocated on the
+    GPU, or resident in the process without one). At the end it logs and prints the totals of each objective
+    (`throughput/clm/mfu`), percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`), and
+    `data/wait_share_total`.
 
-    The first step of an attempt is left out: it waits for the loader's processes and for compilers. A rank also waits for
-    the slowest of the others, so the first rank's numbers speak for all. Nothing is kept in checkpoints.
+    The first step after a start is left out, because it waits for loader processes and compilation. Every rank waits for
+    the slowest one, so rank 0's numbers hold for all. Nothing is stored in checkpoints.
 
     Args:
-        size: of the model.
-        recomputed: layers that are computed again in the backward pass.
-        precision: the type that matrices are multiplied in.
-        window: batches.
-        too_long: share of the time spent waiting above which a window's end warns.
+        size: dimensions of the model.
+        recomputed: number of layers that are recomputed in the backward pass.
+        precision: dtype of matrix products.
+        window: number of batches in a window.
+        max_wait_share: a warning is logged if a window's share of waiting is larger.
     """
 
     def __init__(
@@ -85,97 +86,98 @@ class Meters(Callback):
         recomputed: int = 0,
         precision: torch.dtype = torch.float32,
         window: int = 50,
-        too_long: float = 0.1,
+        max_wait_share: float = 0.1,
     ):
-        self.size, self.recomputed, self.window, self.too_long = size, recomputed, window, too_long
+        self.size, self.recomputed, self.window, self.max_wait_share = size, recomputed, window, max_wait_share
         gpu = torch.cuda.is_available()
-        self.peak = dense_peak(torch.cuda.get_device_name(), precision) if gpu else None
-        self._begin()
+        self.peak = peak_flops(torch.cuda.get_device_name(), precision) if gpu else None
+        self._reset()
 
-    def _begin(self) -> None:
-        self._total: dict[str, _Spent] = {}
-        self._recent = _Spent()
-        self._asked = 0.0
+    def _reset(self) -> None:
+        self._totals: dict[str, _StepTotals] = {}
+        self._window_totals = _StepTotals()
+        self._step_start = 0.0
         self._waiting = 0.0
         self._flops = (0.0, 0.0)
-        self._started = False
+        self._first_step_done = False
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Begin anew."""
-        self._begin()
+        """Reset all totals."""
+        self._reset()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
-        """The loop asks for a batch."""
-        self._asked = time.perf_counter()
+        """Record the start of a step."""
+        self._step_start = time.perf_counter()
 
     def after_dataloader(self, state: State, logger: Logger) -> None:
-        """It is there."""
-        self._waiting = time.perf_counter() - self._asked
+        """Log how long the step waited for its batch."""
+        self._waiting = time.perf_counter() - self._step_start
         logger.log_metrics({"data/wait_seconds": self._waiting})
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Count the batch's FLOPs, while the device waits for the host anyway: the norm of the gradient was just read."""
-        batch: Batch = state.batch
-        causal, predicted = batch["objective"] == "clm", float(batch["targets_per_rank"])
-        real = [length for lengths in batch["lengths"] for length in lengths]
+        """Count the batch's FLOPs. The gradient norm has just synchronized host and device, so reading targets is free."""
+        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        targets = float(batch.targets_per_rank)
+        document_lengths = [length for lengths in batch.lengths for length in lengths]
         self._flops = (
-            self.size.flops(real, causal, predicted),
-            self.size.hardware_flops(row_segments(batch), causal, predicted, self.recomputed),
+            self.size.flops(document_lengths, batch.causal, targets),
+            self.size.hardware_flops(batch.segment_lengths, batch.causal, targets, self.recomputed),
         )
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """It is trained on."""
-        seconds = time.perf_counter() - self._asked
-        if not self._started:
-            self._started = True
+        """Log the step's duration, and the window's metrics if the window is full."""
+        seconds = time.perf_counter() - self._step_start
+        if not self._first_step_done:
+            self._first_step_done = True
             return
-        before = state.previous_timestamp
-        tokens = state.timestamp.token.value - (before.token.value if before is not None else 0)
+        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        previous = state.previous_timestamp
+        tokens = state.timestamp.token.value - (previous.token.value if previous is not None else 0)
         logger.log_metrics({"time/step_seconds": seconds})
-        for spent in (self._recent, self._total.setdefault(state.batch["objective"], _Spent())):
-            spent.add(seconds, self._waiting, tokens, self._flops)
-        if len(self._recent.seconds) == self.window:
-            self._end_of_window(logger)
+        for totals in (self._window_totals, self._totals.setdefault(batch.objective, _StepTotals())):
+            totals.add(seconds, self._waiting, tokens, self._flops)
+        if len(self._window_totals.seconds) == self.window:
+            self._end_window(logger)
 
-    def _end_of_window(self, logger: Logger) -> None:
-        share = self._recent.waiting_share
-        found = {f"throughput/{name}": value for name, value in self._recent.per_second(self.peak).items()}
-        logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **found})
-        if share > self.too_long and dist.get_global_rank() == 0:
+    def _end_window(self, logger: Logger) -> None:
+        share = self._window_totals.waiting_share
+        rates = {f"throughput/{name}": value for name, value in self._window_totals.rates(self.peak).items()}
+        logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
+        if share > self.max_wait_share and dist.get_global_rank() == 0:
             _log.warning(
                 "the run waits for data: %.0f%% of the last %d steps' time; raise data.num_workers or data.predownload, "
-                "or give it a larger data.cache_limit or a faster way to its shards",
+                "or use a larger data.cache_limit or a faster connection to the shards",
                 100 * share,
                 self.window,
             )
-        self._recent = _Spent()
+        self._window_totals = _StepTotals()
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Say it for the whole training."""
-        if not self._total:
+        """Log and print the run's totals."""
+        if not self._totals:
             return
         lines = []
-        for objective, spent in self._total.items():
-            speed = spent.per_second(self.peak)
-            steps = {f"step_seconds_p{share}": spent.percentile(share) for share in _PERCENTILES}
-            logger.log_metrics({f"throughput/{objective}/{name}": value for name, value in speed.items()})
-            logger.log_metrics({f"time/{objective}/{name}": value for name, value in steps.items()})
-            of_peak = f", MFU {speed['mfu']:.1%}, HFU {speed['hfu']:.1%}" if self.peak is not None else ""
-            times = ", ".join(
-                f"{value:.3g} s (p{share})" for share, value in zip(_PERCENTILES, steps.values(), strict=True)
-            )
-            lines.append(f"{objective}: {speed['tokens_per_second']:,.0f} tokens/s{of_peak}; {len(spent.seconds):,} steps: "
+        for objective, totals in self._totals.items():
+            rates = totals.rates(self.peak)
+            percentiles = {percent: totals.percentile(percent) for percent in _PERCENTILES}
+            logger.log_metrics({f"throughput/{objective}/{name}": value for name, value in rates.items()})
+            logger.log_metrics({f"time/{objective}/step_seconds_p{p}": value for p, value in percentiles.items()})
+            mfu = f", MFU {rates['mfu']:.1%}, HFU {rates['hfu']:.1%}" if self.peak is not None else ""
+            times = ", ".join(f"{value:.3g} s (p{percent})" for percent, value in percentiles.items())
+            lines.append(f"{objective}: {rates['tokens_per_second']:,.0f} tokens/s{mfu}; {len(totals.seconds):,} steps: "
                          f"{times}")  # fmt: skip
-        waiting = sum(spent.waiting for spent in self._total.values())
-        share = waiting / max(sum(sum(spent.seconds) for spent in self._total.values()), 1e-9)
+        waiting = sum(totals.waiting for totals in self._totals.values())
+        share = waiting / max(sum(sum(totals.seconds) for totals in self._totals.values()), 1e-9)
         logger.log_metrics({"data/wait_share_total": share, "memory/peak_bytes": peak_memory()})
-        lines.append(f"waited for data: {share:.1%} of the training steps' time; peak memory {in_bytes(peak_memory())}")
+        lines.append(
+            f"waited for data: {share:.1%} of the training steps' time; peak memory {format_bytes(peak_memory())}"
+        )
         if dist.get_global_rank() == 0:
             print("\n".join(lines))
 
 
 def peak_memory() -> int:
-    """Bytes: on a GPU what was allocated at most, otherwise what the process had in memory at most."""
+    """Return the peak memory in bytes: allocated on the GPU, or resident in the process without one."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

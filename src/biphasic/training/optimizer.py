@@ -1,42 +1,48 @@
-"""AdamW over the groups of parameters that a YAML asks for."""
+"""Build AdamW, and set the learning rate of each batch."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
+from composer.core import Algorithm, Event, State
+from composer.loggers import Logger
+from torch import nn
 
-from biphasic.config.schema import OptimizerConfig
+from biphasic.config.durations import Duration
+from biphasic.config.pretrain import OptimizerConfig
+from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
+from biphasic.training.objective_schedule import elapsed
 
 
-def adamw(
-    module: nn.Module, config: OptimizerConfig, *, embedding: Tensor, head: Tensor | None = None
-) -> torch.optim.AdamW:
-    """AdamW, decaying every parameter but those of the groups in `no_decay`.
-
-    Args:
-        module: whose parameters are trained.
-        config: the YAML's `optimizer:` section.
-        embedding: the group `embedding` (a head tied to it included).
-        head: the group `head`. The group `norm` is every other one-dimensional parameter: the norms' scales, and biases
-            where a family has them.
-    """
-
-    def group(parameter: nn.Parameter) -> str:
-        if parameter is embedding:
-            return "embedding"
-        return "head" if parameter is head else "norm" if parameter.dim() < 2 else "matrix"
-
-    decayed = [parameter for parameter in module.parameters() if group(parameter) not in config.no_decay]
-    spared = [parameter for parameter in module.parameters() if group(parameter) in config.no_decay]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": config.weight_decay}]
-    if spared:
-        groups.append({"params": spared, "weight_decay": 0.0})
+def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Build AdamW with weight decay on every parameter."""
     return torch.optim.AdamW(
-        groups,
+        [{"params": list(module.parameters())}],
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
+        weight_decay=config.weight_decay,
         fused=torch.cuda.is_available(),
     )
+
+
+class WarmupStableDecay(Algorithm):
+    """Algorithm that sets the learning rate: a linear warmup from 0, a stable phase, and a decay to `max_duration`.
+
+    It is not a Composer scheduler, because Composer asks a scheduler for the next batch's rate before it counts the last
+    batch. Every rate would come one batch late: the first would be used twice and the last never. Here the rate depends on
+    the timestamp alone, so nothing is stored in checkpoints. `lr` is the highest rate.
+    """
+
+    def __init__(self, schedule: ScheduleConfig, max_duration: Duration, lr: float):
+        self.schedule, self.max_duration, self.lr = schedule, max_duration, lr
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run before each batch."""
+        return event == Event.BATCH_START
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Set the learning rate of the batch."""
+        rate = self.lr * learning_rate_factor(self.schedule, self.max_duration, elapsed(state.timestamp))
+        for optimizer in state.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate

@@ -1,4 +1,4 @@
-"""How ranks share the model: which strategy, and what Composer is told of it."""
+"""Choose between DDP and FSDP2, and configure Composer for it."""
 
 from __future__ import annotations
 
@@ -7,75 +7,78 @@ from itertools import pairwise
 from typing import Any, Literal
 
 import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from biphasic.config.architecture import Architecture, shard_ranks
-from biphasic.config.errors import UserError
-from biphasic.config.schema import PretrainConfig
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import UserError
 from biphasic.versions import require_form
 
 Strategy = Literal["ddp", "fsdp"]
 STATES_SHARE = 0.5
-"""Of a device's memory that weights, gradients and optimizer state may take under DDP; activations need the rest."""
+"""Maximum share of a device's memory for weights, gradients and optimizer state under DDP; activations need the rest."""
 
 
-def strategy_of(config: PretrainConfig, size: Architecture, checkpoint: str | None) -> Strategy:
-    """DDP or FSDP. `auto` is DDP while the model's states fit a device, and FSDP where the checkpoint is sharded.
+def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str | None) -> Strategy:
+    """Choose DDP or FSDP. `auto` chooses FSDP if the checkpoint is sharded or DDP would exceed `STATES_SHARE`.
 
     Args:
-        config: of the run.
-        size: of the model.
-        checkpoint: name of the one that the run goes on from.
+        config: the run's configuration.
+        size: dimensions of the model.
+        checkpoint: path of the checkpoint that the run starts from.
 
     Raises:
         UserError: the checkpoint is sharded and the YAML says `ddp`.
     """
     sharded = checkpoint is not None and not checkpoint.endswith(".pt")
-    asked = config.parallelism.strategy
-    if asked == "ddp" and sharded:
+    strategy = config.parallelism.strategy
+    if strategy == "ddp" and sharded:
         raise UserError(
             f"parallelism.strategy: ddp can't load {checkpoint}, which is sharded: expected fsdp (with any number of ranks) "
             "or auto"
         )
-    if asked != "auto":
-        return asked
+    if strategy != "auto":
+        return strategy
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    if not sharded and (memory is None or size.state_bytes(shards=1) <= STATES_SHARE * memory):
-        return "ddp"
-    return "fsdp"
+    fits = memory is None or size.state_bytes(shards=1) <= STATES_SHARE * memory
+    return "ddp" if fits and not sharded else "fsdp"
 
 
-def parallelism(config: PretrainConfig, strategy: Strategy, *, whole: bool) -> dict[str, Any] | None:
-    """Composer's parallelism configuration; none for DDP, which it does by itself.
+def parallelism_config(config: PretrainConfig, strategy: Strategy, *, monolithic: bool) -> dict[str, Any] | None:
+    """Return Composer's parallelism configuration; None for DDP, Composer's default.
 
-    Weights, gradients and moments are fp32; with `precision: amp_bf16` layers compute in bf16 from gathered bf16 copies,
-    and gradients are reduced in fp32 (Composer's `DEFAULT`).
+    Weights, gradients and optimizer state are fp32. With `precision: amp_bf16` layers compute in bf16 from gathered bf16
+    copies, and gradients are reduced in fp32 (Composer's `DEFAULT`).
 
     Args:
-        config: of the run.
-        strategy: as chosen.
-        whole: load a monolithic checkpoint. Sharded ones are saved after it; see `save_sharded`.
+        config: the run's configuration.
+        strategy: the strategy that `choose_strategy` returned.
+        monolithic: whether the run starts from a monolithic checkpoint. It still saves sharded ones; see `ShardedModel`.
     """
     if strategy == "ddp":
         return None
-    ours, form = config.parallelism, "full" if whole else "sharded"
-    replicas, shards = _mesh(config)
+    ranks, section = dist.get_world_size(), config.parallelism
+    shards = shard_ranks(section.shard_degree, ranks, dist.get_local_world_size())
+    if ranks % shards:
+        raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
     return {
         "fsdp": _FSDP2(
-            replicas,
+            ranks // shards,
             shards,
-            reshard_after_forward=ours.reshard_after_forward,
-            state_dict_type=form,
+            reshard_after_forward=section.reshard_after_forward,
+            state_dict_type="full" if monolithic else "sharded",
             mixed_precision="DEFAULT",
         )
     }
 
 
 class _FSDP2(FSDP2Config):
-    """Composer replaces an FSDP2Config's mesh by a flat one, unless its read-only degrees say otherwise."""
+    """An FSDP2Config with shard and replicate degrees. Without them, Composer replaces the device mesh by a flat one."""
 
     def __init__(self, replicas: int, shards: int, **settings: Any):
         for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
@@ -92,15 +95,24 @@ class _FSDP2(FSDP2Config):
         return self._degrees[0] if self._degrees[0] > 1 else None
 
 
-def set_up_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
-    """Set how FSDP2's modules gather weights and reduce gradients. Changes nothing that isn't sharded.
+class ShardedModel(Callback):
+    """Callback that sets FSDP2 options that Composer leaves out. `layers` are the decoder layers, in order."""
 
-    A layer's weights are gathered while the layer before it computes; in the backward pass FSDP2 does so by itself. Gloo has
-    no average: its reduce-scatter adds up where FSDP2 asks for one, so it is asked for a sum, which FSDP2 then divides.
+    def __init__(self, layers: Sequence[nn.Module]):
+        self.layers = layers
 
-    Args:
-        model: as Composer has wrapped it.
-        layers: the decoder layers, in order.
+    def after_load(self, state: State, logger: Logger) -> None:
+        """Set the collectives, and save sharded checkpoints even after a monolithic one was loaded."""
+        set_collectives(state.model, self.layers)
+        if state.fsdp_config is not None:
+            state.fsdp_config.state_dict_type = "sharded"
+
+
+def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
+    """Set how FSDP2's modules gather weights and reduce gradients.
+
+    A layer's weights are prefetched while the previous layer computes; in the backward pass FSDP2 does so by default. Gloo's
+    reduce-scatter sums even if FSDP2 requests an average. FSDP2 is therefore set to request a sum, which it then divides.
     """
     for layer, following in pairwise(layers):
         if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
@@ -108,18 +120,3 @@ def set_up_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and torch.distributed.get_backend() == "gloo":
             module.set_force_sum_reduction_for_comms(True)
-
-
-def save_sharded(state: Any) -> None:
-    """After a monolithic checkpoint was loaded into a sharded model, save sharded ones."""
-    if state.fsdp_config is not None:
-        state.fsdp_config.state_dict_type = "sharded"
-
-
-def _mesh(config: PretrainConfig) -> tuple[int, int]:
-    """Copies of the model, and ranks that hold one."""
-    ranks, degree = dist.get_world_size(), config.parallelism.shard_degree
-    shards = shard_ranks(degree, ranks, dist.get_local_world_size())
-    if ranks % shards:
-        raise UserError(f"parallelism.shard_degree: expected a divisor of the number of ranks ({ranks}); got {shards}")
-    return ranks // shards, shards

@@ -1,4 +1,4 @@
-"""What a run says of itself, inside every checkpoint: enough to load it, to go on, and to write its model card."""
+"""Keep the run record, which every checkpoint stores for loading, resuming and model cards."""
 
 from __future__ import annotations
 
@@ -13,26 +13,28 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from biphasic.config.conversion_record import read_stream_record
 from biphasic.config.load import dump
-from biphasic.config.schema import PretrainConfig
-from biphasic.config.timeline import span_at, spans
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import spans
+from biphasic.data.tokenizer import Tokenizer
+from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
+from biphasic.storage import join
 from biphasic.training.objective_schedule import elapsed
+from biphasic.training.prepared_batch import PreparedBatch
 
 _VERSIONS = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformers")
 
 
 class RunRecord(Callback):
-    """Keeps the record; Composer stores it under this class's name (see `biphasic.model.checkpoint.RECORD`).
+    """Callback that keeps the run record. Composer stores it under this class's name (see `biphasic.model.checkpoint`).
 
-    Args:
-        config: the run's configuration.
-        model: whose architecture is recorded.
-        data: what the conversion recorded of the training rows; may be empty.
+    `data` is the result of `conversion_record`.
     """
 
     def __init__(self, config: PretrainConfig, model: LanguageModel, data: dict[str, Any]):
-        self.spans = spans(config.objective.phases, config.max_duration)
+        phases = [span.phase.name for span in spans(config.objective.phases, config.max_duration)]
         self.record: dict[str, Any] = {
             "config": dump(config),
             "backbone": json.dumps({**model.config.to_diff_dict(), "model_type": model.config.model_type}),
@@ -40,42 +42,82 @@ class RunRecord(Callback):
             "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
             "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
             "ranks": dist.get_world_size(),
-            "batches": 0,
-            "rows": 0,
-            "tokens": 0,
-            "epochs": 0,
-            "seconds": 0.0,
-            "phases": [{"name": span.phase.name, "batches": 0, "tokens": 0} for span in self.spans],
+            **{"batches": 0, "rows": 0, "tokens": 0, "epochs": 0, "seconds": 0.0},
+            "phases": [{"name": name, "batches": 0, "tokens": 0} for name in phases],
             "losses": {},
             "data": data,
         }
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Count the batch, under the phase that it was trained in."""
-        before, record = state.previous_timestamp, self.record
-        assert before is not None
-        tokens = state.timestamp.token.value
+        """Count the batch in the run's and its phase's totals, and record its losses."""
+        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        previous, record = state.previous_timestamp, self.record
+        assert previous is not None and batch.phase is not None
         record["seconds"] += state.timestamp.batch_wct.total_seconds() if state.timestamp.batch_wct else 0.0
-        phase = record["phases"][span_at(self.spans, elapsed(before)).index]
+        phase = record["phases"][batch.phase]
         phase["batches"] += 1
-        phase["tokens"] += tokens - before.token.value
+        phase["tokens"] += state.timestamp.token.value - previous.token.value
         now = elapsed(state.timestamp)
         record.update(batches=now.batches, rows=now.rows, tokens=now.tokens, epochs=now.epochs)
         record["losses"].update({name: float(value) for name, value in (state.total_loss_dict or {}).items()})
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Keep a validation's losses."""
+        """Record the validation losses."""
         label = state.dataloader_label
         for name, metric in state.eval_metrics.get(str(label), {}).items():
             self.record["losses"][f"metrics/{label}/{name}"] = float(metric.compute())
 
     def state_dict(self) -> dict[str, Any]:
-        """The record: plain values only."""
+        """Return the record, as plain values."""
         return json.loads(json.dumps(self.record))
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from a checkpoint. What describes this attempt (command, versions, hardware) stays this one's."""
+        """Restore a checkpoint's counts and losses. Command, versions and hardware stay those of this attempt."""
         for name in ("batches", "rows", "tokens", "epochs", "seconds", "losses"):
             self.record[name] = state[name]
-        for mine, theirs in zip(self.record["phases"], state["phases"], strict=False):
-            mine.update(batches=theirs["batches"], tokens=theirs["tokens"])
+        for phase, stored in zip(self.record["phases"], state["phases"], strict=False):
+            phase.update(batches=stored["batches"], tokens=stored["tokens"])
+
+
+def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str, Any]:
+    """Read how the training data was converted, for the run record; empty if no stream has a conversion record.
+
+    Raises:
+        UserError: a stream was converted with another tokenizer or sequence length.
+    """
+    streams: dict[str, dict[str, Any]] = {}
+    for key, stream in config.data.streams.items():
+        conversion = read_stream_record(stream)
+        if conversion is None:
+            continue
+        record, length = conversion.record, conversion.record["sequence_length"]
+        sha256 = record["tokenizer"]["sha256"]
+        if sha256 != tokenizer.sha256:
+            raise UserError(
+                f"tokenizer: {config.tokenizer} is not the one that {key}, {conversion.folder}, was converted with "
+                f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]}): use {join(conversion.folder, 'tokenizer')}"
+            )
+        if length != config.data.sequence_length:
+            raise UserError(
+                f"data.sequence_length is {config.data.sequence_length}, but {key}, {conversion.folder}, was converted with "
+                f"sequence_length: {length}"
+            )
+        counts = {name: conversion.split[name] for name in ("tokens", "rows", "documents") if name in conversion.split}
+        source, commit = record.get("config", {}).get("source"), record.get("source", {}).get("commit")
+        if isinstance(source, dict) and commit is not None:
+            # The YAML may name a branch, which may have moved since the conversion.
+            source = {**source, "revision": commit}
+        streams[key] = {"source": source, **counts}
+    if not streams:
+        return {}
+    if config.data.mix is None:
+        return {"tokenizer_sha256": tokenizer.sha256, **streams["data.train"]}
+    names = {key: key.rpartition(".")[2] for key in streams}
+    shares = [f"{names[key]} ({config.data.mix[names[key]].proportion:.4g})" for key in streams]
+    counted = set.intersection(*(set(counts) for counts in streams.values())) - {"source"}
+    return {
+        "tokenizer_sha256": tokenizer.sha256,
+        "source": f"a mix of {', '.join(shares)}",
+        **{name: sum(counts[name] for counts in streams.values()) for name in sorted(counted)},
+        "mix": {names[key]: counts for key, counts in streams.items()},
+    }

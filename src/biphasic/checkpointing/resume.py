@@ -1,0 +1,163 @@
+"""Find the checkpoint that a run resumes from, and download checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from biphasic.checkpointing.manifest import (
+    Manifest,
+    batch_of,
+    download_files,
+    list_checkpoints,
+    manifest_name,
+    newest_complete,
+)
+from biphasic.checkpointing.store import upload_pending, write_missing_manifests
+from biphasic.config.resume_guard import changed_keys
+from biphasic.errors import UserError
+from biphasic.model.checkpoint import is_checkpoint
+from biphasic.storage import first_line, is_remote, open_store
+
+if TYPE_CHECKING:
+    from biphasic.checkpointing.stopping import ProcessGroup
+
+
+def find_resume_point(
+    destination: str, local_folder: Path, run: dict[str, Any], ranks: ProcessGroup
+) -> Manifest | None:
+    """Find the newest complete checkpoint, the same one for all ranks, and download it to every node.
+
+    Args:
+        destination: folder or bucket prefix that the run saves to.
+        local_folder: folder to download to.
+        run: the run's `name`, and the `settings` that affect its weights. Other runs' checkpoints are skipped.
+        ranks: process group of all ranks.
+
+    Returns:
+        The manifest (Composer loads `local_folder / manifest.path`), or None if the run starts from scratch.
+
+    Raises:
+        UserError: the destination can't be read from every node, or holds only another run's checkpoints.
+    """
+    if is_remote(destination):
+        ranks.once_per_machine(lambda: _upload_pending(destination, local_folder))
+    other_runs: list[str] = []
+
+    def reject_other_run(manifest: Manifest) -> str | None:
+        name = manifest.run["name"]
+        # The hashes of the data's index files are compared later, when the data is open.
+        settings = {key: value for key, value in manifest.run["settings"].items() if not key.endswith(".index")}
+        if name == run["name"] or not changed_keys(settings, run["settings"], []):
+            return None
+        other_runs.append(name)
+        return f"it is of another run, {name}"
+
+    newest, fault = None, None
+    if ranks.rank == 0:
+        try:
+            write_missing_manifests(open_store(destination))
+            newest = newest_complete(open_store(destination), local_folder, reject_other_run)
+        except OSError as error:
+            fault = f"checkpoint.folder {destination}: can't be read ({first_line(error)})"
+        if newest is None and other_runs:
+            fault = (
+                f"checkpoint.folder {destination}: holds the checkpoints of another run, {other_runs[0]}: choose another "
+                "folder, or set run_name to that run's name, so that the configurations are compared"
+            )
+    manifest: Manifest | None = ranks.broadcast(newest)
+    if manifest is not None and ranks.local_rank == 0 and ranks.rank:
+        missing = download_files(manifest, open_store(destination), local_folder)
+        if missing is not None:
+            fault = (
+                f"checkpoint.folder {destination}: rank {ranks.rank} can't get {manifest.path} ({missing}); with several "
+                "machines it has to be a bucket, or a folder that all of them see"
+            )
+    ranks.raise_first(fault)
+    return manifest
+
+
+def _upload_pending(destination: str, local_folder: Path) -> None:
+    try:
+        upload_pending(local_folder, open_store(destination))
+    except OSError as error:
+        raise UserError(f"checkpoint.folder {destination}: can't be reached ({first_line(error)})") from None
+
+
+def download_on_all_machines(path: str, local_folder: Path, ranks: ProcessGroup) -> str:
+    """Return the local path of a checkpoint. One in a bucket is downloaded to `local_folder/from` while all ranks wait.
+
+    Raises:
+        UserError: the checkpoint is missing, incomplete or damaged.
+    """
+    if not is_remote(path):
+        return path
+    ranks.once_per_machine(lambda: _download_named(path, local_folder / "from"))
+    return str(local_folder / "from" / path.rstrip("/").rpartition("/")[2])
+
+
+def local_checkpoint(path: str, local_folder: Path) -> str:
+    """Return the local path of a checkpoint, downloading it if necessary. For a single process.
+
+    Args:
+        path: local path or URL of a checkpoint (`ba18000-rank0.pt` or `ep0-ba18000`), or of a folder that a run saves to,
+            whose newest complete checkpoint is used. Other local paths and hub ids are returned unchanged.
+        local_folder: folder to download to. A file with the right hash is not downloaded again.
+
+    Raises:
+        UserError: the path has no complete checkpoint, or the checkpoint is damaged or can't be read.
+    """
+    if is_remote(path):
+        if _batch_in_path(path) is not None:
+            return _download_named(path, local_folder)
+        return _newest_in(path, local_folder)
+    if is_checkpoint(path) or not _holds_checkpoints(Path(path)):
+        return path
+    return _newest_in(path, Path(path))
+
+
+def _download_named(path: str, local_folder: Path) -> str:
+    parent, _, name = path.rstrip("/").rpartition("/")
+    batch = _batch_in_path(path)
+    if batch is None:
+        raise _unusable(path, "expected a checkpoint's name: ba18000-rank0.pt or ep0-ba18000")
+    file = manifest_name(batch)
+    try:
+        manifest = Manifest.from_bytes(open_store(parent).read(file))
+        fault = f"{file} is the manifest of {manifest.path}"
+        if name == manifest.path:
+            fault = download_files(manifest, open_store(parent), local_folder)
+    except ValueError:
+        raise _unusable(path, f"{file} is not a manifest") from None
+    except OSError as error:
+        raise _unusable(path, f"{first_line(error)}; its manifest is {file}") from None
+    if fault is not None:
+        raise _unusable(path, fault)
+    return str(local_folder / name)
+
+
+def _newest_in(path: str, local_folder: Path) -> str:
+    folder = open_store(path)
+    try:
+        manifest = newest_complete(folder, local_folder)
+        if manifest is None:
+            faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
+            raise _unusable(path, "; ".join(["it holds no complete checkpoint", *faults[:1]]))
+    except OSError as error:
+        raise _unusable(path, first_line(error)) from None
+    return str(local_folder / manifest.path)
+
+
+def _holds_checkpoints(folder: Path) -> bool:
+    if not folder.is_dir():
+        return False
+    return any(batch_of(f"{path.name}/" if path.is_dir() else path.name) is not None for path in folder.iterdir())
+
+
+def _batch_in_path(path: str) -> int | None:
+    name = path.rstrip("/").rpartition("/")[2]
+    return batch_of(name) if name.endswith(".pt") else batch_of(f"{name}/")
+
+
+def _unusable(path: str, reason: str) -> UserError:
+    return UserError(f"checkpoint {path}: can't be used ({reason})")

@@ -1,0 +1,268 @@
+"""Lock a run's folder so that only one process trains the run, and record each attempt."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import secrets
+import socket
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any
+
+from biphasic.errors import UserError
+from biphasic.faults import close_on_fault
+from biphasic.storage import Store, first_line, json_bytes, open_store
+
+if TYPE_CHECKING:
+    from biphasic.checkpointing.manifest import Manifest
+    from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+
+LOCK_FILE = "lock.json"
+ATTEMPTS = "attempts"
+HEARTBEAT_SECONDS, LEASE_SECONDS = 15.0, 60.0
+"""Seconds between two heartbeats, and seconds without a heartbeat after which a lock expires."""
+KILLED = "ended without a message (killed, or its machine was lost)"
+_SETTLE_SECONDS = 0.5
+_DOWNLOAD_TIMEOUT = timedelta(hours=2)
+"""Long enough to download a large checkpoint from a slow bucket."""
+_log = logging.getLogger(__name__)
+
+
+@dataclass
+class Attempt:
+    """One start of a run, with its destination, its lock and the checkpoint that it resumes from.
+
+    `name` is the same on all ranks. Rank 0 holds `lock`. `local_folder` is this node's folder of checkpoints.
+    """
+
+    name: str
+    destination: str
+    local_folder: Path
+    lock: RunLock
+    stopping: StopCoordinator
+    ranks: ProcessGroup
+    resume: Manifest | None
+
+    def end(self, reason: str) -> None:
+        """Restore the signal handlers, release the lock and record why the attempt ended."""
+        self.stopping.restore_handlers()
+        self.lock.release(reason)
+
+
+def start_attempt(destination: str, local_folder: Path, run: dict[str, Any]) -> Attempt:
+    """Install signal handlers, lock the folder, and find the newest complete checkpoint of the run.
+
+    Args:
+        destination: folder or bucket prefix that the run saves to.
+        local_folder: this node's folder of checkpoints.
+        run: the run's `name`, and the `settings` that affect its weights.
+
+    Raises:
+        UserError: another run holds the lock, or the folder can't be read or written.
+    """
+    # Composer takes seconds to import, and `python -m biphasic.runs` only reads records.
+    from biphasic.checkpointing.resume import find_resume_point
+    from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+
+    stopping, lock, ranks = StopCoordinator(), RunLock(destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
+    stopping.install_handlers()
+
+    def close(reason: str) -> None:
+        stopping.restore_handlers()
+        lock.release(f"could not start: {reason}")
+
+    name, fault = "", None
+    with close_on_fault(close):
+        if ranks.rank == 0:
+            try:
+                name = lock.acquire(ranks.size)
+            except UserError as error:
+                fault = str(error)
+        ranks.raise_first(fault)
+        name = ranks.broadcast(name)
+        resume = find_resume_point(destination, local_folder, run, ranks)
+    if ranks.rank == 0:
+        lock.record_start(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
+    return Attempt(name, destination, local_folder, lock, stopping, ranks, resume)
+
+
+class RunLock:
+    """A lock on the folder that a run saves to.
+
+    The lock is a small file with a heartbeat. It expires after `LEASE_SECONDS` without a heartbeat, or as soon as its
+    process, if it ran on this machine, no longer exists. Clocks of different machines are never compared. Each attempt also
+    has a file in `attempts/` with its start, its progress and the reason why it ended.
+
+    Args:
+        destination: folder or bucket prefix to lock.
+        key: YAML key of the destination, for messages.
+        alternative: YAML key to change in order to run beside the lock's holder, for messages.
+
+    Attributes:
+        lost: None, or a message that names who took the lock after this process could not write its heartbeat.
+    """
+
+    def __init__(self, destination: str, key: str = "checkpoint.folder", alternative: str = "run_name"):
+        self._destination = destination
+        self._name, self._alternative = f"{key} {destination}", alternative
+        self.lost: str | None = None
+        self._record: dict[str, Any] | None = None
+        self._closing = Event()
+        self._thread: Thread | None = None
+
+    def acquire(self, ranks: int) -> str:
+        """Acquire the lock and return the attempt's name.
+
+        Raises:
+            UserError: another run holds the lock, or the folder can't be written.
+        """
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),
+                  "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
+        try:
+            folder = open_store(self._destination)
+            if (previous := _read_lock(folder)) is not None:
+                self._wait_until_expired(folder, previous)
+            folder.write(LOCK_FILE, json_bytes(record))
+            time.sleep(_SETTLE_SECONDS if previous is not None else 0)
+            if (current := _read_lock(folder)) is not None and current["attempt"] != name:
+                raise UserError(self._held_message(current))
+            if previous is not None:
+                _write_attempt(folder, {**previous, "until": None, "reason": KILLED})
+            _write_attempt(folder, record)
+        except OSError as error:
+            message = f"{self._name}: can't be read and written ({first_line(error)})"
+            raise UserError(message) from error
+        self._record = record
+        self._thread = Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
+        self._thread.start()
+        return name
+
+    def record_start(self, batch: int, tokens: int) -> None:
+        """Record the checkpoint that the attempt resumes from."""
+        if self._record is not None:
+            self._record["from"] = {"batch": batch, "tokens": tokens}
+            self.record_progress(batch, tokens)
+            with suppress(OSError):
+                _write_attempt(open_store(self._destination), self._record)
+
+    def record_progress(self, batch: int, tokens: int) -> None:
+        """Record the attempt's progress, which the next heartbeat writes."""
+        if self._record is not None:
+            self._record.update(batch=batch, tokens=tokens)
+
+    def release(self, reason: str) -> None:
+        """Release the lock and record why the attempt ended."""
+        self._closing.set()
+        if self._record is None or self._thread is None:
+            return
+        self._thread.join()
+        try:
+            folder = open_store(self._destination)
+            _write_attempt(folder, {**self._record, "until": _now(), "reason": reason})
+            if self.lost is None:
+                folder.remove([LOCK_FILE])
+        except OSError as error:
+            _log.warning("%s: the end of this attempt can't be written there (%s)", self._name, first_line(error))
+        self._record = None
+
+    def _send_heartbeats(self) -> None:
+        assert self._record is not None
+        while not self._closing.wait(HEARTBEAT_SECONDS):
+            try:
+                folder = open_store(self._destination)
+                current = _read_lock(folder)
+                if current is not None and current["attempt"] != self._record["attempt"]:
+                    message = self._held_message(current)
+                    self.lost = f"{message}. This run's heartbeat was late, so its lock expired and it stops"
+                    return
+                self._record["beat"] += 1
+                folder.write(LOCK_FILE, json_bytes(self._record))
+            except Exception as error:
+                _log.debug("no heartbeat in %s: %s", self._destination, first_line(error))
+
+    def _wait_until_expired(self, folder: Store, previous: dict[str, Any]) -> None:
+        if is_dead_here(previous["process"]):
+            return
+        message = f"{self._destination} is locked by {_owner(previous)}; waiting {LEASE_SECONDS:.0f} s for a heartbeat"
+        print(message, flush=True)
+        end = time.monotonic() + LEASE_SECONDS
+        while time.monotonic() < end:
+            time.sleep(min(1.0, LEASE_SECONDS / 10))
+            current = _read_lock(folder)
+            if current is None or is_dead_here(current["process"]):
+                return
+            if (current["attempt"], current["beat"]) != (previous["attempt"], previous["beat"]):
+                raise UserError(self._held_message(current))
+
+    def _held_message(self, lock: dict[str, Any]) -> str:
+        message = f"{self._name} belongs to another run that is alive: {_owner(lock)}"
+        return f"{message}. Stop that one, or choose another {self._alternative}"
+
+
+def read_attempts(folder: Store) -> list[dict[str, Any]]:
+    """Return the records of all attempts, oldest first.
+
+    Keys: `attempt`, `host`, `pid`, `since`, `ranks`, `from`, `batch`, `tokens`; of an ended attempt also `until` and
+    `reason`.
+
+    Raises:
+        OSError: the folder can't be read.
+    """
+    records = [json.loads(folder.read(name)) for name in folder.list(ATTEMPTS) if name.endswith(".json")]
+    lock = _read_lock(folder)
+    return [
+        {**record, **lock} if lock is not None and lock["attempt"] == record["attempt"] else record
+        for record in records
+    ]
+
+
+def _write_attempt(folder: Store, record: dict[str, Any]) -> None:
+    folder.write(f"{ATTEMPTS}/{record['attempt']}.json", json_bytes(record))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _read_lock(folder: Store) -> dict[str, Any] | None:
+    try:
+        lock = json.loads(folder.read(LOCK_FILE))
+    except FileNotFoundError:
+        return None
+    except ValueError:
+        lock = None
+    required = ("attempt", "host", "pid", "process", "since", "beat")
+    if not isinstance(lock, dict) or any(name not in lock for name in required):
+        raise UserError(f"{folder.root}/{LOCK_FILE}: is not a run's lock; remove it if no run writes there")
+    return lock
+
+
+def _owner(lock: dict[str, Any]) -> str:
+    return f"process {lock['pid']} on {lock['host']}, since {lock['since']}"
+
+
+def process_id(pid: int) -> list[str]:
+    """Return an id that is unique across machines: boot id, PID namespace, PID and start time of the process."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # The command name, in parentheses, may contain spaces. After it come the state and, 19 fields later, the start time.
+    state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    if state in "ZX":
+        raise ProcessLookupError(f"process {pid} has ended, and its parent has not read its status")
+    return [boot, os.readlink("/proc/self/ns/pid"), str(pid), fields[18]]
+
+
+def is_dead_here(process: list[str]) -> bool:
+    """Return whether a process of this machine no longer exists; False for processes of other machines."""
+    if process[:2] != process_id(os.getpid())[:2]:
+        return False
+    try:
+        return process_id(int(process[2])) != process
+    except OSError:
+        return True

@@ -1,0 +1,236 @@
+"""Save checkpoints in background threads, so that training waits only while the state is copied to host memory."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer.core import Callback, Event, State
+from composer.loggers import Logger
+from composer.utils import dist, reproducibility
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+
+from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
+from biphasic.checkpointing.run_lock import Attempt
+from biphasic.checkpointing.stopping import ProcessGroup
+from biphasic.checkpointing.store import Uploader
+from biphasic.errors import Preempted, UserError
+from biphasic.storage import atomic_path, file_hash, first_line, open_store
+
+_LARGE = ("model", "optimizers")
+
+
+class ShardWriter(FileSystemWriter):
+    """PyTorch's writer of sharded checkpoints, which here stores the folder as a string in the checkpoint's index.
+
+    PyTorch pickles a `Path` object. The class is in another module in Python 3.13 than in 3.12, which therefore
+    could not read checkpoints written by 3.13.
+    """
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder, as a string."""
+        return str(self.path)
+
+
+class StagingBuffer:
+    """Copies the training state to host memory, and reuses that memory for the next copy.
+
+    With a GPU the memory is pinned, which makes the copy several times as fast. PyTorch's own stager rejects
+    types that Composer's state contains, and allocates new memory each time.
+    """
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, Any] = {}
+        self._shapes: Any = None
+
+    def copy(self, content: dict[str, Any]) -> dict[str, Any]:
+        """Copy a Composer checkpoint's content (`state` and `rng`). The next call overwrites the copy."""
+        state: dict[str, Any] = content["state"]
+        large = {name: state[name] for name in _LARGE if name in state}
+        shapes = _shapes(large)
+        if shapes != self._shapes:
+            self._buffers = _create_cpu_state_dict(large, pin_memory=torch.cuda.is_available())
+            self._shapes = shapes
+        copied = _copy_state_dict(large, self._buffers, type_check=False)
+        small = {name: value for name, value in state.items() if name not in _LARGE}
+        rest = {name: value for name, value in content.items() if name != "state"}
+        return {"state": {**copied, **copy.deepcopy(small)}, **copy.deepcopy(rest)}
+
+
+class Saver(Callback):
+    """Callback that saves checkpoints to a local folder and uploads them to the run's destination, such as a bucket.
+
+    Checkpoints have Composer's names and content, so any Composer Trainer can load them. Training waits while the state is
+    copied to host memory. One thread then writes the copy to disk, using a separate process group if it is sharded, and
+    another thread uploads the files (`biphasic.checkpointing.store`). A checkpoint is complete once it has a manifest.
+
+    Args:
+        attempt: this start of the run.
+        uploader: uploads files from the attempt's local folder.
+        is_due: returns whether to save now, and whether to keep the checkpoint (`biphasic.training.checkpoint_schedule`).
+        describe: returns the `run` entries of the manifest.
+        upload_timeout: seconds to wait for uploads at the end of training.
+    """
+
+    def __init__(
+        self,
+        attempt: Attempt,
+        uploader: Uploader,
+        is_due: Callable[[State, Event], tuple[bool, bool]],
+        describe: Callable[[State], dict[str, Any]],
+        upload_timeout: float,
+    ):
+        self._local_folder, self._lock, self._stopping = attempt.local_folder, attempt.lock, attempt.stopping
+        self._uploader, self._is_due, self._describe = uploader, is_due, describe
+        self._upload_timeout = upload_timeout
+        self._group = ProcessGroup().group
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        self._writing: Future[None] | None = None
+        self._fault: str | None = None
+        self._saved_batch: int | None = None
+        self._buffer = StagingBuffer()
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Record the progress; stop the run if its lock was lost or a checkpoint can't be written."""
+        self._lock.record_progress(int(state.timestamp.batch), int(state.timestamp.token))
+        if (fault := self._lock.lost or self._fault) is not None:
+            self._stopping.stop_for_fault(fault)
+
+    def batch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save if a checkpoint is due, and stop if the ranks have agreed to stop."""
+        self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
+        self._stop_if_requested(state, logger)
+
+    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
+        """Save if a checkpoint is due at the end of the epoch."""
+        self._save_if_due(state, logger, Event.EPOCH_CHECKPOINT)
+
+    def eval_batch_end(self, state: State, logger: Logger) -> None:
+        """Stop during validation too if the ranks have agreed to stop."""
+        self._stop_if_requested(state, logger)
+
+    def fit_end(self, state: State, logger: Logger) -> None:
+        """Wait until the last checkpoint is uploaded.
+
+        Raises:
+            UserError: a checkpoint can't be written or uploaded. Files that were written stay in the local folder.
+        """
+        self._finish()
+
+    def close(self, state: State, logger: Logger) -> None:
+        """Stop the background threads."""
+        # Don't wait for a write, because it may be waiting for a rank that has exited.
+        self._writer.shutdown(wait=False, cancel_futures=True)
+        self._uploader.close()
+
+    def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
+        due, kept = self._is_due(state, event)
+        if (due or kept) and self._saved_batch != int(state.timestamp.batch):
+            self._save(state, logger, kept)
+
+    def _stop_if_requested(self, state: State, logger: Logger) -> None:
+        stopping = self._stopping
+        if stopping.reason is None:
+            return
+        if stopping.is_fault:
+            self._wait_for_writer()
+            raise UserError(stopping.reason)
+        if self._saved_batch != int(state.timestamp.batch):
+            self._save(state, logger, kept=False)
+        result = "saved"
+        try:
+            self._finish()
+        except UserError as error:
+            result = f"saved on this machine only ({error})"
+        stopping.saved = True
+        seconds = stopping.seconds_since_request()
+        reason = f"{stopping.reason}: {result} at batch {self._saved_batch}, {seconds:.1f} s after it"
+        self._lock.release(reason)
+        stopping.ranks.barrier()
+        raise Preempted(reason)
+
+    def _wait_for_writer(self) -> None:
+        if self._writing is not None:
+            self._writing.result()
+
+    def _finish(self) -> None:
+        self._wait_for_writer()
+        if self._fault is not None:
+            raise UserError(self._fault)
+        if not self._uploader.wait(self._upload_timeout):
+            paths = [manifest.path for manifest in self._uploader.pending]
+            raise UserError(
+                f"checkpoint.folder: can't be written ({', '.join(paths)} stayed in "
+                f"{self._local_folder}): start again on this machine when it can be reached, and they are uploaded first"
+            )
+
+    def _save(self, state: State, logger: Logger, kept: bool) -> None:
+        start = time.perf_counter()
+        self._wait_for_writer()
+        waited = time.perf_counter() - start
+        batch = self._saved_batch = int(state.timestamp.batch)
+        sharded, rank = state.fsdp_sharded_state_dict_enabled, dist.get_global_rank()
+        content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
+        if sharded and rank:
+            content.pop("rng")
+        path = f"ep{int(state.timestamp.epoch)}-ba{batch}" if sharded else f"ba{batch}-rank0.pt"
+        run = {**self._describe(state), "kept": kept, "writers": dist.get_world_size() if sharded else 1}
+        if sharded or rank == 0:
+            write = self._write_sharded if sharded else self._write_monolithic
+            manifest = Manifest(batch, path, {}, run)
+            self._writing = self._writer.submit(self._write, write, self._buffer.copy(content), manifest)
+        blocked = time.perf_counter() - start
+        logger.log_metrics({"checkpoint/blocked_seconds": blocked, "checkpoint/waited_seconds": waited})
+
+    def _write(
+        self, write: Callable[[dict[str, Any], Path], list[Path]], content: dict[str, Any], manifest: Manifest
+    ) -> None:
+        """Write this rank's files and queue them for upload. Runs in the writer's thread."""
+        try:
+            files = {
+                path.relative_to(self._local_folder).as_posix(): (path.stat().st_size, file_hash(path))
+                for path in write(content, self._local_folder / manifest.path)
+            }
+            manifest = replace(manifest, files=files)
+            name = rank_manifest_name(manifest.batch, dist.get_global_rank())
+            open_store(str(self._local_folder)).write(name, manifest.to_bytes())
+        except (OSError, RuntimeError, CheckpointException) as error:
+            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            self._fault = (
+                f"checkpoint {manifest.path} can't be written to {self._local_folder} ({first_line(cause)}): free space, "
+                "or correct what the message names, and start again: the run resumes from the checkpoint before it"
+            )
+            return
+        self._uploader.add(manifest)
+
+    def _write_monolithic(self, content: dict[str, Any], path: Path) -> list[Path]:
+        with atomic_path(path) as partial:
+            torch.save(content, partial)
+        return [path]
+
+    def _write_sharded(self, content: dict[str, Any], folder: Path) -> list[Path]:
+        rank = dist.get_global_rank()
+        for old in folder.glob(f"__{rank}_*.distcp"):
+            old.unlink()
+        planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+        save_shards(content, storage_writer=ShardWriter(folder), planner=planner, process_group=self._group)
+        return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, dict):
+        return {key: _shapes(child) for key, child in value.items()}
+    return [_shapes(child) for child in value] if isinstance(value, list | tuple) else None

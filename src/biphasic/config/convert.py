@@ -1,0 +1,139 @@
+"""Schema of a conversion YAML (`job: convert`): keys, types, defaults and checks."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+
+from biphasic.config.base import Address, ClusterConfig, Count, JobConfig, KeyProblems, Positive, Section, Seed
+
+
+def _compression(value: str) -> str:
+    name, _, level = value.partition(":")
+    if name != "zstd" or (value != name and not (level.isdigit() and 1 <= int(level) <= 22)):
+        raise ValueError(f"expected zstd, zstd:LEVEL (1 to 22) or null; got {value!r}")
+    return value
+
+
+class FilesSource(Section):
+    """Parquet, JSONL or plain text files. JSONL and text files may be compressed (`.gz`, `.zst`)."""
+
+    kind: Literal["files"]
+    paths: Annotated[list[Address], Field(min_length=1)]
+    """Files, folders or glob patterns: local, `s3://…`, `gs://…`, `az://…` or `oci://…`. They are read in sorted order."""
+    text_files: Literal["file", "line", "paragraph"] = "file"
+    """The unit of a `.txt` file that becomes a document: the file, each line, or each paragraph between empty lines."""
+
+
+class HubSource(Section):
+    """A dataset on the Hugging Face hub."""
+
+    kind: Literal["hub"]
+    path: str
+    name: str | None = None
+    """Name of the dataset's configuration, e.g. `sample-100BT`."""
+    split: str = "train"
+    revision: str | None = None
+    """Commit or tag. Default: the newest commit when the conversion starts, which is recorded."""
+
+
+Scalar = StrictBool | StrictInt | StrictFloat | StrictStr
+
+
+class FilterConfig(Section):
+    """Keep the documents whose value in `column` meets every given condition. A null value meets none."""
+
+    column: str
+    min: float | None = None
+    """Smallest value to keep: `min: 3` keeps an `int_score` of at least 3."""
+    max: float | None = None
+    any_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
+    none_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
+
+
+class SegmentsConfig(Section):
+    """How documents are packed into the segments of a row. A token attends only to tokens of its own segment."""
+
+    kind: Literal["documents", "stream", "single"] = "documents"
+    """`documents`: each segment is a document, with best-fit packing. `stream`: documents are joined and cut at random
+    lengths, so that a segment may span several documents (the paper's runs). `single`: one document a row, and padding."""
+    longer: Literal["cut", "truncate"] = "cut"
+    """With `single`: split a document longer than a row into several rows (`cut`), or use only its start (`truncate`)."""
+    window: Positive = 8192
+    """With `documents`: number of documents, or ends of long documents, that may wait for a row that they fit into. A
+    larger window gives less padding, but needs more memory."""
+    shortest: Positive = 12
+    """With `stream`: shortest segment, in tokens. EuroBERT's packing draws lengths between 12 and sequence_length - 12."""
+
+
+class ConvertCluster(ClusterConfig):
+    """Where work units are converted. A single worker runs in the main process; several workers run on Ray."""
+
+    workers: Positive | None = None
+    """Number of work units to convert at a time. Default: the number of cores (of the cluster)."""
+    retries: Count = 10
+    """How often a work unit is retried on another worker after its worker died (killed, out of memory, node lost)."""
+
+
+class ConvertConfig(JobConfig):
+    """`job: convert`: tokenize text, pack it into rows, and write them as MDS shards."""
+
+    job: Literal["convert"]
+    source: Annotated[FilesSource | HubSource, Field(discriminator="kind")]
+    text_column: str = "text"
+    id_column: str | None = "id"
+    """Column with the document ids. Null: use a hash of the text as the id."""
+    filters: list[FilterConfig] = []
+    """Convert only documents that pass all filters."""
+    output: Address
+    """Local folder or bucket prefix for `train/`, `validation/`, `tokenizer/`, `units/` and `conversion.json`."""
+    tokenizer: Address
+    """Folder or hub id of a `tokenizers` tokenizer. It is copied to the output; a mask token is added if it has none."""
+    sequence_length: Annotated[int, Field(ge=16, lt=2**31)] = 2048
+    segments: SegmentsConfig = SegmentsConfig()
+    add_bos: bool = False
+    add_eos: bool = True
+    """The default adds EOS after each document and no BOS, as EuroBERT's code does."""
+    validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Share of the documents to write to `validation/`. They are chosen by a hash of their id."""
+    max_tokens: Positive | None = None
+    """Stop at exactly this number of tokens in `train/`, in the middle of a document if necessary."""
+    max_text_characters: Positive = 16_777_216
+    """A longer document counts as a bad document."""
+    on_bad_document: Literal["skip", "stop"] = "skip"
+    """A bad document has no text, is not valid UTF-8 or JSON, or is too long. `skip`: leave out and count bad documents."""
+    on_bad_file: Literal["stop", "skip"] = "stop"
+    """`stop`: convert the other files, but publish the output only once the damaged file is repaired. `skip`: convert the
+    documents before the damage; leave out and count the rest."""
+    unit_bytes: Annotated[int, Field(ge=2**20, lt=2**63)] = 256 * 2**20
+    """Bytes of text in a work unit. After an interruption, unfinished work units are converted again. Small files are
+    grouped; a large Parquet file is divided by its row groups."""
+    cluster: ConvertCluster = ConvertCluster()
+    seed: Seed = 42
+    """Random seed for the segment lengths with `stream`."""
+    shard_bytes: Annotated[int, Field(gt=0, lt=2**32)] = 64 * 2**20
+    """Size of a shard before compression. MDS stores byte offsets in 32 bits."""
+    compression: Annotated[str, AfterValidator(_compression)] | None = "zstd"
+    """`zstd`, or `zstd:LEVEL` (1 to 22). Null: no compression."""
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values."""
+        segments = self.segments
+        if segments.kind == "stream" and 2 * segments.shortest >= self.sequence_length:
+            message = f"expected less than half of sequence_length ({self.sequence_length}); got {segments.shortest}"
+            yield ["segments.shortest", "sequence_length"], message
+        for key, kind in {"window": "documents", "shortest": "stream", "longer": "single"}.items():
+            if kind != segments.kind and not segments.is_default(key):
+                yield [f"segments.{key}", "segments.kind"], f"has no effect with kind: {segments.kind}"
+        for index, condition in enumerate(self.filters):
+            if all(getattr(condition, name) is None for name in ("min", "max", "any_of", "none_of")):
+                yield [f"filters.{index}"], "keeps everything; expected one of min, max, any_of, none_of"
+            if condition.min is not None and condition.max is not None and condition.min > condition.max:
+                yield [f"filters.{index}.min", f"filters.{index}.max"], "is above max, so nothing would be kept"
+        yield from self.cluster.problems()
+
+    @property
+    def splits(self) -> list[str]:
+        """Names of the splits that the conversion writes."""
+        return ["train", *(["validation"] if self.validation_fraction else [])]

@@ -1,0 +1,128 @@
+"""Schema of the `data:` section of a pretraining YAML: one dataset or a mix of several, and their checks."""
+
+from __future__ import annotations
+
+from posixpath import normpath
+from typing import Annotated
+
+from pydantic import AfterValidator, Field
+
+from biphasic.config.base import Count, KeyProblems, LocalPath, Name, Positive, RemoteAddress, Section, Size
+
+
+class StreamConfig(Section):
+    """One split of a converted dataset."""
+
+    local: LocalPath
+    """Folder of the shards, or the cache for `remote`. Each split and stream needs its own folder."""
+    remote: RemoteAddress | None = None
+    """URL from which shards that are not in `local` are downloaded: `s3://…`, `gs://…`, `oci://…` or `hf://…`."""
+
+
+class MixedStreamConfig(StreamConfig):
+    """One dataset of a mix."""
+
+    proportion: Annotated[float, Field(gt=0, le=1)]
+    """The dataset's share of the rows. The shares of a mix add up to 1."""
+
+
+def _without_dots(name: str) -> str:
+    if "." in name:
+        raise ValueError(f"expected a name without a dot, which separates keys; got {name!r}")
+    return name
+
+
+class DataConfig(Section):
+    """The training and validation data, and the order of rows. Exactly one of `train` and `mix` is required."""
+
+    sequence_length: Positive
+    """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
+    train: StreamConfig | None = None
+    """One converted dataset."""
+    mix: (
+        Annotated[dict[Annotated[Name, AfterValidator(_without_dots)], MixedStreamConfig], Field(min_length=1)] | None
+    ) = None
+    """Several converted datasets by name. Rows are sampled from them in their proportions."""
+    epoch_rows: Positive | None = None
+    """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
+    validation: StreamConfig | None = None
+    shuffle: bool = True
+    shuffle_block_size: Positive = 1 << 18
+    """Number of rows that are shuffled together."""
+    num_canonical_nodes: Positive = 64
+    """Streaming's setting. It is fixed so that the order of rows does not depend on the number of nodes."""
+    predownload: Positive | None = None
+    """Number of rows that each loader process downloads ahead. Default: Streaming's, eight batches of a rank."""
+    cache_limit: Size | None = None
+    """Maximum size of a node's cache, e.g. `200gb`. It applies to training data and to validation data separately. The
+    least recently read shards are deleted first. Default: keep all shards."""
+    download_retry: Positive = 5
+    """Number of attempts to download a shard."""
+    download_timeout: Positive = 120
+    """Timeout of a download, in seconds."""
+    num_workers: Count = 2
+    """Number of loader processes for each rank."""
+    check_hashes: bool = True
+    """Check each downloaded or unpacked shard against the hash that the conversion recorded."""
+
+    @property
+    def streams(self) -> dict[str, StreamConfig]:
+        """The training streams by YAML key. A mix is sorted by name, because the order of streams affects row ids."""
+        if self.mix is not None:
+            return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
+        return {} if self.train is None else {"data.train": self.train}
+
+    @property
+    def splits(self) -> dict[str, StreamConfig]:
+        """The training and validation streams by YAML key."""
+        return self.streams if self.validation is None else {**self.streams, "data.validation": self.validation}
+
+
+def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
+    """Report invalid streams, and keys that have no effect without other keys."""
+    if (data.train is None) == (data.mix is None):
+        message = "expected exactly one of data.train (one dataset) and data.mix (several)"
+        got = "neither" if data.mix is None else "both; `data.train: null` removes what a file below gives"
+        yield ["data.mix", "data.train"], f"{message}; got {got}"
+        return
+    yield from _mix_problems(data, global_batch_size)
+    yield from _folder_problems(data)
+    remote = [key for key, stream in data.streams.items() if stream.remote is not None]
+    if not remote:
+        where = "data.train.remote" if data.mix is None else "a remote in data.mix"
+        for name in ("cache_limit", "predownload", "download_retry", "download_timeout"):
+            if not data.is_default(name):
+                yield [f"data.{name}", *data.streams], f"has no effect without {where}"
+    elif data.cache_limit is not None:
+        for key in data.streams:
+            if key not in remote:
+                # Streaming would delete shards even if it could not download them again.
+                yield ["data.cache_limit", key], f"would delete shards of {key}, which has no remote: give it one"
+    if not data.shuffle and not data.is_default("shuffle_block_size"):
+        yield ["data.shuffle_block_size", "data.shuffle"], "has no effect with data.shuffle: false"
+
+
+def _mix_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
+    if data.mix is None:
+        if data.epoch_rows is not None:
+            yield ["data.epoch_rows", "data.mix"], "has no effect without data.mix"
+        return
+    total = sum(stream.proportion for stream in data.mix.values())
+    if abs(total - 1) > 1e-6:
+        shares = " + ".join(f"{stream.proportion:g}" for stream in data.mix.values())
+        yield ["data.mix"], f"expected proportions that add up to 1; got {shares} = {total:g}"
+    if data.epoch_rows is not None and data.epoch_rows < global_batch_size:
+        message = f"expected at least global_batch_size ({global_batch_size}); got {data.epoch_rows}"
+        yield ["data.epoch_rows", "global_batch_size"], message
+
+
+def _folder_problems(data: DataConfig) -> KeyProblems:
+    """Report folders that are used twice. Shards have the same names in every split and stream, so they would collide."""
+    folders: dict[str, str] = {}
+    for key, stream in data.splits.items():
+        folder = normpath(stream.local)
+        if folder in folders:
+            yield [f"{key}.local", folders[folder]], f"expected another folder than {folders[folder]}"
+        elif stream.remote is not None and normpath(stream.remote) == folder:
+            yield [f"{key}.remote", f"{key}.local"], "expected another folder than the local one; remove this key"
+        folders.setdefault(folder, f"{key}.local")

@@ -1,0 +1,123 @@
+"""Compute how much of each dataset a pretraining run will read, from the datasets' conversion records."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass, replace
+from threading import Thread
+
+from biphasic.config.conversion_record import StreamRecord, read_stream_record, split_conversion_path
+from biphasic.config.data import StreamConfig
+from biphasic.config.pretrain import PretrainConfig
+
+_SECONDS = 5.0
+"""Maximum time to wait for records. It is short because a user waits for the plan and a bucket may not answer."""
+
+
+@dataclass(frozen=True)
+class DatasetPlan:
+    """The size of a dataset and how much of it the run reads. Unknown values are None.
+
+    Token counts exclude padding.
+    """
+
+    key: str
+    path: str
+    proportion: float
+    record: str | None = None
+    rows: int | None = None
+    tokens: int | None = None
+    run_rows: int | None = None
+    run_tokens: int | None = None
+    epochs: float | None = None
+
+
+def plan_datasets(config: PretrainConfig, batches: int | None) -> tuple[list[DatasetPlan], list[str]]:
+    """Return how much a run reads of each dataset, and warnings about repeated data.
+
+    Args:
+        config: a checked configuration.
+        batches: number of batches in the run if padding counts as tokens; None if it depends on the data.
+    """
+    streams = config.data.streams
+    records = _read_records(streams)
+    shares = {key: getattr(stream, "proportion", 1.0) for key, stream in streams.items()}
+    epoch_rows = config.data.epoch_rows
+    if epoch_rows is None and len(records) == len(streams):
+        epoch_rows = sum(record.split["rows"] for record in records.values())
+    run_rows = _run_rows(config, batches, records, shares, epoch_rows)
+    datasets = []
+    for key, stream in streams.items():
+        rows, path = None if run_rows is None else round(run_rows * shares[key]), stream.remote or stream.local
+        dataset = DatasetPlan(key, path, shares[key], run_rows=rows)
+        if (record := records.get(key)) is not None:
+            dataset = replace(dataset, record=record.folder, rows=record.split["rows"], tokens=record.split["tokens"])
+            if rows is not None:
+                tokens, epochs = round(rows * record.tokens_per_row), rows / record.split["rows"]
+                dataset = replace(dataset, run_tokens=tokens, epochs=epochs)
+        datasets.append(dataset)
+    warnings = [
+        f"{dataset.key} would be repeated: the run takes {dataset.epochs:.3g} epochs of {dataset.path}"
+        for dataset in datasets
+        if dataset.epochs is not None and dataset.epochs > 1
+    ]
+    if config.data.mix is not None and run_rows is not None and epoch_rows is not None and run_rows > epoch_rows:
+        warnings.append(
+            f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows independently, "
+            f"so that some rows are repeated before others are read: set data.epoch_rows to {run_rows:,}"
+        )
+    return datasets, warnings
+
+
+def describe_datasets(datasets: list[DatasetPlan], about: str) -> list[str]:
+    """Return one line of the printed plan for each dataset."""
+    lines = []
+    for dataset in datasets:
+        share = "" if dataset.key == "data.train" else f"{dataset.key.rpartition('.')[2]} {dataset.proportion:.4g}: "
+        if dataset.record is None:
+            text = f"unknown (no record at {split_conversion_path(dataset.path)[0]})"
+        elif dataset.run_tokens is None or dataset.epochs is None:
+            text = f"{dataset.tokens:,} tokens in {dataset.rows:,} rows at {dataset.path}"
+        else:
+            text = f"{about}{dataset.run_tokens:,} tokens, {dataset.epochs:.3g} epochs of {dataset.path}"
+        lines.append(f"  data           {share}{text}")
+    return lines
+
+
+def _read_records(streams: dict[str, StreamConfig]) -> dict[str, StreamRecord]:
+    """Read the streams' records concurrently. Records that can't be read in time are left out."""
+    records: dict[str, StreamRecord] = {}
+
+    def read(key: str) -> None:
+        try:
+            record = read_stream_record(streams[key])
+            if record is not None and record.split["rows"] > 0 and record.split["tokens"] > 0:
+                records[key] = record
+        except Exception:
+            return  # A bucket's client may raise any exception. The plan then shows "unknown".
+
+    # With daemon threads, a bucket that doesn't answer delays neither the plan nor the end of the process.
+    readers = [Thread(target=read, args=[key], daemon=True) for key in streams]
+    for reader in readers:
+        reader.start()
+    deadline = time.monotonic() + _SECONDS
+    for reader in readers:
+        reader.join(max(0, deadline - time.monotonic()))
+    return dict(records)
+
+
+def _run_rows(
+    config: PretrainConfig,
+    batches: int | None,
+    records: dict[str, StreamRecord],
+    shares: dict[str, float],
+    epoch_rows: int | None,
+) -> int | None:
+    end, batch_rows = config.max_duration, config.global_batch_size
+    if end.unit == "ep":
+        return None if epoch_rows is None else int(end.value) * (epoch_rows // batch_rows) * batch_rows
+    if end.unit == "tok" and len(records) == len(shares):
+        tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in records.items())
+        return math.ceil(round(end.value / (tokens_per_row * batch_rows), 6)) * batch_rows
+    return None if batches is None else batches * batch_rows

@@ -1,0 +1,100 @@
+"""Schema of the `model:` section of a pretraining YAML, its checks, and the architecture that it describes."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from biphasic.config.architecture import Architecture, preset
+from biphasic.config.base import Address, KeyProblems, Positive, Section
+
+
+class ModelConfig(Section):
+    """The model to train: a `preset`, explicit dimensions, or an existing model (`init_from`)."""
+
+    preset: Literal["210m", "610m", "1b"] | None = None
+    """One of the paper's sizes."""
+    init_from: Address | None = None
+    """Path of a model whose architecture and weights are loaded: a Biphasic checkpoint, an exported folder, or the folder of
+    any Hugging Face decoder."""
+    vocab_size: Positive | None = None
+    """Number of rows of the embedding. Default: the preset's 128,256. Required with explicit dimensions."""
+    hidden_size: Positive | None = None
+    intermediate_size: Positive | None = None
+    num_layers: Positive | None = None
+    num_heads: Positive | None = None
+    num_kv_heads: Positive | None = None
+    """Default: `num_heads` (no grouped-query attention)."""
+    head_dim: Positive | None = None
+    """Default: `hidden_size / num_heads`."""
+    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
+    """Base of the rotary position embeddings. The paper's models use 10,000."""
+    rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    initializer_range: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of every weight matrix and embedding at initialization."""
+    trust_remote_code: bool = False
+    """Whether to run Python files from a Hugging Face folder."""
+
+
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
+_FIXED_BY_PRESET = (*_REQUIRED[1:], "num_kv_heads", "head_dim")
+_FIXED_BY_INIT_FROM = ("preset", "vocab_size", *_FIXED_BY_PRESET, "rope_theta", "rms_norm_eps", "initializer_range")
+
+
+def architecture_of(model: ModelConfig) -> Architecture | None:
+    """Return the architecture in a YAML. Return None if dimensions are missing or come from `init_from`."""
+    if model.init_from is not None:
+        return None
+    if model.preset is not None:
+        return preset(model.preset, model.vocab_size)
+    if not (
+        model.vocab_size and model.hidden_size and model.intermediate_size and model.num_layers and model.num_heads
+    ):
+        return None
+    return Architecture(
+        vocab_size=model.vocab_size,
+        hidden=model.hidden_size,
+        ffn=model.intermediate_size,
+        layers=model.num_layers,
+        heads=model.num_heads,
+        kv_heads=model.num_kv_heads or model.num_heads,
+        head_dim=model.head_dim or model.hidden_size // model.num_heads,
+    )
+
+
+def model_problems(model: ModelConfig) -> KeyProblems:
+    """Check combinations of values in the model section."""
+    if model.init_from is not None:
+        for name in _FIXED_BY_INIT_FROM:
+            if not model.is_default(name):
+                yield (
+                    [f"model.{name}"],
+                    "can't be given beside model.init_from, whose own value is used; remove one of them",
+                )
+        return
+    if model.preset is not None:
+        for name in _FIXED_BY_PRESET:
+            if not model.is_default(name):
+                yield [f"model.{name}"], f"can't be given beside model.preset: {model.preset}, which fixes it"
+    else:
+        missing = [name for name in _REQUIRED if getattr(model, name) is None]
+        if len(missing) == len(_REQUIRED):
+            yield ["model"], "expected one of `preset`, `init_from`, or explicit dimensions (hidden_size and so on)"
+        else:
+            for name in missing:
+                yield [f"model.{name}"], "is missing: explicit dimensions need it (or use model.preset)"
+        if missing:
+            return
+        architecture = architecture_of(model)
+        assert architecture is not None
+        if architecture.hidden % architecture.heads:
+            message = f"expected a divisor of hidden_size ({architecture.hidden}); got {architecture.heads}"
+            yield ["model.num_heads", "model.hidden_size"], message
+            return
+        if architecture.heads % architecture.kv_heads:
+            message = f"expected a divisor of num_heads ({architecture.heads}); got {architecture.kv_heads}"
+            yield ["model.num_kv_heads", "model.num_heads"], message
+        if architecture.head_dim % 2:
+            key = "model.head_dim" if model.head_dim else "model.num_heads"
+            yield [key, "model.hidden_size"], f"rotary positions need an even head_dim; got {architecture.head_dim}"

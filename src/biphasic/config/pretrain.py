@@ -1,0 +1,251 @@
+"""Schema of a pretraining YAML (`job: pretrain`): keys, types, limits, defaults and checks.
+
+The classes mirror the YAML's sections. `config.model`, `config.data` and `config.timeline` contain the larger sections.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share
+from biphasic.config.data import DataConfig, data_problems
+from biphasic.config.durations import Duration
+from biphasic.config.model import ModelConfig, architecture_of, model_problems
+from biphasic.config.timeline import BatchShape, ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
+from biphasic.storage import is_remote
+
+
+class EvaluationConfig(Section):
+    """Validation during training. CLM loss, and MLM loss with fixed masks, are computed in every phase."""
+
+    interval: Duration | None = None
+    """Time between evaluations. Default: evaluate only at the end."""
+    batches: Positive | None = None
+    """Number of batches of the validation split to use. Default: all."""
+    batch_size: Positive | None = None
+    """Number of rows in a validation batch, over all ranks. Default: the training batch size."""
+    masking_ratio: Share = 0.4
+
+
+class OptimizerConfig(Section):
+    """AdamW. The defaults are from EuroBERT and the paper's appendix. Weight decay applies to every parameter."""
+
+    lr: Annotated[float, Field(gt=0)] = 5e-4
+    betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    eps: Annotated[float, Field(gt=0)] = 1e-5
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    max_skipped_batches: Count = 0
+    """Maximum number of batches of a run that are skipped because of NaN or Inf in their loss or gradient. One more such
+    batch ends the run, with the weights from before that batch."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Maximum norm of the gradient. Null: no clipping."""
+
+
+class CheckpointConfig(Section):
+    """Which checkpoints are saved and kept, and how a run resumes."""
+
+    folder: Address | None = None
+    """Local folder or bucket prefix (`s3://…`, `gs://…`, `az://…`, `oci://…`). Default: `checkpoints` in the run's folder,
+    which also keeps the newest checkpoint of a run that saves to a bucket."""
+    interval: Duration = Duration(1000, "ba")
+    keep: Annotated[int, Field(ge=-1, lt=2**63)] = -1
+    """Number of complete checkpoints to keep. -1: all. Older checkpoints are deleted once a newer one is complete, except
+    those at a phase switch, at the start of the decay and at `keep_at`."""
+    keep_at: list[Duration] = []
+    """Additional times, such as `18000ba`, at which to save a checkpoint that is never deleted, e.g. to branch from it."""
+    autoresume: bool = True
+    """Whether to resume from the newest checkpoint of this run, if one exists."""
+    upload_timeout: Count = 900
+    """Maximum time in seconds to wait for uploads at the end of a run, e.g. if the bucket can't be reached."""
+    resume_overrides: list[str] = []
+    """Keys or sections that affect the weights, but may differ from the checkpoint's when the run resumes."""
+
+
+class ParallelismConfig(Section):
+    """How ranks share the model. The number of ranks is set by the launcher."""
+
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
+    """`ddp`: replicate the model on each rank. `fsdp`: shard weights, gradients and optimizer state, by decoder layer.
+    `auto`: ddp if these take at most half of a GPU's memory and the checkpoint to load is not sharded."""
+    shard_degree: Positive | Literal["all", "node"] = "all"
+    """Number of ranks that share one copy of the model. `node`: the ranks of a node, with a copy on each node (HSDP)."""
+    reshard_after_forward: bool = True
+    """False keeps a layer's gathered weights from forward to backward, which needs less communication but more memory."""
+
+
+class ComputeConfig(Section):
+    """Kernels and recomputation. They affect results only by rounding; see docs/throughput.md."""
+
+    attention: Literal["auto", "varlen", "flash2", "flex", "sdpa"] = "auto"
+    """`varlen`: PyTorch's variable-length kernels. `flash2`: flash-attn. `flex`: FlexAttention. `sdpa`: PyTorch's dense
+    attention, one segment at a time. `auto`: the first of these that is installed and suitable; `sdpa` on CPUs."""
+    compile: bool | Literal["auto"] = "auto"
+    """Whether to apply torch.compile to each decoder layer and the loss. `auto`: only on GPUs."""
+    activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"
+    """Layers whose activations are recomputed in the backward pass to save memory: `all`, every Nth (`2`), or a list,
+    counted from 0 (`[0, 1, 5]`)."""
+
+    def recomputed(self, layers: int) -> list[int]:
+        """Return the indices of the recomputed layers in a model with `layers` layers."""
+        setting = self.activation_checkpointing
+        if isinstance(setting, list):
+            return setting
+        if isinstance(setting, int):
+            return list(range(setting - 1, layers, setting))
+        return list(range(layers)) if setting == "all" else []
+
+
+class WandBConfig(Section):
+    """Weights & Biases (`uv pip install '.[loggers]'`). The API key is read from the environment."""
+
+    project: str
+    entity: str | None = None
+
+
+class MLflowConfig(Section):
+    """MLflow (`uv pip install '.[loggers]'`). Credentials are read from the environment."""
+
+    experiment: str
+    tracking_uri: str | None = None
+
+
+class LoggingConfig(Section):
+    """Where metrics are logged. Log files are in the run's folder."""
+
+    jsonl: bool = True
+    """Write `metrics.jsonl` in the run's folder, with a line of JSON for each batch."""
+    tensorboard: bool = True
+    wandb: WandBConfig | None = None
+    mlflow: MLflowConfig | None = None
+    loss_spike: Annotated[float, Field(gt=1)] | None = 1.5
+    """Log the row ids of a batch whose loss is more than this many times the running median. Null: no detection."""
+    progress_bar: bool = True
+
+
+class PretrainConfig(RunConfig):
+    """`job: pretrain`: train a model with CLM and MLM phases on converted data."""
+
+    job: Literal["pretrain"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    seed: Seed = 42
+    tokenizer: Address
+    """Folder or hub id of the tokenizer with which the data was converted."""
+    max_duration: Duration
+    global_batch_size: Positive
+    """Number of rows in an optimizer step, over all ranks."""
+    microbatch_size: Positive | Literal["auto"] = "auto"
+    """Number of rows in one forward pass of a rank. `auto`: on GPUs, as many as fit, measured at the start and recorded in
+    the run's folder; on CPUs, a rank's complete batch."""
+    precision: Literal["fp32", "amp_bf16"] = "fp32"
+    model: ModelConfig
+    data: DataConfig
+    objective: ObjectiveConfig
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    parallelism: ParallelismConfig = ParallelismConfig()
+    compute: ComputeConfig = ComputeConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    @property
+    def checkpoint_destination(self) -> str:
+        """Folder or bucket prefix to which the run saves checkpoints."""
+        return self.checkpoint.folder or str(self.run_folder / "checkpoints")
+
+    @property
+    def local_checkpoints(self) -> Path:
+        """Local folder of checkpoints: the destination, or the folder from which checkpoints are uploaded."""
+        destination = self.checkpoint_destination
+        return self.run_folder / "checkpoints" if is_remote(destination) else Path(destination)
+
+    @property
+    def batch_shape(self) -> BatchShape:
+        """Rows in a global batch, and tokens in a row."""
+        return BatchShape(self.global_batch_size, self.data.sequence_length)
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values for a run of `ranks` processes."""
+        yield from model_problems(self.model)
+        if self.max_duration.unit == "dur" or not self.max_duration.value:
+            expected = "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
+            yield ["max_duration"], f"{expected}; got {self.max_duration}"
+        else:
+            yield from phase_problems(self.objective.phases, self.max_duration, self.batch_shape)
+            yield from schedule_problems(self.schedule, self.max_duration, self.batch_shape)
+            if self.schedule.decay_from is not None and self.model.init_from is not None:
+                message = "can't be given beside schedule.decay_from, whose checkpoint holds the weights"
+                yield ["model.init_from", "schedule.decay_from"], message
+        yield from self._batch_problems(ranks)
+        yield from self._parallelism_problems(ranks)
+        yield from self._checkpoint_problems()
+        yield from data_problems(self.data, self.global_batch_size)
+
+    def _batch_problems(self, ranks: int) -> KeyProblems:
+        size, microbatch = self.global_batch_size, self.microbatch_size
+        if size % ranks:
+            yield ["global_batch_size"], f"expected a multiple of the number of ranks ({ranks}); got {size}"
+        elif isinstance(microbatch, int) and (size // ranks) % microbatch:
+            rank_batch = f"{size} rows / {ranks} ranks = {size // ranks}"
+            message = f"expected a divisor of a rank's batch ({rank_batch}); got {microbatch}"
+            yield ["microbatch_size", "global_batch_size"], message
+        evaluation = self.evaluation
+        if evaluation.batch_size is not None and evaluation.batch_size % ranks:
+            message = f"expected a multiple of the number of ranks ({ranks}); got {evaluation.batch_size}"
+            yield ["evaluation.batch_size"], message
+        if evaluation.interval is not None and not evaluation.interval.value:
+            yield ["evaluation.interval"], f"expected a positive length; got {evaluation.interval}"
+        if self.data.validation is None:
+            for name in type(evaluation).model_fields:
+                if not evaluation.is_default(name):
+                    yield [f"evaluation.{name}", "data.validation"], "has no effect without data.validation"
+
+    def _parallelism_problems(self, ranks: int) -> KeyProblems:
+        parallelism, architecture = self.parallelism, architecture_of(self.model)
+        if parallelism.strategy == "ddp":
+            for name in ("shard_degree", "reshard_after_forward"):
+                if not parallelism.is_default(name):
+                    yield (
+                        [f"parallelism.{name}", "parallelism.strategy"],
+                        "has no effect with parallelism.strategy: ddp",
+                    )
+        if isinstance(parallelism.shard_degree, int) and ranks % parallelism.shard_degree:
+            message = f"expected a divisor of the number of ranks ({ranks}); got {parallelism.shard_degree}"
+            yield ["parallelism.shard_degree"], message
+        setting = self.compute.activation_checkpointing
+        if architecture is not None and setting not in ("none", "all"):
+            layers = self.compute.recomputed(architecture.layers)
+            if not layers or max(layers) >= architecture.layers:
+                message = f"expected layers from 0 to {architecture.layers - 1}, or every Nth of {architecture.layers}"
+                yield ["compute.activation_checkpointing"], f"{message}; got {setting}"
+
+    def _checkpoint_problems(self) -> KeyProblems:
+        checkpoint, end = self.checkpoint, self.max_duration
+        if not checkpoint.interval.value:
+            yield ["checkpoint.interval"], f"expected a positive length; got {checkpoint.interval}"
+        for index, time in enumerate(checkpoint.keep_at):
+            if not time.value or (end.unit != "dur" and not self.batch_shape.not_before(end, time.of(end))):
+                message = f"expected a time within the run ({end}); got {time}"
+                yield [f"checkpoint.keep_at.{index}", "max_duration"], message
+        if checkpoint.keep == 0:
+            yield ["checkpoint.keep"], "0 keeps no checkpoint; expected -1 (all) or at least 1"
+        for index, name in enumerate(checkpoint.resume_overrides):
+            # Datasets are compared by the hash of their index, under a key that ends in `.index` and is not in the YAML.
+            if not _has_key(self, name.removesuffix(".index").split(".")):
+                message = f"expected a key or a section of this configuration; got {name!r}"
+                yield [f"checkpoint.resume_overrides.{index}"], message
+
+
+def _has_key(value: object, parts: list[str]) -> bool:
+    for part in parts:
+        if isinstance(value, Section) and part in type(value).model_fields:
+            value = getattr(value, part)
+        elif isinstance(value, dict) and part in value:
+            value = value[part]
+        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
+            value = value[int(part)]
+        else:
+            return False
+    return True

@@ -1,0 +1,1 @@
+"""Convert text to MDS shards of packed rows."""

@@ -1,0 +1,176 @@
+"""Convert text to MDS shards of packed rows: plan the work units, convert those without a record, merge, publish.
+
+During the conversion the output holds `conversion.started` and the files of finished units, but no index, so nothing can
+open it as a dataset. When all units are finished, the command writes `tokenizer/`, `validation/index.json`,
+`train/index.json`, and last `conversion.json`, the record:
+
+    config              the complete configuration
+    source              commit (of a hub dataset), files (path, bytes, version), left_out (messages on damaged files)
+    tokenizer           sha256, vocab_size, pad_id, bos_id, eos_id, mask_id
+    sequence_length, dtype, hash
+    splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, index_sha256, and for each shard
+                        its file, bytes, rows and hash
+    documents           read, filtered, skipped (by kind), repeated (documents with an earlier document's id)
+    units               names of the work units, in the order of the index
+    text_bytes, cpu_seconds (sum over the units), seconds (duration of the command that finished the conversion)
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from typing import Any
+
+from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
+from biphasic.conversion.merge import merge_records, publish
+from biphasic.conversion.output import LockedOutput, lock_output, read_record, require_same, write_error_message
+from biphasic.conversion.pool import InlinePool, RayPool, UnitResult, open_pool
+from biphasic.conversion.progress import Progress
+from biphasic.conversion.reading import ReadOptions, SourceFile
+from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
+from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
+from biphasic.conversion.worker import boundary_tokens
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
+
+_ADVICE = "mend it and run the same command again, or set on_bad_file: skip"
+
+
+def convert(config: ConvertConfig) -> dict[str, Any]:
+    """Run a `job: convert` YAML, or resume it where an earlier attempt stopped. A finished one is left unchanged.
+
+    Returns:
+        The record (see the module's docstring).
+
+    Raises:
+        UserError: the source, tokenizer or output can't be used, or a unit failed. Finished units are kept.
+    """
+    start = time.monotonic()
+    tokenizer = load_tokenizer(config.tokenizer)
+    boundary_tokens(config, tokenizer)
+    context = ConversionContext.of(config, tokenizer)
+    finished = read_record(config.output)
+    files, commit = source_files(config)
+    if finished is not None:
+        require_same(finished, context, files)
+        print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
+        return finished
+    if isinstance(config.source, HubSource) and commit not in (None, config.source.revision):
+        print(f"the hub dataset is read at this commit, which others can name too: source.revision: {commit}")
+    layouts = inspect_files(files, ReadOptions.from_config(config))
+    units = plan_work_units(files, layouts, config.unit_bytes)
+    pairs = zip(files, layouts, strict=True)
+    damaged = [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
+    try:
+        with lock_output(context, units, commit) as output:
+            records = _Driver(context, units, damaged, output).run()
+            record = merge_records(context, records, files, commit, damaged, time.monotonic() - start)
+            publish(output, record, records, tokenizer)
+    except OSError as error:
+        raise UserError(write_error_message(config.output, error)) from error
+    return record
+
+
+def source_files(config: ConvertConfig) -> tuple[list[SourceFile], str | None]:
+    """Return the files of the YAML's `source:`, and the commit if it is a hub dataset.
+
+    Raises:
+        UserError: there is no usable file.
+    """
+    if isinstance(config.source, FilesSource):
+        return find_files(config.source), None
+    return find_hub_files(config.source)
+
+
+class _Driver:
+    """Converts the units that have no valid record yet.
+
+    With `max_tokens`, the dataset consists of the first units, and the last of them is stopped where the limit is
+    reached. This depends only on the text, not on the order in which units finish. A unit is submitted with the tokens
+    that remain after the finished units before it. More units before it may finish later, so fewer tokens may remain in
+    the end; a unit that was stopped at too many is converted once more.
+    """
+
+    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], output: LockedOutput):
+        self.context, self.units, self.damaged, self.output = context, units, damaged, output
+        self.records: dict[str, UnitRecord] = {}
+        self._position = {unit.name: position for position, unit in enumerate(units)}
+        for unit in units:
+            record = output.records.get(unit.name)
+            if record is not None and is_valid(record, unit, context):
+                stopped_at, remaining = record["stopped_at"], self._remaining(unit)
+                if stopped_at is None or (remaining is not None and stopped_at >= remaining):
+                    self.records[unit.name] = record
+        self.faults = [f"{fault}; {_ADVICE}" for fault in damaged if context.config.on_bad_file == "stop"]
+
+    def run(self) -> list[tuple[WorkUnit, UnitRecord]]:
+        """Convert the units, and return those that make up the dataset, with their records.
+
+        Raises:
+            UserError: lists all faults, one per line, after everything else has been converted.
+        """
+        waiting = deque(unit for unit in self.units if unit.name not in self.records and self._remaining(unit) != 0)
+        config = self.context.config
+        with (
+            Progress(config, self.units, self.records, self.output.log.add) as progress,
+            open_pool(self.context, len(waiting), progress.add, progress.print_line) as pool,
+        ):
+            for message in self.damaged:
+                progress.print_line(message)
+            self._convert_all(pool, waiting, progress)
+            selected, last = self._select()
+            if last is not None and not self.faults:
+                pool.submit(last, self._remaining(last))
+                self._take(pool.next(), progress)
+                selected, _ = self._select()
+        if self.faults:
+            count = f"{len(self.records)} of {len(self.units)} work units are finished and kept"
+            raise UserError("\n".join([*self.faults, f"{config.output}: {count}; no dataset is published yet"]))
+        return selected
+
+    def _convert_all(self, pool: InlinePool | RayPool, waiting: deque[WorkUnit], progress: Progress) -> None:
+        running, stopping = 0, False
+        while True:
+            while waiting and running < pool.size and not stopping:
+                remaining = self._remaining(waiting[0])
+                if remaining == 0:
+                    waiting.clear()
+                    break
+                pool.submit(waiting.popleft(), remaining)
+                running += 1
+            if not running:
+                return
+            stopping = self._take(pool.next(), progress) or stopping
+            running -= 1
+
+    def _take(self, result: UnitResult, progress: Progress) -> bool:
+        """Keep a unit's record or its fault, and return whether the fault stops the conversion."""
+        progress.finished(result)
+        if result.record is not None:
+            self.records[result.unit.name] = result.record
+            return False
+        self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
+        return not result.damaged_file
+
+    def _remaining(self, unit: WorkUnit) -> int | None:
+        """Return how many training tokens remain after the finished units before this one; None means no limit."""
+        limit = self.context.config.max_tokens
+        if limit is None:
+            return None
+        before = [self.records.get(other.name) for other in self.units[: self._position[unit.name]]]
+        return max(limit - sum(record["splits"]["train"]["tokens"] for record in before if record is not None), 0)
+
+    def _select(self) -> tuple[list[tuple[WorkUnit, UnitRecord]], WorkUnit | None]:
+        """Return the units up to the limit, or up to one without a record.
+
+        The second value is the unit to convert once more because it exceeds the limit, if there is one.
+        """
+        selected: list[tuple[WorkUnit, UnitRecord]] = []
+        for unit in self.units:
+            record, remaining = self.records.get(unit.name), self._remaining(unit)
+            if record is None or remaining == 0:
+                break
+            if remaining is not None and record["splits"]["train"]["tokens"] > remaining:
+                return selected, unit
+            selected.append((unit, record))
+        return selected, None

@@ -1,0 +1,153 @@
+"""Merge finished work units into one dataset: the indexes, the record, and the count of repeated documents."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.conversion.output import CONVERSION_LOG, LockedOutput
+from biphasic.conversion.packing import token_dtype
+from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.work_units import (
+    ConversionContext,
+    UnitRecord,
+    WorkUnit,
+    document_numbers_file,
+    unit_record_file,
+)
+from biphasic.conversion.worker import HASH
+from biphasic.data.mds_reader import INDEX, shard_file
+from biphasic.data.tokenizer import Tokenizer
+from biphasic.errors import UserError
+from biphasic.storage import Store, json_bytes
+
+UnitRecords = list[tuple[WorkUnit, UnitRecord]]
+_READERS = 16
+
+
+def merge_records(
+    context: ConversionContext,
+    records: UnitRecords,
+    files: list[SourceFile],
+    commit: str | None,
+    damaged: list[str],
+    seconds: float,
+) -> dict[str, Any]:
+    """Merge the units' records into the conversion's record (see `biphasic.conversion.convert`).
+
+    Raises:
+        UserError: a split has no documents.
+    """
+    config, tokenizer = context.config, context.tokenizer
+    skipped: Counter[str] = Counter()
+    for _, record in records:
+        skipped.update(record["documents"]["skipped"])
+    read, filtered = (sum(record["documents"][key] for _, record in records) for key in ("read", "filtered"))
+    splits = {name: _merge_split(name, records, config.sequence_length) for name in config.splits}
+    for name, split in splits.items():
+        if not split["documents"]:
+            hint = "raise validation_fraction or add documents" if name == "validation" else "is the source empty?"
+            left_out = f"{filtered:,} left out by filters, {sum(skipped.values()):,} skipped"
+            raise UserError(f"{read:,} documents were read ({left_out}), and none is for {name}: {hint}")
+    return {
+        "config": config.model_dump(mode="json"),
+        "source": {
+            "commit": commit,
+            "files": [{"path": file.path, "bytes": file.bytes, "version": file.version} for file in files],
+            "left_out": damaged + [message for _, record in records for message in record["damaged"]],
+        },
+        "tokenizer": {
+            "sha256": tokenizer.sha256,
+            "vocab_size": tokenizer.vocab_size,
+            **{f"{role}_id": token_id for role, token_id in tokenizer.role_ids.items()},
+        },
+        "sequence_length": config.sequence_length,
+        "dtype": token_dtype(tokenizer.vocab_size),
+        "hash": HASH,
+        "splits": splits,
+        "documents": {"read": read, "filtered": filtered, "skipped": dict(sorted(skipped.items()))},
+        "units": [unit.name for unit, _ in records],
+        "text_bytes": sum(record["text_bytes"] for _, record in records),
+        "cpu_seconds": round(sum(record["cpu_seconds"] for _, record in records), 2),
+        "seconds": round(seconds, 2),
+    }
+
+
+def _merge_split(name: str, records: UnitRecords, sequence_length: int) -> dict[str, Any]:
+    parts = [(unit, record["splits"][name]) for unit, record in records]
+    counts = {key: sum(part[key] for _, part in parts) for key in ("documents", "tokens", "rows", "bytes")}
+    shards = []
+    for unit, part in parts:
+        for shard in part["shards"]:
+            file = shard_file(shard)
+            shards.append({"file": f"{unit.name}/{file['basename']}", "bytes": file["bytes"], "rows": shard["samples"],
+                           "hash": file["hashes"][HASH]})  # fmt: skip
+    fill = counts["tokens"] / max(counts["rows"] * sequence_length, 1)
+    index = hashlib.sha256(_index(name, records)).hexdigest()
+    return {**counts, "fill": fill, "index_sha256": index, "shards": shards}
+
+
+def _index(name: str, records: UnitRecords) -> bytes:
+    """Return the split's `index.json`. Streaming's own merge of the units' indexes would give the same bytes."""
+    shards = []
+    for unit, record in records:
+        for shard in deepcopy(record["splits"][name]["shards"]):
+            for file in (shard["raw_data"], shard["zip_data"]):
+                if file is not None:
+                    file["basename"] = f"{unit.name}/{file['basename']}"
+            shards.append(shard)
+    return json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode()
+
+
+def publish(output: LockedOutput, record: dict[str, Any], records: UnitRecords, tokenizer: Tokenizer) -> None:
+    """Remove files that are not part of the dataset, then write the tokenizer, the indexes, and last the record.
+
+    Adds `documents.repeated` to the record.
+    """
+    store = output.store
+    units = [unit.name for unit, _ in records]
+    record["documents"]["repeated"] = count_repeated(document_numbers(store, units))
+    kept = {f"{split}/{shard['file']}" for split, part in record["splits"].items() for shard in part["shards"]}
+    kept |= {name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))}
+    store.remove(set(store.list()) - kept - {CONVERSION_STARTED, CONVERSION_LOG})
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save(Path(folder))
+        for file in sorted(Path(folder).iterdir()):
+            store.write(f"tokenizer/{file.name}", file.read_bytes())
+    for split in sorted(record["splits"], reverse=True):
+        store.write(f"{split}/{INDEX}", _index(split, records))
+    store.write(CONVERSION_RECORD, json_bytes(record))
+    store.remove([CONVERSION_STARTED])
+
+
+def document_numbers(store: Store, units: Iterable[str]) -> Iterator[np.ndarray]:
+    """Yield the numbers of each unit's documents: uint64 [documents], sorted."""
+    names = iter([document_numbers_file(unit) for unit in units])
+    with ThreadPoolExecutor(_READERS) as pool:
+        while some := list(islice(names, _READERS)):
+            for content in pool.map(store.read, some):
+                yield np.frombuffer(content, "<u8")
+
+
+def count_repeated(numbers: Iterable[np.ndarray]) -> int:
+    """Count the documents that have the number of an earlier one. The numbers are sorted on disk to save memory."""
+    with tempfile.TemporaryFile() as file:
+        for part in numbers:
+            file.write(part.astype("<u8").tobytes())
+        file.flush()
+        if not file.tell():
+            return 0
+        merged = np.memmap(file, "<u8", "r+")
+        merged.sort()
+        return int((merged[1:] == merged[:-1]).sum())

@@ -1,0 +1,217 @@
+"""Open a conversion's output: lock it for writing, check that it is complete, and read its records."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
+from biphasic.errors import UserError
+from biphasic.storage import LocalStore, Store, first_line, is_remote, join, json_bytes, open_store
+
+CONVERSION_LOG = "conversion.log"
+_READERS = 32
+_LOG_SECONDS = 30
+_NAMED_UNITS = 3
+
+
+@dataclass
+class LockedOutput:
+    """An output that this process writes. `records` holds the records of units finished earlier, by unit name."""
+
+    store: Store
+    records: dict[str, UnitRecord]
+    log: Log
+
+
+def read_record(output: str) -> dict[str, Any] | None:
+    """Return the record of the finished conversion at `output`, or None if it is empty or unfinished.
+
+    Raises:
+        UserError: `output` holds other files, is a conversion with missing or damaged shards, or can't be read.
+    """
+    store = open_store(output)
+    files = _sizes(store)
+    if CONVERSION_RECORD in files:
+        record = _read_json(store, CONVERSION_RECORD)
+        for split, part in record["splits"].items():
+            for shard in part["shards"]:
+                name, size = f"{split}/{shard['file']}", shard["bytes"]
+                if files.get(name) != size:
+                    problem = f"has {files[name]} bytes instead of {size}" if name in files else "is missing"
+                    raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")
+        return record
+    others = [name for name in files if name != CONVERSION_LOG]
+    if others and CONVERSION_STARTED not in files:
+        message = (
+            f"already holds files that do not belong to a conversion (e.g. {others[0]}): choose another, or remove them"
+        )
+        raise UserError(f"output {output} {message}")
+    return None
+
+
+def require_record(output: str) -> dict[str, Any]:
+    """Return the record of a finished conversion.
+
+    Raises:
+        UserError: there is none. For an unfinished conversion, the message says which units are missing.
+    """
+    store = open_store(output)
+    try:
+        return json.loads(store.read(CONVERSION_RECORD))
+    except FileNotFoundError:
+        files = _sizes(store)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{join(output, CONVERSION_RECORD)}: can't be read ({first_line(error)})") from None
+    if CONVERSION_STARTED not in files:
+        raise UserError(f"{output}: holds no {CONVERSION_RECORD}, so it is not a finished conversion")
+    units = _read_json(store, CONVERSION_STARTED)["units"]
+    missing = [description for name, description in units.items() if unit_record_file(name) not in files]
+    some = "; ".join(missing[:_NAMED_UNITS]) + (" and others" if len(missing) > _NAMED_UNITS else "")
+    state = f"{len(missing)} work units are missing ({some})" if missing else "all work units are done, but not merged"
+    raise UserError(f"{output}: is an unfinished conversion: {state}; run data_prep/convert.py again to finish it")
+
+
+def require_same(record: dict[str, Any], context: ConversionContext, files: list[SourceFile]) -> None:
+    """Check that a finished conversion has the requested settings and source files.
+
+    Raises:
+        UserError: names the settings or the file that differ.
+    """
+    _require_same_settings("a conversion", record["config"], record["tokenizer"]["sha256"], context, FREE_KEYS)
+    current = {file.path: (file.bytes, file.version) for file in files}
+    recorded = {file["path"]: (file["bytes"], file["version"]) for file in record["source"]["files"]}
+    if changed := sorted(path for path in current | recorded if current.get(path) != recorded.get(path)):
+        others = " and others" if len(changed) > 1 else ""
+        message = f"holds a conversion of other files ({changed[0]}{others})"
+        raise UserError(f"output {context.config.output} {message}: choose another output, or remove it")
+
+
+def _require_same_settings(
+    kind: str, config: dict[str, Any], tokenizer: str, context: ConversionContext, free_keys: tuple[str, ...]
+) -> None:
+    current = context.config.model_dump(mode="json")
+    different = [key for key in current if key not in free_keys and config.get(key) != current[key]]
+    different += ["tokenizer"] if tokenizer != context.tokenizer.sha256 else []
+    if different:
+        message = f"holds {kind} with other settings ({', '.join(different)})"
+        raise UserError(f"output {context.config.output} {message}: choose another output, or remove it")
+
+
+@contextmanager
+def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str | None) -> Iterator[LockedOutput]:
+    """Open an output for writing, and lock it for this process if it is a local folder.
+
+    `commit` is the commit of a hub dataset. A bucket is not locked, because two conversions with the same settings only
+    do the same work twice and write the same bytes.
+
+    Raises:
+        UserError: another conversion is writing the output, or it holds an unfinished one with other settings.
+        OSError: the output can't be written.
+    """
+    output = context.config.output
+    store = open_store(output)
+    lock = None if is_remote(output) else _lock(output)
+    try:
+        if isinstance(store, LocalStore):
+            store.remove_unfinished()
+        if CONVERSION_STARTED in _sizes(store):
+            started = _read_json(store, CONVERSION_STARTED)
+            free_keys = (*FREE_KEYS, "max_tokens")
+            _require_same_settings(
+                "an unfinished conversion", started["config"], started["tokenizer"], context, free_keys
+            )
+            if (earlier := started["commit"]) != commit:
+                message = f"holds an unfinished conversion of the hub dataset's commit {earlier}; now it is {commit}"
+                raise UserError(f"output {output} {message}: set source.revision: {earlier} to finish it")
+        started = {
+            "config": context.config.model_dump(mode="json"),
+            "tokenizer": context.tokenizer.sha256,
+            "commit": commit,
+            "units": {unit.name: unit.description for unit in units},
+        }
+        store.write(CONVERSION_STARTED, json_bytes(started))
+        log = Log(store)
+        try:
+            yield LockedOutput(store, _unit_records(store), log)
+        finally:
+            log.flush()
+            if isinstance(store, LocalStore):
+                # Remove files that dead workers left behind.
+                store.remove_unfinished()
+    finally:
+        if lock is not None:
+            os.close(lock)
+
+
+def write_error_message(output: str, error: OSError) -> str:
+    """Return the message about an output that can't be written."""
+    advice = "what is finished is kept; mend that, and run the same command again"
+    return f"output {output}: can't be written ({first_line(error)}); {advice}"
+
+
+def _lock(output: str) -> int:
+    """Lock the folder. The lock ends with the process, so a killed conversion does not leave one."""
+    Path(output).mkdir(parents=True, exist_ok=True)
+    lock = os.open(output, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(lock)
+        raise UserError(f"output {output}: another conversion is writing it at this moment") from None
+    return lock
+
+
+def _unit_records(store: Store) -> dict[str, UnitRecord]:
+    names = list(store.list("units"))
+    with ThreadPoolExecutor(_READERS) as pool:
+        records = pool.map(lambda name: _read_json(store, name), names)
+        return {Path(name).stem: record for name, record in zip(names, records, strict=True)}
+
+
+class Log:
+    """Writes a line for each event, with its time, to the output's `conversion.log`.
+
+    Objects in a bucket can't be appended to, so each write replaces the complete log, in a bucket every half minute.
+    """
+
+    def __init__(self, store: Store):
+        self._store, self._written = store, time.monotonic()
+        self._content = store.read(CONVERSION_LOG) if store.stat(CONVERSION_LOG) is not None else b""
+
+    def add(self, line: str) -> None:
+        """Append a line."""
+        self._content += f"{datetime.now(UTC).isoformat(timespec='seconds')} {line}\n".encode()
+        if isinstance(self._store, LocalStore) or time.monotonic() - self._written > _LOG_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write the log. Errors are ignored, because writing shards reports an output that can't be written."""
+        with suppress(OSError):
+            self._store.write(CONVERSION_LOG, self._content)
+        self._written = time.monotonic()
+
+
+def _sizes(store: Store) -> dict[str, int]:
+    try:
+        return {name: file.bytes for name, file in store.list().items()}
+    except OSError as error:
+        raise UserError(f"output {store.root}: can't be read ({first_line(error)})") from None
+
+
+def _read_json(store: Store, name: str) -> dict[str, Any]:
+    try:
+        return json.loads(store.read(name))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{join(store.root, name)}: can't be read ({first_line(error)})") from None

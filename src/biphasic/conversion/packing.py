@@ -1,0 +1,213 @@
+"""Pack documents of any length into rows of a fixed number of tokens, and assign documents to splits.
+
+A row holds up to `sequence_length` token ids and the lengths of its segments; the rest is padding. Each packed token is in
+exactly one row. Nothing in this module reads files or the state of the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from abc import ABC, abstractmethod
+from bisect import bisect_left, bisect_right, insort
+from collections import OrderedDict, deque
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Tokens = NDArray[np.uint16 | np.uint32]
+
+
+class Row(NamedTuple):
+    """A row before padding: `tokens` [n], and `lengths` uint32 [segments], whose sum is n <= sequence_length."""
+
+    tokens: Tokens
+    lengths: NDArray[np.uint32]
+
+
+class Packer(ABC):
+    """Packs documents into rows. Documents are added one at a time."""
+
+    @abstractmethod
+    def add(self, tokens: Tokens) -> list[Row]:
+        """Add a document's token ids [n], and return the rows that this completes."""
+
+    def finish(self) -> list[Row]:
+        """Return the remaining rows after the last document."""
+        return []
+
+
+def token_dtype(vocab_size: int) -> str:
+    """Return the narrowest type that holds all ids of a vocabulary: `uint16` or `uint32`."""
+    return "uint16" if vocab_size <= 1 << 16 else "uint32"
+
+
+def mds_columns(sequence_length: int, dtype: str) -> dict[str, str]:
+    """Return the MDS columns of a stored row."""
+    return {"tokens": f"ndarray:{dtype}:{sequence_length}", "lengths": "ndarray:uint32"}
+
+
+def padded(row: Row, sequence_length: int, pad_id: int) -> dict[str, np.ndarray]:
+    """Return the stored form of a row: `tokens` [sequence_length] with `pad_id` after the last segment, and `lengths`."""
+    tokens = np.full(sequence_length, pad_id, dtype=row.tokens.dtype)
+    tokens[: len(row.tokens)] = row.tokens
+    return {"tokens": tokens, "lengths": row.lengths}
+
+
+def document_number(document_id: str) -> int:
+    """Return a 64-bit hash of a document's id. With 1.5 billion documents, a collision has probability 1/16."""
+    digest = hashlib.blake2b(document_id.encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest, "big")
+
+
+def in_validation(number: int, fraction: float) -> bool:
+    """Return whether the document with this `document_number` belongs to the validation split.
+
+    The validation split of a larger fraction contains that of a smaller one.
+    """
+    return number < fraction * 2**64
+
+
+_CANDIDATES = 32
+"""Number of lengths compared for one free space. With only the longest, twice as many positions stay empty."""
+
+
+class DocumentPacker(Packer):
+    """Best-fit packing of whole documents, each one segment, chosen among `window` waiting pieces.
+
+    A document longer than a row is cut into full rows and a rest. Each row starts with the piece that has waited
+    longest, so that rows roughly keep the order of the documents. The free space is given to the piece that, together
+    with a second one, leaves the least space. After the last document, rows start with the longest piece (best-fit
+    decreasing). With the quickstart's docstrings (mean 321 tokens), this fills 99.3% of the positions in rows of 256
+    tokens and 99.9% in rows of 2,048.
+    """
+
+    def __init__(self, sequence_length: int, window: int):
+        self.sequence_length = sequence_length
+        self.window = window
+        self._waiting: OrderedDict[int, Tokens] = OrderedDict()  # by number, oldest first
+        self._by_length: list[deque[int]] = [deque() for _ in range(sequence_length)]  # piece numbers by length
+        self._lengths: list[int] = []  # distinct lengths of waiting pieces, sorted
+        self._number = 0
+
+    def add(self, tokens: Tokens) -> list[Row]:
+        """See `Packer`."""
+        size = self.sequence_length
+        full = len(tokens) // size * size
+        rows = [_row([tokens[start : start + size]]) for start in range(0, full, size)]
+        if full < len(tokens):
+            # The rest is copied so that it doesn't keep a long document in memory.
+            self._wait(tokens[full:].copy() if full else tokens)
+        while len(self._waiting) > self.window:
+            # The oldest piece is also the oldest of its length, which `_take` returns.
+            rows.append(self._fill(self._take(len(next(iter(self._waiting.values()))))))
+        return rows
+
+    def finish(self) -> list[Row]:
+        """See `Packer`."""
+        rows = []
+        while self._waiting:
+            rows.append(self._fill(self._take(self._lengths[-1])))
+        return rows
+
+    def _wait(self, piece: Tokens) -> None:
+        if not self._by_length[len(piece)]:
+            insort(self._lengths, len(piece))
+        self._by_length[len(piece)].append(self._number)
+        self._waiting[self._number] = piece
+        self._number += 1
+
+    def _take(self, length: int) -> Tokens:
+        numbers = self._by_length[length]
+        piece = self._waiting.pop(numbers.popleft())
+        if not numbers:
+            del self._lengths[bisect_left(self._lengths, length)]
+        return piece
+
+    def _fill(self, first: Tokens) -> Row:
+        pieces, space = [first], self.sequence_length - len(first)
+        while length := self._best_fit(space):
+            pieces.append(self._take(length))
+            space -= length
+        return _row(pieces)
+
+    def _best_fit(self, space: int) -> int:
+        """Return the length that, with the best second one, leaves the least of `space`; 0 if nothing fits."""
+        best, least = 0, space
+        end = bisect_right(self._lengths, space)
+        for length in reversed(self._lengths[max(end - _CANDIDATES, 0) : end]):
+            second = bisect_right(self._lengths, space - length)
+            rest = space - length - (self._lengths[second - 1] if second else 0)
+            if rest < least:
+                best, least = length, rest
+            if not rest:
+                break
+        return best
+
+
+class SinglePacker(Packer):
+    """Puts one document in a row. A longer document fills several rows, or with `truncate` keeps only its beginning."""
+
+    def __init__(self, sequence_length: int, *, truncate: bool):
+        self.sequence_length = sequence_length
+        self.truncate = truncate
+
+    def add(self, tokens: Tokens) -> list[Row]:
+        """See `Packer`."""
+        size = self.sequence_length
+        end = min(size, len(tokens)) if self.truncate else len(tokens)
+        return [_row([tokens[start : start + size]]) for start in range(0, end, size)]
+
+
+class StreamCutter(Packer):
+    """Joins the documents, and cuts each row into two segments at a random position.
+
+    EuroBERT's `--random_size` packing (paper.md, section 2): segment lengths are uniform between `shortest` and
+    `sequence_length - shortest`, in pairs that fill a row. The cut depends only on the seed and the row's number. The
+    last row may be shorter.
+    """
+
+    def __init__(self, sequence_length: int, shortest: int, seed: int):
+        self.sequence_length = sequence_length
+        self.shortest = shortest
+        self.seed = seed
+        self._parts: list[Tokens] = []
+        self._length = 0
+        self._rows = 0
+
+    def add(self, tokens: Tokens) -> list[Row]:
+        """See `Packer`."""
+        rows, start = [], 0
+        while start < len(tokens):
+            part = tokens[start : start + self.sequence_length - self._length]
+            self._parts.append(part)
+            self._length += len(part)
+            start += len(part)
+            if self._length == self.sequence_length:
+                rows.append(self._cut())
+        return rows
+
+    def finish(self) -> list[Row]:
+        """See `Packer`."""
+        return [self._cut()] if self._length else []
+
+    def _cut(self) -> Row:
+        first = cut_position(self.seed, self._rows, self.sequence_length, self.shortest)
+        lengths = [first, self._length - first] if self._length > first else [self._length]
+        row = Row(np.concatenate(self._parts), np.array(lengths, dtype=np.uint32))
+        self._parts, self._length, self._rows = [], 0, self._rows + 1
+        return row
+
+
+def cut_position(seed: int, row: int, sequence_length: int, shortest: int) -> int:
+    """Return the length of a row's first segment: uniform in [shortest, sequence_length - shortest].
+
+    The length is the same on all machines.
+    """
+    # numpy guarantees stable output for SeedSequence, but not for a Generator's distributions.
+    word = int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0])
+    return shortest + (word * (sequence_length - 2 * shortest + 1) >> 64)
+
+
+def _row(pieces: list[Tokens]) -> Row:
+    return Row(np.concatenate(pieces), np.array([len(piece) for piece in pieces], dtype=np.uint32))

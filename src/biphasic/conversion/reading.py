@@ -1,0 +1,251 @@
+"""Read documents from Parquet (by row group, only the needed columns), JSONL and plain text (by line)."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
+from biphasic.errors import UserError
+from biphasic.storage import filesystem, first_line, open_store
+
+_BATCH_ROWS = 1000
+
+
+class Document(NamedTuple):
+    """A text and its id."""
+
+    id: str
+    text: str
+
+
+class Skipped(NamedTuple):
+    """An entry of a file that is not used: its kind (for counting), its position, and the reason."""
+
+    kind: str
+    where: str
+    reason: str
+
+
+class DamagedFileError(UserError):
+    """A file can't be read completely."""
+
+
+FILTERED = "filtered"
+"""The kind of an entry that a filter leaves out. This is not an error."""
+
+
+@dataclass(frozen=True)
+class ReadOptions:
+    """Options for reading files: columns, filters, a text's maximum characters, and what a document is in `.txt` files.
+
+    Without `id_column`, a document's id is a hash of its text.
+    """
+
+    text_column: str
+    id_column: str | None
+    filters: tuple[FilterConfig, ...] = ()
+    max_characters: int = 1 << 62
+    text_files: str = "file"
+
+    @staticmethod
+    def from_config(config: ConvertConfig) -> ReadOptions:
+        """Return the options that a `job: convert` YAML sets."""
+        text_files = config.source.text_files if isinstance(config.source, FilesSource) else "file"
+        filters = tuple(config.filters)
+        return ReadOptions(config.text_column, config.id_column, filters, config.max_text_characters, text_files)
+
+    @property
+    def columns(self) -> list[str]:
+        """Return the columns to read, each once."""
+        filtered = [filter.column for filter in self.filters]
+        return list(dict.fromkeys([self.text_column, *([self.id_column] if self.id_column else []), *filtered]))
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    """A file to read, or a part of a Parquet file if `row_groups` (start, end) is given; `end` is excluded.
+
+    `version` changes with the content. It is an ETag or the time of the last change.
+    """
+
+    path: str
+    bytes: int
+    version: str
+    row_groups: tuple[int, int] | None = None
+
+
+def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+    """Yield the file's documents in order, and the entries that are skipped.
+
+    Raises:
+        DamagedFileError: the file can't be read to its end. The message says how far it was read.
+        UserError: the file lacks a column, a text is not a string, or the file can't be reached any more.
+    """
+    if file.path.endswith(".parquet"):
+        return _read_parquet(file, options)
+    if ".txt" in file.path.rpartition("/")[2]:
+        return _read_text(file, options)
+    return _read_jsonl(file, options)
+
+
+def passes(values: dict[str, Any], filters: Sequence[FilterConfig]) -> bool:
+    """Return whether an entry's values pass all filters."""
+    for filter in filters:
+        value: Any = values[filter.column]
+        try:
+            in_range = value is not None and (filter.min is None or value >= filter.min)
+            in_range = in_range and (filter.max is None or value <= filter.max)  # pyright: ignore[reportOptionalOperand]
+        except TypeError:
+            raise UserError(f"filters: column {filter.column!r} holds {value!r}, which is no number") from None
+        allowed = (filter.any_of is None or value in filter.any_of) and value not in (filter.none_of or [])
+        if not (in_range and allowed):
+            return False
+    return True
+
+
+def missing_column_message(column: str, existing: Sequence[str]) -> str:
+    """Return the message about a column that a file lacks."""
+    # A JSON key can contain half of a surrogate pair, which can't be printed.
+    names = ", ".join(sorted(existing)).encode("utf-8", "replace").decode()
+    return f"has no column {column!r} (it has: {names}); set text_column, id_column or filters"
+
+
+def _document(text: str | bytes | None, values: dict[str, Any], where: str, options: ReadOptions) -> Document | Skipped:
+    """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
+    if options.filters and not passes(values, options.filters):
+        return Skipped(FILTERED, where, "")
+    if isinstance(text, bytes):
+        return Skipped("not UTF-8", where, "its text is not UTF-8")
+    if not text:
+        return Skipped("without text", where, "has no text")
+    if len(text) > options.max_characters:
+        limit = f"max_text_characters is {options.max_characters:,}"
+        return Skipped("too long", where, f"its text has {len(text):,} characters, and {limit}")
+    if options.id_column is not None:
+        return Document(str(values[options.id_column]), text)
+    return Document(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(), text)
+
+
+def _read_parquet(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    row = 0
+    try:
+        system, path = filesystem(file.path)
+        with system.open_input_file(path) as handle:
+            reader = pq.ParquetFile(handle, page_checksum_verification=True)
+            first, end = file.row_groups or (0, reader.num_row_groups)
+            row = sum(reader.metadata.row_group(group).num_rows for group in range(first))
+            # Read one row group at a time, because with several pyarrow keeps in memory what it has read of each.
+            for group in range(first, end):
+                for batch in reader.iter_batches(_BATCH_ROWS, [group], options.columns):
+                    columns = {name: _column_values(batch.column(name)) for name in options.columns}
+                    for index in range(batch.num_rows):
+                        row += 1
+                        values = {name: column[index] for name, column in columns.items()}
+                        yield _document(values[options.text_column], values, f"{file.path}, row {row}", options)
+    except (OSError, pa.ArrowException) as error:
+        raise _read_error(file, f"row {row}", error) from error
+
+
+def _read_error(file: SourceFile, position: str, error: Exception) -> UserError:
+    """Return the error for a damaged or an unreachable file; the reader itself raises the same error for both."""
+    folder, _, name = file.path.rpartition("/")
+    try:
+        exists = open_store(folder or ".").stat(name) is not None
+    except OSError as unreachable:
+        advice = "what is finished is kept; run the same command again when it can be reached"
+        return UserError(f"source {file.path}: can't be reached any more ({first_line(unreachable)}); {advice}")
+    problem = f"is damaged after {position} ({first_line(error)})" if exists else "is not there any more"
+    return DamagedFileError(f"source {file.path}: {problem}")
+
+
+def _column_values(column: Any) -> list[Any]:
+    """Return a column's values. Texts that are not UTF-8 are bytes."""
+    import pyarrow as pa
+
+    try:
+        return column.to_pylist()
+    except UnicodeDecodeError:
+        if pa.types.is_dictionary(column.type):
+            column = column.dictionary_decode()
+        return [
+            None if value is None else _decode(value)
+            for value in column.cast(pa.large_binary(), safe=False).to_pylist()
+        ]
+
+
+def _decode(value: bytes) -> str | bytes:
+    try:
+        return value.decode("utf-8")
+    except UnicodeDecodeError:
+        return value
+
+
+def _lines(file: SourceFile) -> Iterator[bytes]:
+    import pyarrow as pa
+
+    number = 0
+    try:
+        system, name = filesystem(file.path)
+        # pyarrow detects the compression by the file name's suffix.
+        with system.open_input_stream(name, compression="detect") as handle:
+            for line in io.BufferedReader(handle, 1 << 20):  # pyright: ignore[reportArgumentType]
+                number += 1
+                yield line
+    except (OSError, EOFError, pa.ArrowException) as error:
+        raise _read_error(file, f"line {number}", error) from error
+
+
+def _read_jsonl(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+    for number, line in enumerate(_lines(file), start=1):
+        if line.strip():
+            yield _json_document(line, f"{file.path}, line {number}", options)
+
+
+def _json_document(line: bytes, where: str, options: ReadOptions) -> Document | Skipped:
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        return Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
+    except (ValueError, RecursionError) as error:
+        return Skipped("not JSON", where, f"is not JSON ({first_line(error)})")
+    if not isinstance(values, dict):
+        return Skipped("not JSON", where, f"is not JSON of the form {{{options.text_column!r}: …}}")
+    for column in options.columns:
+        if column not in values:
+            raise UserError(f"source {where}: {missing_column_message(column, list(values))}")
+    text = values[options.text_column]
+    if text is not None and not isinstance(text, str):
+        kind = type(text).__name__
+        raise UserError(f"source {where}: column {options.text_column!r} holds {kind}, not text; set text_column")
+    if b"\\u" in line and text:
+        # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
+        text = text.encode("utf-8", "replace").decode()
+    return _document(text, values, where, options)
+
+
+def _read_text(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+    options = ReadOptions("text", None, max_characters=options.max_characters, text_files=options.text_files)
+    lines: list[bytes] = []
+    start = 1
+
+    def document() -> Document | Skipped:
+        return _document(_decode(b"".join(lines).strip(b"\r\n")), {}, f"{file.path}, line {start}", options)
+
+    for number, line in enumerate(_lines(file), start=1):
+        blank = not line.strip() and options.text_files != "file"
+        if lines and (blank or options.text_files == "line"):
+            yield document()
+            lines = []
+        if not blank:
+            start = start if lines else number
+            lines.append(line)
+    if lines:
+        yield document()

@@ -1,0 +1,305 @@
+"""Verify a conversion by reading everything again and comparing it with the record and the sources."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import multiprocessing
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from biphasic.cluster import available_cores
+from biphasic.config.conversion_record import CONVERSION_RECORD
+from biphasic.config.convert import ConvertConfig
+from biphasic.conversion.convert import source_files
+from biphasic.conversion.merge import count_repeated, document_numbers
+from biphasic.conversion.output import CONVERSION_LOG, require_record
+from biphasic.conversion.packing import mds_columns
+from biphasic.conversion.reading import ReadOptions, SourceFile
+from biphasic.conversion.sources import inspect_files
+from biphasic.conversion.work_units import ConversionContext, WorkUnit, document_numbers_file, unit_record_file
+from biphasic.conversion.worker import HASH, convert_unit
+from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.errors import UserError
+from biphasic.storage import first_line, join, open_store
+
+_WORTH_PROCESSES = 32
+"""Minimum number of shards for which several processes are worth their start-up time."""
+
+
+@dataclass
+class Verification:
+    """The result of `verify`: one line for each fault, and one for each part that was read."""
+
+    faults: list[str] = field(default_factory=list)
+    summary: list[str] = field(default_factory=list)
+
+
+def verify(output: str, *, sources: bool = True, again: int = 0, progress: bool = True) -> Verification:
+    """Read a finished conversion and compare it with its record.
+
+    Checks the presence, bytes and hash of every file; the length, segments, padding and ids of each row; the counts of
+    rows, tokens and documents; that no document is repeated or in the wrong split; that no text contains a mask token;
+    and the tokenizer. If there are many shards, one process per core reads them.
+
+    Args:
+        output: folder or bucket prefix of the conversion.
+        sources: whether to check that the source files are unchanged and have as many documents as were read.
+        again: number of work units to convert once more, to compare the bytes.
+        progress: whether to show progress bars.
+
+    Raises:
+        UserError: there is no finished conversion.
+    """
+    verifier = _Verifier(output, progress)
+    tokenizer = verifier.load_tokenizer()
+    for split in verifier.record["splits"]:
+        verifier.check_split(split)
+    verifier.check_documents()
+    if sources:
+        verifier.check_sources()
+    if again and tokenizer is not None:
+        verifier.convert_again(tokenizer, again)
+    return verifier.result
+
+
+class _Verifier:
+    def __init__(self, output: str, progress: bool):
+        self.output, self.progress = output, progress
+        self.record = require_record(output)
+        self.store = open_store(output)
+        self.sizes = {name: file.bytes for name, file in self.store.list().items()}
+        self.result = Verification()
+        self.faults, self.summary = self.result.faults, self.result.summary
+
+    def load_tokenizer(self) -> Tokenizer | None:
+        try:
+            tokenizer = load_tokenizer(join(self.output, "tokenizer"))
+        except (UserError, OSError) as error:
+            self.faults.append(f"tokenizer/: can't be loaded ({first_line(error)})")
+            return None
+        if tokenizer.sha256 != self.record["tokenizer"]["sha256"]:
+            self.faults.append("tokenizer/: is not the tokenizer that the record names (another sha256)")
+        return tokenizer
+
+    def check_split(self, split: str) -> None:
+        from tqdm import tqdm
+
+        expected = self.record["splits"][split]
+        try:
+            content = self.store.read(f"{split}/{INDEX}")
+            index = json.loads(content)
+        except (OSError, ValueError) as error:
+            self.faults.append(f"{split}/{INDEX}: can't be read ({first_line(error)})")
+            return
+        if hashlib.sha256(content).hexdigest() != expected["index_sha256"]:
+            self.faults.append(f"{split}/{INDEX}: is not the one that the record names (another sha256)")
+        listed = {shard["file"] for shard in expected["shards"]} | {INDEX}
+        # Streaming unpacks the shards of a local dataset beside the compressed ones.
+        listed |= {shard["raw_data"]["basename"] for shard in index["shards"]}
+        for name in sorted(self.sizes):
+            if name.startswith(f"{split}/") and name.removeprefix(f"{split}/") not in listed:
+                self.faults.append(f"{name}: is not in the record")
+        if len(index["shards"]) != len(expected["shards"]):
+            counted = f"{len(index['shards'])} shards, the record {len(expected['shards'])}"
+            self.faults.append(f"{split}/{INDEX}: lists {counted}")
+        folder = join(self.output, split)
+        present = {name.removeprefix(f"{split}/") for name in self.sizes if name.startswith(f"{split}/")}
+        row_format = {key: self.record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
+        shards = [
+            _Shard(folder, entry, record, present & {record["file"], entry["raw_data"]["basename"]}, row_format)
+            for entry, record in zip(index["shards"], expected["shards"], strict=False)
+        ]
+        counts: Counter[str] = Counter()
+        with _parallel_map(len(shards)) as parallel_map:
+            checks = parallel_map(_check_shard, shards)
+            for fault, counted in tqdm(checks, f"{split} shards", len(shards), disable=not self.progress):
+                counts.update(counted)
+                self.faults += [f"{split}/{fault}"] if fault else []
+        if any(fault.startswith(f"{split}/") for fault in self.faults):
+            self.summary.append(f"{split}: {counts['rows']:,} of {expected['rows']:,} rows were read without fault")
+            return
+        config = self.record["config"]
+        truncated = config["segments"]["kind"] == "single" and config["segments"]["longer"] == "truncate"
+        each_ends_with_eos = config["add_eos"] and not truncated and config["max_tokens"] is None
+        for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
+            if counts[name] != expected[name]:
+                message = f"holds {counts[name]:,} {name}, but the record says {expected[name]:,}"
+                self.faults.append(f"{split}: {message}")
+        fill = counts["tokens"] / max(counts["rows"] * self.record["sequence_length"], 1)
+        self.summary.append(
+            f"{split}: {counts['rows']:,} rows of {self.record['sequence_length']} ({self.record['dtype']}), "
+            f"{counts['tokens']:,} tokens, {100 * fill:.2f}% filled, {expected['documents']:,} documents, "
+            f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
+        )
+
+    def check_documents(self) -> None:
+        """Check that each document exists once, in the split that its id determines."""
+        units, splits = self.record["units"], self.record["splits"]
+        unit_files = [name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))]
+        if missing := [name for name in unit_files if name not in self.sizes]:
+            self.faults.append(f"{missing[0]}: is missing")
+            return
+        listed = {CONVERSION_RECORD, CONVERSION_LOG, *unit_files}
+        folders = ("tokenizer/", *(f"{split}/" for split in splits))
+        unlisted = [name for name in self.sizes if name not in listed and not name.startswith(folders)]
+        self.faults += [f"{name}: is not in the record" for name in unlisted]
+        documents = sum(self.sizes[document_numbers_file(unit)] for unit in units) // 8
+        validation_end = np.uint64(math.ceil(self.record["config"]["validation_fraction"] * 2**64))
+        numbers = document_numbers(self.store, units)
+        validation = sum(int(np.searchsorted(sorted_numbers, validation_end)) for sorted_numbers in numbers)
+        expected = sum(part["documents"] for part in splits.values())
+        expected_validation = splits.get("validation", {"documents": 0})["documents"]
+        if (documents, validation) != (expected, expected_validation):
+            self.faults.append(
+                f"documents/: names {documents:,} documents, {validation:,} for validation; the record {expected:,} and "
+                f"{expected_validation:,}"
+            )
+        if repeated := count_repeated(document_numbers(self.store, units)):
+            self.faults.append(
+                f"documents/: {repeated:,} documents have the id of an earlier one; the source repeats them"
+            )
+
+    def check_sources(self) -> None:
+        """Check that the source files are unchanged and have as many documents as were read."""
+        config = ConvertConfig.model_validate(self.record["config"])
+        files = [SourceFile(**file) for file in self.record["source"]["files"]]
+        try:
+            current = {file.path: file for file in source_files(config)[0]}
+            changed = [file.path for file in files if current.get(file.path) != file]
+            if changed:
+                state = "has changed since" if changed[0] in current else "is not there any more"
+                count = f" ({len(changed)} files)" if changed[1:] else ""
+                self.faults.append(f"source {changed[0]}: {state}{count}")
+                return
+            layouts = inspect_files(files, ReadOptions.from_config(config), progress=False)
+        except UserError as error:
+            self.summary.append(f"sources: not compared ({error})")
+            return
+        documents, read = sum(sum(layout.rows) for layout in layouts), self.record["documents"]["read"]
+        limited = config.max_tokens is not None or self.record["source"]["left_out"]
+        comparable = all(layout.rows or layout.fault for layout in layouts) and not limited
+        if comparable and documents != read:
+            self.faults.append(f"sources: hold {documents:,} documents, and {read:,} were read")
+        counted = f" and their {documents:,} documents were all read" if comparable else ""
+        self.summary.append(f"sources: {len(files)} files, unchanged{counted}")
+
+    def convert_again(self, tokenizer: Tokenizer, count: int) -> None:
+        """Convert some units once more and compare their bytes with the stored ones."""
+        from tqdm import tqdm
+
+        units, different = self.record["units"], False
+        count = min(count, len(units))
+        chosen = [units[round(position * (len(units) - 1) / max(count - 1, 1))] for position in range(count)]
+        for name in tqdm(chosen, "converting again", unit="unit", disable=not self.progress):
+            record = json.loads(self.store.read(unit_record_file(name)))
+            files = [SourceFile(**{**file, "row_groups": file["row_groups"] and tuple(file["row_groups"])})
+                     for file in record["files"]]  # fmt: skip
+            with tempfile.TemporaryDirectory() as folder:
+                config = ConvertConfig.model_validate({**self.record["config"], "output": folder})
+                context, unit = ConversionContext.of(config, tokenizer), WorkUnit(name, tuple(files), 0)
+                converted = convert_unit(context, unit, record["stopped_at"], lambda *_: None)
+                numbers = open_store(folder).read(document_numbers_file(name))
+            hashes = {(split, f"{name}/{shard_file(shard)['basename']}"): shard_file(shard)["hashes"][HASH]
+                      for split, part in converted["splits"].items() for shard in part["shards"]}  # fmt: skip
+            expected = {(split, shard["file"]): shard["hash"] for split, part in self.record["splits"].items()
+                        for shard in part["shards"] if shard["file"].startswith(f"{name}/")}  # fmt: skip
+            if hashes != expected or numbers != self.store.read(document_numbers_file(name)):
+                different = True
+                self.faults.append(f"work unit {name} ({files[0].path}): converted again it gives other bytes")
+        if not different:
+            self.summary.append(f"work units: {count} of {len(units)} converted again, with the same bytes")
+
+
+@contextmanager
+def _parallel_map(count: int) -> Iterator[Any]:
+    """Yield a `map` function, which uses one process per core if there are enough shards."""
+    if count < _WORTH_PROCESSES or available_cores() == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(available_cores(), multiprocessing.get_context("spawn")) as pool:
+        yield pool.map
+
+
+@dataclass(frozen=True)
+class _Shard:
+    """A shard to read: its entries in the index and in the record, which of its files exist, and the rows' format."""
+
+    folder: str
+    index_entry: dict[str, Any]
+    record_entry: dict[str, Any]
+    present: set[str]
+    row_format: dict[str, Any]
+
+
+def _check_shard(shard: _Shard) -> tuple[str | None, Counter[str]]:
+    """Read one shard, and return its first fault, or its counts if there is none."""
+    counts: Counter[str] = Counter()
+    try:
+        fault = _read_shard(shard, counts)
+    except Exception as error:  # a damaged file can make the decoder raise anything
+        fault = f"can't be decoded ({first_line(error)})"
+    return (f"{shard.record_entry['file']}: {fault}", Counter()) if fault else (None, counts)
+
+
+def _read_shard(shard: _Shard, counts: Counter[str]) -> str | None:
+    """Read one shard, add it to the counts, and return its first fault, if any."""
+    from streaming.base.hashing import get_hash
+
+    entry, expected, row_format, store = (
+        shard.index_entry,
+        shard.record_entry,
+        shard.row_format,
+        open_store(shard.folder),
+    )
+    if expected["file"] not in shard.present:
+        return "is missing"
+    if (shard_file(entry)["basename"], entry["samples"]) != (expected["file"], expected["rows"]):
+        return "the index and the record disagree about it"
+    content = store.read(expected["file"])
+    if len(content) != expected["bytes"]:
+        return f"has {len(content):,} bytes instead of {expected['bytes']:,}"
+    if get_hash(row_format["hash"], content) != expected["hash"]:
+        return "its content has changed (another hash)"
+    columns = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
+    if columns != mds_columns(row_format["sequence_length"], row_format["dtype"]):
+        return f"holds the columns {columns}"
+    for number, row in enumerate(decode_rows(entry, content, range(entry["samples"]))):
+        if fault := _check_row(row, row_format, counts):
+            return f"row {number}: {fault}"
+    counts["bytes"] += len(content)
+    raw = entry["raw_data"]
+    if raw["basename"] == expected["file"] or raw["basename"] not in shard.present:
+        return None
+    # Streaming reads the unpacked copy of a local dataset.
+    same = get_hash(row_format["hash"], store.read(raw["basename"])) == raw["hashes"][row_format["hash"]]
+    return None if same else f"its unpacked copy {raw['basename']} has changed; remove it"
+
+
+def _check_row(row: StoredRow, row_format: dict[str, Any], counts: Counter[str]) -> str | None:
+    """Return the first fault of a row. If there is none, add the row to the counts."""
+    tokens, lengths, tokenizer = row["tokens"], row["lengths"].astype(np.int64), row_format["tokenizer"]
+    filled = int(lengths.sum())
+    if len(tokens) != row_format["sequence_length"]:
+        return f"has {len(tokens)} tokens instead of {row_format['sequence_length']}"
+    if lengths.ndim != 1 or not len(lengths) or lengths.min() < 1 or filled > len(tokens):
+        return f"its segment lengths are impossible: {lengths.tolist()[:8]}"
+    if (largest := int(tokens.max())) >= tokenizer["vocab_size"]:
+        return f"holds id {largest}, and the vocabulary has {tokenizer['vocab_size']}"
+    if (tokens[filled:] != tokenizer["pad_id"]).any():
+        return "holds something other than padding after its last segment"
+    if (tokens[:filled] == tokenizer["mask_id"]).any():
+        return "holds a mask token"
+    # Each document ends with EOS, except where documents are truncated.
+    documents = 0 if tokenizer["eos_id"] is None else int((tokens[:filled] == tokenizer["eos_id"]).sum())
+    counts.update(rows=1, tokens=filled, documents=documents, segments=len(lengths))
+    return None

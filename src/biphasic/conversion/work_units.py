@@ -1,0 +1,135 @@
+"""Divide a conversion into work units, and define the records of finished units.
+
+A work unit is a few small files, or some row groups of a large one. The output holds its shards, `documents/<unit>.u64`
+and, written last, its record `units/<unit>.json`. The unit's name depends only on its files. The record:
+
+    settings        sha256 of everything except the files that affects the bytes
+    files           path, bytes, version and row groups of each file that was read
+    stopped_at      number of training tokens at which the unit was stopped; null if it was read to its end
+    splits          documents, tokens, rows and bytes of each split, and its shards' entries in the MDS index
+    documents       read, filtered, skipped (by kind), and the reasons for a few of the skipped ones (`examples`)
+    damaged         messages about files that were read only in part
+    seconds, cpu_seconds, text_bytes
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from biphasic.config.convert import ConvertConfig
+from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.sources import FileLayout
+from biphasic.data.tokenizer import Tokenizer
+from biphasic.grouping import groups_up_to
+
+UnitRecord = dict[str, Any]
+_COMPRESSED, _COMPRESSION_RATIO = (".gz", ".zst"), 3
+"""Compressed text is estimated at three times its stored size. The true size is known once it has been read."""
+_FORMAT = 1
+"""Version of the row format. Increment it when packing or storage gives other bytes for the same text."""
+FREE_KEYS = ("output", "tokenizer", "cluster", "on_bad_document", "on_bad_file")
+"""Keys that may change between two runs of one conversion. The tokenizer is compared by its hash instead."""
+_NO_BYTES_KEYS = (*FREE_KEYS, "max_tokens", "source", "unit_bytes")
+"""Keys that don't affect a unit's bytes, or that its record stores separately."""
+
+
+@dataclass(frozen=True)
+class WorkUnit:
+    """The files that a unit reads, and an estimate of the bytes of text in them."""
+
+    name: str
+    files: tuple[SourceFile, ...]
+    bytes: int
+
+    @staticmethod
+    def of(files: Iterable[SourceFile], size: int) -> WorkUnit:
+        """Build the unit with these files, and derive its name from them."""
+        files = tuple(files)
+        text = json.dumps([[file.path, file.row_groups] for file in files])
+        return WorkUnit(hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), files, size)
+
+    @property
+    def description(self) -> str:
+        """Return a description of the files, for messages."""
+        first = self.files[0]
+        groups = "" if first.row_groups is None else f", row groups {first.row_groups[0]} to {first.row_groups[1] - 1}"
+        more = f" and {len(self.files) - 1} more" if len(self.files) > 1 else ""
+        return first.path + groups + more
+
+    @property
+    def files_as_json(self) -> list[dict[str, Any]]:
+        """Return the files as a record lists them."""
+        return json.loads(json.dumps([asdict(file) for file in self.files]))
+
+
+@dataclass(frozen=True)
+class ConversionContext:
+    """The configuration and tokenizer that all units share, and the hash of the settings that affect the bytes."""
+
+    config: ConvertConfig
+    tokenizer: Tokenizer
+    settings: str
+
+    @staticmethod
+    def of(config: ConvertConfig, tokenizer: Tokenizer) -> ConversionContext:
+        """Build the context from a configuration and its tokenizer."""
+        keys = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NO_BYTES_KEYS}
+        if config.source.kind == "files":
+            keys["text_files"] = config.source.text_files
+        text = json.dumps([_FORMAT, tokenizer.sha256, keys], sort_keys=True)
+        return ConversionContext(config, tokenizer, hashlib.sha256(text.encode()).hexdigest())
+
+
+def plan_work_units(files: list[SourceFile], layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit]:
+    """Divide the readable files into units of about `unit_bytes` of text, in the files' order.
+
+    All runs of a conversion plan the same units, because these depend only on the files and `unit_bytes`.
+    """
+    units: list[WorkUnit] = []
+    small: list[tuple[SourceFile, int]] = []
+
+    def group_small_files() -> None:
+        for group in groups_up_to(unit_bytes, small, lambda pair: pair[1]):
+            units.append(WorkUnit.of((file for file, _ in group), sum(size for _, size in group)))
+        small.clear()
+
+    for file, layout in zip(files, layouts, strict=True):
+        if layout.fault is not None:
+            continue
+        sizes = layout.text_bytes
+        size = sum(sizes) if sizes else file.bytes * (_COMPRESSION_RATIO if file.path.endswith(_COMPRESSED) else 1)
+        if size > unit_bytes and sizes:
+            group_small_files()
+            for group in groups_up_to(unit_bytes, range(len(sizes)), sizes.__getitem__):
+                part = SourceFile(file.path, file.bytes, file.version, (group[0], group[-1] + 1))
+                units.append(WorkUnit.of([part], sum(sizes[number] for number in group)))
+        else:
+            small.append((file, size))
+    group_small_files()
+    return units
+
+
+def unit_record_file(unit: str) -> str:
+    """Return the name of a unit's record in the output."""
+    return f"units/{unit}.json"
+
+
+def document_numbers_file(unit: str) -> str:
+    """Return the name of the file with the `document_number` of a unit's documents: uint64, little-endian, sorted."""
+    return f"documents/{unit}.u64"
+
+
+def is_valid(record: UnitRecord, unit: WorkUnit, context: ConversionContext) -> bool:
+    """Return whether a record describes this unit with the same settings and the same versions of its files.
+
+    A record of a unit that skipped documents or files is valid only if the YAML allows this.
+    """
+    if record.get("settings") != context.settings or record.get("files") != unit.files_as_json:
+        return False
+    if record["damaged"] and context.config.on_bad_file == "stop":
+        return False
+    return not (record["documents"]["skipped"] and context.config.on_bad_document == "stop")

@@ -1,0 +1,328 @@
+"""Convert one work unit: read, tokenize, split, pack, write shards, and last write the unit's record."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from biphasic.config.convert import ConvertConfig
+from biphasic.conversion.packing import (
+    DocumentPacker,
+    Packer,
+    Row,
+    SinglePacker,
+    StreamCutter,
+    Tokens,
+    document_number,
+    in_validation,
+    mds_columns,
+    padded,
+    token_dtype,
+)
+from biphasic.conversion.reading import FILTERED, DamagedFileError, Document, ReadOptions, Skipped, read_documents
+from biphasic.conversion.work_units import (
+    ConversionContext,
+    UnitRecord,
+    WorkUnit,
+    document_numbers_file,
+    unit_record_file,
+)
+from biphasic.data.mds_reader import shard_file
+from biphasic.data.tokenizer import Tokenizer
+from biphasic.errors import UserError
+from biphasic.grouping import groups_up_to
+from biphasic.storage import Store, json_bytes, open_store
+
+HASH = "xxh64"
+"""Hash algorithm for the shard files, which Streaming can check when it opens them."""
+_BATCH_CHARACTERS = 2_000_000
+_PART_CHARACTERS = 1 << 20
+"""Longer texts are tokenized in parts of this length, because the tokenizer's memory grows with a text's length."""
+_EXAMPLES = 5
+_UPLOADS = 4
+
+Report = Callable[[int, int], None]
+"""Progress callback that takes the tokens and text bytes converted since the last call."""
+
+
+def convert_unit(context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Report) -> UnitRecord:
+    """Convert one work unit into its shards.
+
+    The bytes depend only on the configuration, the tokenizer, the unit's files and `max_tokens`. A unit with at most
+    `max_tokens` training tokens gives the same bytes and record as without a limit.
+
+    Args:
+        context: configuration and tokenizer of the conversion.
+        unit: unit to convert.
+        max_tokens: number of training tokens after which to stop. None converts the whole unit.
+        report: progress callback, called after each batch of documents.
+
+    Returns:
+        The unit's record, which has already been stored.
+
+    Raises:
+        DamagedFileError: a file can't be read to its end, and the YAML says to stop.
+        UserError: a document can't be used and the YAML says to stop, or a column is missing or of the wrong type.
+        OSError: the output can't be written.
+    """
+    conversion = _UnitConversion(context, unit, max_tokens, report)
+    try:
+        return conversion.run()
+    finally:
+        shutil.rmtree(conversion.uploads.scratch, ignore_errors=True)
+
+
+def boundary_tokens(config: ConvertConfig, tokenizer: Tokenizer) -> tuple[list[int], list[int]]:
+    """Return the token ids to add before and after each document."""
+    before = [tokenizer.require("bos")] if config.add_bos else []
+    after = [tokenizer.require("eos")] if config.add_eos else []
+    return before, after
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
+    """Return the token ids of each text. A very long text is cut before a line or a word, which changes few tokens."""
+    parts = [list(_parts(text)) for text in texts]
+    encoded = iter(tokenizer.encode([part for text in parts for part in text]))
+    return [[id for _ in text for id in next(encoded)] if len(text) > 1 else next(encoded) for text in parts]
+
+
+def _parts(text: str) -> Iterator[str]:
+    start = 0
+    while len(text) - start > _PART_CHARACTERS:
+        end = start + _PART_CHARACTERS
+        breaks = (text.rfind(character, start + _PART_CHARACTERS // 2, end) for character in "\n ")
+        end = next((position for position in breaks if position > 0), end)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def make_packer(config: ConvertConfig, unit: str, split: str) -> Packer:
+    """Return the packer for a split's documents, as the YAML's `segments:` says."""
+    segments, size = config.segments, config.sequence_length
+    if segments.kind == "stream":
+        text = f"cuts {config.seed} {unit} {split}"
+        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+        return StreamCutter(size, segments.shortest, seed)
+    if segments.kind == "single":
+        return SinglePacker(size, truncate=segments.longer == "truncate")
+    return DocumentPacker(size, segments.window)
+
+
+class _UnitConversion:
+    """The state of a work unit's conversion."""
+
+    def __init__(self, context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Report):
+        self.context, self.unit, self.max_tokens, self.report = context, unit, max_tokens, report
+        self.config, self.store = context.config, open_store(context.config.output)
+        self.read = self.filtered = self.text_bytes = 0
+        self.skipped: Counter[str] = Counter()
+        self.examples: list[str] = []
+        self.damaged: list[str] = []
+        self.numbers: list[int] = []
+        self.stopped = False
+        # Remove an earlier record, because this conversion replaces the shards that it describes.
+        self.store.remove([unit_record_file(unit.name)])
+        self.uploads = _Uploads(self.store)
+        self.splits = {name: _Split(name, context, unit, self.uploads) for name in self.config.splits}
+
+    def run(self) -> UnitRecord:
+        """Convert the unit, store its record and return it."""
+        start, cpu = time.monotonic(), time.process_time()
+        # Documents read after the limit was reached exactly. They belong to the unit if no training token follows.
+        after_limit: list[tuple[Document, Tokens]] = []
+        for document, tokens in self._tokenized():
+            if self._room() != 0:
+                self._add(document, tokens)
+            elif len(tokens) and self._split_of(document).name == "train":
+                self.stopped = True
+            else:
+                after_limit.append((document, tokens))
+            if self.stopped:
+                break
+        for document, tokens in [] if self.stopped else after_limit:
+            self._add(document, tokens)
+        for split in self.splits.values():
+            split.finish()
+        self.uploads.wait()
+        return self._store_record(time.monotonic() - start, time.process_time() - cpu)
+
+    def _tokenized(self) -> Iterator[tuple[Document, Tokens]]:
+        """Yield the documents with their tokens. The next batch is encoded while the caller works on this one."""
+        before, after = boundary_tokens(self.config, self.context.tokenizer)
+        dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
+        truncate = self.config.segments.kind == "single" and self.config.segments.longer == "truncate"
+        length = self.config.sequence_length if truncate else None
+
+        def finish(batch: list[Document], encoding: Future[list[list[int]]]) -> Iterator[tuple[Document, Tokens]]:
+            tokens, size = self._tokens_taken(), self.text_bytes
+            try:
+                for document, ids in zip(batch, encoding.result(), strict=True):
+                    yield document, np.array((before + ids + after)[:length], dtype=dtype)
+            finally:
+                self.report(self._tokens_taken() - tokens, self.text_bytes - size)
+
+        with ThreadPoolExecutor(1) as pool:
+            ahead: tuple[list[Document], Future[list[list[int]]]] | None = None
+            for batch in groups_up_to(_BATCH_CHARACTERS, self._documents(), lambda document: len(document.text)):
+                texts = [document.text for document in batch]
+                submitted = (batch, pool.submit(encode_texts, self.context.tokenizer, texts))
+                if ahead is not None:
+                    yield from finish(*ahead)
+                ahead = submitted
+            if ahead is not None:
+                yield from finish(*ahead)
+
+    def _documents(self) -> Iterator[Document]:
+        """Yield the unit's documents, and count the entries that are skipped."""
+        options = ReadOptions.from_config(self.config)
+        for file in self.unit.files:
+            try:
+                for entry in read_documents(file, options):
+                    self.read += 1
+                    if isinstance(entry, Document):
+                        yield entry
+                    else:
+                        self._skip(entry)
+            except DamagedFileError as error:
+                if self.config.on_bad_file == "stop":
+                    raise
+                self.damaged.append(str(error))
+
+    def _skip(self, entry: Skipped) -> None:
+        if entry.kind == FILTERED:
+            self.filtered += 1
+            return
+        if self.config.on_bad_document == "stop":
+            raise UserError(f"source {entry.where}: {entry.reason}; mend it, or set on_bad_document: skip")
+        self.skipped[entry.kind] += 1
+        if len(self.examples) < _EXAMPLES:
+            self.examples.append(f"{entry.where}: {entry.reason}")
+
+    def _room(self) -> int | None:
+        """Return how many training tokens may follow; None means no limit."""
+        return None if self.max_tokens is None else self.max_tokens - self.splits["train"].taken
+
+    def _tokens_taken(self) -> int:
+        return sum(split.taken for split in self.splits.values())
+
+    def _split_of(self, document: Document) -> _Split:
+        validation = in_validation(document_number(document.id), self.config.validation_fraction)
+        return self.splits["validation" if validation else "train"]
+
+    def _add(self, document: Document, tokens: Tokens) -> None:
+        """Add a document to its split. In `train`, it is cut where the limit is reached."""
+        split, room = self._split_of(document), self._room()
+        if split.name == "train" and room is not None and len(tokens) > room:
+            tokens, self.stopped = tokens[:room], True
+        split.add(tokens)
+        self.numbers.append(document_number(document.id))
+        self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
+
+    def _store_record(self, seconds: float, cpu_seconds: float) -> UnitRecord:
+        numbers = np.sort(np.array(self.numbers, dtype="<u8"))
+        self.store.write(document_numbers_file(self.unit.name), numbers.tobytes())
+        skipped: dict[str, Any] = {"skipped": dict(sorted(self.skipped.items())), "examples": self.examples}
+        record = {
+            "settings": self.context.settings,
+            "files": self.unit.files_as_json,
+            "stopped_at": self.max_tokens if self.stopped else None,
+            "splits": {name: split.record() for name, split in self.splits.items()},
+            "documents": {"read": self.read, "filtered": self.filtered, **skipped},
+            "damaged": self.damaged,
+            "text_bytes": self.text_bytes,
+            "seconds": round(seconds, 3),
+            "cpu_seconds": round(cpu_seconds, 3),
+        }
+        self.store.write(unit_record_file(self.unit.name), json_bytes(record))
+        return record
+
+
+class _Uploads:
+    """Moves finished files from the scratch folder to the output in the background, a few at a time."""
+
+    def __init__(self, store: Store):
+        self.store, self.scratch = store, store.scratch()
+        self._pool = ThreadPoolExecutor(_UPLOADS)
+        self._running: list[Future[None]] = []
+
+    def add(self, file: Path, name: str) -> None:
+        """Start to move a file, and raise the error of an earlier move, if any."""
+        # Only a few files may wait on the local disk.
+        while self._running and (self._running[0].done() or len(self._running) >= 2 * _UPLOADS):
+            self._running.pop(0).result()
+        self._running.append(self._pool.submit(self.store.move, file, name))
+
+    def wait(self) -> None:
+        """Wait until all files are moved."""
+        for upload in self._running:
+            upload.result()
+        self._pool.shutdown()
+
+
+class _Split:
+    """One split's packer, shard writer and counts. `taken` counts the tokens added, `tokens` the tokens written."""
+
+    def __init__(self, name: str, context: ConversionContext, unit: WorkUnit, uploads: _Uploads):
+        from streaming import MDSWriter
+
+        config, tokenizer = context.config, context.tokenizer
+        self.name = name
+        self.documents = self.taken = self.tokens = self.rows = 0
+        self._unit, self._uploads = unit.name, uploads
+        self._length, self._pad_id = config.sequence_length, tokenizer.pad_id
+        self._packer = make_packer(config, unit.name, name)
+        self._folder = uploads.scratch / name
+        # Not used as a context manager, because that would write an index even after an error.
+        self._writer = MDSWriter(
+            columns=mds_columns(config.sequence_length, token_dtype(tokenizer.vocab_size)),
+            out=str(self._folder),
+            compression=config.compression,
+            hashes=[HASH],
+            size_limit=config.shard_bytes,
+        )
+        self._uploaded = 0
+
+    def add(self, tokens: Tokens) -> None:
+        """Add one document."""
+        self.documents += 1
+        self.taken += len(tokens)
+        self._write(self._packer.add(tokens))
+
+    def finish(self) -> None:
+        """Write the remaining rows and the last shard."""
+        self._write(self._packer.finish())
+        if self.rows:
+            self._writer.finish()
+        self._upload_shards()
+
+    def record(self) -> dict[str, Any]:
+        """Return the split's part of the unit's record."""
+        return {
+            "documents": self.documents,
+            "tokens": self.tokens,
+            "rows": self.rows,
+            "bytes": sum(shard_file(shard)["bytes"] for shard in self._writer.shards),
+            "shards": self._writer.shards,
+        }
+
+    def _write(self, rows: list[Row]) -> None:
+        for row in rows:
+            self._writer.write(padded(row, self._length, self._pad_id))
+            self.tokens += len(row.tokens)
+            self.rows += 1
+        self._upload_shards()
+
+    def _upload_shards(self) -> None:
+        for shard in self._writer.shards[self._uploaded :]:
+            file = shard_file(shard)["basename"]
+            self._uploads.add(self._folder / file, f"{self.name}/{self._unit}/{file}")
+            self._uploaded += 1

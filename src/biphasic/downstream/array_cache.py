@@ -1,0 +1,108 @@
+"""Cache arrays on disk, under a hash, and memory-map them so that many trials on a node share them."""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from biphasic.errors import UserError
+from biphasic.storage import UNFINISHED_PREFIX, first_line
+
+Arrays = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Rows of different lengths in one array. Row i is `flat[ends[i]:ends[i + 1]]`."""
+
+    flat: np.ndarray
+    ends: np.ndarray
+    """int64 [rows + 1]; the first is 0."""
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[int] | np.ndarray], dtype: Any = np.int32) -> Ragged:
+        """Build from rows, which may come from a generator: arrays need a tenth of the memory of lists."""
+        parts = [np.asarray(row, dtype) for row in rows]
+        ends = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
+        return cls(np.concatenate([np.empty(0, dtype), *parts]), ends)
+
+    def __len__(self) -> int:
+        return len(self.ends) - 1
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return self.flat[self.ends[row] : self.ends[row + 1]]
+
+    @property
+    def lengths(self) -> np.ndarray:
+        """Return the length of each row, int64 [rows]."""
+        return np.diff(self.ends)
+
+
+def pack(**columns: Ragged) -> Arrays:
+    """Return ragged columns as plain arrays, for `cached`."""
+    return {f"{name}.{part}": getattr(rows, part) for name, rows in columns.items() for part in ("flat", "ends")}
+
+
+def unpack(arrays: Arrays, name: str) -> Ragged:
+    """Return the column `name` from arrays that `pack` returned."""
+    return Ragged(arrays[f"{name}.flat"], arrays[f"{name}.ends"])
+
+
+def cached(folder: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
+    """Load arrays from the cache. The first process that needs them makes them, and others wait for it.
+
+    Args:
+        folder: local cache folder. It may be deleted whenever nothing runs.
+        key: everything that determines the arrays, as JSON types.
+        make: function that makes the arrays.
+
+    Returns:
+        The arrays by name, memory-mapped and read-only.
+
+    Raises:
+        UserError: the folder can't be read or written, or `make` raises it.
+    """
+    text = json.dumps(key, sort_keys=True)
+    entry = Path(folder) / "arrays" / hashlib.sha256(text.encode()).hexdigest()[:24]
+    try:
+        with locked(entry):
+            if not entry.is_dir():
+                _write(entry, text, make())
+        return {file.stem: _load(file) for file in sorted(entry.glob("*.npy"))}
+    except OSError as error:
+        raise UserError(f"cache {folder}: can't be written and read ({first_line(error)})") from None
+
+
+def _write(entry: Path, key: str, arrays: Arrays) -> None:
+    partial = entry.with_name(f"{UNFINISHED_PREFIX}{entry.name}")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, array in arrays.items():
+        np.save(partial / f"{name}.npy", array)
+    (partial / "key.json").write_text(key + "\n", encoding="utf-8")
+    partial.rename(entry)
+
+
+def _load(file: Path) -> np.ndarray:
+    try:
+        return np.load(file, mmap_mode="r")
+    except ValueError:  # an array without elements can't be mapped
+        return np.load(file)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Let one process on this node at a time run the block. The lock ends with its process."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_name(f"{path.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,63 @@
+"""Convert retrieval datasets to BEIR's layout: corpus, queries and relevance judgments, and also training pairs."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+
+from biphasic.config.tasks import CorpusConfig, PairsConfig, QrelsConfig, QueriesConfig
+from biphasic.downstream.tables import InvalidRow, Table, TableRow
+
+
+def pairs(config: PairsConfig, table: Table) -> Iterator[TableRow | InvalidRow]:
+    """Yield queries, each with one relevant document and its hard negatives, if any."""
+    columns = [config.query_column, config.positive_column]
+    columns += [] if config.negatives_column is None else [config.negatives_column]
+    number = 0
+    for batch in table.batches(columns):
+        negatives = batch[config.negatives_column] if config.negatives_column else [[]] * len(batch[columns[0]])
+        for query, positive, texts in zip(batch[columns[0]], batch[columns[1]], negatives, strict=True):
+            number += 1
+            hard_negatives = [texts] if isinstance(texts, str) else texts or []
+            if all(isinstance(text, str) for text in (query, positive, *hard_negatives)):
+                yield {"query": query, "positive": positive, "negatives": hard_negatives}
+            else:
+                yield InvalidRow("one of its texts is no text", f"{table.source}, row {number}")
+
+
+def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow]:
+    """Yield judgments with any score, of all queries or of one half of them (`config.half`)."""
+    columns = [config.query_column, config.list_column or config.document_column]
+    columns += [] if config.score_column is None else [config.score_column]
+    for batch in table.batches(columns):
+        scores = batch[config.score_column] if config.score_column else [1] * len(batch[columns[0]])
+        for query, judged, score in zip(batch[columns[0]], batch[columns[1]], scores, strict=True):
+            if config.half is not None and in_first_half(seed, str(query)) != (config.half == "first"):
+                continue
+            documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
+            for document in documents:
+                yield {"query-id": str(query), "corpus-id": str(document), "score": int(score)}
+
+
+def in_first_half(seed: int, query: str) -> bool:
+    """Return whether a query belongs to the first half of the queries. Depends only on the seed and the query's id."""
+    return hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()[0] < 128
+
+
+def queries(config: QueriesConfig, table: Table, judged: set[str], written: set[str]) -> Iterator[TableRow]:
+    """Yield the queries with ids in `judged`, each once, and add their ids to `written`."""
+    for batch in table.batches([config.id_column, config.text_column]):
+        for id, text in zip(map(str, batch[config.id_column]), batch[config.text_column], strict=True):
+            if id in judged and id not in written:
+                written.add(id)
+                yield {"_id": id, "text": text}
+
+
+def corpus(config: CorpusConfig, table: Table, judged: set[str] | None, written: set[str]) -> Iterator[TableRow]:
+    """Yield the documents with ids in `judged` (None means all), each once, and add their ids to `written`."""
+    for batch in table.batches([config.id_column, *config.text_columns]):
+        texts = zip(*(batch[name] for name in config.text_columns), strict=True)
+        for id, parts in zip(map(str, batch[config.id_column]), texts, strict=True):
+            if (judged is None or id in judged) and id not in written:
+                written.add(id)
+                yield {"_id": id, "title": "", "text": config.joined_by.join(part for part in parts if part)}

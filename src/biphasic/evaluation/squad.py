@@ -1,0 +1,119 @@
+"""Score extractive question answering, from 0 to 1, by the rules of SQuAD's evaluation scripts."""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from statistics import fmean
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalize_answer(text: str) -> str:
+    """Lower the case, then remove ASCII punctuation, English articles and repeated whitespace.
+
+    SQuAD's scripts (v1.1 and v2.0) and ReCoRD's script use this rule.
+    """
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, golds: Sequence[str]) -> float:
+    """Return 1 if the prediction equals a correct answer after `normalize_answer`, else 0.
+
+    Args:
+        prediction: the predicted text; empty for no answer.
+        golds: the correct answers. Answers that normalize to nothing are ignored; if none is left, the empty prediction is
+            correct (SQuAD v2.0's script).
+    """
+    return float(normalize_answer(prediction) in _normalized(golds))
+
+
+def token_f1(prediction: str, golds: Sequence[str]) -> float:
+    """Return the best F1 between the words of the prediction and of an answer, counting repeated words.
+
+    If either text is empty, the score is 1 if both are and 0 otherwise, as in SQuAD v2.0's script. The scripts of v1.1 and
+    ReCoRD differ only for answers that normalize to nothing (`the`), for which every prediction is wrong.
+
+    Args:
+        prediction: the predicted text; empty for no answer.
+        golds: as for `exact_match`.
+    """
+    words = normalize_answer(prediction).split()
+    return max(_overlap(words, gold.split()) for gold in _normalized(golds))
+
+
+def best_no_answer_threshold(
+    golds: Sequence[Sequence[str]], predictions: Sequence[str], no_answer: Sequence[float]
+) -> float:
+    """Return the threshold with the best mean F1 if questions with a higher no-answer score get no answer.
+
+    This is the search of SQuAD v2.0's script with two differences. Questions with equal scores are treated together, as they
+    are when the threshold is applied. Scores may be negative, so the threshold that leaves all questions unanswered is just
+    below the lowest score instead of 0.
+
+    Args:
+        golds: the answers of each question; empty if it has none.
+        predictions: the best answer to each question, regardless of its no-answer score.
+        no_answer: the no-answer score of each question; +inf is allowed.
+
+    Returns:
+        The best threshold; the lowest if several are equally good.
+    """
+    gains: defaultdict[float, float] = defaultdict(float)
+    for answers, prediction, score in zip(golds, predictions, no_answer, strict=True):
+        gains[float(score)] += token_f1(prediction, answers) - float(not answers)  # the gain over giving no answer
+    total, best, threshold = 0.0, 0.0, math.nextafter(min(gains), -math.inf)
+    for score in sorted(gains):
+        total += gains[score]
+        if total > best + 1e-9:  # smaller differences are rounding errors
+            best, threshold = total, score
+    return threshold
+
+
+def squad_scores(
+    golds: Sequence[Sequence[str]],
+    predictions: Sequence[str],
+    no_answer: Sequence[float] | None = None,
+    threshold: float = math.inf,
+) -> dict[str, float]:
+    """Return exact match and token F1, averaged over the questions (SQuAD, SQuAD v2, ReCoRD).
+
+    Args:
+        golds: the correct answers to each question; empty if it has none.
+        predictions: an answer to each question; empty for no answer.
+        no_answer: the no-answer score of each question; a question with a score above `threshold` gets no answer.
+        threshold: see `best_no_answer_threshold`.
+
+    Returns:
+        `exact_match` and `f1`; if some questions have no answer, also `no_answer_f1` and, if others do, `has_answer_f1`.
+    """
+    exact: list[float] = []
+    f1: list[float] = []
+    scores = [-math.inf] * len(golds) if no_answer is None else no_answer
+    for answers, prediction, score in zip(golds, predictions, scores, strict=True):
+        # In v2.0's script, giving no answer is wrong for a question with answers even if all of them normalize to nothing.
+        exact.append(float(not answers) if score > threshold else exact_match(prediction, answers))
+        f1.append(float(not answers) if score > threshold else token_f1(prediction, answers))
+    means = {"exact_match": fmean(exact), "f1": fmean(f1)}
+    without = [value for answers, value in zip(golds, f1, strict=True) if not answers]
+    answerable = [value for answers, value in zip(golds, f1, strict=True) if answers]
+    if without:
+        means["no_answer_f1"] = fmean(without)
+        if answerable:
+            means["has_answer_f1"] = fmean(answerable)
+    return means
+
+
+def _normalized(golds: Sequence[str]) -> list[str]:
+    return [text for text in map(normalize_answer, golds) if text] or [""]
+
+
+def _overlap(words: list[str], gold: list[str]) -> float:
+    if not words or not gold:
+        return float(words == gold)
+    shared = sum((Counter(words) & Counter(gold)).values())
+    return 2 * shared / (len(words) + len(gold))

@@ -1,0 +1,88 @@
+"""Split training examples into global batches and per-rank microbatches, in an order that the seed determines."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from biphasic.config.durations import Duration
+from biphasic.config.finetune import FinetuneConfig
+from biphasic.errors import UserError
+from biphasic.finetuning.examples import TaskBatch, TokenizedExamples
+from biphasic.finetuning.task import FinetuneTask
+
+
+@dataclass(eq=False)
+class GlobalBatches(IterableDataset[TaskBatch]):
+    """Iterates over a rank's share of each global batch, as microbatches in `parts`. The ranks don't affect the order."""
+
+    task: FinetuneTask
+    examples: TokenizedExamples
+    config: FinetuneConfig
+    steps: int
+    """Number of batches."""
+    rank: int = 0
+    ranks: int = 1
+
+    @property
+    def per_rank(self) -> int:
+        """Number of examples per rank in a batch."""
+        return self.config.batch_size // self.ranks
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def __iter__(self) -> Iterator[TaskBatch]:
+        size, seed = self.config.batch_size, self.config.seed
+        order: list[int] = []
+        for step in range(self.steps):
+            epoch, position = divmod(step, len(self.examples) // size)
+            if position == 0:
+                order = epoch_order(len(self.examples), seed, epoch)
+            batch = order[position * size : (position + 1) * size]
+            local = batch[self.rank * self.per_rank :][: self.per_rank]
+            targets = max(self.task.count_targets(self.examples, batch), 1)
+            shared = {"rows_per_rank": self.per_rank, "targets_per_rank": targets / self.ranks}
+            parts = [
+                {**self.task.collate(self.examples, indices, epoch, seed), "row_ids": torch.tensor(indices), **shared}
+                for indices in self.task.split_batch(self.examples, local, self.config.microbatch_tokens)
+            ]
+            yield {"parts": parts, "row_ids": torch.tensor(local), "seed": derive_seed("dropout", seed, step, local[0])}
+
+
+def epoch_order(examples: int, seed: int, epoch: int) -> list[int]:
+    """Return the order of the examples in an epoch."""
+    order = list(range(examples))
+    random.Random(f"finetune order {seed} {epoch}").shuffle(order)
+    return order
+
+
+def derive_seed(*purpose: Any) -> int:
+    """Return a 63-bit seed, hashed from the name and values of its purpose."""
+    text = " ".join(map(str, purpose))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+def count_steps(config: FinetuneConfig, examples: int) -> int:
+    """Return the number of batches. A duration in batches or rows is at most one epoch; a partial last batch is dropped.
+
+    Raises:
+        UserError: there are fewer examples than one batch needs.
+    """
+    per_epoch = examples // config.batch_size
+    if not per_epoch:
+        raise UserError(f"{config.task.data}: {examples} training examples don't fill one batch of {config.batch_size}")
+    if config.max_duration.unit == "ep":
+        return per_epoch * int(config.max_duration.value)
+    return max(min(per_epoch, in_batches(config, config.max_duration)), 1)
+
+
+def in_batches(config: FinetuneConfig, duration: Duration) -> int:
+    """Convert a duration in batches or rows to batches."""
+    return int(duration.value) if duration.unit == "ba" else int(duration.value) // config.batch_size

@@ -1,0 +1,44 @@
+"""Results and estimated cost of a trial (one fine-tuning). Imports neither PyTorch nor Composer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DownstreamResult:
+    """The scores of a trial on one test set, from 0 to 1."""
+
+    task: str
+    """The task, which averages count once: MNLI's two test sets both belong to `mnli`."""
+    name: str
+    """The test set, e.g. `mnli-mm`."""
+    family: str
+    """`classification`, `tokens`, `question_answering` or `retrieval`."""
+    metric: str
+    """The main metric, used to choose learning rates and shown in tables, e.g. `accuracy`."""
+    validation: float | None
+    test: float | None
+    more: dict[str, dict[str, float]] = field(default_factory=dict)
+    """All metrics by split (`validation`, `test`)."""
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The outcome of a trial."""
+
+    results: tuple[DownstreamResult, ...]
+    """One result for each test set."""
+    seconds: dict[str, float]
+    """Durations: `load`, `train`, `score` and `total`."""
+    about: dict[str, Any]
+    """Steps, tokens, last loss, parameters, ranks, configuration, host, hardware and versions."""
+
+
+@dataclass(frozen=True)
+class TrialCost:
+    """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown."""
+
+    flops: float | None
+    bytes: int | None

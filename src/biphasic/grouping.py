@@ -1,0 +1,24 @@
+"""Group consecutive items up to a size limit, e.g. files into work units or examples into microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+def groups_up_to(
+    limit: float, items: Iterable[Item], size: Callable[[Item], float] = lambda _: 1
+) -> Iterator[list[Item]]:
+    """Yield groups of consecutive items with a total size of at most `limit`. A larger item forms its own group."""
+    group: list[Item] = []
+    total = 0.0
+    for item in items:
+        if group and total + size(item) > limit:
+            yield group
+            group, total = [], 0.0
+        group.append(item)
+        total += size(item)
+    if group:
+        yield group

@@ -1,0 +1,109 @@
+"""Compute hidden states of concatenated texts, packed or, for models without packed attention, in padded batches.
+
+Imports torch only, so that benchmarks/gpu.py runs without other packages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+
+from biphasic.model.attention import prepare_segments
+from biphasic.model.segments import Segments
+
+_MAX_PADDING = 0.1
+"""Maximum share of padding in a batch of more than `_MIN_TEXTS` texts. Smaller batches may have more, because a forward pass
+of very few texts costs as much as one of a few more."""
+_MIN_TEXTS = 4
+
+
+def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
+    """Compute hidden states without padding.
+
+    Args:
+        backbone: a Hugging Face base model whose attention is `biphasic` (see `biphasic.model.backbone`).
+        tokens: int64 [tokens].
+        segments: segments of the tokens. Tokens attend within a segment, and positions restart at each segment.
+        causal: whether a token attends only to itself and to tokens before it.
+
+    Returns:
+        Hidden states [tokens, dimension], after the final norm.
+    """
+    # Under autocast, hidden states between layers have the autocast dtype too, as with FSDP, which gathers weights in it.
+    embedded = backbone.get_input_embeddings()(tokens[None])  # pyright: ignore[reportCallIssue]
+    device = embedded.device.type
+    if torch.is_autocast_enabled(device):
+        embedded = embedded.to(torch.get_autocast_dtype(device))
+    prepare_segments(segments, backbone.config, device, embedded.dtype, causal)
+    output = backbone(
+        inputs_embeds=embedded,
+        position_ids=segments.position_ids[None],
+        use_cache=False,
+        segments=segments,
+        is_causal=causal,
+    )
+    return output.last_hidden_state[0]
+
+
+def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id: int) -> Tensor:
+    """Compute hidden states with a model that takes padded batches. Texts of similar length share a batch.
+
+    Args:
+        model: a Hugging Face encoder, such as BERT.
+        tokens: int64 [tokens].
+        segments: one segment for each text.
+        pad_id: id of the padding token; some families (RoBERTa) compute positions from it.
+
+    Returns:
+        Hidden states [tokens, dimension].
+    """
+    texts = tokens.split(list(segments.lengths))
+    hidden: dict[int, Tensor] = {}
+    for group in padding_groups(segments.lengths):
+        inputs = pad_sequence([texts[index] for index in group], batch_first=True, padding_value=pad_id)
+        # Built on the host, because slicing by values on the device would need a synchronization.
+        lengths = torch.tensor([segments.lengths[index] for index in group])
+        mask = (torch.arange(inputs.shape[1]) < lengths[:, None]).long().to(tokens.device, non_blocking=True)
+        output: Any = model(input_ids=inputs, attention_mask=mask)
+        for index, row in zip(group, output.last_hidden_state, strict=True):
+            hidden[index] = row[: segments.lengths[index]]
+    return torch.cat([hidden[index] for index in range(len(texts))])
+
+
+def padding_groups(lengths: Sequence[int]) -> list[list[int]]:
+    """Group text indices into batches with little padding, from the longest text to the shortest."""
+    groups: list[list[int]] = []
+    tokens = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        group = groups[-1] if groups else []
+        padded = (len(group) + 1) * lengths[group[0]] if group else 0
+        if group and (len(group) < _MIN_TEXTS or tokens + lengths[index] >= (1 - _MAX_PADDING) * padded):
+            group.append(index)
+            tokens += lengths[index]
+        else:
+            groups.append([index])
+            tokens = lengths[index]
+    return groups
+
+
+def is_bidirectional(model: nn.Module, vocabulary: int) -> bool:
+    """Return whether a text's first hidden state depends on its last token.
+
+    Args:
+        model: a Hugging Face encoder, in evaluation mode.
+        vocabulary: number of token ids.
+    """
+    device = next(model.parameters()).device
+    text = torch.arange(1, 9, device=device) * max(vocabulary // 16, 1) % vocabulary
+    changed = text.clone()
+    changed[-1] = (changed[-1] + 1) % vocabulary
+    with torch.inference_mode():
+        output: Any = model(
+            input_ids=torch.stack([text, changed]), attention_mask=torch.ones(2, 8, device=device).long()
+        )
+    first = output.last_hidden_state[:, 0].float()
+    return bool((first[0] - first[1]).abs().max() > 1e-6 * first.abs().max())

@@ -1,0 +1,56 @@
+"""Compile a backbone's layers, and recompute them in the backward pass (activation checkpointing).
+
+Neither changes parameter names or, apart from rounding, results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.compiler import config as compiler
+from torch.utils.checkpoint import checkpoint
+
+_VARIANTS = 64
+"""Maximum number of compiled versions of a layer, one per layer kind, phase, training or validation, and microbatch size."""
+
+
+def compile_layers(backbone: Any) -> None:
+    """Compile each decoder layer and the final norm separately. Layers of the same kind share a compilation.
+
+    The first batch with another microbatch size or of the other objective triggers another compilation. Wrappers of layers
+    (FSDP's gathering, recomputation) stay outside the compiled code.
+    """
+    compiler.recompile_limit = max(_VARIANTS, compiler.recompile_limit)
+    final_norm = [backbone.norm] if hasattr(backbone, "norm") else []
+    for module in (*backbone.layers, *final_norm):
+        module.forward = torch.compile(module.forward, dynamic=False)
+
+
+class _RecomputedForward:
+    """A layer's forward function that, in training, stores only its inputs and is run again in the backward pass."""
+
+    def __init__(self, layer: nn.Module):
+        self.layer, self.forward = layer, layer.forward
+
+    def __call__(self, *inputs: Any, **named: Any) -> Any:
+        if not self.layer.training:
+            return self.forward(*inputs, **named)
+        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
+
+
+def recompute_layers(backbone: Any, indices: Iterable[int]) -> None:
+    """Store only the inputs of the given layers (counted from 0), and recompute the layers in the backward pass.
+
+    transformers' gradient checkpointing is inside the forward function that `compile_layers` compiles, so each recomputed
+    layer would need its own compilation. Call this function after `compile_layers`.
+    """
+    for index in indices:
+        backbone.layers[index].forward = _RecomputedForward(backbone.layers[index])
+
+
+def recomputed_layers(backbone: Any) -> int:
+    """Return the number of layers that are recomputed in the backward pass."""
+    return sum(isinstance(layer.forward, _RecomputedForward) for layer in backbone.layers)

@@ -1,0 +1,59 @@
+"""Generate random numbers by a counter-based RNG, for masks that don't depend on batching, devices or resumes.
+
+The number for (seed, purpose, epoch, row, position) is a hash of these five, computed with 64-bit integers, which are exact
+on every device. A row therefore gets the same mask in any batch, on any rank or machine, and after any number of resumes.
+The hash is splitmix64's finalizer (Steele, Lea and Flood, 2014).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+BITS = 32
+"""Number of bits in each random integer."""
+_GOLDEN = 0x9E3779B97F4A7C15
+_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+_WORD = 1 << 64
+
+
+def _signed(number: int) -> int:
+    number %= _WORD
+    return number - _WORD if number >= _WORD // 2 else number
+
+
+def _shift(x: Tensor, by: int) -> Tensor:
+    """Shift right logically; torch's `>>` is arithmetic and keeps the sign."""
+    return (x >> by) & ((1 << (64 - by)) - 1)
+
+
+def _mix(x: Tensor) -> Tensor:
+    x = (x ^ _shift(x, 30)) * _signed(_FACTORS[0])
+    x = (x ^ _shift(x, 27)) * _signed(_FACTORS[1])
+    return x ^ _shift(x, 31)
+
+
+def random_integers(seed: int, purpose: int, epoch: int, row_ids: Tensor, length: int) -> Tensor:
+    """Generate a uniformly distributed integer for each position of each row.
+
+    Args:
+        seed: the run's seed.
+        purpose: id of the use; different purposes get independent numbers.
+        epoch: number of finished passes over the data.
+        row_ids: int64 [rows], ids in the dataset.
+        length: number of positions in a row.
+
+    Returns:
+        int64 [rows, length] in [0, 2**BITS).
+    """
+    key = torch.zeros((), dtype=torch.int64, device=row_ids.device)
+    for part in (seed, purpose, epoch):
+        key = _mix(key + _signed((part + 1) * _GOLDEN))
+    row_keys = _mix(key + (row_ids.long() + 1) * _signed(_GOLDEN))
+    positions = torch.arange(1, length + 1, device=row_ids.device) * _signed(_GOLDEN)
+    return _shift(_mix(row_keys[:, None] + positions), 64 - BITS)
+
+
+def with_probability(integers: Tensor, probability: float) -> Tensor:
+    """Return a bool tensor that is true with the given probability, for integers of `random_integers`."""
+    return integers < round(probability * (1 << BITS))

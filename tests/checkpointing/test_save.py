@@ -1,0 +1,239 @@
+"""Runs that save to a bucket: their checkpoints are complete, whatever happens to the bucket or the machine."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.checkpointing.manifest import batch_of, list_checkpoints
+from biphasic.checkpointing.save import Saver
+from biphasic.checkpointing.store import Uploader
+from biphasic.errors import UserError
+from biphasic.storage import S3Store, open_store
+from biphasic.training.loggers import read_metrics
+from buckets import bucket_for, flip_a_bit
+from conftest import Write
+from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights
+
+
+def complete(place: str) -> list[int]:
+    return [checkpoint.batch for checkpoint in list_checkpoints(open_store(place)) if checkpoint.manifest is not None]
+
+
+def test_a_run_resumes_from_a_bucket_alone(s3: Path, write_yaml: Write) -> None:
+    """The machine's disk is lost."""
+    place = f"s3://{bucket_for(s3, 'saver-one')}/runs/one"
+    uninterrupted = train(config_of(write_yaml("uninterrupted")))
+    path = write_yaml("lost", checkpoint__folder=place, checkpoint__interval="2ba", checkpoint__keep=3)
+    folder = train(config_of(path))
+    assert losses(folder) == losses(uninterrupted)
+    # Three, and the one at the switch.
+    assert complete(place) == [12, 10, 8, 6]
+    assert sorted(name for name in open_store(place).list() if name.endswith(".pt")) == [
+        "ba10-rank0.pt", "ba12-rank0.pt", "ba6-rank0.pt", "ba8-rank0.pt"]  # fmt: skip
+    # The local folder keeps only the newest.
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["ba12-rank0.pt"]
+    manifest = json.loads(open_store(place).read("ba12.json"))
+    assert manifest["run"]["name"] == "lost" and manifest["run"]["ranks"] == 1
+    assert 0 < manifest["run"]["tokens"] < 12 * 8 * 32
+
+    shutil.rmtree(folder)
+    open_store(place).remove(["ba12.json"])
+    again = train(config_of(path))
+    assert losses(again) == losses(uninterrupted)[10:]
+    assert complete(place) == [12, 10, 8, 6]
+    expected = weights(uninterrupted, 12)
+    assert all((weight == expected[name]).all() for name, weight in weights(again, 12).items())
+
+
+@pytest.mark.slow  # tests/faults/test_kills.py saves with two ranks to a bucket, too
+def test_two_ranks_save_to_a_bucket(s3: Path, write_yaml: Write) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-two')}/two"
+    keys: dict[str, Any] = {"parallelism__strategy": "fsdp", "checkpoint__folder": place, "checkpoint__interval": "4ba"}
+    path = write_yaml("two", **keys)
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    folder = Path(config_of(path).output) / "two"
+    expected = losses(folder)
+    assert complete(place) == [12, 8, 6, 4]
+    names = list(open_store(place).list("ep0-ba8"))
+    assert names == ["ep0-ba8/.metadata", "ep0-ba8/__0_0.distcp", "ep0-ba8/__1_0.distcp"]
+    assert not [name for name in open_store(place).list() if ".rank" in name]
+    shutil.rmtree(folder)
+    # One rank's file of the newest checkpoint is missing.
+    open_store(place).remove(["ep0-ba12/__1_0.distcp"])
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "checkpoint ba12 in" in run.stderr + run.stdout
+    assert losses(folder) == expected[8:]
+    # No attempt has left an incomplete checkpoint.
+    assert not [name for name in open_store(place).list() if ".rank" in name or name == "lock.json"]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["ep0-ba12"]
+
+
+class UnavailableBucket:
+    """Lets the next uploads fail."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, failures: int):
+        self.failures = failures
+        put = S3Store.upload
+
+        def refuse(place: S3Store, file: Path, name: str) -> None:
+            if self.failures:
+                self.failures -= 1
+                raise OSError("503 SlowDown")
+            put(place, file, name)
+
+        monkeypatch.setattr(S3Store, "upload", refuse)
+
+
+def test_training_continues_while_the_bucket_is_unavailable(
+    s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-away')}/away"
+    UnavailableBucket(monkeypatch, 3)
+    folder = train(config_of(write_yaml("away", checkpoint__folder=place, checkpoint__interval="2ba")))
+    assert len(losses(folder)) == 12
+    # Checkpoints that had to wait are uploaded too.
+    assert complete(place) == [12, 10, 8, 6, 4, 2]
+    assert caplog.text.count("can't be stored in") == 1
+    assert "503 SlowDown" in caplog.text
+    assert "ba2-rank0.pt is stored in" in caplog.text
+
+
+def test_pending_checkpoints_are_uploaded_by_the_next_start(
+    s3: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place = f"s3://{bucket_for(s3, 'saver-gone')}/gone"
+    bucket = UnavailableBucket(monkeypatch, 1000)
+    path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba", checkpoint__upload_timeout=1)
+    with pytest.raises(UserError, match=r"can't be written \(ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt stayed in "):
+        train(config_of(path))
+    folder = Path(config_of(path).output) / "gone" / "checkpoints"
+    assert {"ba12-rank0.pt", "ba6-rank0.pt", "ba12.rank0.json"} <= {path.name for path in folder.iterdir()}
+    assert complete(place) == []
+    # The next start uploads them, and has nothing to train.
+    bucket.failures = 0
+    train(config_of(path))
+    assert complete(place) == [12, 8, 6]
+    assert (folder.parent / "metrics.jsonl").read_text().count("loss/train/total") == 12
+
+
+def test_a_disk_that_is_full_stops_the_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The newest complete checkpoint stays usable."""
+    write = Saver._write_monolithic
+
+    def fill_disk(saver: Saver, content: dict[str, Any], path: Path) -> list[Path]:
+        if batch_of(path.name) not in (1, 2, 3, 4):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(saver, content, path)
+
+    uninterrupted = train(config_of(write_yaml("uninterrupted")))
+    path = write_yaml("full")
+    with monkeypatch.context() as patch:
+        patch.setattr(Saver, "_write_monolithic", fill_disk)
+        with pytest.raises(
+            UserError, match=r"^checkpoint ba\d+-rank0.pt can't be written to .* \(No space left on device\)"
+        ):
+            train(config_of(path))
+    folder = uninterrupted.parent / "full"
+    assert complete(str(folder / "checkpoints")) == [4, 3, 2, 1]
+    train(config_of(path))
+    assert losses(folder) == losses(uninterrupted)
+
+
+def test_a_missing_bucket_is_refused(s3: Path, write_yaml: Write) -> None:
+    with pytest.raises(UserError, match=r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read and written \("):
+        train(config_of(write_yaml("none", checkpoint__folder="s3://no-such-bucket-here/x")))
+
+
+def test_the_newest_and_the_branch_points_are_kept(write_yaml: Write) -> None:
+    folder = train(config_of(write_yaml("few", checkpoint__keep=2, checkpoint__keep_at=["3ba"])))
+    # Branch points: `keep_at`, the switch, the start of the decay.
+    kept = [f"ba{batch}{end}" for batch in (3, 6, 8, 11, 12) for end in ("-rank0.pt", ".json")]
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == sorted([*kept, "attempts"])
+
+
+def test_branch_points_between_two_intervals(write_yaml: Write) -> None:
+    folder = train(
+        config_of(write_yaml("between", checkpoint__interval="5ba", checkpoint__keep_at=["0.25dur", "1500tok"]))
+    )
+    tokens = [entry["tokens"] for entry in read_metrics(folder / "metrics.jsonl")]
+    crossing = next(index for index, count in enumerate(tokens) if count >= 1500) + 1
+    assert complete(str(folder / "checkpoints")) == sorted({3, 5, 6, 8, 10, 12, crossing}, reverse=True)
+
+
+def test_another_run_s_checkpoints_are_skipped(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:
+    other = train(config_of(write_yaml("other", optimizer__lr=1e-3)))
+    expected = losses(train(config_of(write_yaml("uninterrupted"))))
+    path = write_yaml("mine")
+    folder = Path(config_of(path).output) / "mine"
+    train(config_of(path, **{"checkpoint.interval": "4ba"}))
+    keep_checkpoints_up_to(folder, 8)
+    for name in ("ba11.json", "ba11-rank0.pt"):
+        shutil.copy(other / "checkpoints" / name, folder / "checkpoints" / name)
+    train(config_of(path))
+    assert "checkpoint ba11 in" in caplog.text and "it is of another run, other" in caplog.text
+    assert losses(folder) == expected
+    # Nothing but another run's: nothing is written over.
+    with pytest.raises(UserError, match=r"holds the checkpoints of another run, other: choose another folder"):
+        train(config_of(write_yaml("third", checkpoint__folder=str(other / "checkpoints"))))
+    assert len(losses(other)) == 12
+
+
+def test_composer_s_latest_pointer_is_ignored(write_yaml: Write) -> None:
+    path = write_yaml("linked", max_duration="12ba")
+    expected = losses(train(config_of(path)))
+    folder = Path(config_of(path).output) / "linked"
+    keep_checkpoints_up_to(folder, 7)
+    (folder / "checkpoints" / "latest-rank0.pt").symlink_to("ba99-rank0.pt")
+    train(config_of(path))
+    assert losses(folder) == expected
+
+
+def test_a_decay_branch_starts_from_a_bucket(s3: Path, write_yaml: Write) -> None:
+    bucket = bucket_for(s3, "saver-trunk")
+    keys: dict[str, Any] = {"max_duration": "12ba", "objective__phases": [{"name": "clm"}]}
+    trunk: dict[str, Any] = {**keys, "schedule": {"warmup": "3ba"}, "checkpoint__folder": f"s3://{bucket}/trunk"}
+    train(config_of(write_yaml("trunk", **trunk, checkpoint__keep=1, checkpoint__keep_at=["8ba"])))
+    assert complete(f"s3://{bucket}/trunk") == [12, 8]
+    decay = {"warmup": "3ba", "decay": "4ba"}
+    uninterrupted = train(config_of(write_yaml("uninterrupted", **keys, schedule=decay)))
+    place = f"s3://{bucket}/trunk/ba8-rank0.pt"
+    branch = train(config_of(write_yaml("branch", **keys, schedule={**decay, "decay_from": place})))
+    assert losses(branch) == losses(uninterrupted)[8:]
+    flip_a_bit(bucket, "trunk/ba8-rank0.pt")
+    with pytest.raises(UserError, match=r"^checkpoint s3://.*: can't be used \(ba8-rank0.pt is damaged"):
+        train(config_of(write_yaml("other", **keys, schedule={**decay, "decay_from": place})))
+    with pytest.raises(UserError, match=r"its manifest is ba9.json"):
+        train(config_of(write_yaml("none", **keys, schedule={**decay, "decay_from": place.replace("ba8", "ba9")})))
+
+
+@pytest.mark.parametrize(
+    ("rank", "local", "deleted"),
+    [(0, 0, {"__0_0.distcp", ".metadata", "__4_0.distcp", "__7_1.distcp"}), (1, 1, {"__1_0.distcp"}),
+     (4, 0, {"__0_0.distcp", "__1_0.distcp", ".metadata", "__4_0.distcp", "__7_1.distcp"})],
+)  # fmt: skip
+def test_local_copies_of_uploaded_checkpoints_are_deleted(
+    tmp_path: Path, rank: int, local: int, deleted: set[str]
+) -> None:
+    """Machines of two ranks; eight ranks saved. Each deletes its own files, the first one other machines' too."""
+
+    files = {"__0_0.distcp", "__1_0.distcp", "__4_0.distcp", "__7_1.distcp", ".metadata"}
+    for batch in (3, 5):
+        folder = tmp_path / f"ep0-ba{batch}"
+        folder.mkdir()
+        for name in files:
+            (folder / name).write_text("x")
+    uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2))
+    uploader._delete_local_copies(5)
+    uploader.close()
+    remaining = {path.name for path in (tmp_path / "ep0-ba3").iterdir()} if (tmp_path / "ep0-ba3").exists() else set()
+    assert files - remaining == deleted
+    assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files

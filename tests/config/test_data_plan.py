@@ -1,0 +1,161 @@
+"""The data in a plan: tokens and epochs of each dataset, and a warning when one would be repeated."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.config import data_plan
+from biphasic.config.load import load
+from biphasic.config.plan import Plan, describe, plan
+from biphasic.config.pretrain import PretrainConfig
+
+ROOT = Path(__file__).parents[2]
+LENGTH, BATCH = 256, 10
+
+
+def record(folder: Path, rows: int, tokens: int, split: str = "train") -> str:
+    """The record of a conversion, and the folder of its split."""
+    folder.mkdir(parents=True)
+    content = {"sequence_length": LENGTH, "splits": {split: {"rows": rows, "tokens": tokens}}}
+    (folder / "conversion.json").write_text(json.dumps(content))
+    return str(folder / split)
+
+
+def planned(data: dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[Plan, str]:
+    content = {
+        "job": "pretrain",
+        "run_name": "run",
+        "output": str(tmp_path / "runs"),
+        "tokenizer": "tokenizer",
+        "max_duration": "100ba",
+        "global_batch_size": BATCH,
+        "model": {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4},
+        "data": {"sequence_length": LENGTH, **data},
+        "objective": {"phases": [{"name": "clm"}]},
+        "checkpoint": {"interval": "10ba"},
+        **changes,
+    }
+    path = tmp_path / "run.yaml"
+    path.write_text(json.dumps(content))
+    config = load(path)
+    assert isinstance(config, PretrainConfig)
+    run_plan = plan(config, 1)
+    assert json.loads(run_plan.to_json())["warnings"] == run_plan.warnings
+    return run_plan, describe(run_plan, config)
+
+
+def test_one_dataset(tmp_path: Path) -> None:
+    """100 batches of 10 rows are 1,000 of 4,000 rows, of 250 tokens on average."""
+    path = record(tmp_path / "out", rows=4_000, tokens=1_000_000)
+    run_plan, text = planned({"train": {"local": path}}, tmp_path)
+    [dataset] = run_plan.datasets
+    assert (dataset.run_rows, dataset.run_tokens, dataset.epochs) == (1_000, 250_000, 0.25)
+    assert run_plan.warnings == []
+    assert f"  data           250,000 tokens, 0.25 epochs of {path}\n" in text
+    assert json.loads(run_plan.to_json())["datasets"][0]["run_tokens"] == 250_000
+
+
+def test_one_dataset_that_is_repeated(tmp_path: Path) -> None:
+    path = record(tmp_path / "out", rows=400, tokens=100_000)
+    run_plan, text = planned({"train": {"local": path}}, tmp_path)
+    assert run_plan.datasets[0].epochs == 2.5
+    assert text.endswith(f"\n  WARNING        data.train would be repeated: the run takes 2.5 epochs of {path}")
+
+
+@pytest.mark.parametrize(
+    ("duration", "rows", "tokens"),
+    # By batches; by epochs of the 1,005 rows, whose last 5 make no batch; by real tokens, of which 20 rows have 5,000.
+    [("30ba", 300, 75_000), ("2ep", 2_000, 500_000), ("5000tok", 20, 5_000), ("5001tok", 30, 7_500)],
+)
+def test_lengths_in_every_unit(tmp_path: Path, duration: str, rows: int, tokens: int) -> None:
+    path = record(tmp_path / "out", rows=1_005, tokens=251_250)
+    run_plan, _ = planned({"train": {"local": path}}, tmp_path, max_duration=duration, checkpoint={})
+    assert (run_plan.datasets[0].run_rows, run_plan.datasets[0].run_tokens) == (rows, tokens)
+
+
+def mix(tmp_path: Path) -> dict[str, Any]:
+    web = record(tmp_path / "web", rows=1_000, tokens=250_000)
+    code = record(tmp_path / "code", rows=100, tokens=20_000)
+    return {"web": {"local": web, "proportion": 0.8}, "code": {"local": code, "proportion": 0.2}}
+
+
+def test_a_mix(tmp_path: Path) -> None:
+    """1,000 rows: 800 of the web's 1,000, and 200 of code's 100."""
+    streams = mix(tmp_path)
+    run_plan, text = planned({"mix": streams}, tmp_path)
+    code, web = run_plan.datasets
+    assert (code.key, code.run_rows, code.run_tokens, code.epochs) == ("data.mix.code", 200, 40_000, 2.0)
+    assert (web.key, web.run_rows, web.run_tokens, web.epochs) == ("data.mix.web", 800, 200_000, 0.8)
+    assert run_plan.warnings == [
+        f"data.mix.code would be repeated: the run takes 2 epochs of {streams['code']['local']}",
+    ]
+    assert f"  data           web 0.8: 200,000 tokens, 0.8 epochs of {streams['web']['local']}\n" in text
+
+
+def test_a_mix_by_tokens_and_by_epochs(tmp_path: Path) -> None:
+    streams = mix(tmp_path)
+    # A batch has 8 x 250 + 2 x 200 = 2,400 tokens: 10 batches.
+    run_plan, text = planned({"mix": streams}, tmp_path, max_duration="24000tok", checkpoint={})
+    assert [dataset.run_tokens for dataset in run_plan.datasets] == [4_000, 20_000]
+    assert "web 0.8: about 20,000 tokens" in text
+    # Streaming's epoch: as many rows as both have together, 1,100.
+    run_plan, _ = planned({"mix": streams}, tmp_path, max_duration="1ep")
+    assert [dataset.run_rows for dataset in run_plan.datasets] == [220, 880]
+    run_plan, _ = planned({"mix": streams, "epoch_rows": 500}, tmp_path, max_duration="2ep")
+    assert [dataset.run_rows for dataset in run_plan.datasets] == [200, 800]
+
+
+def test_a_run_over_several_epochs_of_the_mix_is_warned(tmp_path: Path) -> None:
+    web = record(tmp_path / "web", rows=10_000, tokens=2_500_000)
+    code = record(tmp_path / "code", rows=10_000, tokens=2_500_000)
+    streams = {"web": {"local": web, "proportion": 0.5}, "code": {"local": code, "proportion": 0.5}}
+    run_plan, _ = planned({"mix": streams, "epoch_rows": 600}, tmp_path)
+    assert len(run_plan.warnings) == 1 and "set data.epoch_rows to 1,000" in run_plan.warnings[0]
+    run_plan, _ = planned({"mix": streams, "epoch_rows": 1_000}, tmp_path)
+    assert run_plan.warnings == []
+
+
+def test_records_that_cannot_be_read(tmp_path: Path) -> None:
+    streams = mix(tmp_path)
+    streams["code"]["local"] = str(tmp_path / "nowhere" / "train")
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "conversion.json").write_text("{")
+    streams["web"]["local"] = str(tmp_path / "broken" / "train")
+    run_plan, text = planned({"mix": streams}, tmp_path)
+    assert [dataset.tokens for dataset in run_plan.datasets] == [None, None]
+    assert f"code 0.2: unknown (no record at {tmp_path / 'nowhere'})" in text
+    assert f"web 0.8: unknown (no record at {tmp_path / 'broken'})" in text
+
+
+def test_a_bucket_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def never(*_: object) -> None:
+        time.sleep(60)
+
+    monkeypatch.setattr(data_plan, "read_stream_record", never)
+    monkeypatch.setattr(data_plan, "_SECONDS", 0.2)
+    start = time.monotonic()
+    run_plan, text = planned({"train": {"local": "cache/train", "remote": "s3://bucket/out/train"}}, tmp_path)
+    assert time.monotonic() - start < 5
+    assert run_plan.datasets[0].record is None
+    assert "unknown (no record at s3://bucket/out)" in text
+
+
+def test_the_plan_of_a_mix_is_fast_and_needs_no_torch(tmp_path: Path) -> None:
+    planned({"mix": mix(tmp_path)}, tmp_path)
+    code = (
+        "import sys, time; sys.path.insert(0, 'src')\nimport main\n"
+        f"assert main.main([{str(tmp_path / 'run.yaml')!r}, '--plan']) == 0\n"
+        "assert not {'torch', 'composer', 'streaming', 'transformers', 'boto3', 'pyarrow'} & set(sys.modules)\n"
+    )
+    start = time.perf_counter()
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert time.perf_counter() - start < 3
+    assert run.returncode == 0, run.stderr
+    assert "WARNING" in run.stdout

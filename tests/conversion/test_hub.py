@@ -1,0 +1,134 @@
+"""A dataset of the hub, through the hub's own client, from a server that answers as the hub does."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.config.convert import ConvertConfig
+from biphasic.config.load import dump
+from hub_server import Repository, serve_hub
+from texts import sentences, write_parquet
+from tiny import ROOT
+
+Make = Callable[..., ConvertConfig]
+NAME = "HuggingFaceFW/fineweb-edu"
+COMMIT, NEWER = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9", "0" * 39 + "1"
+CARD = """---
+configs:
+- config_name: default
+  data_files:
+  - split: train
+    path: data/*/*
+- config_name: sample-10BT
+  data_files:
+  - split: train
+    path: sample/10BT/*
+---
+"""
+
+
+def records(count: int, seed: int) -> list[dict[str, Any]]:
+    """With FineWeb-Edu's columns."""
+    return [
+        {
+            "text": record["text"],
+            "id": f"<urn:uuid:{record['id']}>",
+            "dump": "CC-MAIN-2013-20",
+            "url": "http://example.org/",
+            "file_path": "s3://commoncrawl/x.warc.gz",
+            "language": "en",
+            "language_score": 0.9,
+            "token_count": 10,
+            "score": 2.6 + number % 3,
+            "int_score": 3 + number % 3,
+        }
+        for number, record in enumerate(sentences(count, seed=seed))
+    ]
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+    folders = {COMMIT: tmp_path / "pinned", NEWER: tmp_path / "newer"}
+    for commit, folder in folders.items():
+        for name in ("sample/10BT", "data/CC-MAIN-2013-20"):
+            (folder / name).mkdir(parents=True)
+        (folder / "README.md").write_text(CARD)
+        for number in range(2):
+            write_parquet(folder / "sample" / "10BT" / f"{number:03d}_00000.parquet", records(300, seed=number))
+        write_parquet(folder / "data" / "CC-MAIN-2013-20" / "train-0.parquet", records(50, seed=len(commit)))
+    write_parquet(tmp_path / "newer" / "sample" / "10BT" / "002_00000.parquet", records(300, seed=9))
+    repository = Repository(folders, {"v1": COMMIT, "main": NEWER})
+    with serve_hub({NAME: repository}, tmp_path / "home") as environment:
+        yield environment
+
+
+def run(
+    hub: dict[str, str], tmp_path: Path, config: ConvertConfig, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    path = tmp_path / "convert.yaml"
+    path.write_text(dump(config))
+    command = [sys.executable, str(ROOT / "data_prep" / "convert.py"), str(path), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=hub)
+
+
+def test_a_pinned_dataset_of_the_hub(hub: dict[str, str], config_for: Make, tmp_path: Path) -> None:
+    source = {"kind": "hub", "path": NAME, "name": "sample-10BT", "revision": COMMIT}
+    config = config_for([], source=source, cluster={"workers": 1}, filters=[{"column": "int_score", "min": 4}])
+    planned = run(hub, tmp_path, config, "--plan")
+    assert planned.returncode == 0, planned.stderr
+    assert "2 files, " in planned.stdout
+    assert "600 documents" in planned.stdout
+    command = run(hub, tmp_path, config)
+    assert command.returncode == 0, command.stdout + command.stderr
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["source"]["commit"] == COMMIT
+    prefix = f"hf://datasets/{NAME}@{COMMIT}/sample/10BT"
+    assert [file["path"] for file in record["source"]["files"]] == [
+        f"{prefix}/{at:03d}_00000.parquet" for at in range(2)
+    ]
+    assert record["documents"] == {"read": 600, "filtered": 200, "skipped": {}, "repeated": 0}
+    again = run(hub, tmp_path, config)
+    assert "nothing to do" in again.stdout, again.stdout + again.stderr
+
+
+def test_the_newest_commit_is_looked_up_and_recorded(hub: dict[str, str], config_for: Make, tmp_path: Path) -> None:
+    source = {"kind": "hub", "path": NAME, "name": "sample-10BT"}
+    command = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
+    assert command.returncode == 0, command.stdout + command.stderr
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["source"]["commit"] == NEWER
+    assert record["documents"]["read"] == 900
+    assert f"source.revision: {NEWER}" in command.stdout
+    # Unfinished, and the dataset has moved on since: what was begun is not mixed with other text.
+    (tmp_path / "out" / "conversion.json").unlink()
+    started = {"config": record["config"], "tokenizer": record["tokenizer"]["sha256"], "commit": COMMIT, "units": {}}
+    (tmp_path / "out" / "conversion.started").write_text(json.dumps(started))
+    moved = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
+    assert moved.returncode == 2
+    assert f"now it is {NEWER}: set source.revision: {COMMIT} to finish it" in moved.stderr
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ({"path": NAME, "name": "sample-7BT"}, f"source {NAME}, sample-7BT: can't be read from the hub ("),
+        ({"path": NAME, "name": "sample-10BT", "split": "test"}, "has no split 'test' (it has: train)"),
+        ({"path": NAME, "name": "sample-10BT", "revision": "v9"}, "can't be read from the hub ("),
+        ({"path": "nobody/nothing"}, "source nobody/nothing: can't be read from the hub ("),
+    ],
+)
+def test_missing_hub_datasets_are_named(
+    hub: dict[str, str], config_for: Make, tmp_path: Path, source: dict[str, str], message: str
+) -> None:
+    command = run(hub, tmp_path, config_for([], source={"kind": "hub", **source}))
+    assert command.returncode == 2
+    assert message in command.stderr
+    assert len(command.stderr.strip().splitlines()) == 1, command.stderr
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,162 @@
+"""From a bucket, to a bucket: against a real S3 server."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from biphasic.config.convert import ConvertConfig, FilesSource
+from biphasic.conversion import worker
+from biphasic.conversion.convert import convert
+from biphasic.conversion.sources import find_files
+from biphasic.conversion.verify import verify
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
+from biphasic.storage import json_bytes
+from texts import Records, sentences, write_parquet
+
+Make = Callable[..., ConvertConfig]
+
+
+def put(bucket: Path, name: str, content: bytes) -> None:
+    client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
+    client.put_object(Bucket=bucket.name, Key=name, Body=content)
+
+
+def jsonl(records: Records) -> bytes:
+    return "".join(json.dumps(record) + "\n" for record in records).encode()
+
+
+@pytest.fixture
+def bucket(s3: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A bucket of the test's own, with two files of text; where it lies on disk, to look at."""
+    monkeypatch.chdir(tmp_path)
+    name = request.node.name.replace("_", "-")[:60].strip("-")
+    boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"]).create_bucket(Bucket=name)
+    put(s3 / name, "text/a.parquet", write_parquet(tmp_path / "a.parquet", sentences(150, seed=1)).read_bytes())
+    put(s3 / name, "text/more/b.jsonl", jsonl(sentences(150, seed=2)))
+    return s3 / name
+
+
+def test_conversion_from_and_to_a_bucket(bucket: Path, config_for: Make, tmp_path: Path) -> None:
+    from streaming import StreamingDataset
+
+    url = f"s3://{bucket.name}"
+    record = convert(config_for(f"{url}/text", output=f"{url}/deep/out", validation_fraction=0.2))
+    local = convert(config_for(str(bucket / "text"), output=str(tmp_path / "local"), validation_fraction=0.2))
+    # The units are named after their files' paths, and these lie elsewhere.
+    for split, expected in zip(record["splits"].values(), local["splits"].values(), strict=True):
+        assert [shard["hash"] for shard in split["shards"]] == [shard["hash"] for shard in expected["shards"]]
+    assert [file["path"] for file in record["source"]["files"]] == [f"{url}/text/a.parquet", f"{url}/text/more/b.jsonl"]
+    log = (bucket / "deep" / "out" / "conversion.log").read_text()
+    assert log.count(" documents, ") == len(record["units"])
+    assert verify(f"{url}/deep/out", progress=False).faults == []
+    dataset = StreamingDataset(
+        remote=f"{url}/deep/out/train",
+        local=str(tmp_path / "cache"),
+        shuffle=False,
+        batch_size=1,
+        validate_hash="xxh64",
+    )
+    assert len(dataset) == record["splits"]["train"]["rows"]
+    assert dataset[0]["tokens"].shape == (64,)
+
+
+def test_patterns_in_a_bucket(bucket: Path) -> None:
+    url = f"s3://{bucket.name}"
+    for pattern, expected in (
+        ("text/*.parquet", ["text/a.parquet"]),
+        ("text/**/*.jsonl", ["text/more/b.jsonl"]),
+        ("text/**/*.parquet", ["text/a.parquet"]),
+        ("te?t/[a-c].parquet", ["text/a.parquet"]),
+        ("text/more/", ["text/more/b.jsonl"]),
+    ):
+        files = find_files(FilesSource(kind="files", paths=[f"{url}/{pattern}"]))
+        assert [file.path for file in files] == [f"{url}/{name}" for name in expected], pattern
+    with pytest.raises(UserError, match="there is no such file"):
+        find_files(FilesSource(kind="files", paths=[f"{url}/text/*.jsonl"]))
+
+
+def test_a_finished_conversion_in_a_bucket_is_left_as_it_is(
+    bucket: Path, config_for: Make, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = f"s3://{bucket.name}"
+    config = config_for(f"{url}/text", output=f"{url}/out")
+    record = convert(config)
+    assert convert(config) == record
+    assert "already converted" in capsys.readouterr().out
+
+
+def test_a_failed_conversion_has_no_index_and_resumes_after_the_repair(
+    bucket: Path, config_for: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second file breaks, after shards have been uploaded; then it is mended."""
+    monkeypatch.setattr(worker, "_BATCH_CHARACTERS", 5000)
+    url = f"s3://{bucket.name}"
+    good = gzip.compress(jsonl(sentences(40000, seed=3)))
+    put(bucket, "text/more/b.jsonl", b" ")
+    put(bucket, "text/more/c.jsonl.gz", good[: len(good) - 2000])
+    keys = {"segments": {"window": 5}, "unit_bytes": 1 << 20, "shard_bytes": 1 << 18, "cluster": {"workers": 1}}
+    config = config_for(f"{url}/text", output=f"{url}/out", **keys)
+    with pytest.raises(UserError, match=r"c\.jsonl\.gz: is damaged after line \d+ \(") as error:
+        convert(config)
+    assert (
+        str(error.value)
+        .splitlines()[1]
+        .endswith("1 of 2 work units are finished and kept; no dataset is published yet")
+    )
+    left = {path.name for path in (bucket / "out").rglob("*") if path.is_file()}
+    assert "shard.00000.mds.zstd" in left
+    assert not left & {"index.json", "conversion.json"}
+    with pytest.raises(
+        UserError, match=r"unfinished conversion: 1 work units are missing \(.*text/more/c\.jsonl\.gz\)"
+    ):
+        verify(f"{url}/out")
+    put(bucket, "text/more/c.jsonl.gz", good)
+    record = convert(config)
+    assert verify(f"{url}/out", progress=False).faults == []
+    assert not (bucket / "out" / "conversion.started").exists()
+    undisturbed = convert(config_for(f"{url}/text", output=f"{url}/two", **keys))
+    assert record["splits"] == undisturbed["splits"]
+
+
+def test_a_prefix_with_something_else_is_refused(bucket: Path, config_for: Make) -> None:
+    url = f"s3://{bucket.name}"
+    with pytest.raises(
+        UserError, match=r"already holds files that do not belong to a conversion \(e\.g\. a\.parquet\)"
+    ):
+        convert(config_for(f"{url}/text/a.parquet", output=f"{url}/text"))
+    assert (bucket / "text" / "a.parquet").exists()
+
+
+def test_a_missing_bucket_is_named(s3: Path, config_for: Make) -> None:
+    with pytest.raises(UserError, match=r"output s3://no-such-bucket/out: can't be read .*does not exist"):
+        convert(config_for(sentences(5), output="s3://no-such-bucket/out"))
+    with pytest.raises(UserError, match="source s3://no-such-bucket/text"):
+        convert(config_for("s3://no-such-bucket/text"))
+
+
+def test_a_failing_upload_is_named(bucket: Path, config_for: Make) -> None:
+    """A file lies where the store must make a folder for the shards of the second split."""
+    url = f"s3://{bucket.name}"
+    config = config_for(f"{url}/text", output=f"{url}/out", validation_fraction=0.5)
+    put(bucket, "out/conversion.started", json_bytes(started(config)))
+    (bucket / "out" / "validation").write_text("in the way")
+    with pytest.raises(UserError, match=r"output s3://.*/out: can't be written \(.*what is finished is kept"):
+        convert(config)
+    assert not list((bucket / "out").rglob("index.json"))
+    (bucket / "out" / "validation").unlink()
+    convert(config)
+    assert verify(f"{url}/out", progress=False).faults == []
+
+
+def started(config: ConvertConfig) -> dict[str, Any]:
+    tokenizer = load_tokenizer(config.tokenizer).sha256
+    return {"config": config.model_dump(mode="json"), "tokenizer": tokenizer, "commit": None, "units": {}}

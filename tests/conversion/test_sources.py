@@ -1,0 +1,293 @@
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from biphasic.config.convert import FilesSource, FilterConfig, HubSource
+from biphasic.conversion.reading import DamagedFileError, Document, ReadOptions, Skipped, read_documents
+from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
+from biphasic.errors import UserError
+from texts import Records, sentences, write_parquet
+
+OPTIONS = ReadOptions("text", "id")
+RECORDS = sentences(250)
+
+
+def source(*paths: Path | str) -> FilesSource:
+    return FilesSource(kind="files", paths=[str(path) for path in paths])
+
+
+def read(*paths: Path | str, text: str = "text", id: str | None = "id", **options: Any) -> list[Document | Skipped]:
+    files, read_options = find_files(source(*paths)), ReadOptions(text, id, **options)
+    assert not [layout.fault for layout in inspect_files(files, read_options) if layout.fault]
+    return [entry for file in files for entry in read_documents(file, read_options)]
+
+
+def texts(entries: list[Document | Skipped]) -> list[str]:
+    return [entry.text for entry in entries if isinstance(entry, Document)]
+
+
+def skipped(entries: list[Document | Skipped]) -> list[tuple[str, str]]:
+    return [
+        (f"{Path(entry.where).name}: {entry.reason}", entry.kind) for entry in entries if isinstance(entry, Skipped)
+    ]
+
+
+def documents(records: Records) -> list[Document]:
+    return [Document(record["id"], record["text"]) for record in records]
+
+
+def lines(records: Records) -> bytes:
+    return b"".join(json.dumps(record).encode() + b"\n" for record in records)
+
+
+def write(path: Path, records: Records) -> Path:
+    if path.suffix == ".parquet":
+        return write_parquet(path, records)
+    content = lines(records)
+    if path.suffix == ".gz":
+        content = gzip.compress(content)
+    elif path.suffix == ".zst":
+        content = zstandard.compress(content)
+    path.write_bytes(content)
+    return path
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+def test_every_kind_of_file(tmp_path: Path, ending: str) -> None:
+    assert read(write(tmp_path / f"a.{ending}", RECORDS)) == documents(RECORDS)
+
+
+def test_several_compressed_parts_in_one_file(tmp_path: Path) -> None:
+    """As `cat a.gz b.gz` and parallel compressors write them."""
+    for name, compress in (("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)):
+        (tmp_path / name).write_bytes(compress(lines(RECORDS[:9])) + compress(lines(RECORDS[9:20])))
+        assert read(tmp_path / name) == documents(RECORDS[:20])
+
+
+def test_folders_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> None:
+    (tmp_path / "more").mkdir()
+    for number, name in enumerate(["b.parquet", "a.jsonl", "more/c.parquet", "more/_SUCCESS", "more/.hidden.jsonl"]):
+        write(tmp_path / name, RECORDS[number : number + 1])
+    expected = documents([RECORDS[1], RECORDS[0], RECORDS[2]])
+    assert read(tmp_path) == expected
+    assert read(tmp_path / "**" / "*.parquet", tmp_path / "a.jsonl", tmp_path) == expected
+    assert read(f"{tmp_path}/*.parquet") == expected[1:2]
+
+
+def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:
+    """Another column may even be damaged: it isn't read."""
+    records = [{**record, "url": record["id"] * 20} for record in RECORDS]
+    file = write_parquet(tmp_path / "a.parquet", records)
+    group = pq.ParquetFile(file).metadata.row_group(0)
+    [url] = [group.column(at) for at in range(3) if group.column(at).path_in_schema == "url"]
+    content = bytearray(file.read_bytes())
+    start = url.dictionary_page_offset
+    content[start : start + url.total_compressed_size] = bytes(url.total_compressed_size)
+    file.write_bytes(content)
+    assert read(file) == documents(RECORDS)
+
+
+def test_documents_are_counted_where_the_files_say_how_many(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", RECORDS)
+    [layout] = inspect_files(find_files(source(file)), OPTIONS)
+    assert layout.rows == (100, 100, 50)
+    size = sum(len(record["text"]) for record in RECORDS)
+    assert size <= sum(layout.text_bytes) < 1.2 * size + 1000
+    assert inspect_files(find_files(source(write(tmp_path / "a.jsonl", RECORDS))), OPTIONS)[0].rows == ()
+
+
+def test_without_an_id_column_the_text_names_the_document(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", [{"body": "one"}, {"body": "two"}, {"body": "one"}])
+    entries = read(file, text="body", id=None)
+    assert texts(entries) == ["one", "two", "one"]
+    one, two, again = (document.id for document in entries if isinstance(document, Document))
+    assert one == again != two
+
+
+def test_ids_that_are_numbers_and_texts_that_are_null(tmp_path: Path) -> None:
+    for ending in ("parquet", "jsonl"):
+        file = write(tmp_path / f"a.{ending}", [{"id": 7, "text": "a"}, {"id": 8, "text": None}])
+        entries = read(file)
+        assert entries[0] == Document("7", "a")
+        assert skipped(entries)[0][1] == "without text"
+        assert skipped(entries)[0][0].endswith("2: has no text")
+
+
+def test_half_of_a_surrogate_pair_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    halves = ["\\ud83d", "\\uD83D", "\\udE00"]
+    lines = [f'{{"id": "{half}", "text": "half {half} of one"}}' for half in halves]
+    file.write_text("\n".join([*lines, '{"id": "2", "text": "whole \\ud83d\\uDE00"}']))
+    assert texts(read(file)) == 3 * ["half ? of one"] + ["whole 😀"]
+
+
+def test_files_of_a_hub_dataset(tmp_path: Path) -> None:
+    """The hub's own reader of a dataset's card, on a folder in place of a repository."""
+    (tmp_path / "sample").mkdir()
+    for number in range(2):
+        write_parquet(tmp_path / "sample" / f"{number}.parquet", RECORDS[number : number + 1])
+    write_parquet(tmp_path / "other.parquet", RECORDS)
+    card = "configs:\n- config_name: small\n  data_files:\n  - split: train\n    path: sample/*.parquet\n"
+    (tmp_path / "README.md").write_text(f"---\n{card}---\n")
+    files, commit = find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small"))
+    assert commit is None
+    assert [Path(file.path).name for file in files] == ["0.parquet", "1.parquet"]
+    with pytest.raises(UserError, match=r"small: has no split 'nope' \(it has: train\); set source.split"):
+        find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small", split="nope"))
+    with pytest.raises(UserError, match="can't be read from the hub"):
+        find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="large"))
+
+
+def test_paths_without_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "notes.doc").write_text("no")
+    for path in ("nowhere.parquet", "*.parquet", "."):
+        with pytest.raises(
+            UserError, match=r"there is no such file, and no folder or pattern with files in it \(\.parquet"
+        ):
+            find_files(source(tmp_path / path))
+    with pytest.raises(UserError, match=r"notes\.doc: expected a file that ends in \.parquet, \.jsonl"):
+        find_files(source(tmp_path / "notes.doc"))
+    with pytest.raises(UserError, match="ftpx:// is not supported; expected a local path, s3://"):
+        find_files(FilesSource.model_construct(kind="files", paths=["ftpx://bucket/a.parquet"]))
+    with pytest.raises(UserError, match="oci:// needs a package that is not installed"):
+        find_files(source("oci://bucket@space/a.parquet"))
+
+
+def test_a_missing_column_is_found_before_anything_is_read(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", RECORDS)
+    write_parquet(tmp_path / "b.parquet", [{"id": "1", "content": "x"}])
+    with pytest.raises(UserError, match=r"b\.parquet: has no column 'text' \(it has: content, id\); set text_column"):
+        inspect_files(find_files(source(tmp_path)), OPTIONS)
+    file = write(tmp_path / "c.jsonl", [*RECORDS[:3], {"text": "no id"}])
+    with pytest.raises(UserError, match=r"c\.jsonl, line 4: has no column 'id' \(it has: text\)"):
+        read(file)
+
+
+def test_a_column_that_is_no_text(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"a\.parquet: column 'text' holds int64, not text"):
+        read(write_parquet(tmp_path / "a.parquet", [{"id": "1", "text": 5}]))
+    with pytest.raises(UserError, match=r"a\.jsonl, line 1: column 'text' holds int, not text"):
+        read(write(tmp_path / "a.jsonl", [{"id": "1", "text": 5}]))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+def test_an_empty_file(tmp_path: Path, ending: str) -> None:
+    write(tmp_path / "good.parquet", RECORDS)
+    (tmp_path / f"x.{ending}").touch()
+    good, empty = inspect_files(find_files(source(tmp_path)), OPTIONS)
+    assert (good.fault, empty.fault) == (None, "is empty (0 bytes)")
+
+
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst"])
+def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
+    file = write(tmp_path / f"a.{ending}", sentences(2000))
+    content = file.read_bytes()
+    file.write_bytes(content[: len(content) * 2 // 3 + 5])
+    with pytest.raises(DamagedFileError, match=rf"source .*a\.{ending}: is damaged after line \d+"):
+        read(file)
+
+
+def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", sentences(2000))
+    file.write_bytes(file.read_bytes()[:-100])
+    [layout] = inspect_files(find_files(source(file)), OPTIONS)
+    assert layout.fault is not None
+    assert layout.fault.startswith("is no complete Parquet file")
+
+
+def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
+    file = write_parquet(tmp_path / "a.parquet", sentences(2000))
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 2000] = bytes(2000)
+    file.write_bytes(content)
+    with pytest.raises(DamagedFileError, match=r"a\.parquet: is damaged after row \d+00 "):
+        read(file)
+
+
+def test_lines_that_are_not_json_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [
+        b'{"id": "1", "text": "a"}',
+        b"",
+        b"[1]",
+        b'{"id": "2", "text": "\xff"}',
+        b'{"id": "3"',
+        b'{"id": "4", "text": "b"}',
+    ]
+    file.write_bytes(b"\n".join(lines))
+    entries = read(file)
+    assert texts(entries) == ["a", "b"]
+    assert [(message.split(" (")[0], kind) for message, kind in skipped(entries)] == [
+        ("a.jsonl, line 3: is not JSON of the form {'text': …}", "not JSON"),
+        ("a.jsonl, line 4: is not UTF-8", "not UTF-8"),
+        ("a.jsonl, line 5: is not JSON", "not JSON"),
+    ]
+
+
+def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    texts_ = pa.array([b"good", b"bad \xff", None, b"fine"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"id": ["a", "b", "c", "d"], "text": texts_}), tmp_path / "a.parquet")
+    entries = read(tmp_path / "a.parquet")
+    assert texts(entries) == ["good", "fine"]
+    assert skipped(entries) == [
+        ("a.parquet, row 2: its text is not UTF-8", "not UTF-8"),
+        ("a.parquet, row 3: has no text", "without text"),
+    ]
+
+
+def test_a_text_that_is_too_long(tmp_path: Path) -> None:
+    records = [{"id": "1", "text": "x" * 50}, {"id": "2", "text": "x" * 51}]
+    for ending in ("parquet", "jsonl"):
+        entries = read(write(tmp_path / f"a.{ending}", records), max_characters=50)
+        assert texts(entries) == ["x" * 50]
+        assert skipped(entries)[0][0].endswith("2: its text has 51 characters, and max_text_characters is 50")
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_filters(tmp_path: Path, ending: str) -> None:
+    records = [
+        {"id": str(number), "text": f"{score} {language}", "int_score": score, "language": language}
+        for number, (score, language) in enumerate(
+            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None)]
+        )
+    ]
+    file = write(tmp_path / f"a.{ending}", records)
+
+    def kept(*filters: dict[str, Any]) -> list[str]:
+        entries = read(file, filters=tuple(FilterConfig(**keys) for keys in filters))
+        assert {entry.kind for entry in entries if isinstance(entry, Skipped)} <= {"filtered"}
+        return texts(entries)
+
+    assert kept({"column": "int_score", "min": 3}) == ["3 en", "5 fr", "4 de", "3 None"]
+    assert kept({"column": "int_score", "min": 3, "max": 4}, {"column": "language", "any_of": ["en", "fr"]}) == ["3 en"]
+    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de"]
+    with pytest.raises(UserError, match=r"filters: column 'language' holds 'en', which is no number"):
+        kept({"column": "language", "min": 3})
+    with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
+        kept({"column": "dump", "any_of": ["x"]})
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_plain_text(tmp_path: Path, packed: str) -> None:
+    content = b"One line.\nAnother.\n\n  \nA paragraph\nof two lines.\n\n\nThe end"
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed]
+    (tmp_path / f"a.txt{packed}").write_bytes(compress(content))
+    assert texts(read(tmp_path, text_files="file")) == [content.decode()]
+    assert texts(read(tmp_path, text_files="paragraph")) == [
+        "One line.\nAnother.",
+        "A paragraph\nof two lines.",
+        "The end",
+    ]
+    lines = ["One line.", "Another.", "A paragraph", "of two lines.", "The end"]
+    assert texts(read(tmp_path, text_files="line")) == lines
+    ids = [document.id for document in read(tmp_path, text_files="line") if isinstance(document, Document)]
+    assert len(set(ids)) == 5

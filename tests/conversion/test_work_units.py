@@ -1,0 +1,357 @@
+"""Work units: how files are divided, what is converted again, where a limit stops, and what decides the bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import numpy as np
+import pytest
+
+from biphasic.config.convert import ConvertConfig
+from biphasic.conversion import convert as converting
+from biphasic.conversion import worker
+from biphasic.conversion.convert import convert, source_files
+from biphasic.conversion.merge import count_repeated
+from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.pool import _convert_on_worker
+from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.sources import FileLayout
+from biphasic.conversion.verify import verify
+from biphasic.conversion.work_units import ConversionContext, WorkUnit, plan_work_units
+from biphasic.conversion.worker import convert_unit, encode_texts
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
+from outputs import rows_in, same_bytes, segments_in
+from texts import sentences, write_parquet
+
+Make = Callable[..., ConvertConfig]
+MIB = 1 << 20
+
+
+def file(name: str, size: int) -> SourceFile:
+    return SourceFile(name, size, "v1")
+
+
+def test_small_files_are_put_together_and_large_ones_divided() -> None:
+    files = [file(name, 1) for name in ("a", "b", "c", "d.parquet", "e.parquet", "f")]
+    layouts = [
+        FileLayout((10,), (40,)),
+        FileLayout((10,), (50,)),
+        FileLayout((10,), (20,)),
+        FileLayout((1, 2, 3, 4), (60, 30, 20, 150)),
+        FileLayout(fault="is empty"),
+        FileLayout(),
+    ]
+    units = plan_work_units(files, layouts, 100)
+    assert [[(part.path, part.row_groups) for part in unit.files] for unit in units] == [
+        [("a", None), ("b", None)],
+        [("c", None)],
+        [("d.parquet", (0, 2))],
+        [("d.parquet", (2, 3))],
+        [("d.parquet", (3, 4))],
+        [("f", None)],
+    ]
+    assert [unit.bytes for unit in units] == [90, 20, 90, 20, 150, 1]
+    assert len({unit.name for unit in units}) == 6
+    # A changed file keeps its unit's name, whatever other files there are.
+    changed = [SourceFile("f", 2, "v2")]
+    assert plan_work_units(changed, [FileLayout()], 100)[0].name == units[-1].name
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Twelve files of text of very different sizes: about 5 MiB."""
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        write_parquet(folder / f"{number:02d}.parquet", sentences(500 + 900 * (number % 4), seed=number))
+    return folder
+
+
+KEYS: dict[str, Any] = {"validation_fraction": 0.1, "unit_bytes": MIB, "shard_bytes": 1 << 17}
+ALONE, TWO = {"workers": 1}, {"workers": 2}
+
+
+def test_the_bytes_are_the_same_however_many_workers(many: Path, config_for: Make, tmp_path: Path) -> None:
+    alone = convert(config_for(many, output=str(tmp_path / "alone"), cluster=ALONE, **KEYS))
+    assert len(alone["units"]) > 4
+    both = convert(config_for(many, output=str(tmp_path / "both"), cluster=TWO, **KEYS))
+    assert same_bytes(tmp_path / "alone", tmp_path / "both")
+    assert alone["splits"] == both["splits"]
+    log = (tmp_path / "both" / "conversion.log").read_text().splitlines()
+    assert len(log) == len(both["units"])
+    assert all(" tokens/s (" in line for line in log)
+    assert verify(str(tmp_path / "both"), progress=False).faults == []
+
+
+@pytest.mark.parametrize("kind", ["documents", "stream", "single"])
+def test_finished_units_are_kept(
+    many: Path, config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Interrupted after each unit but the last; each run converts only what is missing."""
+    keys = {**KEYS, "cluster": ALONE, "segments": {"kind": kind}, "output": str(tmp_path / "cut")}
+    done: list[str] = []
+
+    class Interrupted(Exception):
+        pass
+
+    def once(
+        context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Callable[[int, int], None]
+    ) -> dict[str, Any]:
+        if runs and len(done) >= runs[0]:
+            raise Interrupted
+        done.append(unit.name)
+        return convert_unit(context, unit, max_tokens, report)
+
+    monkeypatch.setattr("biphasic.conversion.pool.convert_unit", once)
+    runs = [1]
+    while True:
+        try:
+            record = convert(config_for(many, **keys))
+            break
+        except Interrupted:
+            runs[0] += 1
+            assert not list((tmp_path / "cut").rglob("index.json"))
+    assert runs[0] == len(record["units"])
+    assert done == record["units"]
+    monkeypatch.undo()
+    convert(config_for(many, **{**keys, "output": str(tmp_path / "whole")}))
+    assert same_bytes(tmp_path / "cut", tmp_path / "whole")
+
+
+def test_a_file_that_changed_in_between_is_read_again(many: Path, config_for: Make, tmp_path: Path) -> None:
+    text = shutil.copytree(many, tmp_path / "text")
+    config = config_for(text, cluster=ALONE, **KEYS)
+    (text / "11.parquet").rename(tmp_path / "away")
+    (text / "11.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(
+        UserError, match=r"11\.parquet: is no complete Parquet file .*; mend it and run the same command"
+    ):
+        convert(config)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "units").iterdir()}
+    (tmp_path / "away").rename(text / "11.parquet")
+    # And one that was finished is another one now.
+    write_parquet(text / "00.parquet", sentences(700, seed=99))
+    record = convert(config)
+    after = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "units").iterdir()}
+    kept = [name for name in before if before[name] == after.get(name)]
+    assert len(kept) >= len(record["units"]) - 2
+    whole = convert(config_for(text, **{**KEYS, "cluster": ALONE, "output": str(tmp_path / "whole")}))
+    assert record["splits"] == whole["splits"]
+    assert same_bytes(tmp_path / "out", tmp_path / "whole")
+
+
+def test_an_unfinished_output_with_other_settings_is_refused(
+    many: Path, config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(converting, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(config_for(many, cluster=ALONE, **KEYS))
+    monkeypatch.undo()
+    with pytest.raises(
+        UserError, match=r"unfinished conversion with other settings \(sequence_length\): choose another"
+    ):
+        convert(config_for(many, cluster=ALONE, sequence_length=32, **KEYS))
+    assert len(list((tmp_path / "out" / "units").iterdir())) > 4
+    # What doesn't change the bytes may change.
+    record = convert(config_for(many, cluster={"workers": 1, "retries": 3}, on_bad_file="skip", **KEYS))
+    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert len(record["units"]) > 4
+
+
+def documents_before(many: Path, config: ConvertConfig) -> list[tuple[str, int, bool]]:
+    """Each document's text, its tokens with EOS, and whether it is for validation; in order."""
+    import pyarrow.parquet as pq
+
+    documents = []
+    for path in sorted(many.glob("*.parquet")):
+        for record in pq.read_table(path).to_pylist():
+            documents.append((record["text"], record["id"]))
+    ids = load_tokenizer(config.tokenizer).encode([text for text, _ in documents])
+    validation = [in_validation(document_number(id), config.validation_fraction) for _, id in documents]
+    return [(text, len(tokens) + 1, out) for (text, _), tokens, out in zip(documents, ids, validation, strict=True)]
+
+
+@pytest.mark.parametrize("share", [0.001, 0.3, 0.5, 0.999])
+def test_a_budget_of_tokens_is_met_exactly(many: Path, config_for: Make, tmp_path: Path, share: float) -> None:
+    documents = documents_before(many, config_for(many, **KEYS))
+    budget = round(share * sum(length for _, length, held in documents if not held))
+    config = config_for(many, cluster=ALONE, max_tokens=budget, **KEYS)
+    record = convert(config)
+    train, validation = (record["splits"][name] for name in ("train", "validation"))
+    assert train["tokens"] == budget
+    # The first documents, the last of them cut; and of the others those that come before it.
+    taken = used = held_out = 0
+    for _, length, held in documents:
+        if used >= budget:
+            break
+        held_out += held
+        taken += not held
+        used += 0 if held else length
+    assert (train["documents"], validation["documents"]) == (taken, held_out)
+    assert sum(len(segment) for segment in segments_in(tmp_path / "out" / "train")) == budget
+    assert verify(str(tmp_path / "out"), again=2, progress=False).faults == []
+
+
+def test_a_budget_does_not_depend_on_the_workers_or_on_interruptions(
+    many: Path, config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = {**KEYS, "max_tokens": 400_000}
+    convert(config_for(many, output=str(tmp_path / "alone"), cluster=ALONE, **keys))
+    convert(config_for(many, output=str(tmp_path / "both"), cluster=TWO, **keys))
+    assert same_bytes(tmp_path / "alone", tmp_path / "both")
+    # Interrupted after everything was done but published.
+    monkeypatch.setattr(converting, "publish", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        convert(config_for(many, cluster=ALONE, **keys))
+    monkeypatch.undo()
+    shutil.copytree(tmp_path / "out", tmp_path / "raised")
+    convert(config_for(many, cluster=ALONE, **keys))
+    assert same_bytes(tmp_path / "alone", tmp_path / "out")
+    # With a larger budget than before, the unit that was stopped is converted to its end.
+    raised = {**keys, "max_tokens": 1_000_000}
+    convert(config_for(many, output=str(tmp_path / "fresh"), cluster=ALONE, **raised))
+    convert(config_for(many, output=str(tmp_path / "raised"), cluster=ALONE, **raised))
+    assert same_bytes(tmp_path / "fresh", tmp_path / "raised")
+
+
+def test_a_unit_stops_once_it_has_filled_the_budget(
+    config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One unit, of which only the batches up to the limit and the next one are tokenized, and only once."""
+    encoded: list[str] = []
+
+    def encode(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+        encoded.extend(texts)
+        return encode_texts(tokenizer, texts)
+
+    monkeypatch.setattr(worker, "_BATCH_CHARACTERS", 2000)
+    monkeypatch.setattr(worker, "encode_texts", encode)
+    record = convert(config_for(sentences(2000), cluster=ALONE, max_tokens=1000))
+    assert record["splits"]["train"]["tokens"] == 1000
+    assert len(encoded) < 200
+    monkeypatch.undo()
+    assert verify(str(tmp_path / "out"), again=1, progress=False).faults == []
+
+
+@pytest.mark.parametrize("missing", [0, 1])
+def test_a_budget_at_a_unit_s_end_keeps_the_validation_documents_after_it(
+    config_for: Make, tmp_path: Path, missing: int
+) -> None:
+    """A budget that the last training document fills exactly gives the same bytes as none; one token less does not."""
+    records = sentences(300)
+    records[150:] = sorted(records[150:], key=lambda r: in_validation(document_number(r["id"]), 0.3))
+    everything = convert(config_for(records, output=str(tmp_path / "all"), cluster=ALONE, validation_fraction=0.3))
+    tokens = everything["splits"]["train"]["tokens"] - missing
+    limited = convert(config_for(records, cluster=ALONE, validation_fraction=0.3, max_tokens=tokens))
+    [unit] = limited["units"]
+    stopped_at = json.loads((tmp_path / "out" / "units" / f"{unit}.json").read_text())["stopped_at"]
+    assert stopped_at == (tokens if missing else None)
+    assert same_bytes(tmp_path / "out", tmp_path / "all") == (not missing)
+    validation = [record["splits"]["validation"]["documents"] for record in (limited, everything)]
+    assert (validation[0] == validation[1]) == (not missing)
+
+
+def test_a_budget_above_all_tokens_takes_everything(many: Path, config_for: Make, tmp_path: Path) -> None:
+    convert(config_for(many, output=str(tmp_path / "all"), cluster=ALONE, **KEYS))
+    convert(config_for(many, output=str(tmp_path / "more"), cluster=ALONE, max_tokens=10**12, **KEYS))
+    assert same_bytes(tmp_path / "all", tmp_path / "more")
+
+
+@pytest.mark.parametrize("longer", ["cut", "truncate"])
+def test_one_document_a_row(config_for: Make, tmp_path: Path, longer: str) -> None:
+    records = sentences(200, longest=150)
+    config = config_for(records, segments={"kind": "single", "longer": longer}, cluster=ALONE)
+    record = convert(config)
+    lengths = [len(ids) + 1 for ids in load_tokenizer(config.tokenizer).encode([r["text"] for r in records])]
+    expected = []
+    for length in lengths:
+        whole, rest = divmod(length, 64)
+        expected += [min(length, 64)] if longer == "truncate" else [64] * whole + [rest] * (rest > 0)
+    assert max(lengths) > 128
+    rows = rows_in(tmp_path / "out" / "train")
+    assert [row["lengths"].tolist() for row in rows] == [[length] for length in expected]
+    assert record["splits"]["train"]["tokens"] == sum(expected)
+    assert verify(str(tmp_path / "out"), progress=False).faults == []
+
+
+def test_a_very_long_text_is_tokenized_in_parts(config_for: Make, tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(config_for([]).tokenizer)
+    words = " ".join(record["text"] for record in sentences(12_000))
+    assert len(words) > 1_500_000
+    [whole] = tokenizer.encode([words])
+    [parts, short] = encode_texts(tokenizer, [words, "the model"])
+    assert short == tokenizer.encode(["the model"])[0]
+    # Cut before a space, where this tokenizer begins a new word anyway.
+    assert parts == whole
+    unbroken = "a" * 2_500_000
+    [ids] = encode_texts(tokenizer, [unbroken])
+    assert tokenizer.tokenizer.decode(ids) == unbroken
+
+
+def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tmp_path: Path) -> None:
+    """Ray's workers get a pickled copy of the tokenizer, which loses a setting."""
+    records = [{"id": str(at), "text": f"{at} the <|mask|> model <|eos|>"} for at in range(40)]
+    config = config_for(records, cluster=ALONE)
+    record = convert(config)
+    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    files, _ = source_files(config)
+    [unit] = plan_work_units(files, [FileLayout()], config.unit_bytes)
+    context = ConversionContext.of(
+        config.model_copy(update={"output": str(tmp_path / "worker")}), load_tokenizer(config.tokenizer)
+    )
+    copy = pickle.loads(pickle.dumps(context))
+    assert not copy.tokenizer.tokenizer.encode_special_tokens
+    result = _convert_on_worker(copy, unit, None, Mock())
+    assert result.record is not None
+    hashes = [shard["zip_data"]["hashes"] for shard in result.record["splits"]["train"]["shards"]]
+    assert [shard["hash"] for shard in record["splits"]["train"]["shards"]] == [hash["xxh64"] for hash in hashes]
+
+
+def test_repeated_documents_are_counted(config_for: Make, tmp_path: Path) -> None:
+    records = [*sentences(100), *sentences(10)]
+    record = convert(config_for(records, cluster=ALONE))
+    assert record["documents"]["repeated"] == 10
+    assert verify(str(tmp_path / "out"), progress=False).faults == [
+        "documents/: 10 documents have the id of an earlier one; the source repeats them"
+    ]
+    generator = np.random.default_rng(0)
+    numbers = [np.sort(generator.integers(0, 1 << 64, 5000, np.uint64)) for _ in range(20)]
+    numbers += [numbers[3][:7], numbers[4][-5:], np.array([0, 0, (1 << 64) - 1], np.uint64)]
+    assert count_repeated(numbers) == 7 + 5 + 1
+
+
+def test_the_split_is_a_function_of_the_id(config_for: Make, tmp_path: Path) -> None:
+    record = convert(config_for(sentences(500), cluster=ALONE, validation_fraction=0.25))
+    [unit] = record["units"]
+    numbers = np.fromfile(tmp_path / "out" / "documents" / f"{unit}.u64", "<u8").tolist()
+    assert numbers == sorted(document_number(r["id"]) for r in sentences(500))
+    assert record["splits"]["validation"]["documents"] == sum(
+        in_validation(document_number(r["id"]), 0.25) for r in sentences(500)
+    )
+
+
+def test_two_conversions_of_one_output_are_refused(config_for: Make, tmp_path: Path) -> None:
+    import fcntl
+
+    (tmp_path / "out").mkdir()
+    lock = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    with pytest.raises(UserError, match="another conversion is writing it at this moment"):
+        convert(config_for(sentences(50)))
+    os.close(lock)
+    convert(config_for(sentences(50)))
+
+
+def test_unit_records_hold_their_keys(many: Path, config_for: Make, tmp_path: Path) -> None:
+    convert(config_for(many, cluster=ALONE, **KEYS))
+    for path in (tmp_path / "out" / "units").iterdir():
+        record = json.loads(path.read_text())
+        assert {"settings", "files", "stopped_at", "splits", "documents", "damaged", "seconds"} <= set(record)
+        assert all(set(file) == {"path", "bytes", "version", "row_groups"} for file in record["files"])

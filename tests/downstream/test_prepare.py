@@ -1,0 +1,388 @@
+"""The paper's twelve tasks from small sets with exactly the hub's columns, and what goes wrong with them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from datasets import Dataset, Sequence
+
+from biphasic.config.load import load
+from biphasic.config.tasks import DatasetConfig, TasksConfig
+from biphasic.downstream.prepare import TASK_RECORD, prepare_task
+from biphasic.downstream.tables import open_table
+from biphasic.errors import UserError
+from biphasic.storage import open_store
+from buckets import bucket_for
+from downstream_sets import ROWS, TEXT, card, make_all, make_answers, write_split
+from hub_server import Repository, serve_hub
+from tiny import ROOT
+
+YAML = ROOT / "yamls" / "data" / "tasks.yaml"
+
+
+@pytest.fixture(scope="module")
+def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """All sets; gives the overrides by which the real YAML reads them instead of the hub."""
+    labels = load(YAML).tasks["uner"].label_names  # pyright: ignore
+    return make_all(tmp_path_factory.mktemp("sets"), labels)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    import datasets
+
+    datasets.disable_progress_bars()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
+        yield
+    datasets.enable_progress_bars()
+
+
+def config_of(sets: dict[str, str], output: Path | str, *more: str) -> TasksConfig:
+    config = load(YAML, [*(f"{key}={place}" for key, place in sets.items()), f"output={output}", *more])
+    assert isinstance(config, TasksConfig)
+    return config
+
+
+def run(arguments: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(ROOT / "data_prep" / "tasks.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment)
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    return pq.read_table(folder / f"{name}.parquet").to_pylist()
+
+
+def test_the_command_prepares_all_twelve_sets(sets: dict[str, str], tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    command = run([str(YAML), *(f"{key}={place}" for key, place in sets.items()), f"output={out}"])
+    assert command.returncode == 0, command.stderr
+    names = list(config_of(sets, out).tasks)
+    assert len(names) == 12
+    lines = [line for line in command.stdout.splitlines() if " rows" in line]
+    assert [line.partition(":")[0] for line in lines] == names
+    assert lines[0].startswith(f"sst2: validation 2, train 38, test 40 rows; {out}/sst2 [")
+    records = {name: json.loads((out / name / TASK_RECORD).read_text()) for name in names}
+    assert all(record["license"] and record["left_out"] == {} for record in records.values())
+
+    kinds: dict[str, list[str]] = {}
+    for name in names:
+        kinds.setdefault(records[name]["kind"], []).append(name)
+    assert sorted(kinds) == ["classification", "question_answering", "retrieval", "tokens"]
+    assert all(len(tasks) == 3 for tasks in kinds.values())
+    assert rows_of(out / "sst2", "test")[3] == {
+        "id": "3",
+        "text": "validation sentence 3",
+        "text_pair": None,
+        "label": 1,
+    }
+    assert records["sst2"]["label_names"] == ["no", "yes"]
+    assert rows_of(out / "qqp", "test")[1] == {
+        "id": "1", "text": "validation question1 1", "text_pair": "validation question2 1", "label": 1}  # fmt: skip
+    assert sorted(path.stem for path in (out / "mnli").glob("*.parquet")) == [
+        "test_matched", "test_mismatched", "train", "validation"]  # fmt: skip
+    assert rows_of(out / "mnli", "test_mismatched")[0]["text_pair"] == "validation_mismatched hypothesis 0"
+    for name in kinds["tokens"]:
+        [row] = [row for row in rows_of(out / name, "validation") if row["tokens"][3] == "7"]
+        assert row["tokens"] == ["validation", "New", "York", "7"] and row["labels"] == [0, 1, 2, 0]
+        assert records[name]["rows"] == {"train": ROWS, "validation": ROWS, "test": ROWS}
+    assert [len(records[name]["label_names"]) for name in kinds["tokens"]] == [9, 37, 7]
+    [row] = [row for row in rows_of(out / "squad", "test") if row["id"] == "validation12"]
+    assert row == {"id": "validation12", "question": "Which?", "context": "The number is 12.",
+                   "answers": {"text": ["12", "12"], "answer_start": [14, 14]}}  # fmt: skip
+    assert rows_of(out / "squad_v2", "test")[0]["answers"] == {"text": [], "answer_start": []}
+    assert records["record"]["rows"] == {"validation": 2, "train": 38, "test": ROWS}
+
+
+def test_validation_is_the_split_of_the_papers_evaluation(sets: dict[str, str], tmp_path: Path) -> None:
+    prepare_task("squad", config_of(sets, tmp_path))
+    rows = pq.read_table(Path(sets["tasks.squad.source.path"]) / "plain_text" / "train.parquet").to_pylist()
+    split = Dataset.from_list(rows).train_test_split(train_size=0.95, seed=42)
+    assert [row["id"] for row in rows_of(tmp_path / "squad", "train")] == split["train"]["id"]
+    assert [row["id"] for row in rows_of(tmp_path / "squad", "validation")] == split["test"]["id"]
+
+
+def test_a_retrieval_set_is_divided_as_in_the_papers_evaluation(sets: dict[str, str], tmp_path: Path) -> None:
+    prepare_task("msmarco", config_of(sets, tmp_path))
+    folder = tmp_path / "msmarco"
+    assert rows_of(folder, "train")[2] == {"query": "query 2", "positive": "text 2", "negatives": []}
+    # Judged in validation or test (queries 20 to 59): relevant ones, and those that were found not to be.
+    assert [int(row["_id"]) for row in rows_of(folder, "corpus")] == list(range(20, 61))
+    assert rows_of(folder, "corpus")[0] == {"_id": "20", "title": "", "text": "text 20"}
+    assert [int(row["_id"]) for row in rows_of(folder, "queries")] == list(range(20, 60))
+    assert rows_of(folder, "qrels/test") == [
+        {"query-id": f"{at}", "corpus-id": f"{at}", "score": 2} for at in range(40, 60)
+    ]
+
+    whole = config_of(sets, tmp_path / "whole", "tasks.msmarco.judged_only=false", "tasks.msmarco.min_score=0")
+    prepare_task("msmarco", whole)
+    assert len(rows_of(tmp_path / "whole" / "msmarco", "corpus")) == 100
+    assert len(rows_of(tmp_path / "whole" / "msmarco", "qrels/test")) == 40
+
+
+def test_halves_of_queries_depend_on_the_seed(sets: dict[str, str], tmp_path: Path) -> None:
+    prepare_task("nq", config_of(sets, tmp_path))
+    folder = tmp_path / "nq"
+    judged = {split: {row["query-id"] for row in rows_of(folder, f"qrels/{split}")} for split in ("validation", "test")}
+    assert not judged["validation"] & judged["test"]
+    assert judged["validation"] | judged["test"] == {str(at) for at in range(20)}
+    assert 4 <= len(judged["test"]) <= 16
+    assert rows_of(folder, "corpus")[5]["text"] == "title 5. text 5"
+    prepare_task("nq", config_of(sets, tmp_path / "other", "seed=43"))
+    assert {row["query-id"] for row in rows_of(tmp_path / "other" / "nq", "qrels/test")} != judged["test"]
+
+
+def test_judgments_can_be_lists(sets: dict[str, str], tmp_path: Path) -> None:
+    record = prepare_task("mldr", config_of(sets, tmp_path))
+    assert record["rows"] == {"queries": 20, "corpus": 40, "qrels/validation": 20, "qrels/test": 20}
+    assert rows_of(tmp_path / "mldr", "qrels/validation")[1] == {
+        "query-id": "q-dev-0", "corpus-id": "d-dev-0-1", "score": 1}  # fmt: skip
+
+
+def test_the_same_sources_give_the_same_bytes(sets: dict[str, str], tmp_path: Path) -> None:
+    for output in ("one", "two"):
+        for name in ("mnli", "uner", "squad_v2", "nq"):
+            prepare_task(name, config_of(sets, tmp_path / output))
+    made = {path.relative_to(tmp_path / "one"): path for path in (tmp_path / "one").rglob("*") if path.is_file()}
+    assert len(made) == 4 + 4 + 3 + 3 + 4
+    for name, path in made.items():
+        assert path.read_bytes() == (tmp_path / "two" / name).read_bytes(), name
+    before = {name: path.stat().st_mtime_ns for name, path in made.items()}
+    prepare_task("mnli", config_of(sets, tmp_path / "one"))
+    assert {name: path.stat().st_mtime_ns for name, path in made.items()} == before
+    with pytest.raises(UserError, match=r"mnli was made with other settings \(seed differ\): remove it, or choose"):
+        prepare_task("mnli", config_of(sets, tmp_path / "one", "seed=1"))
+
+
+def test_an_interrupted_task_is_prepared_again(sets: dict[str, str], tmp_path: Path) -> None:
+    prepare_task("sst2", config_of(sets, tmp_path))
+    made = {path.name: path.read_bytes() for path in (tmp_path / "sst2").iterdir()}
+    (tmp_path / "sst2" / TASK_RECORD).unlink()
+    (tmp_path / "sst2" / "old.parquet").write_bytes(b"")
+    prepare_task("sst2", config_of(sets, tmp_path))
+    assert {path.name: path.read_bytes() for path in (tmp_path / "sst2").iterdir()} == made
+    (tmp_path / "qqp").mkdir()
+    (tmp_path / "qqp" / "thesis.txt").write_text("text")
+    with pytest.raises(UserError, match=r"qqp holds something else \(thesis.txt\); choose another output"):
+        prepare_task("qqp", config_of(sets, tmp_path))
+    assert [path.name for path in (tmp_path / "qqp").iterdir()] == ["thesis.txt"]
+
+
+def test_a_task_in_a_bucket(s3: Path, sets: dict[str, str], tmp_path: Path) -> None:
+    place = f"s3://{bucket_for(s3, 'tasks')}/sets"
+    prepare_task("sst2", config_of(sets, place))
+    prepare_task("sst2", config_of(sets, tmp_path))
+    names = [TASK_RECORD, "test.parquet", "train.parquet", "validation.parquet"]
+    assert list(open_store(place).list()) == [f"sst2/{name}" for name in names]
+    assert open_store(place).read("sst2/train.parquet") == (tmp_path / "sst2" / "train.parquet").read_bytes()
+
+
+def local(tmp_path: Path, task: dict[str, Any], **keys: Any) -> TasksConfig:
+    content = {"job": "tasks", "output": str(tmp_path / "out"), "tasks": {"it": {"license": "none", **task}}, **keys}
+    return TasksConfig.model_validate(content)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv", "tsv"])
+def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"train.{kind}"
+    rows = [{"a": f"one, {at}", "b": f"two {at}", "gold": ["bad", "good"][at % 2]} for at in range(10)]
+    if kind == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif kind.startswith("jsonl"):
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    else:
+        mark = "\t" if kind == "tsv" else ","
+        lines = [mark.join(rows[0]), *(mark.join(f'"{value}"' for value in row.values()) for row in rows)]
+        path.write_text("\n".join([*lines, ""]))
+    task = {
+        "kind": "classification",
+        "text_column": "a",
+        "text_pair_column": "b",
+        "label_column": "gold",
+        "label_names": ["good", "bad"],
+        "source": {"files": {"train": [str(path)]}},
+        "splits": {"test": "train"},
+    }
+    prepare_task("it", local(tmp_path, task))
+    row = {"id": "train-3", "text": "one, 3", "text_pair": "two 3", "label": 0}
+    assert rows_of(tmp_path / "out" / "it", "test")[3] == row
+
+
+def test_answers_can_be_texts(tmp_path: Path) -> None:
+    """ReCoRD from upstream."""
+    row = {"passage": "Ann met Bob. Ann left.", "query": "@placeholder left", "answers": ["Ann", "Ann"]}
+    task = {"kind": "question_answering", "question_column": "query", "context_column": "passage",
+            "source": {"files": {"dev": [jsonl(tmp_path / "r.jsonl", [row])]}}, "splits": {"test": "dev"}}  # fmt: skip
+    prepare_task("it", local(tmp_path, task))
+    [row] = rows_of(tmp_path / "out" / "it", "test")
+    assert row["answers"] == {"text": ["Ann"], "answer_start": [0]}
+
+
+TOKENS = {"kind": "tokens", "labels_column": "tags", "label_names": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]}
+GOOD = {"tokens": ["Ann", "Lee"], "tags": [1, 2]}
+ASK = {"kind": "question_answering"}
+ASKED = {"question": "Who?", "context": "It was Ann.", "answers": {"text": ["Ann"], "answer_start": [7]}}
+LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "good", "bad", "why"),
+    [
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [1, 2]}, "it has another number of labels than of tokens"),
+        (TOKENS, GOOD, {"tokens": [], "tags": []}, "it has no tokens"),
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "its label 5 is none of 5"),
+        (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
+        (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "an answer doesn't stand in its place in the context"),
+        (ASK, ASKED, {**ASKED, "question": None}, "its question is no text"),
+        (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "its label -1 is none of 2"),
+        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "its text is no text"),
+    ],
+)
+def test_invalid_rows_are_left_out(
+    tmp_path: Path, task: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], why: str
+) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", [*[good] * 6, bad, *[good] * 3])
+    task = {**task, "source": {"files": {"all": [file]}}, "splits": {"test": "all"}}
+    with pytest.raises(UserError) as stopped:
+        prepare_task("it", local(tmp_path, task))
+    assert str(stopped.value) == (
+        f"it: test: 1 of 10 rows can't be used, and most_left_out allows 0.10%; the first: {file}, row 7: {why}"
+    )
+    assert not (tmp_path / "out" / "it" / TASK_RECORD).exists()
+    record = prepare_task("it", local(tmp_path, task, most_left_out=0.1))
+    assert record["left_out"] == {"test": {why: 1}}
+    assert record["rows"] == {"test": 9} and len(rows_of(tmp_path / "out" / "it", "test")) == 9
+
+
+def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path: Path) -> None:
+    names = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC]"
+    with pytest.raises(UserError, match=r"label_names are O, I-PER, .*but the dataset says O, B-PER"):
+        prepare_task("uner", config_of(sets, tmp_path, f"tasks.uner.label_names={names}"))
+    with pytest.raises(UserError, match="the dataset doesn't name its labels: give label_names, in the order"):
+        prepare_task("conll2003", config_of(sets, tmp_path, "tasks.conll2003.label_names=null"))
+    # Named in another order than numbered: BIO breaks everywhere.
+    wrong = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC, B-MISC, I-MISC]"
+    with pytest.raises(UserError, match=r"the first: .* row 1: I-PER follows O"):
+        prepare_task("conll2003", config_of(sets, tmp_path, f"tasks.conll2003.label_names={wrong}"))
+
+
+def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str, str], tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "qrels.jsonl", [{"query-id": "1", "corpus-id": str(at), "score": 1} for at in (1, 999)])
+    task = config_of(sets, tmp_path).tasks["nq"].model_dump() | {"qrels": {"test": {"files": {"train": [path]}}}}
+    with pytest.raises(UserError, match=r"qrels/test: 1 of 2 rows .* number 2: its document is not in the corpus"):
+        prepare_task("it", local(tmp_path, task))
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"path": "nowhere/at-all", "files": None}, "nowhere/at-all, train: can't be read ("),
+        ({"files": {"train": ["{tmp}/none.parquet"]}}, "{tmp}/none.parquet: there is no such file"),
+        ({"files": {"train": ["{tmp}/damaged.parquet"]}}, "{tmp}/damaged.parquet: can't be read ("),
+        ({"files": {"train": ["{tmp}/rows.txt"]}}, "{tmp}/rows.txt: expected files of one kind: .parquet, "),
+        ({"files": {"train": ["{tmp}/rows.jsonl"]}}, "{tmp}/rows.jsonl: has no column 'tags' (it has: text)"),
+    ],
+)
+def test_unreadable_sources_are_named(
+    tmp_path: Path, source: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
+    (tmp_path / "rows.txt").write_text("text\n")
+    jsonl(tmp_path / "rows.jsonl", [{"text": "t"}])
+    filled = json.loads(json.dumps(source).replace("{tmp}", str(tmp_path)))
+    with pytest.raises(UserError) as caught:
+        prepare_task("it", local(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))
+    assert str(caught.value).startswith(says.replace("{tmp}", str(tmp_path)))
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path: Path) -> None:
+    overrides = [*(f"{key}={place}" for key, place in sets.items()), f"output={tmp_path}"]
+    broken = f"tasks.qqp.source.path={tmp_path / 'nothing'}"
+    command = run([str(YAML), "sst2", "qqp", "squad", *overrides, broken])
+    assert command.returncode == 1
+    assert "Traceback" not in command.stderr
+    assert sorted(path.parent.name for path in tmp_path.glob(f"*/{TASK_RECORD}")) == ["squad", "sst2"]
+    assert "1 of 3 tasks failed (qqp); the same command tries them again" in command.stderr
+    planned = run([str(YAML), "sst2", "qqp", *overrides, "--plan"])
+    assert planned.returncode == 0, planned.stderr
+    sst2, qqp = planned.stdout.splitlines()[1:]
+    assert "finished already" in sst2 and "finished already" not in qqp
+    unknown = run([str(YAML), "sst3", *overrides])
+    assert unknown.returncode == 2 and unknown.stderr.startswith("no task 'sst3' (there are: sst2, mnli")
+
+
+def test_a_hub_dataset_at_a_revision(tmp_path: Path) -> None:
+    """A set whose owners publish a script, from the branch where the hub converts it; and one at its newest commit."""
+    converted, newest, commits = tmp_path / "converted", tmp_path / "newest", ["c" * 40, "d" * 40]
+    row = {"query": "@placeholder left", "passage": "Ann left.", "entities": ["Ann"], "answers": ["Ann"]}
+    features = {"query": TEXT, "passage": TEXT, "entities": Sequence(TEXT), "answers": Sequence(TEXT)}
+    for name in ("record", "boolq"):
+        for split in ("train", "validation"):
+            write_split(converted / name / split, "0000", [row] * (20 if name == "record" else 3), features)
+    make_answers(newest, name="plain_text")
+    script = tmp_path / "script"
+    script.mkdir()
+    (script / "super_glue.py").write_text("raise SystemExit('ran a script')")
+    repositories = {
+        "aps/super_glue": Repository(
+            {commits[0]: converted, "e" * 40: script}, {"refs/convert/parquet": commits[0], "main": "e" * 40}
+        ),
+        "rajpurkar/squad": Repository({commits[1]: newest}, {"main": commits[1]}),
+    }
+    files = {split: [f"record/{split}/*.parquet"] for split in ("train", "validation")}
+    upstream = f"{{path: aps/super_glue, revision: refs/convert/parquet, files: {json.dumps(files)}}}"
+    overrides = [
+        f"tasks.record.source={upstream}",
+        "tasks.record.question_column=query",
+        "tasks.record.context_column=passage",
+    ]
+    with serve_hub(repositories, tmp_path / "home") as environment:
+        command = run([str(YAML), "record", "squad", f"output={tmp_path / 'out'}", *overrides], environment)
+        assert command.returncode == 0, command.stderr
+        missing = run([str(YAML), "sst2", f"output={tmp_path / 'out'}"], environment)
+    record = json.loads((tmp_path / "out" / "record" / TASK_RECORD).read_text())
+    assert record["commits"] == {"aps/super_glue": commits[0]}
+    assert record["rows"] == {"validation": 1, "train": 19, "test": 20}
+    assert json.loads((tmp_path / "out" / "squad" / TASK_RECORD).read_text())["commits"] == {
+        "rajpurkar/squad": commits[1]
+    }
+    assert missing.returncode == 1
+    assert missing.stderr.startswith("sst2: nyu-mll/glue, sst2, train: can't be read (")
+
+
+def test_numbers_keep_their_types(sets: dict[str, str], tmp_path: Path) -> None:
+    prepare_task("uner", config_of(sets, tmp_path))
+    schema = pq.read_schema(tmp_path / "uner" / "train.parquet")
+    assert schema.field("labels").type.value_type == "int32"
+    assert (
+        np.asarray(pq.read_table(tmp_path / "uner" / "train.parquet")["labels"].combine_chunks().values).dtype
+        == np.int32
+    )
+
+
+def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
+    # The datasets library identifies a folder by its last name and its card.
+    for parent, count in (("a", 3), ("b", 5)):
+        folder = tmp_path / parent / "same"
+        write_split(folder / "default", "train", [{"x": str(at)} for at in range(count)], {"x": TEXT})
+        card(folder, {"default": ["train"]})
+        assert len(open_table(DatasetConfig(path=str(folder)), "train")) == count
+    write_split(folder / "default", "train", [{"x": "new"}] * 7, {"x": TEXT})
+    assert len(open_table(DatasetConfig(path=str(folder)), "train")) == 7

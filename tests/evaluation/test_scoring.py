@@ -1,0 +1,62 @@
+"""Scores of a system on a task, and bootstrap intervals."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from biphasic.evaluation.embedder import RandomEmbedder
+from biphasic.evaluation.retriever import Retriever
+from biphasic.evaluation.scoring import bootstrap_interval, score
+from biphasic.evaluation.sets import retrieval_task
+
+
+def test_scores_of_each_split_and_query() -> None:
+    """Equal texts have equal random vectors, so that the first two queries find their document first."""
+    documents, queries = {"d1": "a", "d2": "b", "d3": "c"}, {"q1": "a", "q2": "b", "q3": "x", "q4": "c"}
+    qrels = {"test": {"q1": {"d1": 1}, "q2": {"d2": 1}, "q3": {"d3": 1}}, "dev": {"q4": {"d3": 1}}}
+    task = retrieval_task("Small", documents, queries, qrels)
+    scores, result = score(Retriever(RandomEmbedder()), task)
+    assert not task.data_loaded
+    assert "task_specific_scores" not in vars(task)
+    assert result.task_name == "Small"
+    dev, test = sorted(scores, key=lambda row: row.split)
+    assert [(row.task, row.subset, row.split, row.metric) for row in (dev, test)] == [
+        ("Small", "default", "dev", "ndcg_at_10"),
+        ("Small", "default", "test", "ndcg_at_10"),
+    ]
+    assert [(row.queries, row.documents) for row in (dev, test)] == [(1, 3), (3, 3)]
+    assert (dev.value, dev.ndcg_at_10, dev.mrr_at_10, dev.recall_at_100, dev.interval) == (1, 1, 1, 1, (1, 1))
+    assert test.by_query.keys() == {"q1", "q2", "q3"}
+    assert test.by_query["q1"] == test.by_query["q2"] == 1
+    assert test.value == test.ndcg_at_10 == pytest.approx(np.mean(list(test.by_query.values())), abs=1e-5)
+    assert test.interval == bootstrap_interval(list(test.by_query.values()))
+    task.load_data()
+    assert score(Retriever(RandomEmbedder()), task)[0] == scores
+    assert task.data_loaded
+
+
+def test_interval_is_of_the_resampled_means() -> None:
+    values = np.random.default_rng(2).random(37)
+    resamples = values[np.random.default_rng(5).integers(37, size=(10_000, 37))]
+    expected = np.percentile(resamples.mean(1), [2.5, 97.5])
+    assert bootstrap_interval(values.tolist(), seed=5) == pytest.approx(expected, abs=1e-12)
+
+
+def test_interval_of_a_large_sample_is_close_to_the_normal_one() -> None:
+    values = np.random.default_rng(0).normal(0.4, 0.2, 2000)
+    low, high = bootstrap_interval(values.tolist(), seed=1)
+    half = 1.96 * values.std() / 2000**0.5
+    assert abs(low - (values.mean() - half)) < 0.1 * half
+    assert abs(high - (values.mean() + half)) < 0.1 * half
+
+
+def test_the_seed_decides_the_interval() -> None:
+    values = np.random.default_rng(1).random(50).tolist()
+    assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
+    assert bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
+
+
+def test_equal_values_have_an_empty_interval() -> None:
+    assert np.allclose(bootstrap_interval([0.7] * 50), 0.7)
+    assert bootstrap_interval([0.7]) == (0.7, 0.7)

@@ -1,0 +1,121 @@
+"""Compiled and recomputed layers give the same results, with one compilation for each phase and none for a batch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import attention_on_cpu
+from backbones import backbone, gradients
+from biphasic.model import layers
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.losses import IGNORE
+
+
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile without code generation: graphs, guards and gradients are real, and no C++ is compiled."""
+    torch._dynamo.reset()
+    counters.clear()
+    compile_ = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend="aot_eager"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "family", "kinds"), [("varlen", "llama", 1), ("flash2", "llama", 1), ("flex", "gemma2", 2)]
+)
+@pytest.mark.usefixtures("compiler")
+def test_one_compilation_for_a_phase_and_none_for_a_batch(
+    backend: str, family: str, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers of one kind share a compilation; Gemma 2 has two kinds."""
+    model = backbone(family)
+    expected = gradients(model, "mask")
+    attention_on_cpu.replace_flash_attn(monkeypatch)
+    layers.compile_layers(model)
+    graphs: list[int] = []
+    results = gradients(model, backend, graphs)
+    # The final norm is compiled once, for both phases.
+    clm, mlm = kinds + 1, 2 * kinds + 1
+    assert graphs == [clm] * 4 + [mlm] * 4
+    assert not counters["graph_break"]
+    for result, reference in zip(results, expected, strict=True):
+        assert (result - reference).norm() < 1e-5 * reference.norm()
+
+
+@pytest.mark.usefixtures("compiler")
+def test_dense_attention_breaks_the_graph_of_a_compiled_layer() -> None:
+    model = backbone("llama")
+    expected = gradients(model, "mask")
+    layers.compile_layers(model)
+    graphs: list[int] = []
+    results = gradients(model, "sdpa", graphs)
+    assert graphs[1] == graphs[3]
+    assert graphs[4] == graphs[7] <= graphs[3] + 1
+    for result, reference in zip(results, expected, strict=True):
+        assert (result - reference).norm() < 1e-5 * reference.norm()
+
+
+def test_the_real_compiler_gives_the_same_results() -> None:
+    torch._dynamo.reset()
+    model = backbone("llama", num_hidden_layers=1)
+    expected = gradients(model, "mask")
+    layers.compile_layers(model)
+    for result, reference in zip(gradients(model, "varlen"), expected, strict=True):
+        assert (result - reference).norm() < 1e-5 * reference.norm()
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_recomputed_layers(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gradients are the same, and the forward of the given layers runs twice."""
+    torch._dynamo.reset()
+    if compiled:
+        monkeypatch.setattr(torch, "compile", lambda function, dynamic: function)
+    model = backbone("llama").train()
+    expected = gradients(model, "sdpa")
+    calls = [0] * 3
+    for index, layer in enumerate(model.layers):  # pyright: ignore[reportArgumentType]
+        forward = layer.mlp.forward
+
+        def counting(x: torch.Tensor, index: int = index, forward: object = forward) -> torch.Tensor:
+            calls[index] += 1
+            return forward(x)  # pyright: ignore
+
+        layer.mlp.forward = counting
+    if compiled:
+        layers.compile_layers(model)
+    layers.recompute_layers(model, [1])
+    assert layers.recomputed_layers(model) == 1
+    results = gradients(model, "sdpa")
+    assert calls == [8, 16, 8]
+    assert all(torch.equal(result, reference) for result, reference in zip(results, expected, strict=True))
+
+
+def test_the_compiled_loss_is_equal_and_compiled_once() -> None:
+    from biphasic.model.losses import cross_entropy_sum
+
+    torch._dynamo.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(30, 16, requires_grad=True), torch.randn(50, 16, requires_grad=True)
+    for softcap, count in ((None, 30), (None, 17), (None, 9), (5.0, 30), (5.0, 12)):
+        targets = torch.randint(50, (30,))
+        targets[count:] = IGNORE
+        results = []
+        for compiled in (True, False):
+            loss = cross_entropy_sum(hidden, weight, targets, softcap, compiled)
+            (0.37 * loss).backward()
+            results.append([loss.detach(), hidden.grad, weight.grad])
+            hidden.grad = weight.grad = None
+        for result, reference in zip(*results, strict=True):
+            torch.testing.assert_close(result, reference, atol=1e-5, rtol=1e-5)
+    assert counters["stats"]["unique_graphs"] == 2
+
+
+def test_names_of_parameters_are_kept() -> None:
+    model = backbone("llama")
+    names = list(LanguageModel(model, torch.nn.Linear(32, 97, bias=False)).state_dict())
+    layers.compile_layers(model)
+    layers.recompute_layers(model, [0])
+    assert list(LanguageModel(model, torch.nn.Linear(32, 97, bias=False)).state_dict()) == names

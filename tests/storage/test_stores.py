@@ -1,0 +1,80 @@
+"""Stores: the same operations on a local folder and on a bucket, and atomic writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from biphasic.errors import UserError
+from biphasic.storage import UNFINISHED_PREFIX, LocalStore, Store, atomic_path, file_hash, open_store
+from buckets import bucket_for
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(request: pytest.FixtureRequest, tmp_path: Path, s3: Path) -> Store:
+    return open_store(
+        str(tmp_path / "store") if request.param == "folder" else f"s3://{bucket_for(s3, 'stores')}/prefix"
+    )
+
+
+def test_files_are_written_listed_read_and_removed(place: Store, tmp_path: Path) -> None:
+    assert place.list() == {} and place.stat("a/b.txt") is None
+    place.write("a/b.txt", b"one")
+    place.write("c.txt", b"three")
+    assert {name: file.bytes for name, file in place.list().items()} == {"a/b.txt": 3, "c.txt": 5}
+    assert list(place.list("a")) == ["a/b.txt"]
+    before = place.stat("a/b.txt")
+    place.write("a/b.txt", b"seven")
+    assert place.read("a/b.txt") == b"seven" and place.stat("a/b.txt") != before
+    file = tmp_path / "copy.txt"
+    place.download("c.txt", file)
+    assert file.read_bytes() == b"three"
+    place.upload(file, "d/e.txt")
+    assert file.exists() and place.read("d/e.txt") == b"three"
+    temporary = place.scratch() / "moved.txt"
+    temporary.write_bytes(b"moved")
+    place.move(temporary, "f.txt")
+    assert not temporary.exists() and place.read("f.txt") == b"moved"
+    temporary.parent.rmdir()
+    place.remove(["a/b.txt", "d/e.txt", "nothing.txt"])
+    assert list(place.list()) == ["c.txt", "f.txt"]
+
+
+def test_a_file_that_does_not_exist(place: Store, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        place.read("nothing.txt")
+    with pytest.raises(FileNotFoundError):
+        place.download("nothing.txt", tmp_path / "file.txt")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    file = tmp_path / "file.txt"
+    file.write_text("old")
+    digest = file_hash(file)
+
+    def fail() -> None:
+        with atomic_path(file) as partial:
+            partial.write_text("half")
+            assert list(LocalStore(str(tmp_path)).list()) == ["file.txt"]
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="the disk is full"):
+        fail()
+    assert file_hash(file) == digest and [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:
+    place = LocalStore(str(tmp_path))
+    place.write("a/file.txt", b"1")
+    (tmp_path / "a" / f"{UNFINISHED_PREFIX}x").write_text("half")
+    assert list(place.list()) == ["a/file.txt"]
+    place.remove_unfinished()
+    assert [path.name for path in (tmp_path / "a").iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("path", ["ftp://host/x", "dbfs://out/train", "file:///x"])
+def test_an_unsupported_scheme_is_refused(path: str) -> None:
+    with pytest.raises(UserError, match="is not supported; expected a local path, s3://"):
+        open_store(path)
