@@ -108,9 +108,8 @@ def _copies(size: int, count: int) -> list[float]:
 def _bucket(folder: Path) -> tuple[Any, str]:
     import s3_server
 
-    port = s3_server.free_port()
     (folder / "s3").mkdir()
-    server = s3_server.serve_s3(folder / "s3", port)
+    server, port = s3_server.serve_s3(folder / "s3")
     keys = {"AWS_ACCESS_KEY_ID": s3_server.KEY, "AWS_SECRET_ACCESS_KEY": s3_server.SECRET}
     os.environ.update(keys, S3_ENDPOINT_URL=f"http://127.0.0.1:{port}", AWS_DEFAULT_REGION="us-east-1",
                       AWS_REQUEST_CHECKSUM_CALCULATION="when_required")  # fmt: skip

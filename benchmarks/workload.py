@@ -239,10 +239,8 @@ def launch(arguments: list[str], ranks: int, threads: int) -> float:
     launcher: list[str] = []
     if ranks > 1:
         is_biphasic = Path(arguments[0]).name == "main.py"
-        module = ["composer.cli.launcher", "-n"] if is_biphasic else ["torch.distributed.run", "--nproc-per-node"]
-        launcher = ["-m", *module, str(ranks)]
-        # The port of the previous run on this machine may still be in use.
-        launcher += ["--master_port" if is_biphasic else "--master-port", str(_free_port())]
+        torchrun = ["torch.distributed.run", "--standalone", "--nproc-per-node"]
+        launcher = ["-m", *(["composer.cli.launcher", "-n"] if is_biphasic else torchrun), str(ranks)]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "CUDA_VISIBLE_DEVICES": ""}
     started = time.time()
     run = subprocess.run(
@@ -255,14 +253,6 @@ def launch(arguments: list[str], ranks: int, threads: int) -> float:
     if run.returncode:
         raise RuntimeError(f"{' '.join(arguments)} ended with {run.returncode}:\n{run.stdout[-4000:]}")
     return started
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
 
 
 def run_biphasic(path: Path, name: str, shape: Shape, ranks: int = 1, *overrides: str) -> Run:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from s3_server import KEY, SECRET, free_port, serve_s3
+from s3_server import KEY, SECRET, serve_s3
 
 # `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
 
@@ -96,8 +96,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     It remembers which files are where, so put them there through it.
     """
     root = tmp_path_factory.mktemp("s3")
-    port = free_port()
-    server = serve_s3(root, port)
+    server, port = serve_s3(root)
     environment = {
         "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
         "AWS_ACCESS_KEY_ID": KEY,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -18,31 +20,18 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-def serve_s3(root: Path, port: int) -> subprocess.Popen[bytes]:
-    """Start a server, and wait until it answers."""
+def serve_s3(root: Path, port: int = 0) -> tuple[subprocess.Popen[str], int]:
+    """Start a server and wait until it answers; returns it and its port, a free one if none is given."""
     rclone = Path(sys.executable).parent / "rclone"
     keys = ["--auth-key", f"{KEY},{SECRET}", "--config", os.devnull]
-    server = subprocess.Popen(
-        [rclone, "serve", "s3", root, "--addr", f"127.0.0.1:{port}", *keys],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-    )
-    try:
-        _wait_for(port, server)
-    except BaseException:
-        server.kill()
-        raise
-    return server
-
-
-def _wait_for(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise RuntimeError(f"rclone ended with status {server.returncode}")
-        try:
-            socket.create_connection(("127.0.0.1", port), 1).close()
-            return
-        except OSError:
-            time.sleep(0.05)
-    raise TimeoutError("rclone serve s3 does not answer")
+    command = [rclone, "serve", "s3", root, "--addr", f"127.0.0.1:{port}", *keys]
+    with tempfile.NamedTemporaryFile("w") as output:
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output, text=True)
+        deadline = time.monotonic() + 60
+        # A port that was looked for beforehand could be another process's by now.
+        while not (address := re.search(r"http://127\.0\.0\.1:(\d+)/", text := Path(output.name).read_text())):
+            if server.poll() is not None or time.monotonic() > deadline:
+                server.kill()
+                raise RuntimeError(f"rclone serve s3 does not answer: {text}")
+            time.sleep(0.02)
+    return server, int(address[1])

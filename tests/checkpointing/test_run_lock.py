@@ -78,7 +78,8 @@ def test_a_lock_without_heartbeat_expires(tmp_path: Path) -> None:
     assert current["attempt"] == name
 
 
-def test_a_dead_process_of_this_machine_loses_its_lock_at_once(tmp_path: Path) -> None:
+def test_a_dead_process_of_this_machine_loses_its_lock_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEASE_SECONDS", 60)
     code = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[2] / "src")!r})
@@ -94,7 +95,7 @@ os._exit(9)
     lock = RunLock(str(tmp_path))
     start = time.monotonic()
     lock.acquire(1)
-    assert time.monotonic() - start < 0.6 + 0.5
+    assert time.monotonic() - start < 30
     assert lock.lost is None
     lock.release("finished")
 

@@ -29,7 +29,7 @@ from biphasic.conversion.worker import convert_unit
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from outputs import same_bytes, segments_in
-from s3_server import free_port, serve_s3
+from s3_server import serve_s3
 from texts import sentences, write_parquet
 from tiny import ROOT
 
@@ -185,11 +185,11 @@ class Server:
     """An S3 server that can be stopped and started again."""
 
     def __init__(self, root: Path):
-        self.root, self.port = root, free_port()
+        self.root, self.port = root, 0
         self.start()
 
     def start(self) -> None:
-        self.process = serve_s3(self.root, self.port)
+        self.process, self.port = serve_s3(self.root, self.port)
 
     def stop(self) -> None:
         self.process.kill()

@@ -283,15 +283,13 @@ def test_a_signal_during_the_preflight_starts_no_training(node: Node) -> None:
 
 
 def test_a_signal_between_two_attempts_ends_the_job(node: Node) -> None:
-    process = node.start(STATUSES="1", BIPHASIC_PAUSE="10")
+    process = node.start(STATUSES="1", BIPHASIC_PAUSE="60")
     node.wait_for("launcher ")
     assert process.stdout is not None
     while "restart 1" not in process.stdout.readline():
         pass
-    start = time.monotonic()
     process.send_signal(signal.SIGTERM)
-    assert process.wait(15) == 75
-    assert time.monotonic() - start < 9
+    assert process.wait(30) == 75
     assert len(node.launches()) == 1
 
 

@@ -28,6 +28,7 @@ from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_recor
 from biphasic.sweep.run import STOPPED, Driver, run
 from biphasic.sweep.worker import FinishedJob, TrialJob, WorkerLocation
 from biphasic.sweep.workers import Workers, _Slot, choose_layout
+from buckets import bucket_for
 from small_trials import read_log
 
 LoadSweep = Callable[..., SweepConfig]
@@ -109,8 +110,8 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
 
 @pytest.mark.usefixtures("shared_ray")
 def test_records_in_a_bucket(sweep: LoadSweep, log: Path, s3: Path) -> None:
-    (s3 / "sweeps").mkdir()
-    config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output="s3://sweeps/one", cluster={"at_once": 2})
+    output = f"s3://{bucket_for(s3, 'sweeps')}/one"
+    config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output=output, cluster={"at_once": 2})
     assert run(config, module="small_trials") == 0
     assert sorted(read_log(log, "trained")) == ["sst2-m-1e-05-0", "sst2-m-1e-05-1"]
     assert Counter(record.status for record in records_of(config).values()) == {"done": 2}
