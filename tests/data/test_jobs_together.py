@@ -9,14 +9,14 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from threading import Barrier
+from threading import Barrier, Timer
 from typing import Any
 
 import pytest
 from streaming import Stream, StreamingDataset
 from streaming.base import dataset
 from streaming.base.format import reader_from_json
-from streaming.base.shared import prefix
+from streaming.base.shared import SharedMemory, prefix
 
 import warm
 from biphasic.config.data import DataConfig
@@ -46,6 +46,23 @@ def test_jobs_that_start_at_the_same_time(tmp_path: Path) -> None:
         for job in jobs:
             run = job.wait()
             assert run.returncode == 0, run.stderr[-3000:]
+
+
+def test_a_rank_waits_for_the_size_of_shared_memory(tmp_path: Path) -> None:
+    write_rows(tmp_path, 20, seed=1)
+    config = data(local=tmp_path)
+    build_loader(config, config.streams, 4, seed=3, train=True)
+    file = Path(f"/dev/shm/{800000 + os.getpid() % 99999:06}_size")
+    file.touch()
+    resize = Timer(0.3, os.truncate, (file, 8))
+    resize.start()
+    try:
+        memory = SharedMemory(file.name, create=False, auto_cleanup=False)
+        assert len(memory.buf) == 8
+        memory.cleanup()
+    finally:
+        resize.join()
+        file.unlink()
 
 
 def test_jobs_can_unpack_the_same_shard(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

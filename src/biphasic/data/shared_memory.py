@@ -12,25 +12,59 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from multiprocessing import shared_memory
 from pathlib import Path
 
 from composer.utils import dist
 from filelock import FileLock
 from streaming.base import dataset
 from streaming.base.constant import BARRIER_FILELOCK, CACHE_FILELOCK, LOCALS, SHM_TO_CLEAN
-from streaming.base.shared import SharedMemory, prefix
+from streaming.base.shared import SharedMemory, memory, prefix
 from streaming.base.world import World
 
 from biphasic.storage import first_line
 from biphasic.versions import require_form
 
-_MEMORY, _PROCESSES = Path("/dev/shm"), Path("/proc")
+_SHARED_MEMORY, _PROCESSES = Path("/dev/shm"), Path("/proc")
 _STREAMING_NAME = re.compile(r"^\d{6}_\w+$")
 _CACHE_WAIT_SECONDS = 15.0
 """How long to wait for a cache, because a killed rank's loader processes keep it until they notice its end."""
+_SIZE_WAIT_SECONDS = 30.0
+"""How long to wait for another rank to set the size of the shared memory that it has created."""
 
 
-def free_stale_shared_memory(folder: Path = _MEMORY, processes: Path = _PROCESSES) -> list[str]:
+class _SizedSharedMemory(shared_memory.SharedMemory):
+    """Python's shared memory, but opening it waits until the process that created it has set its size.
+
+    Creating takes two system calls. Streaming's ranks wait 7 ms between a failed creation and opening, which is too
+    short on a busy machine: they then fail with "cannot mmap an empty file".
+    """
+
+    def __init__(self, name: str | None = None, create: bool = False, size: int = 0):
+        end = time.monotonic() + _SIZE_WAIT_SECONDS
+        while True:
+            try:
+                super().__init__(name, create, size)
+                return
+            except ValueError:
+                if create or time.monotonic() > end:
+                    raise
+                self.close()
+                time.sleep(0.01)
+
+
+def wait_for_sizes_of_shared_memory() -> None:
+    """Let Streaming's datasets wait for the size of shared memory that another rank has just created.
+
+    Raises:
+        UserError: this version of Streaming opens shared memory differently.
+    """
+    name = "BuiltinSharedMemory"
+    require_form("mosaicml-streaming", memory, name, _SizedSharedMemory)
+    setattr(memory, name, _SizedSharedMemory)
+
+
+def free_stale_shared_memory(folder: Path = _SHARED_MEMORY, processes: Path = _PROCESSES) -> list[str]:
     """Remove Streaming's shared memory that no running process on this node has mapped.
 
     Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. This function removes a
@@ -54,7 +88,7 @@ def free_stale_shared_memory(folder: Path = _MEMORY, processes: Path = _PROCESSE
 
 
 @contextmanager
-def names_from_first_rank() -> Iterator[None]:
+def names_chosen_by_local_rank_0() -> Iterator[None]:
     """Let local rank 0 of each node choose the shared-memory names of datasets opened in this block.
 
     In Streaming, each rank looks for a free number before local rank 0 takes one. If another job starts or ends
@@ -63,15 +97,15 @@ def names_from_first_rank() -> Iterator[None]:
     Raises:
         UserError: this version of Streaming chooses names differently.
     """
-    original = require_form("mosaicml-streaming", dataset, "get_shm_prefix", _take_names)
-    setattr(dataset, original.__name__, _take_names)
+    original = require_form("mosaicml-streaming", dataset, "get_shm_prefix", _choose_names)
+    setattr(dataset, original.__name__, _choose_names)
     try:
         yield
     finally:
         setattr(dataset, original.__name__, original)
 
 
-def _take_names(
+def _choose_names(
     streams_local: list[str], streams_remote: list[str | None], world: World, retry: int = 0
 ) -> tuple[int, SharedMemory]:
     """Take a free number on each node, and send it to the node's ranks.
@@ -84,11 +118,11 @@ def _take_names(
     Raises:
         ValueError: two streams have the same folder, or another job uses a stream's cache. Raised on all ranks.
     """
-    memory, answer = None, None
+    reserved, answer = None, None
     if world.is_local_leader:
         try:
             prefix._check_self(streams_local)
-            answer, memory = _register(streams_local, streams_remote)
+            answer, reserved = _register(streams_local, streams_remote)
         except (OSError, ValueError) as error:
             answer = first_line(error)
     answers: list[int | str | None] = dist.all_gather_object(answer)
@@ -97,7 +131,7 @@ def _take_names(
             raise ValueError(fault)
     number = answers[dist.get_global_rank() - dist.get_local_rank()]
     assert isinstance(number, int)
-    return number, memory or SharedMemory(prefix._get_path(number, LOCALS), False)
+    return number, reserved or SharedMemory(prefix._get_path(number, LOCALS), False)
 
 
 def _register(streams_local: list[str], streams_remote: list[str | None]) -> tuple[int, SharedMemory]:
@@ -105,32 +139,32 @@ def _register(streams_local: list[str], streams_remote: list[str | None]) -> tup
     end = time.monotonic() + _CACHE_WAIT_SECONDS
     while True:
         # Names are removed and taken under one lock, because new shared memory looks stale until it is mapped.
-        with FileLock(_MEMORY / f"biphasic-{os.getuid()}.lock"):
+        with FileLock(_SHARED_MEMORY / f"biphasic-{os.getuid()}.lock"):
             removed = free_stale_shared_memory()
             fault = _cache_conflict(caches)
             if fault is None:
-                return _take_first_free(streams_local, removed)
+                return _take_free_number(streams_local, removed)
         if time.monotonic() > end:
             raise ValueError(fault)
         time.sleep(0.2)
 
 
-def _take_first_free(streams_local: list[str], removed: list[str]) -> tuple[int, SharedMemory]:
+def _take_free_number(streams_local: list[str], removed: list[str]) -> tuple[int, SharedMemory]:
     locks = Path(tempfile.gettempdir())
     for number in itertools.count():
         names = [prefix._get_path(number, name) for name in SHM_TO_CLEAN]
-        files = [_MEMORY / name for name in names]
+        files = [_SHARED_MEMORY / name for name in names]
         files += [locks / prefix._get_path(number, name) for name in (BARRIER_FILELOCK, CACHE_FILELOCK)]
         # Removed names are not reused, because a killed job's resource tracker (Python's) may still remove them.
         if any(path.exists() for path in files) or not set(names).isdisjoint(removed):
             continue
         content = prefix._pack_locals(streams_local, number)
         try:
-            memory = SharedMemory(prefix._get_path(number, LOCALS), True, len(content))
+            reserved = SharedMemory(prefix._get_path(number, LOCALS), True, len(content))
         except FileExistsError:  # taken by another user's job
             continue
-        memory.buf[: len(content)] = content
-        return number, memory
+        reserved.buf[: len(content)] = content
+        return number, reserved
     raise AssertionError
 
 
@@ -139,8 +173,8 @@ def _cache_conflict(caches: list[str]) -> str | None:
 
     Streaming's own check works only until the other job's first batch.
     """
-    own = _mapped_names(_PROCESSES / "self" / "maps", _MEMORY) if caches else set()
-    for path in _MEMORY.glob(f"*_{LOCALS}") if caches else []:
+    own = _mapped_names(_PROCESSES / "self" / "maps", _SHARED_MEMORY) if caches else set()
+    for path in _SHARED_MEMORY.glob(f"*_{LOCALS}") if caches else []:
         try:
             locals_of_job, _ = prefix._unpack_locals(path.read_bytes())
         except (OSError, ValueError, IndexError):

@@ -17,7 +17,7 @@ from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.data.cache_limit import require_room
 from biphasic.data.loader_signals import handle_loader_signals
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
-from biphasic.data.shared_memory import names_from_first_rank
+from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.errors import UserError, is_lost_rank
 from biphasic.storage import first_line
 from biphasic.versions import require_form
@@ -104,12 +104,13 @@ def build_loader(
         ShardError: a shard can't be downloaded or is damaged. Raised while batches are read.
     """
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
+    wait_for_sizes_of_shared_memory()
     opened = [open_stream(config, stream) for stream in streams.values()]
     names = ", ".join(stream.remote or stream.local for stream in streams.values())
     # Without a remote, the stream's folder holds the data itself, and a cache limit would delete it.
     limit = config.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
     try:
-        with names_from_first_rank():
+        with names_chosen_by_local_rank_0():
             dataset = RowDataset(
                 streams=opened,
                 epoch_size=config.epoch_rows if train else None,
