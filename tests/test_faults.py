@@ -49,7 +49,7 @@ def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case in ("two", "killed") else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=[] if case == "killed" else pytest.mark.slow) for case in CASES]
 )
 def test_composer_s_launcher_shows_a_fault_once(case: str, tmp_path: Path) -> None:
     command: list[Any] = [ROOT / "tests" / "failing_ranks.py", case, tmp_path / "reason"]

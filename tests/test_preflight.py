@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
+import warm
 from biphasic.preflight import find_faults, report
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
-from tiny import composer_command
 
 
 def preflight(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
-    command = composer_command("-m", "biphasic.preflight", path, *overrides, processes=processes)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
+    return warm.run([str(path), *overrides], processes, environment, module="biphasic.preflight")
 
 
 def test_two_ranks_without_faults(s3: Path, write_yaml: Write) -> None:

@@ -167,6 +167,7 @@ def test_two_ranks_against_one(results_folder: Path, monkeypatch: pytest.MonkeyP
     assert results["efficiency"]["fsdp_2"] == pytest.approx(speed["fsdp_2"] / (2 * speed["ours_1"]))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("accelerate") is None, reason="Hugging Face's Trainer needs accelerate")
 @pytest.mark.usefixtures("quick")
 def test_against_hugging_face(results_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,6 +210,7 @@ def test_the_masked_llama_attends_to_both_sides_and_not_to_padding() -> None:
     torch.testing.assert_close(logits(longer, mask)[:, :10], alone)
 
 
+@pytest.mark.slow
 def test_memory_of_the_loss(results_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Full logits of 8,192 tokens and 50,000 words take 1.6 GB, and their gradients as much: they don't fit the limit."""
     loss = module("loss_memory")

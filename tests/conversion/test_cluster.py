@@ -36,8 +36,8 @@ def cluster() -> Iterator[Any]:
 def keys(tmp_path: Path) -> dict[str, Any]:
     (tmp_path / "text").mkdir()
     for number in range(4):
-        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(4500, seed=number))
-    return {"unit_bytes": 1 << 20, "shard_bytes": 1 << 16, "validation_fraction": 0.05}
+        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(2000, seed=number))
+    return {"unit_bytes": 450_000, "shard_bytes": 1 << 16, "validation_fraction": 0.05}
 
 
 def test_auto_without_a_cluster(keys: dict[str, Any], config_for: Make, tmp_path: Path) -> None:
@@ -62,12 +62,12 @@ def test_two_machines_write_what_one_does(
 def test_a_leaving_machine_s_units_are_converted_by_another(
     cluster: Any, keys: dict[str, Any], config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It leaves while it converts units: every CPU of the cluster is in use, two of them its own."""
-    for number in range(4, 12):
-        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(4500, seed=number))
-    leaving = cluster.add_node(num_cpus=2, object_store_memory=STORE)
+    """It leaves while it converts units: every CPU of the cluster is in use, one of them its own."""
+    for number in range(4, 10):
+        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(2000, seed=number))
+    leaving = cluster.add_node(num_cpus=1, object_store_memory=STORE)
     cluster.wait_for_nodes()
-    address = {"address": cluster.address, "shared_folder": True, "workers": 4}
+    address = {"address": cluster.address, "shared_folder": True, "workers": 3}
     converted = threading.Event()
 
     def leave() -> None:

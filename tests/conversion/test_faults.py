@@ -34,9 +34,8 @@ from texts import sentences, write_parquet
 from tiny import ROOT
 
 Make = Callable[..., ConvertConfig]
-MIB = 1 << 20
 ALONE = {"workers": 1}
-KEYS: dict[str, Any] = {"unit_bytes": MIB, "shard_bytes": 1 << 18, "cluster": ALONE, "validation_fraction": 0.05}
+KEYS: dict[str, Any] = {"unit_bytes": 450_000, "shard_bytes": 1 << 16, "cluster": ALONE, "validation_fraction": 0.05}
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +43,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Six files, a work unit each."""
     folder = tmp_path_factory.mktemp("text")
     for number in range(6):
-        write_parquet(folder / f"{number}.parquet", sentences(4500, seed=number))
+        write_parquet(folder / f"{number}.parquet", sentences(2000, seed=number))
     return folder
 
 
@@ -98,8 +97,8 @@ def test_a_damaged_file_can_be_skipped(
         assert message.startswith(f"source {copy}/2.parquet: is damaged after row ")
         # The rows before the damage are taken.
         rows = int(message.split("after row ")[1].split()[0])
-        assert record["documents"]["read"] == 4 * 4500 + rows
-        assert rows > 1000
+        assert record["documents"]["read"] == 4 * 2000 + rows
+        assert rows > 500
         assert f"skipped: {message}" in capsys.readouterr().out
         assert verify(str(tmp_path / "out"), progress=False).faults == []
     with pytest.raises(UserError, match=r"4\.parquet: is empty \(0 bytes\); mend it"):
@@ -158,7 +157,7 @@ def test_a_very_long_text_is_converted_completely(config_for: Make, tmp_path: Pa
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=400k", "tmpfs", folder], capture_output=True)
     if mounted.returncode:
         pytest.skip("only root can mount a small disk")
     yield folder

@@ -100,10 +100,10 @@ def test_a_failed_conversion_has_no_index_and_resumes_after_the_repair(
     """The second file breaks, after shards have been uploaded; then it is mended."""
     monkeypatch.setattr(worker, "_BATCH_CHARACTERS", 5000)
     url = f"s3://{bucket.name}"
-    good = gzip.compress(jsonl(sentences(40000, seed=3)))
+    good = gzip.compress(jsonl(sentences(12000, seed=3)))
     put(bucket, "text/more/b.jsonl", b" ")
     put(bucket, "text/more/c.jsonl.gz", good[: len(good) - 2000])
-    keys = {"segments": {"window": 5}, "unit_bytes": 1 << 20, "shard_bytes": 1 << 18, "cluster": {"workers": 1}}
+    keys = {"segments": {"window": 5}, "unit_bytes": 1 << 20, "shard_bytes": 1 << 16, "cluster": {"workers": 1}}
     config = config_for(f"{url}/text", output=f"{url}/out", **keys)
     with pytest.raises(UserError, match=r"c\.jsonl\.gz: is damaged after line \d+ \(") as error:
         convert(config)

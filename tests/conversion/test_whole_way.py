@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+import warm
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump, load
 from biphasic.data.tokenizer import load_tokenizer
@@ -22,16 +21,15 @@ from outputs import same_bytes
 from texts import sentences, write_parquet
 from tiny import LENGTH, ROOT, config_of, launch, losses, train
 
-COMMANDS = ROOT / "data_prep"
 UNITS = 5
 
 
-def command(name: str, *arguments: str) -> list[str]:
-    return [sys.executable, str(COMMANDS / f"{name}.py"), *arguments]
+def start(name: str, *arguments: str) -> warm.Job:
+    return warm.start_script(ROOT / "data_prep" / f"{name}.py", list(arguments), dict(os.environ))
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(name, *arguments), capture_output=True, text=True)
+    return start(name, *arguments).wait()
 
 
 def test_conversion_to_training_through_a_bucket(
@@ -40,21 +38,21 @@ def test_conversion_to_training_through_a_bucket(
     bucket = bucket_for(s3, "whole-way")
     (tmp_path / "text").mkdir()
     for number in range(UNITS):
-        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(6000, seed=number))
+        write_parquet(tmp_path / "text" / f"{number}.parquet", sentences(2500, seed=number))
     text, out = upload(tmp_path / "text", bucket, "text"), f"s3://{bucket}/out"
-    keys = {"sequence_length": LENGTH, "unit_bytes": 1 << 20, "shard_bytes": 1 << 16, "validation_fraction": 0.05,
+    keys = {"sequence_length": LENGTH, "unit_bytes": 450_000, "shard_bytes": 1 << 15, "validation_fraction": 0.05,
             "cluster": {"workers": 1}}  # fmt: skip
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(text, output=out, **keys)))
     stored = s3 / bucket / "out"
 
     # Killed in the middle: some units have their records, and nothing can be opened.
-    process = subprocess.Popen(command("convert", str(path)), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = start("convert", str(path))
     deadline = time.monotonic() + 120
     while len(list(stored.glob("units/*.json"))) < 2 and time.monotonic() < deadline:
         assert process.poll() is None
         time.sleep(0.02)
-    os.kill(process.pid, signal.SIGKILL)
+    process.kill()
     process.wait()
     finished = len(list(stored.glob("units/*.json")))
     assert 2 <= finished < UNITS

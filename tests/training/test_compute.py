@@ -78,6 +78,7 @@ def test_recomputed_layers(setting: Any, layers: list[int]) -> None:
     assert ComputeConfig(activation_checkpointing=setting).recomputed(4) == layers
 
 
+@pytest.mark.slow
 def test_a_compiled_run_with_recomputed_layers_has_the_same_losses(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:

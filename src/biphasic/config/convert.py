@@ -106,7 +106,7 @@ class ConvertConfig(JobConfig):
     on_bad_file: Literal["stop", "skip"] = "stop"
     """`stop`: convert the other files, but publish the output only once the damaged file is repaired. `skip`: convert the
     documents before the damage; leave out and count the rest."""
-    unit_bytes: Annotated[int, Field(ge=2**20, lt=2**63)] = 256 * 2**20
+    unit_bytes: Annotated[int, Field(ge=2**16, lt=2**63)] = 256 * 2**20
     """Bytes of text in a work unit. After an interruption, unfinished work units are converted again. Small files are
     grouped; a large Parquet file is divided by its row groups."""
     cluster: ConvertCluster = ConvertCluster()

@@ -226,7 +226,10 @@ def _parallel_map(count: int) -> Iterator[Any]:
     if count < _WORTH_PROCESSES or available_cores() == 1:
         yield map
         return
-    with ProcessPoolExecutor(available_cores(), multiprocessing.get_context("spawn")) as pool:
+    # The processes are forked from one that has made the slow imports once.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__, "streaming"])
+    with ProcessPoolExecutor(available_cores(), context) as pool:
         yield pool.map
 
 
