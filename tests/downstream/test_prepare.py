@@ -261,10 +261,10 @@ def test_invalid_rows_are_left_out(
     with pytest.raises(UserError) as stopped:
         prepare_task("it", local(tmp_path, task))
     assert str(stopped.value) == (
-        f"it: test: 1 of 10 rows can't be used, and most_left_out allows 0.10%; the first: {file}, row 7: {why}"
+        f"it: test: 1 of 10 rows can't be used, and max_invalid_share allows 0.10%; the first: {file}, row 7: {why}"
     )
     assert not (tmp_path / "out" / "it" / TASK_RECORD).exists()
-    record = prepare_task("it", local(tmp_path, task, most_left_out=0.1))
+    record = prepare_task("it", local(tmp_path, task, max_invalid_share=0.1))
     assert record["left_out"] == {"test": {why: 1}}
     assert record["rows"] == {"test": 9} and len(rows_of(tmp_path / "out" / "it", "test")) == 9
 

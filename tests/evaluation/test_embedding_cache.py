@@ -33,7 +33,7 @@ def fill(folder: Path, name: str, limit: int, when: float, count: int = 1) -> in
             blocks.write(number, block(number))
         corpus_folder = blocks._folder
     os.utime(corpus_folder, (when, when))
-    return blocks.refused
+    return blocks.skipped_blocks
 
 
 def kept_corpora(folder: Path, *names: str) -> list[str]:
@@ -55,7 +55,7 @@ def test_written_blocks_are_read_again(tmp_path: Path) -> None:
         assert first is not None and last is not None
         assert np.array_equal(first, block(0)) and np.array_equal(last, block(2)[:3])
         assert first.dtype == np.float32
-        assert blocks.read(1) is None and blocks.refused == 0
+        assert blocks.read(1) is None and blocks.skipped_blocks == 0
         blocks.write(0, block(7))
         rewritten = blocks.read(0)
         assert rewritten is not None and np.array_equal(rewritten, block(7))
@@ -161,7 +161,7 @@ def test_blocks_beyond_the_limit_are_refused(tmp_path: Path) -> None:
         for number in range(5):
             blocks.write(number, block(number))
         assert [blocks.read(number) is not None for number in range(5)] == [True, True, True, False, False]
-        assert blocks.refused == 2
+        assert blocks.skipped_blocks == 2
 
 
 def test_a_full_disk_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,7 +174,7 @@ def test_a_full_disk_is_not_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyP
             patch.setattr(np, "save", full)
             blocks.write(0, block(5))
             blocks.write(1, block(1))
-        assert blocks.refused == 2 and blocks.read(1) is None
+        assert blocks.skipped_blocks == 2 and blocks.read(1) is None
         assert np.array_equal(np.asarray(blocks.read(0)), block(0))
         assert sorted(file.name for file in blocks._folder.iterdir()) == ["000000.npy", "key.json"]
 
@@ -210,7 +210,7 @@ def test_concurrent_evaluations_in_too_little_room(tmp_path: Path) -> None:
             try:
                 with EmbeddingCache(tmp_path, ROOM).open({"corpus": name}, FULL) as blocks:
                     blocks.write(0, block(number))
-                    if not blocks.refused and not np.array_equal(np.asarray(blocks.read(0)), block(number)):
+                    if not blocks.skipped_blocks and not np.array_equal(np.asarray(blocks.read(0)), block(number)):
                         errors.append(f"{name} {number} is lost")
             except (OSError, UserError) as error:
                 errors.append(repr(error))

@@ -82,7 +82,7 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     """Report invalid streams, and keys that have no effect without other keys."""
     if (data.train is None) == (data.mix is None):
         message = "expected exactly one of data.train (one dataset) and data.mix (several)"
-        got = "neither" if data.mix is None else "both; `data.train: null` removes what a file below gives"
+        got = "neither" if data.mix is None else "both; `data.train: null` removes the value from `defaults:`"
         yield ["data.mix", "data.train"], f"{message}; got {got}"
         return
     yield from _mix_problems(data, global_batch_size)
@@ -97,7 +97,10 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
         for key in data.streams:
             if key not in remote:
                 # Streaming would delete shards even if it could not download them again.
-                yield ["data.cache_limit", key], f"would delete shards of {key}, which has no remote: give it one"
+                yield (
+                    ["data.cache_limit", key],
+                    f"expected a remote for {key}, from which deleted shards can be downloaded again",
+                )
     if not data.shuffle and not data.is_default("shuffle_block_size"):
         yield ["data.shuffle_block_size", "data.shuffle"], "has no effect with data.shuffle: false"
 

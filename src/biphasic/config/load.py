@@ -72,7 +72,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
     _read(Path(file), tree, ())
     for override in overrides or []:
         _override(override, tree)
-    with _reported(tree.source):
+    with _errors_reported(tree.source):
         content = OmegaConf.to_container(tree.merged, resolve=True)
     assert isinstance(content, dict)
     problems, config = _validate(content, tree)
@@ -107,26 +107,26 @@ def _escape_interpolations(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
-def _read(file: Path, tree: _Tree, above: tuple[Path, ...]) -> None:
+def _read(file: Path, tree: _Tree, including: tuple[Path, ...]) -> None:
     name = str(file)
     try:
-        if file.resolve() in above:
-            raise _refused(name, "defaults", "this file is among its own defaults")
+        if file.resolve() in including:
+            raise _config_error(name, "defaults", "this file is among its own defaults")
         text = file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise _refused(name, "", f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
+        raise _config_error(name, "", f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:
-        user = f" (named in `defaults:` of {tree.file})" if above else ""
-        raise _refused(name, "", f"can't be read: {getattr(error, 'strerror', None) or error}{user}") from None
+        user = f" (named in `defaults:` of {tree.file})" if including else ""
+        raise _config_error(name, "", f"can't be read: {getattr(error, 'strerror', None) or error}{user}") from None
     nodes, content = _parse(text, name)
-    with _reported(lambda _: name, "defaults"):
+    with _errors_reported(lambda _: name, "defaults"):
         value = content.pop("defaults", None)
         names = [] if value is None else [value] if isinstance(value, str) else list(value)
     if isinstance(value, DictConfig) or not all(isinstance(base, str) for base in names):
-        raise _refused(name, "defaults", f"expected the path of a YAML or a list of paths; got {value!r}")
+        raise _config_error(name, "defaults", f"expected the path of a YAML or a list of paths; got {value!r}")
     for base in names:
-        _read(file.parent / base, tree, (*above, file.resolve()))
-    with _reported(lambda _: name):
+        _read(file.parent / base, tree, (*including, file.resolve()))
+    with _errors_reported(lambda _: name):
         merged = OmegaConf.merge(tree.merged, content)
     assert isinstance(merged, DictConfig)
     tree.merged = merged
@@ -139,12 +139,12 @@ def _parse(text: str, name: str) -> tuple[yaml.Node | None, DictConfig]:
         _require_shallow(text, name)
         nodes = yaml.compose(text)
         if nodes is not None and not isinstance(nodes, yaml.MappingNode):
-            raise _refused(name, "", "expected `key: value` lines at the top")
+            raise _config_error(name, "", "expected `key: value` lines at the top")
         content = OmegaConf.create(text) if nodes is not None else DictConfig({})
     except _READ_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
-        raise _refused(name + line, "", f"is not valid YAML: {_summary(error)}") from None
+        raise _config_error(name + line, "", f"is not valid YAML: {_summary(error)}") from None
     assert isinstance(content, DictConfig)
     return nodes, content
 
@@ -154,7 +154,9 @@ def _require_shallow(text: str, name: str) -> None:
     for event in yaml.parse(text):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
-            raise _refused(f"{name}:{event.start_mark.line + 1}", "", f"is nested in more than {_MAX_DEPTH} levels")
+            raise _config_error(
+                f"{name}:{event.start_mark.line + 1}", "", f"is nested in more than {_MAX_DEPTH} levels"
+            )
 
 
 def _record(node: yaml.Node, key: str, name: str, tree: _Tree) -> None:
@@ -176,26 +178,26 @@ def _record(node: yaml.Node, key: str, name: str, tree: _Tree) -> None:
 def _override(text: str, tree: _Tree) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise _refused(_COMMAND_LINE, text, "expected key=value, such as optimizer.lr=1e-4")
-    with _reported(lambda _: _COMMAND_LINE, key):
+        raise _config_error(_COMMAND_LINE, text, "expected key=value, such as optimizer.lr=1e-4")
+    with _errors_reported(lambda _: _COMMAND_LINE, key):
         _require_shallow(value, _COMMAND_LINE)
         OmegaConf.update(tree.merged, key, OmegaConf.from_dotlist([f"value={value}"])["value"], force_add=True)
     tree.where = {k: v for k, v in tree.where.items() if not k.startswith(f"{key}.")}
     tree.where[key] = _COMMAND_LINE
 
 
-def _refused(where: str, key: str, message: str) -> ConfigError:
+def _config_error(where: str, key: str, message: str) -> ConfigError:
     return ConfigError([Problem(where, key, message)])
 
 
 @contextmanager
-def _reported(source: Callable[[str], str], key: str = "") -> Iterator[None]:
+def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[None]:
     """Report an error of the YAML libraries as one of `key`, or of the key that the error names."""
     try:
         yield
     except _READ_ERRORS as error:
         key = key or str(getattr(error, "full_key", None) or "")
-        raise _refused(source(key), key, _summary(error)) from None
+        raise _config_error(source(key), key, _summary(error)) from None
 
 
 def _summary(error: BaseException) -> str:

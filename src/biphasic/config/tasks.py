@@ -73,8 +73,8 @@ class QuestionAnsweringSet(_SupervisedSet):
     kind: Literal["question_answering"]
     question_column: str = "question"
     context_column: str = "context"
-    """Column of the contexts. The column `answers` contains `{text: [...], answer_start: [...]}` as in SQuAD, or only texts,
-    which are then located in the context."""
+    """Column of the contexts. The answers are in a column `answers`, with `{text: [...], answer_start: [...]}` as in SQuAD,
+    or with texts only, which are then located in the context."""
 
 
 class PairsConfig(TableConfig):
@@ -91,7 +91,7 @@ class CorpusConfig(TableConfig):
 
     id_column: str = "_id"
     text_columns: Columns = ["text"]
-    joined_by: str = ". "
+    separator: str = ". "
     """Separator between the texts of several columns. Empty texts are left out."""
 
 
@@ -151,7 +151,7 @@ class TasksConfig(JobConfig):
     """Share of `train` to use as `validation` if a dataset's `splits` has no `validation`."""
     seed: Seed = 42
     """Random seed for `validation_fraction` and for the halves of queries."""
-    most_left_out: Annotated[float, Field(ge=0, lt=1)] = 0.001
+    max_invalid_share: Annotated[float, Field(ge=0, lt=1)] = 0.001
     """Maximum share of invalid rows in a split that are left out. If there are more, preparing the dataset fails."""
     tasks: Annotated[dict[Name, DownstreamSet], Field(min_length=1)]
 

@@ -60,4 +60,4 @@ def corpus(config: CorpusConfig, table: Table, judged: set[str] | None, written:
         for id, parts in zip(map(str, batch[config.id_column]), texts, strict=True):
             if (judged is None or id in judged) and id not in written:
                 written.add(id)
-                yield {"_id": id, "title": "", "text": config.joined_by.join(part for part in parts if part)}
+                yield {"_id": id, "title": "", "text": config.separator.join(part for part in parts if part)}

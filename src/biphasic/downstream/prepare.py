@@ -78,7 +78,7 @@ class _TaskWriter:
         """Write `name`.parquet. Invalid rows are left out and counted.
 
         Raises:
-            UserError: more than a share of `most_left_out` of the `total` rows is invalid, or no row is left.
+            UserError: more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is left.
         """
         file = self.scratch / "file.parquet"
         left_out: Counter[str] = Counter()
@@ -89,8 +89,8 @@ class _TaskWriter:
                 for kind, position in (row.args for row in group if isinstance(row, InvalidRow)):
                     left_out[kind] += 1
                     first_fault = first_fault or f"{position}: {kind}"
-                if left_out.total() > self.config.most_left_out * total:
-                    limit = f"most_left_out allows {self.config.most_left_out:.2%}"
+                if left_out.total() > self.config.max_invalid_share * total:
+                    limit = f"max_invalid_share allows {self.config.max_invalid_share:.2%}"
                     raise UserError(
                         f"{self.name}: {name}: {left_out.total():,} of {total:,} rows can't be used, and {limit}; "
                         f"the first: {first_fault}"

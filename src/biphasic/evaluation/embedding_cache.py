@@ -22,9 +22,9 @@ from biphasic.storage import UNFINISHED_PREFIX, first_line
 class EmbeddingBlocks:
     """The cached embeddings of one corpus, with a file for each block. Files are written atomically."""
 
-    def __init__(self, folder: Path, room: int):
-        self._folder, self._room = folder, room
-        self.refused = 0
+    def __init__(self, folder: Path, available: int):
+        self._folder, self._available = folder, available
+        self.skipped_blocks = 0
         """Number of blocks that were not stored because the cache limit or the disk was full."""
 
     def read(self, block: int) -> np.ndarray | None:
@@ -36,8 +36,8 @@ class EmbeddingBlocks:
 
     def write(self, block: int, embeddings: np.ndarray) -> None:
         """Store a block if enough bytes are available."""
-        if embeddings.nbytes * (block + 1) > self._room:
-            self.refused += 1
+        if embeddings.nbytes * (block + 1) > self._available:
+            self.skipped_blocks += 1
             return
         # Two evaluations may write the same block at the same time.
         partial = self._folder / f"{UNFINISHED_PREFIX}{os.getpid()}-{block:06d}.npy"
@@ -47,7 +47,7 @@ class EmbeddingBlocks:
             partial.replace(self._file(block))
         except OSError:  # for example, the disk is full; the evaluation doesn't need the file
             partial.unlink(missing_ok=True)
-            self.refused += 1
+            self.skipped_blocks += 1
 
     def _file(self, block: int) -> Path:
         return self._folder / f"{block:06d}.npy"
@@ -88,13 +88,13 @@ class EmbeddingCache:
                         key_file.write(text + "\n")
                         key_file.flush()
                     os.utime(folder)
-                    room = self._make_room(folder, size)
+                    available = self._remove_least_recently_used(folder, size)
             except OSError as error:
                 raise UserError(f"cache {self._folder}: can't be written to ({first_line(error)})") from None
-            yield EmbeddingBlocks(folder, room)
+            yield EmbeddingBlocks(folder, available)
             os.utime(folder)
 
-    def _make_room(self, folder: Path, size: int) -> int:
+    def _remove_least_recently_used(self, folder: Path, size: int) -> int:
         """Remove the least recently used embeddings if necessary, and return the bytes available for `folder`."""
         others = [other for other in self._folder.iterdir() if other.is_dir() and other != folder]
         sizes = {other: _bytes_in(other) for other in sorted(others, key=lambda other: other.stat().st_mtime)}

@@ -153,10 +153,10 @@ class Retriever(AbsEncoder):
                 else:
                     bar.update((end - first) * world)
                 yield first, embeddings
-            if blocks and blocks.refused:
+            if blocks and blocks.skipped_blocks:
                 _log.warning(
                     "%s: the cache had no room for %d blocks of embeddings (cache_limit, or the disk): an interrupted "
-                    "evaluation embeds them again", title, blocks.refused,
+                    "evaluation embeds them again", title, blocks.skipped_blocks,
                 )  # fmt: skip
 
     def _cached_blocks(self, corpus: Any, prompt: str, block: int) -> AbstractContextManager[EmbeddingBlocks | None]:
