@@ -6,6 +6,7 @@ import hashlib
 import json
 import math
 import multiprocessing
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
@@ -226,10 +227,10 @@ def _parallel_map(count: int) -> Iterator[Any]:
     if count < _WORTH_PROCESSES or available_cores() == 1:
         yield map
         return
-    # The processes are forked from one that has made the slow imports once.
+    # The processes are forked from one that has made the slow imports once, and has the environment of its start.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "streaming"])
-    with ProcessPoolExecutor(available_cores(), context) as pool:
+    with ProcessPoolExecutor(available_cores(), context, os.environ.update, (dict(os.environ),)) as pool:
         yield pool.map
 
 
