@@ -230,8 +230,12 @@ def _parallel_map(count: int) -> Iterator[Any]:
     # The processes are forked from one that has made the slow imports once, and has the environment of its start.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__, "streaming"])
-    with ProcessPoolExecutor(available_cores(), context, os.environ.update, (dict(os.environ),)) as pool:
+    with ProcessPoolExecutor(available_cores(), context, _set_environment, (dict(os.environ),)) as pool:
         yield pool.map
+
+
+def _set_environment(variables: dict[str, str]) -> None:
+    os.environ.update(variables)
 
 
 @dataclass(frozen=True)
