@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-ShapeType = TypeVar("Asked")
+ShapeType = TypeVar("ShapeType")
 ROOT = Path(__file__).parents[1]
 PHASES = ("clm", "mlm")
 MASKING_RATIO = 0.4
@@ -91,7 +91,7 @@ def shape_of(options: Namespace) -> Shape:
 
 
 def parse_options(shape: type[ShapeType], description: str | None) -> ShapeType:
-    """What the command line says: an option for each field of a shape of numbers. `about` is the script's docstring."""
+    """Parse the command line: an option for each field of a shape of numbers."""
     parser = ArgumentParser(description=(description or "").splitlines()[0])
     for field in dataclasses.fields(shape):  # pyright: ignore[reportArgumentType]
         parser.add_argument(f"--{field.name}", type=type(field.default), default=field.default)
