@@ -8,7 +8,6 @@ import json
 import shutil
 import threading
 import time
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +337,7 @@ def test_a_run_begins_in_the_middle_of_the_order(tmp_path: Path, workers: int) -
     """700 rows are 87 batches; with 64 canonical nodes Streaming repeats 4 rows, which make another batch."""
     config = data(write_numbered(tmp_path / "rows", 700), num_canonical_nodes=64, num_workers=workers)
     whole = open_rows(config)
-    epochs = [numbers(islice(whole, 87)) for _ in range(3)]
+    epochs = [numbers(itertools.islice(whole, 87)) for _ in range(3)]
     for first in (80, 87 + 5):
         later = build_loader(config, config.streams, BATCH, seed=3, train=True, first_row=first * BATCH)
         order = numbers(later) + numbers(later)

@@ -251,7 +251,9 @@ def _first_differing_time(overlap: _Overlap, ends: list[Time], shape: BatchShape
         return start if first.value(zero) != second.value(zero) else Time(BATCHES, 1)
     clock = clocks.pop()
     bounds = [time.value for time in (*ends, *(piece.start for piece in overlap.nexts)) if time.clock == clock]
-    stop = min(bounds, default=start.value)
+    if not bounds:
+        return start
+    stop = min(bounds)
     for value in range(start.value, min(stop, start.value + 2) if clock == TOKENS else stop):
         elapsed = Time(clock, value).elapsed(shape)
         if first.value(elapsed) != second.value(elapsed):
