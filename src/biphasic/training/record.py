@@ -70,8 +70,8 @@ class RunRecord(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the record as one string of JSON.
 
-        PyTorch would store the entries of a dictionary one by one, and a run that starts from a sharded checkpoint would need
-        the same entries, such as the same number of phases.
+        PyTorch would store the entries of a dictionary one by one, and a run that starts from a sharded checkpoint would
+        need the same entries, such as the same number of phases.
         """
         return {"record": json.dumps(self.record)}
 
