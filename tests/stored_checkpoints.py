@@ -78,7 +78,7 @@ def checkpoint_of(
         "state": {
             "model": model_state,
             "optimizers": {"AdamW": optimizer_state},
-            "callbacks": {"RunRecord": record_of(model, tokenizer, batch)},
+            "callbacks": {"RunRecord": {"record": json.dumps(record_of(model, tokenizer, batch))}},
         }
     }
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,6 +89,6 @@ def checkpoint_of(
     else:
         torch.save(state, path)
         files = {path.name: (path.stat().st_size, file_hash(path))}
-    manifest = Manifest(batch, path.name, files, {"name": "stored", "settings": {}})
+    manifest = Manifest(batch, path.name, files, {"name": "stored"})
     (folder / manifest.name).write_bytes(manifest.to_bytes())
     return path
