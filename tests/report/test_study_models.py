@@ -82,8 +82,8 @@ def test_size_without_a_preset() -> None:
     facets, _ = facets_of_models(
         ["tiny", "1m-clm-400"], {name: config_of("1m-clm-400", model=size) for name in ("tiny", "1m-clm-400")}
     )
-    # Two layers of 64 x (4 x 64 + 3 x 128) + 2 x 64, a norm of 64, embedding and head of 100 x 64 each.
-    assert (facets["tiny"].size, facets["1m-clm-400"].size) == ("0.0951m", "1m")
+    # 95,040 parameters: two layers of 64 x (4 x 64 + 3 x 128) + 128, a norm of 64, and twice 100 x 64.
+    assert (facets["tiny"].size, facets["1m-clm-400"].size) == ("0.095m", "1m")
 
 
 def test_a_run_that_continues_a_checkpoint_or_another_decoder() -> None:

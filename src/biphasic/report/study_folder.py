@@ -93,7 +93,8 @@ def read_study(folders: Sequence[str]) -> Study:
         try:
             config = _config(files, f"{run}/{CONFIG_FILE}")
         except ConfigError as error:
-            notes.append(f"{run}/{CONFIG_FILE}: is not used ({first_line(error)})")
+            problem = error.problems[0]
+            notes.append(f"{run}/{CONFIG_FILE}: is not used ({problem.key}: {problem.message})")
             continue
         if config is not None:
             configs[run] = config

@@ -130,7 +130,9 @@ def ratio_sensitivity(models: Models) -> Layout:
             line = f"{size}, {short_steps(steps)} steps: {kind}"
             placements += [Placement(line, 100 * ratio, name) for ratio, name in sorted(by_ratio.items())]
     if not placements:
-        raise MissingModels("needs, of one size and number of steps, two masking ratios with CLM first and two without")
+        raise MissingModels(
+            "needs two masking ratios with CLM first and two without, of the same size and number of steps"
+        )
     return Layout(tuple(placements))
 
 
