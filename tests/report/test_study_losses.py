@@ -22,7 +22,7 @@ from studies import config_of
 
 
 def test_training_losses_are_means_over_windows() -> None:
-    count = 3 * MAX_POINTS
+    count = 5 * MAX_POINTS
     metrics = [
         {"batch": batch, "loss/train/clm" if batch < 300 else "loss/train/mlm": 1 / batch} for batch in range(1, count)
     ]
@@ -31,11 +31,11 @@ def test_training_losses_are_means_over_windows() -> None:
     points = loss_points("a", metrics, 1000)
     training = {(point.objective, point.step): point for point in points if point.split == "training"}
     assert len(training) == MAX_POINTS
-    window = training["clm", 1004]
-    expected = mean_interval([1 / 3, 1 / 4, 1 / 5])
-    assert (window.loss, window.half, window.batches) == (expected.mean, expected.half, 3)
-    assert training["clm", 1010].batches == 2  # without NaN
-    assert ("mlm", 1301) in training and ("clm", 1301) not in training
+    window = training["clm", 1007]
+    expected = mean_interval([1 / 5, 1 / 6, 1 / 7, 1 / 8, 1 / 9])
+    assert (window.loss, window.half, window.batches) == (expected.mean, expected.half, 5)
+    assert training["clm", 1012.5].batches == 4  # without NaN
+    assert ("mlm", 1302) in training and ("clm", 1302) not in training
     assert [point for point in points if point.split == "validation"] == [
         LossPoint("a", "validation", "clm", 1100, 5.0, None, 1),
         LossPoint("a", "validation", "mlm", 1100, 6.0, None, 1),

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
 
 COLORS = ("#1f6f8b", "#c8553d", "#588157", "#7d5ba6", "#d9a404", "#3d405b", "#e07a9b", "#8d6e63", "#00a6a6", "#6c757d")
 LINES = ("-", "--", ":", "-.")
-_COLUMNS = 4
 
 
 @contextmanager
@@ -27,13 +26,21 @@ def default_style() -> Iterator[None]:
         yield
 
 
-def make_panels(titles: Sequence[str]) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each title, at most four in a line."""
+def make_panels(
+    titles: Sequence[str], columns: int = 4, size: tuple[float, float] = (3.4, 2.8)
+) -> tuple[Figure, list[Axes]]:
+    """Return a figure with a panel for each title.
+
+    Args:
+        titles: the panels' titles.
+        columns: the largest number of panels in a line.
+        size: width and height of a panel in inches.
+    """
     from matplotlib.figure import Figure
 
-    columns = min(_COLUMNS, len(titles))
+    columns = min(columns, len(titles))
     lines = math.ceil(len(titles) / columns)
-    figure = Figure(figsize=(3.4 * columns, 2.8 * lines + 0.6), dpi=120, layout="constrained")
+    figure = Figure(figsize=(size[0] * columns, size[1] * lines + 0.6), dpi=120, layout="constrained")
     panels = []
     for index, title in enumerate(titles):
         axes = figure.add_subplot(lines, columns, index + 1)

@@ -16,6 +16,8 @@ from biphasic.report.statistics import mean_interval
 
 MAX_POINTS = 200
 """Points of a run's training loss. Batches are averaged to at most this number, so that 38 runs are readable."""
+MIN_BATCHES = 5
+"""Batches of a point, at least: the interval of the mean of two or three is very wide."""
 _OBJECTIVES = ("clm", "mlm")
 _MARKERS = {"switch": "D", "decay": "v"}
 
@@ -55,7 +57,7 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
         base_steps: steps of the model that the run continues.
     """
     points: list[LossPoint] = []
-    width = math.ceil(len(metrics) / MAX_POINTS)
+    width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
     for objective in _OBJECTIVES:
         windows: dict[int, list[tuple[int, float]]] = {}
         for entry in metrics:
@@ -101,9 +103,9 @@ def draw_losses(points: Sequence[LossPoint], events: Iterable[LossEvent]) -> byt
     ]
     if not panels:
         return None
-    events = list(events)
+    events, titles = list(events), [f"{objective.upper()}, {split}" for split, objective in panels]
     with default_style():
-        figure, all_axes = make_panels([f"{objective.upper()}, {split}" for split, objective in panels])
+        figure, all_axes = make_panels(titles, columns=2, size=(6.8, 3.8))
         for panel, axes in zip(panels, all_axes, strict=True):
             for run, index in runs.items():
                 curve = [point for point in points if point.run == run and (point.split, point.objective) == panel]
