@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from biphasic.report.formatting import csv_table
 from biphasic.report.sweep_scores import SweepScores
 from biphasic.report.sweep_tables import Comparison
 from biphasic.sweep.selection import score_of
@@ -21,7 +20,7 @@ def results_csv(sweep: SweepScores) -> bytes:
             row = [trial, cell.model, cell.task, counts_as, name, task.family, cell.lr, cell.seed, sweep.status(trial)]
             row += [metric, score_of(record, name, "validation"), score_of(record, name, "test")]
             rows.append([*row, record.seconds.get("total") if record else None])
-    return _csv("trial model trained_on task name family lr seed status metric validation test seconds", rows)
+    return csv_table("trial model trained_on task name family lr seed status metric validation test seconds", rows)
 
 
 def table_csv(sweep: SweepScores) -> bytes:
@@ -39,7 +38,7 @@ def table_csv(sweep: SweepScores) -> bytes:
             line += [score.interval.mean, score.interval.half] if score.interval else [None, None]
             rows.append([*line, len(score.by_seed), score.expected, "yes" if score.settled else "no"])
     columns = "model trained_on task name family metric lr validation mean half_width seeds seeds_asked settled"
-    return _csv(columns, rows)
+    return csv_table(columns, rows)
 
 
 def differences_csv(comparisons: Sequence[Comparison]) -> bytes:
@@ -53,10 +52,4 @@ def differences_csv(comparisons: Sequence[Comparison]) -> bytes:
         else:
             line += [difference.mean, difference.half, difference.p, comparison.corrected_p, difference.count]
         rows.append([*line, "yes" if comparison.settled else "no"])
-    return _csv("family trained_on name first second difference half_width p p_holm seeds settled", rows)
-
-
-def _csv(columns: str, rows: Iterable[Sequence[object]]) -> bytes:
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([columns.split(), *rows])
-    return text.getvalue().encode()
+    return csv_table("family trained_on name first second difference half_width p p_holm seeds settled", rows)

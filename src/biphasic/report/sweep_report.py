@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from biphasic.report.figures import learning_rate_figure, steps_figure
 from biphasic.report.sweep_csv import differences_csv, results_csv, table_csv
+from biphasic.report.sweep_figures import learning_rate_figure, steps_figure
 from biphasic.report.sweep_scores import SweepScores
 from biphasic.report.sweep_tables import compare_models, details, summary
 

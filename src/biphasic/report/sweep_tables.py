@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from biphasic.report.statistics import Difference, Interval, holm, paired_difference
+from biphasic.report.formatting import (
+    NOT_AVAILABLE,
+    escape,
+    format_interval,
+    format_p,
+    format_points,
+    format_rate,
+    format_signed,
+    markdown_table,
+)
+from biphasic.report.statistics import Difference, holm, paired_difference
 from biphasic.report.sweep_scores import ModelScore, SweepScores, TableRow, stability
 
 MISSING = "missing"
-NOT_AVAILABLE = "n/a"
-"""Shown for a number that the scores don't determine, such as the deviation of a single value."""
 MAX_DIFFERENCES = 300
 """The report lists all differences up to this number; `differences.csv` always has all."""
 
@@ -62,18 +69,6 @@ def compare_models(sweep: SweepScores) -> list[Comparison]:
     return sorted(comparisons, key=lambda comparison: sweep.rows.index(comparison.row))
 
 
-def escape(text: str) -> str:
-    """Join a text into one line and escape Markdown's special characters. Underscores inside words are not special."""
-    text = " ".join(text.split())
-    return re.sub(r"[\\`*\[\]<>|~#$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", lambda match: "\\" + match[0], text)
-
-
-def format_rate(lr: float) -> str:
-    """Format a learning rate as `5e-5`."""
-    digits, power = f"{lr:.9e}".split("e")
-    return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
-
-
 def _overview(sweep: SweepScores) -> list[str]:
     grid, counts = sweep.grid, sweep.counts()
     columns = ["done", "failed", "missing"]
@@ -85,11 +80,11 @@ def _overview(sweep: SweepScores) -> list[str]:
     }
     rows = [[name, str(len(items)), ", ".join(items)] for name, items in values.items()]
     rows.append(["trials", str(len(grid.trials)), ", ".join(f"{counts[column]} {column}" for column in columns)])
-    lines = ["# Sweep", "", "## Grid", "", *_table(["", "", ""], rows)]
+    lines = ["# Sweep", "", "## Grid", "", *markdown_table(["", "", ""], rows)]
     if len(grid.models) > 1 and counts["done"] < len(grid.trials):
         by_model = [(model.name, sweep.counts(model.name)) for model in grid.models]
         rows = [[escape(name), *(str(of_model[column]) for column in columns)] for name, of_model in by_model]
-        lines += _table(["model", *columns], rows)
+        lines += markdown_table(["model", *columns], rows)
     if counts["missing"]:
         lines += [f"**{counts['missing']} trials are missing: numbers that depend on them are not final.**", ""]
     return lines
@@ -101,12 +96,12 @@ def _main_table(sweep: SweepScores) -> list[str]:
     for row in sweep.rows:
         scores = [sweep.scores[name, row] for name in names]
         # An incomplete mean may still change, so it can't be the best.
-        complete = [_points(score.interval.mean) for score in scores if score.complete and score.interval]
+        complete = [format_points(score.interval.mean) for score in scores if score.complete and score.interval]
         best = max(complete, key=float) if len(complete) > 1 else None
         body.append([_title(row), escape(row.metric), *(_score(score, best) for score in scores)])
     return [
         *["## Test scores", ""],
-        *_table(["", "metric", *map(escape, names)], body),
+        *markdown_table(["", "metric", *map(escape, names)], body),
         "Points (100 times the score): mean ± half of the 95% interval over seeds, with the number of seeds in brackets.",
         "Bold: the best of the complete ones. `3 of 5`: the other seeds have no score. `rate open`: missing trials could",
         f"change the chosen learning rate. `{MISSING}`: no score.",
@@ -125,7 +120,7 @@ def _rates(sweep: SweepScores) -> list[str]:
         ]
         body.append([_title(row), *cells])
     lines = ["## Chosen learning rates", "", "By the mean validation score over seeds.", ""]
-    return [*lines, *_table(["", *map(escape, names)], body)]
+    return [*lines, *markdown_table(["", *map(escape, names)], body)]
 
 
 def _differences(sweep: SweepScores, comparisons: Sequence[Comparison]) -> list[str]:
@@ -146,7 +141,7 @@ def _differences(sweep: SweepScores, comparisons: Sequence[Comparison]) -> list[
         body = [_comparison(comparison, len(sweep.grid.seeds)) for comparison in of_kind]
         if body:
             header = ["", "model", "minus", "difference", "p", "p, Holm", "seeds"]
-            lines += [f"### {title}", "", *_table(header, body)]
+            lines += [f"### {title}", "", *markdown_table(header, body)]
     return lines
 
 
@@ -156,7 +151,13 @@ def _comparison(comparison: Comparison, seeds: int) -> list[str]:
     if difference is None:
         return [*cells, MISSING, MISSING, MISSING, f"0 of {seeds}"]
     count = _seed_count(difference.count, seeds, comparison.settled)
-    return [*cells, _interval(difference, _signed), _p(difference.p), _p(comparison.corrected_p), count]
+    return [
+        *cells,
+        format_interval(difference, format_signed),
+        format_p(difference.p),
+        format_p(comparison.corrected_p),
+        count,
+    ]
 
 
 def _stability(sweep: SweepScores) -> list[str]:
@@ -168,12 +169,12 @@ def _stability(sweep: SweepScores) -> list[str]:
             spread, score = stability(sweep, model, row), sweep.scores[model, row]
             deviation = NOT_AVAILABLE if score.by_seed else MISSING
             if spread.seed_deviation is not None:
-                deviation = _points(spread.seed_deviation) + ("" if score.complete else f" ({_seeds(score)})")
+                deviation = format_points(spread.seed_deviation) + ("" if score.complete else f" ({_seeds(score)})")
             body.append([
                 escape(model),
                 _title(row),
                 deviation,
-                NOT_AVAILABLE if spread.rate_range is None else _points(spread.rate_range),
+                NOT_AVAILABLE if spread.rate_range is None else format_points(spread.rate_range),
                 NOT_AVAILABLE if spread.near is None else f"{spread.near} of {spread.rates}",
                 _seed_count(spread.seeds, len(sweep.grid.seeds)),
                 f"{spread.failed} of {spread.trials}",
@@ -185,7 +186,7 @@ def _stability(sweep: SweepScores) -> list[str]:
         "minus the worst rate with the same seed, averaged over seeds. The range and the number of rates within a point of",
         "the best one are over the seeds with which every rate has a record.",
         "",
-        *_table(header, body),
+        *markdown_table(header, body),
     ]
 
 
@@ -198,7 +199,11 @@ def _steps(sweep: SweepScores) -> list[str]:
         [f"{model.steps:,}", escape(model.name), *(_score(sweep.scores[model.name, row], None) for row in families)]
         for model in models
     ]
-    return ["## Pretraining steps", "", *_table(["steps", "model", *(escape(row.title) for row in families)], body)]
+    return [
+        "## Pretraining steps",
+        "",
+        *markdown_table(["steps", "model", *(escape(row.title) for row in families)], body),
+    ]
 
 
 def _failures(sweep: SweepScores) -> list[str]:
@@ -207,7 +212,7 @@ def _failures(sweep: SweepScores) -> list[str]:
         if sweep.status(trial) == "failed":
             error = (sweep.records[trial].error or "").strip().splitlines() or ["no message"]
             body.append([escape(cell.model), escape(cell.task), format_rate(cell.lr), str(cell.seed), escape(error[0])])
-    table = _table(["model", "task", "learning rate", "seed", "error"], body) if body else ["None.", ""]
+    table = markdown_table(["model", "task", "learning rate", "seed", "error"], body) if body else ["None.", ""]
     return ["## Failures", "", *table]
 
 
@@ -219,8 +224,8 @@ def _score(score: ModelScore, best: str | None) -> str:
     """Format a model's cell, in bold if it is complete and its formatted mean equals `best`."""
     if score.interval is None:
         return MISSING
-    text = _interval(score.interval, _points)
-    if score.complete and _points(score.interval.mean) == best:
+    text = format_interval(score.interval, format_points)
+    if score.complete and format_points(score.interval.mean) == best:
         text = f"**{text}**"
     return f"{text} ({_seeds(score)})"
 
@@ -235,25 +240,3 @@ def _seed_count(count: int, expected: int, settled: bool = True) -> str:
 
 def _title(row: TableRow) -> str:
     return escape(row.title) if row.task is not None else f"{escape(row.title)}, mean"
-
-
-def _interval(interval: Interval, format_mean: Callable[[float], str]) -> str:
-    return format_mean(interval.mean) + ("" if interval.half is None else f" ± {_points(interval.half)}")
-
-
-def _points(value: float) -> str:
-    return f"{100 * value:.2f}"
-
-
-def _signed(value: float) -> str:
-    return f"{round(100 * value, 2) + 0.0:+.2f}"  # -0.0 + 0.0 is 0.0
-
-
-def _p(value: float | None) -> str:
-    if value is None:
-        return NOT_AVAILABLE
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
-
-
-def _table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    return [*(f"| {' | '.join(row)} |" for row in [header, ["-"] * len(header), *body]), ""]

@@ -13,6 +13,7 @@ from composer.utils import dist
 
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.errors import UserError
+from biphasic.training.metrics_file import parse_metrics
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
@@ -96,13 +97,4 @@ class JSONLLogger(LoggerDestination):
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
     """Read the metrics of each batch, in order, from the last attempt that trained it. An incomplete line is skipped."""
-    batches: dict[int, dict[str, Any]] = {}
-    for line in Path(path).read_text(encoding="utf-8").splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
-        # A validation line is merged into its batch's line and keeps that line's time. A batch trained again replaces both.
-        previous = {} if "loss/train/total" in entry else batches.get(entry["batch"], {})
-        batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
-    return [batches[batch] for batch in sorted(batches)]
+    return parse_metrics(Path(path).read_text(encoding="utf-8"))

@@ -1,0 +1,160 @@
+"""The report of a study's folder: all figures, what is left out and why, and the same bytes from the same records."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from biphasic.errors import UserError
+from biphasic.report.__main__ import main
+from biphasic.report.statistics import mean_interval
+from biphasic.report.study_folder import read_study
+from biphasic.report.study_layouts import FIGURES
+from biphasic.report.study_report import report_files
+from biphasic.storage import open_store
+from biphasic.sweep.records import Cell
+from studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep
+
+NAMES = {*(figure.name for figure in FIGURES), "losses"}
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A study's folder with its report."""
+    folder = tmp_path_factory.mktemp("study")
+    write_study(folder)
+    assert main([str(folder)]) == 0
+    return folder
+
+
+def rows_of(file: Path) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(file.read_text(encoding="utf-8"))))
+
+
+def test_every_figure_is_drawn(study: Path) -> None:
+    files = {file.name for file in (study / "report").iterdir()}
+    pages = {"report.md", "scores.csv", "groups.json", "differences.csv", "evaluations.csv"}
+    assert files == {f"{name}.{suffix}" for name in NAMES for suffix in ("png", "csv")} | pages
+    page = (study / "report" / "report.md").read_text(encoding="utf-8")
+    for name in NAMES:
+        assert f"![{name}]({name}.png)" in page
+        assert (study / "report" / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    assert page.endswith("## Left out\n\nNothing.\n")
+    assert "| 610m-clm-400 | 610m | clm | n/a | 400 | 400 |" in page
+    assert "| 210m-clm-400 | BM25 | NanoNQ | test | full | ndcg_at_10 | 0.3500 | 0.3000 to 0.5000 |" in page
+
+
+def test_numbers_of_a_figure(study: Path) -> None:
+    rows = {(row["x"], row["group"], row["test_set"]): row for row in rows_of(study / "report" / "clm-share.csv")
+            if row["line"] == "610m, 400 steps"}  # fmt: skip
+    model = "610m-clm-100-mlm40-400"
+
+    def tests(name: str) -> list[float]:
+        return [score(Cell(model, "", 5e-5, seed), name)[1] for seed in SEEDS]
+
+    cell = rows["25", "SC", "sst2"]
+    interval = mean_interval(tests("sst2"))
+    assert (float(cell["mean"]), float(cell["half_width"])) == pytest.approx((interval.mean, interval.half))
+    mnli = [(m + mm) / 2 for m, mm in zip(tests("mnli-m"), tests("mnli-mm"), strict=True)]
+    group = mean_interval([(a + b) / 2 for a, b in zip(tests("sst2"), mnli, strict=True)])
+    cell = rows["25", "SC", ""]
+    assert (float(cell["mean"]), float(cell["half_width"])) == pytest.approx((group.mean, group.half))
+    assert (cell["model"], cell["seeds"], cell["seeds_asked"], cell["settled"]) == (model, "3", "3", "yes")
+    assert json.loads((study / "report" / "groups.json").read_text())[model]["SC"] == pytest.approx(group.mean)
+    sizes = rows_of(study / "report" / "objective-by-size.csv")
+    assert [row["x"] for row in sizes[:4]] == ["210m", "610m", "210m", "610m"]
+
+
+def test_differences_are_between_models_with_the_same_line_or_position(study: Path) -> None:
+    rows = rows_of(study / "report" / "differences.csv")
+    pairs = {(row["first"], row["second"]) for row in rows if row["figure"] == "objective-by-size"}
+    # Two sizes of each objective, and two objectives of each size; not CLM of one size with MLM of another.
+    assert pairs == {
+        ("210m-clm-400", "610m-clm-400"), ("210m-mlm40-400", "610m-mlm40-400"),
+        ("210m-clm-400", "210m-mlm40-400"), ("610m-clm-400", "610m-mlm40-400"),
+    }  # fmt: skip
+
+
+def test_every_score_is_in_the_table(study: Path) -> None:
+    rows = rows_of(study / "report" / "scores.csv")
+    assert len(rows) == len(MODELS) * 5 * len(SEEDS)
+    row = next(row for row in rows if row["model"] == "610m-clm-dec400-mlm40-420" and row["test_set"] == "nq")
+    assert [row[key] for key in ("size", "objective", "masking_ratio", "clm_steps", "total_steps", "continued_from")] == [
+        "610m", "mlm", "0.4", "0", "420", "610m-clm-400"
+    ]  # fmt: skip
+    assert (row["group"], row["task"]) == ("IR", "nq")
+
+
+def test_losses_count_the_steps_of_the_model_that_is_continued(study: Path) -> None:
+    rows = [row for row in rows_of(study / "report" / "losses.csv") if row["run"] == "610m-clm-dec400-mlm40-500"]
+    assert {row["kind"] for row in rows} == {"training", "validation", "decay"}
+    assert min(float(row["step"]) for row in rows) > 400
+    assert [float(row["step"]) for row in rows if row["kind"] == "decay"] == [480]
+
+
+def test_the_same_records_give_the_same_bytes_in_one_folder_or_two(study: Path, tmp_path: Path) -> None:
+    """As with checkpoints and records in a bucket, and logs on a machine."""
+    logs, records = tmp_path / "logs", tmp_path / "records"
+    shutil.copytree(study, logs, ignore=shutil.ignore_patterns("report"))
+    records.mkdir()
+    shutil.move(logs / "sweep", records / "sweep")
+    assert main([str(records), str(logs), "--out", str(tmp_path / "report")]) == 0
+    for file in (study / "report").iterdir():
+        assert (tmp_path / "report" / file.name).read_bytes() == file.read_bytes(), file.name
+    shutil.copytree(records / "sweep", logs / "sweep")
+    with pytest.raises(UserError, match=r"sweep/sweep.json is in .*records and in .*logs: a study has it once"):
+        read_study([str(records), str(logs)])
+
+
+def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_sweep(tmp_path / "first", ["610m-clm-42k", "encoder"], lambda cell, name: (0.5, 0.6))
+    write_sweep(tmp_path / "second", ["610m-mlm40-42k"], lambda cell, name: (0.5, 0.6) if cell.seed else None)
+    write_evaluation(tmp_path / "elsewhere", "x")
+    (tmp_path / "report").mkdir()
+    (tmp_path / "report" / "clm-share.png").write_bytes(b"of an earlier report")
+    assert main([str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert {file.stem for file in (tmp_path / "report").glob("*.png")} == {"objective-by-size"}
+    left_out = page.split("## Left out\n", 1)[1]
+    for name in NAMES - {"objective-by-size"}:
+        assert f"- `{name}` needs " in left_out
+    assert "- model encoder: expected a name such as" in left_out
+    assert "- elsewhere/scores.json: is not used, because no folder above it has the name of a model." in left_out
+    assert "| MLM 40% | 610m | 610m-mlm40-42k | 60.00 ± 0.00 (2 of 3, rate open) |" in page
+
+
+def test_scores_of_a_model_in_two_sweeps(tmp_path: Path) -> None:
+    for folder in ("one", "two"):
+        write_sweep(tmp_path / folder, ["610m-clm-42k"])
+    with pytest.raises(UserError, match="scores of 610m-clm-42k on sst2 are also in one: a study has them once"):
+        read_study([str(tmp_path)])
+
+
+def test_configurations_that_are_not_used(tmp_path: Path) -> None:
+    for name in ("610m-clm-400", "610m-mlm40-400", "610m-mlm20-400"):
+        write_run(tmp_path, name)
+    config = tmp_path / "610m-clm-400" / "config.yaml"
+    config.write_text(config.read_text().replace("seed: 42", "seed: many"))
+    (tmp_path / "610m-mlm40-400" / "config.yaml").write_text("job: finetune\n")
+    study = read_study([str(tmp_path)])
+    assert list(study.models) == ["610m-mlm20-400"]
+    assert {point.run for point in study.losses} == {"610m-mlm20-400"}
+    assert study.notes == [
+        "610m-clm-400/config.yaml: is not used (seed: expected a valid integer; got 'many')"
+    ]  # fmt: skip
+    page = (report_files(study)["report.md"] or b"").decode()
+    assert f"- {study.notes[0]}.\n" in page
+
+
+def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 2
+    assert "it is not a sweep's output, nor a study's" in capsys.readouterr().err
+    write_run(tmp_path, "610m-clm-400")
+    open_store(str(tmp_path)).write("610m-clm-400/scores.json", b"[]")
+    assert main([str(tmp_path)]) == 2
+    assert "610m-clm-400/scores.json: is not an evaluation's result" in capsys.readouterr().err

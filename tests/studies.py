@@ -1,0 +1,113 @@
+"""The folder of a small study, as pretraining, sweeps and evaluations leave it, from a list of models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from biphasic.config.load import dump
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.report.study_models import Facets, facets_of_name
+from biphasic.storage import open_store
+from biphasic.sweep.records import Cell, write_grid, write_record
+from sweeps import MNLI, MSMARCO, SST2, Score, grid_of, records_of
+
+MODELS = (
+    *("210m-clm-400", "210m-mlm20-400", "210m-mlm40-400"),
+    *("610m-clm-400", "610m-mlm20-400", "610m-mlm40-400"),
+    *("610m-clm-100-mlm40-400", "610m-clm-200-mlm40-400", "610m-clm-100-mlm20-400"),
+    *("610m-clm-60-mlm40-200", "610m-mlm40-200", "610m-clm-200"),
+    *("610m-mlm40-dec400-mlm40-420", "610m-mlm40-dec400-mlm40-500"),
+    *("610m-clm-dec400-mlm40-420", "610m-clm-dec400-mlm40-500"),
+    *("610m-clm-400-100", "610m-mlm40-400-100"),
+)
+"""Models for every figure. The last two are checkpoints."""
+RATES, SEEDS = (1e-5, 5e-5), (0, 1, 2)
+
+
+def config_of(name: str, **changes: Any) -> PretrainConfig:
+    """The resolved configuration of a model's run, by the name."""
+    facets = facets_of_name(name)
+    own = facets.total_steps - facets.base_steps
+    mlm = {"name": "mlm", "masking_ratio": facets.masking_ratio}
+    phases: list[dict[str, Any]] = {
+        "clm": [{"name": "clm"}],
+        "mlm": [mlm],
+        "clm-mlm": [{"name": "clm", "until": f"{facets.clm_steps}ba"}, mlm],
+    }[facets.objective]
+    model = {"preset": facets.size}
+    if facets.continued_from is not None:
+        model = {"init_from": f"runs/study/{facets.continued_from}/checkpoints"}
+    values = {
+        "job": "pretrain",
+        "run_name": name,
+        "tokenizer": "tokenizer",
+        "max_duration": f"{own}ba",
+        "global_batch_size": 8,
+        "model": model,
+        "data": {"sequence_length": 32, "train": {"local": "data/train"}},
+        "objective": {"phases": phases},
+        "schedule": {"warmup": "10ba", "decay": "20ba"} if own > 30 else {},
+    }
+    return PretrainConfig.model_validate({**values, **changes})
+
+
+def metrics_of(facets: Facets) -> list[dict[str, Any]]:
+    """Falling losses of a run's batches, with a validation every 50 batches."""
+    lines = []
+    for batch in range(1, facets.total_steps - facets.base_steps + 1):
+        objective = "clm" if batch <= facets.clm_steps else "mlm"
+        loss = 2 + 3 / (1 + batch / 50) + 0.01 * (batch % 7)
+        line: dict[str, Any] = {"batch": batch, "tokens": 250 * batch, "time": float(batch)}
+        line |= {"loss/train/total": loss, f"loss/train/{objective}": loss}
+        if batch % 50 == 0:
+            line |= {"metrics/clm/loss": loss + 0.1, "metrics/mlm/loss": loss + 0.2}
+        lines.append(line)
+    return lines
+
+
+def score(cell: Cell, name: str) -> tuple[float, float]:
+    """Better with more steps and with the larger size; the second rate is best."""
+    facets = facets_of_name(cell.model)
+    base = 0.5 + 0.0002 * facets.steps + 0.0001 * facets.clm_steps + (0.03 if facets.size == "610m" else 0)
+    noise = 0.002 * ((cell.seed * 7 + len(name) * 3 + len(cell.model)) % 5)
+    return base + 1000 * cell.lr, base + noise + 1000 * cell.lr
+
+
+def write_run(folder: Path, name: str) -> None:
+    """Write a run's configuration and metrics."""
+    run = folder / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(config_of(name)), encoding="utf-8")
+    lines = [json.dumps(line) + "\n" for line in metrics_of(facets_of_name(name))]
+    (run / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
+
+
+def write_sweep(folder: Path, models: Sequence[str], scores: Score | Callable[[Cell, str], Any] = score) -> None:
+    """Write a sweep over three tasks in the folder."""
+    grid = grid_of(models, (SST2, MNLI, MSMARCO), RATES, SEEDS)
+    store = open_store(str(folder))
+    for record in records_of(grid, scores).values():
+        write_record(store, record)
+    write_grid(store, grid)
+
+
+def write_evaluation(folder: Path, model: str) -> None:
+    """Write an evaluation of the model and a baseline."""
+    scores = {"task": "NanoNQ", "subset": "default", "split": "test", "metric": "ndcg_at_10", "interval": [0.3, 0.5]}
+    records = [
+        {"system": system, "about": {"documents": "full"}, "scores": [{**scores, "value": value}]}
+        for system, value in (("BM25", 0.35), (f"biphasic/{model}", 0.4))
+    ]
+    open_store(str(folder)).write("scores.json", json.dumps({"settings": {}, "records": records}).encode())
+
+
+def write_study(folder: Path, models: Sequence[str] = MODELS) -> None:
+    """Write a study's folder with all models' runs, a sweep over all models, and an evaluation."""
+    for name in models:
+        if facets_of_name(name).run == name:
+            write_run(folder, name)
+    write_sweep(folder / "sweep", models)
+    write_evaluation(folder / "evaluate" / models[0], models[0])
