@@ -1,0 +1,212 @@
+"""Where two configurations part, against a comparison of every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from biphasic.config.durations import Elapsed
+from biphasic.config.history import Difference, first_difference
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import MLMPhase, learning_rate_factor, phase_problems, schedule_problems, span_at, spans
+from tiny import ROOT
+
+ROWS, LENGTH = 2, 3
+"""Rows in a batch and tokens in a row: small, so that times in different units fall into one batch."""
+
+
+def quickstart(*overrides: str) -> PretrainConfig:
+    config = load(ROOT / "yamls" / "quickstart.yaml", list(overrides))
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+BASE = quickstart("microbatch_size=auto", f"global_batch_size={ROWS}", f"data.sequence_length={LENGTH}").model_dump(
+    mode="json"
+)
+
+
+def config_of(keys: dict[str, Any]) -> PretrainConfig:
+    return PretrainConfig.model_validate({**BASE, **keys})
+
+
+# Configurations
+
+
+def durations(units: list[str], most: int) -> st.SearchStrategy[str]:
+    scale = {"ba": 1, "sp": ROWS, "tok": ROWS * LENGTH, "ep": 1}
+    known = st.sampled_from([unit for unit in units if unit != "dur"])
+    plain = known.flatmap(lambda unit: st.integers(0, most * scale[unit]).map(lambda value: f"{value}{unit}"))
+    return plain | st.integers(0, 10).map(lambda tenths: f"{tenths / 10}dur") if "dur" in units else plain
+
+
+RATIOS = st.sampled_from([0.2, 0.4]) | st.fixed_dictionaries(
+    {"start": st.sampled_from([0.2, 0.4]), "end": st.sampled_from([0.2, 0.4])}
+)
+PHASES = st.fixed_dictionaries({"name": st.just("clm"), "reset_optimizer": st.booleans()}) | st.fixed_dictionaries(
+    {
+        "name": st.just("mlm"),
+        "reset_optimizer": st.booleans(),
+        "masking_ratio": RATIOS,
+        "target": st.sampled_from(["same", "same", "next"]),
+        "replacement": st.sampled_from([{"mask": 1.0}, {"mask": 0.8, "random": 0.2}]),
+    }
+)
+
+
+@st.composite
+def objectives(draw: st.DrawFn, units: list[str]) -> list[dict[str, Any]]:
+    phases = draw(st.lists(PHASES, min_size=1, max_size=3))
+    return [*({**phase, "until": draw(durations(units, 12))} for phase in phases[:-1]), phases[-1]]
+
+
+def schedules(units: list[str]) -> st.SearchStrategy[dict[str, Any]]:
+    return st.fixed_dictionaries(
+        {
+            "warmup": durations(units, 6),
+            "decay": durations(units, 8),
+            "decay_shape": st.sampled_from(["linear", "1-sqrt", "cosine"]),
+            "final_lr": st.sampled_from([0.0, 0.5]),
+        }
+    )
+
+
+@st.composite
+def pairs(draw: st.DrawFn, units: list[str]) -> tuple[PretrainConfig, PretrainConfig]:
+    """Two configurations, the second with some of the first's keys."""
+    drawn = {
+        "max_duration": durations([unit for unit in units if unit != "dur"], 14),
+        "objective": objectives(units).map(lambda phases: {"phases": phases}),
+        "schedule": schedules(units),
+        "optimizer": st.sampled_from([1e-3, 1e-3, 2e-3]).map(lambda lr: {"lr": lr}),
+    }
+    first = {key: draw(values) for key, values in drawn.items()}
+    second = {key: first[key] if draw(st.booleans()) else draw(values) for key, values in drawn.items()}
+    # Often the same phases, up to a point.
+    if draw(st.booleans()) and len(first["objective"]["phases"]) > 1:
+        phases = first["objective"]["phases"]
+        second["objective"] = {"phases": [*phases[:-1], draw(PHASES)]}
+    configs = config_of(first), config_of(second)
+    for config in configs:
+        assume(config.max_duration.value)
+        assume(not any(phase_problems(config.objective.phases, config.max_duration, config.batch_shape)))
+        problems = schedule_problems(config.schedule, config.max_duration, config.batch_shape)
+        assume(all(key.endswith(("decay_shape", "final_lr")) for keys, _ in problems for key in keys[:1]))
+    return configs
+
+
+# Every batch
+
+
+Time = tuple[int, int]
+"""Tokens and epochs before a batch."""
+
+
+def batches(config: PretrainConfig, times: list[Time]) -> Iterator[tuple[object, ...]]:
+    """What decides each batch of a run, when the data's batches begin at these times."""
+    laid_out, previous = spans(config.objective.phases, config.max_duration), None
+    for batch, (tokens, epochs) in enumerate(times):
+        now = Elapsed(batch, batch * ROWS, tokens, epochs)
+        if now.reached(config.max_duration):
+            return
+        span = span_at(laid_out, now)
+        resets = previous not in (None, span.index) and span.phase.reset_optimizer
+        objective: tuple[object, ...] = (span.phase.name,)
+        if isinstance(span.phase, MLMPhase):
+            shares = span.phase.replacement
+            objective += (span.masking_ratio(now), span.phase.target, shares.random, shares.keep)
+        previous = span.index
+        rate = config.optimizer.lr * learning_rate_factor(config.schedule, config.max_duration, now)
+        yield resets, objective, rate
+
+
+def parting(first: PretrainConfig, second: PretrainConfig, times: list[Time]) -> int | None:
+    together = zip(batches(first, times), batches(second, times), strict=False)
+    return next((batch for batch, (one, other) in enumerate(together) if one != other), None)
+
+
+def nominal() -> list[Time]:
+    return [(batch * ROWS * LENGTH, 0) for batch in range(40)]
+
+
+def require_agreement(first: PretrainConfig, second: PretrainConfig) -> None:
+    difference = first_difference(first, second)
+    assert (None if difference is None else difference.batch) == parting(first, second, nominal())
+    mirrored = first_difference(second, first)
+    assert (None if mirrored is None else mirrored.batch) == (None if difference is None else difference.batch)
+
+
+def require_safety(first: PretrainConfig, second: PretrainConfig, times: list[Time]) -> None:
+    """No batch is called equal that differs, whatever the batches' tokens and epochs are."""
+    difference, actual = first_difference(first, second), parting(first, second, times)
+    if difference is None:
+        assert actual is None
+    elif actual is not None:
+        assert difference.batch <= actual
+        for batch in range(actual, len(times)):
+            assert difference.is_past(Elapsed(batch, batch * ROWS, *times[batch]))
+
+
+@st.composite
+def padded(draw: st.DrawFn) -> list[Time]:
+    steps = draw(
+        st.lists(st.tuples(st.integers(1, ROWS * LENGTH), st.sampled_from([0, 0, 1])), min_size=40, max_size=40)
+    )
+    times = [(0, 0)]
+    for tokens, epochs in steps:
+        times.append((times[-1][0] + tokens, times[-1][1] + epochs))
+    return times
+
+
+PROFILE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
+EXACT, ANY = ["ba", "sp", "dur"], ["ba", "sp", "tok", "ep", "dur"]
+
+
+@settings(max_examples=80, **PROFILE)
+@given(pairs(EXACT))
+def test_batches_and_rows_agree_with_every_batch(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
+    require_agreement(*configs)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, **PROFILE)
+@given(pairs(EXACT))
+def test_batches_and_rows_agree_with_every_batch_for_long(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
+    require_agreement(*configs)
+
+
+@settings(max_examples=60, **PROFILE)
+@given(pairs(ANY), padded())
+def test_tokens_and_epochs_never_hide_a_difference(
+    configs: tuple[PretrainConfig, PretrainConfig], times: list[Time]
+) -> None:
+    require_safety(*configs, times)
+
+
+@pytest.mark.slow
+@settings(max_examples=5000, **PROFILE)
+@given(pairs(ANY) | pairs(["tok", "dur"]) | pairs(["tok", "ba"]), padded())
+def test_tokens_and_epochs_never_hide_a_difference_for_long(
+    configs: tuple[PretrainConfig, PretrainConfig], times: list[Time]
+) -> None:
+    require_safety(*configs, times)
+
+
+@settings(max_examples=60, **PROFILE)
+@given(pairs(["tok", "dur"]))
+def test_tokens_differ_where_they_can(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
+    """In tokens alone, some data makes exactly the reported batch the first that differs."""
+    difference = first_difference(*configs)
+    if difference is not None:
+        batch = ROWS * LENGTH
+        moment = min(int(time.value) for time in difference.times)
+        reached = -(-moment // batch)
+        times = [(min(index * batch, moment + max(0, index - reached)), 0) for index in range(300)]
+        assert all(0 <= now - before <= batch for (before, _), (now, _) in pairwise(times))
+        assert parting(*configs, times) == difference.batch
