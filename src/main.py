@@ -11,11 +11,15 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from threading import Thread
 from typing import NoReturn
 
+from biphasic.config.data_plan import PLAN_SECONDS
 from biphasic.config.load import Config, dump, load
-from biphasic.config.plan import describe, plan
+from biphasic.config.plan import StartPlan, describe, plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.sweep import SweepConfig
@@ -71,7 +75,20 @@ def _main(arguments: list[str] | None) -> int:
 def _plan(config: Config, ranks: int, as_json: bool) -> str:
     if not isinstance(config, PretrainConfig):
         return config.model_dump_json(indent=2) if as_json else dump(config)
+    deadline, starts = time.monotonic() + PLAN_SECONDS, list[StartPlan]()
+
+    def find_start() -> None:
+        from biphasic.checkpointing.start import plan_start
+
+        starts.append(plan_start(config))
+
+    # A daemon thread, because a bucket may not answer.
+    thread = Thread(target=find_start, daemon=True)
+    thread.start()
     run_plan = plan(config, ranks)
+    thread.join(max(0.0, deadline - time.monotonic()))
+    unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
+    run_plan = replace(run_plan, start=starts[0] if starts else unknown)
     return run_plan.to_json() if as_json else describe(run_plan, config)
 
 

@@ -89,6 +89,6 @@ def checkpoint_of(
     else:
         torch.save(state, path)
         files = {path.name: (path.stat().st_size, file_hash(path))}
-    manifest = Manifest(batch, path.name, files, {"name": "stored", "settings": {}})
+    manifest = Manifest(batch, path.name, files, {"name": "stored"})
     (folder / manifest.name).write_bytes(manifest.to_bytes())
     return path

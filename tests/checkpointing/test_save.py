@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from biphasic.checkpointing.manifest import batch_of, list_checkpoints
+from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.store import Uploader
 from biphasic.errors import UserError
@@ -197,7 +198,7 @@ def test_composer_s_latest_pointer_is_ignored(write_yaml: Write) -> None:
     assert losses(folder) == expected
 
 
-def test_a_decay_branch_starts_from_a_bucket(s3: Path, write_yaml: Write) -> None:
+def test_a_branch_starts_from_a_bucket(s3: Path, write_yaml: Write) -> None:
     bucket = bucket_for(s3, "saver-trunk")
     keys: dict[str, Any] = {"max_duration": "12ba", "objective__phases": [{"name": "clm"}]}
     trunk: dict[str, Any] = {**keys, "schedule": {"warmup": "3ba"}, "checkpoint__folder": f"s3://{bucket}/trunk"}
@@ -205,14 +206,15 @@ def test_a_decay_branch_starts_from_a_bucket(s3: Path, write_yaml: Write) -> Non
     assert complete(f"s3://{bucket}/trunk") == [12, 8]
     decay = {"warmup": "3ba", "decay": "4ba"}
     uninterrupted = train(config_of(write_yaml("uninterrupted", **keys, schedule=decay)))
-    place = f"s3://{bucket}/trunk/ba8-rank0.pt"
-    branch = train(config_of(write_yaml("branch", **keys, schedule={**decay, "decay_from": place})))
+    place = f"s3://{bucket}/trunk"
+    branch = train(config_of(write_yaml("branch", **keys, schedule=decay, start_from=place)))
     assert losses(branch) == losses(uninterrupted)[8:]
+    assert read_attempts(open_store(str(branch / "checkpoints")))[0]["from"]["batch"] == 8
     flip_a_bit(bucket, "trunk/ba8-rank0.pt")
     with pytest.raises(UserError, match=r"^checkpoint s3://.*: can't be used \(ba8-rank0.pt is damaged"):
-        train(config_of(write_yaml("other", **keys, schedule={**decay, "decay_from": place})))
-    with pytest.raises(UserError, match=r"its manifest is ba9.json"):
-        train(config_of(write_yaml("none", **keys, schedule={**decay, "decay_from": place.replace("ba8", "ba9")})))
+        train(config_of(write_yaml("other", **keys, schedule=decay, start_from=place)))
+    with pytest.raises(UserError, match=r"^start_from: s3://.*: there is no ba9.json"):
+        train(config_of(write_yaml("none", **keys, schedule=decay, start_from=f"{place}/ba9-rank0.pt")))
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ def test_a_bucket_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.Monke
         time.sleep(60)
 
     monkeypatch.setattr(data_plan, "read_stream_record", never)
-    monkeypatch.setattr(data_plan, "_SECONDS", 0.2)
+    monkeypatch.setattr(data_plan, "PLAN_SECONDS", 0.2)
     start = time.monotonic()
     run_plan, text = planned({"train": {"local": "cache/train", "remote": "s3://bucket/out/train"}}, tmp_path)
     assert time.monotonic() - start < 30

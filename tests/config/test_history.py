@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
@@ -11,7 +12,7 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from biphasic.config.durations import Elapsed
-from biphasic.config.history import Difference, first_difference
+from biphasic.config.history import first_difference
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, learning_rate_factor, phase_problems, schedule_problems, span_at, spans
@@ -210,3 +211,80 @@ def test_tokens_differ_where_they_can(configs: tuple[PretrainConfig, PretrainCon
         times = [(min(index * batch, moment + max(0, index - reached)), 0) for index in range(300)]
         assert all(0 <= now - before <= batch for (before, _), (now, _) in pairwise(times))
         assert parting(*configs, times) == difference.batch
+
+
+def difference(*overrides: str, allowed: tuple[str, ...] = ()) -> tuple[int, str, str, str] | None:
+    """The first difference between the quickstart and the quickstart with overrides."""
+    parting = first_difference(quickstart(), quickstart(*overrides), allowed)
+    return None if parting is None else (parting.batch, parting.key, parting.first, parting.second)
+
+
+@pytest.mark.parametrize(
+    "override",
+    ["run_name=other", "output=elsewhere", "microbatch_size=4", "logging.tensorboard=false", "checkpoint.interval=7ba",
+     "data.num_workers=5", "data.train.local=moved/train", "evaluation.interval=1ba", "checkpoint.keep=9",
+     "parallelism.strategy=fsdp", "data.validation.local=moved/validation", "tokenizer=moved/tokenizer",
+     "start_from=runs/other"],
+)  # fmt: skip
+def test_keys_that_do_not_affect_the_weights_may_change(override: str) -> None:
+    assert difference(override) is None
+
+
+@pytest.mark.parametrize(
+    ("override", "batch", "key", "first", "second"),
+    [
+        ("seed=43", 0, "seed", "42", "43"),
+        ("global_batch_size=16", 0, "global_batch_size", "8", "16"),
+        ("data.shuffle_block_size=9", 0, "data.shuffle_block_size", "262144", "9"),
+        ("data.start_at=9ba", 0, "data.start_at", "'0ba'", "'9ba'"),
+        ("model.num_kv_heads=2", 0, "model.num_kv_heads", "nothing", "2"),
+        ("precision=amp_bf16", 0, "precision", "'fp32'", "'amp_bf16'"),
+        ("optimizer.eps=1e-6", 0, "optimizer.eps", "1e-05", "1e-06"),
+        # The first batch has rate 0.
+        ("optimizer.lr=1e-3", 1, "optimizer.lr", "0.002", "0.001"),
+        ("schedule.warmup=9ba", 1, "schedule.warmup", "18ba (0.05dur of 360ba)", "9ba"),
+        ("objective.phases.1.masking_ratio=0.3", 180, "objective.phases.1.masking_ratio", "0.4", "0.3"),
+        ("objective.phases.1.target=next", 180, "objective.phases.1.target", "same", "next"),
+        ("objective.phases.1.reset_optimizer=true", 180, "objective.phases.1.reset_optimizer", "false", "true"),
+        ("objective.phases.0.until=170ba", 170, "objective.phases.0.until", "180ba (0.5dur of 360ba)", "170ba"),
+        # The decay begins at batch 288, which still has the full rate.
+        ("schedule.final_lr=0.1", 289, "schedule.final_lr", "0.0", "0.1"),
+        ("schedule.decay=60ba", 289, "schedule.decay", "from 288ba to 360ba", "from 300ba to 360ba"),
+        ("schedule.decay=0ba", 289, "schedule.decay", "from 288ba to 360ba", "no decay"),
+    ],
+)
+def test_the_first_batch_and_the_key_are_named(override: str, batch: int, key: str, first: str, second: str) -> None:
+    assert difference(override) == (batch, key, first, second)
+    assert difference(override, allowed=(key,)) is None
+    assert difference(override, allowed=(key.partition(".")[0],)) is None
+    assert difference(override, allowed=(key[:-1],)) is not None
+
+
+def test_only_shares_make_another_length_a_difference() -> None:
+    absolute = ("objective.phases.0.until=180ba", "schedule.warmup=18ba", "schedule.decay=0ba")
+    longer = (*absolute, "max_duration=500ba")
+    assert first_difference(quickstart(*absolute), quickstart(*longer)) is None
+    parting = first_difference(quickstart(*absolute), quickstart(*longer, "objective.phases.0.until=0.5dur"))
+    assert parting is not None and (parting.batch, parting.second) == (180, "250ba (0.5dur of 500ba)")
+
+
+def test_rows_of_the_paper_s_length_are_compared_quickly() -> None:
+    """Also two warmups that are equal for 2,000 batches, although their lengths and rates differ."""
+    path = ROOT / "yamls" / "210m_mlm.yaml"
+
+    def run(*overrides: str) -> PretrainConfig:
+        config = load(path, list(overrides))
+        assert isinstance(config, PretrainConfig)
+        return config
+
+    ramp = "objective.phases.0.masking_ratio={start: 0.5, end: 0.3}"
+    pairs_of_runs = [
+        (run(), run()),
+        (run(ramp), run(ramp, "schedule.decay=0ba")),
+        (run(), run("optimizer.lr=1e-3", "schedule.warmup=4000ba")),
+        (run(), run("max_duration=50000ba")),
+    ]
+    start = time.process_time()
+    for first, second in pairs_of_runs * 5:
+        first_difference(first, second)
+    assert (time.process_time() - start) / (5 * len(pairs_of_runs)) < 0.02

@@ -330,3 +330,33 @@ def test_a_number_of_nodes_that_a_run_cannot_start_on_is_refused(
     monkeypatch.setattr(streaming_dataset.World, "detect_workers", lambda self: self)
     with pytest.raises(UserError, match=r"a multiple or a divisor of the number of nodes \(3\); got 64"):
         next(iter(open_rows(data(made, num_canonical_nodes=64), 4)))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_run_begins_in_the_middle_of_the_order(tmp_path: Path, workers: int) -> None:
+    """700 rows are 87 batches; with 64 canonical nodes Streaming repeats 4 rows, which make another batch."""
+    config = data(write_numbered(tmp_path / "rows", 700), num_canonical_nodes=64, num_workers=workers)
+    whole = open_rows(config)
+    epochs = [numbers(itertools.islice(whole, 87)) for _ in range(3)]
+    for first in (80, 87 + 5):
+        later = build_loader(config, config.streams, BATCH, seed=3, train=True, first_row=first * BATCH)
+        order = numbers(later) + numbers(later)
+        assert order == [number for epoch in epochs for number in epoch][first * BATCH :][: len(order)]
+        assert len(order) == (2 * 87 - first % 87) * BATCH
+        # The same after a resume, which begins another epoch in the middle.
+        state = later.dataset.state_dict(6 * BATCH, from_beginning=True)
+        later = build_loader(config, config.streams, BATCH, seed=3, train=True, first_row=first * BATCH)
+        later.dataset.load_state_dict({**state, "epoch": 0})
+        assert numbers(later) + numbers(later) == order[6 * BATCH :]
+
+
+def test_start_at_is_rounded_up_to_whole_batches(tmp_path: Path) -> None:
+    for written, row in (
+        ("0ba", 0),
+        ("3ba", 24),
+        ("24sp", 24),
+        ("25sp", 32),
+        (f"{24 * LENGTH}tok", 24),
+        (f"{24 * LENGTH + 1}tok", 32),
+    ):
+        assert data(tmp_path, start_at=written).first_row(BATCH) == row

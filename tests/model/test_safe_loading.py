@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import shutil
@@ -13,8 +14,9 @@ import torch
 
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import read_checkpoint, require_safe_checkpoint
+from biphasic.storage import file_hash
 from conftest import Write
-from tiny import config_of, launch, train
+from tiny import config_of, dump_json, launch, train
 
 
 class Evil:
@@ -36,12 +38,15 @@ def test_a_file_with_code(write_yaml: Write, tmp_path: Path) -> None:
     content["state"]["callbacks"]["RunRecord"]["note"] = Evil(tmp_path / "ran")
     bad = tmp_path / "ba8-rank0.pt"
     torch.save(content, bad)
+    manifest = json.loads((good.parent / "ba8.json").read_bytes())
+    manifest["files"] = {bad.name: [bad.stat().st_size, file_hash(bad)]}
+    dump_json(tmp_path / "ba8.json", manifest)
     for use in (require_safe_checkpoint, read_checkpoint):
         with pytest.raises(UserError, match=r"loading it would run (posix|nt).mkdir: refused"):
             use(str(bad))
     # As a trunk's checkpoint, too, which Composer would load.
     with pytest.raises(UserError, match=r"would run posix.mkdir"):
-        train(config_of(write_yaml("branch", schedule__decay_from=str(bad))))
+        train(config_of(write_yaml("branch", start_from=str(bad))))
     assert not (tmp_path / "ran").exists()
 
 

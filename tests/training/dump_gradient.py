@@ -43,9 +43,7 @@ def dump(out: Path, files: list[Path]) -> None:
     for file in files:
         config = load(file, [], dist.get_world_size())
         assert isinstance(config, PretrainConfig)
-        attempt = start_attempt(
-            f"{config.output}/{config.run_name}", out / config.run_name, {"name": config.run_name, "settings": {}}
-        )
+        attempt = start_attempt(config)
         trainer = prepare(config, attempt)
         trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
         trainer.fit()

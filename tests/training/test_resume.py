@@ -54,3 +54,18 @@ def test_two_fsdp2_ranks_resume_at_the_switch(write_yaml: Write) -> None:
         assert run.returncode == 0, run.stderr[-3000:]
         assert losses(folder) == expected[batch:]
         assert_same_weights(weights(folder, LAST), weights(uninterrupted, LAST))
+
+
+def test_a_run_that_begins_in_the_middle_of_the_data_resumes(write_yaml: Write) -> None:
+    """An epoch is 87 batches: this run's first one is 4."""
+    path = write_yaml("uninterrupted", data__start_at="83ba", max_duration="8ba", objective__phases=[{"name": "mlm"}])
+    uninterrupted = train(config_of(path))
+    expected = losses(uninterrupted)
+    assert expected != losses(train(config_of(path, run_name="beginning", **{"data.start_at": "0ba"})))
+    for batch in (3, 4, 6):
+        folder = uninterrupted.parent / f"from{batch}"
+        shutil.copytree(uninterrupted, folder)
+        keep_checkpoints_up_to(folder, batch)
+        (folder / "metrics.jsonl").unlink()
+        train(config_of(path, run_name=f"from{batch}"))
+        assert losses(folder) == expected[batch:]

@@ -35,8 +35,9 @@ class Manifest:
         batch: number of batches trained so far.
         path: path that Composer loads, relative to the folder.
         files: size in bytes and xxh64 hash of each file, by name.
-        run: the run's name and attempt, the settings that affect its weights, tokens, phase, and `writers`, the number of
-            ranks that write files of this checkpoint.
+        run: the run's `name`, `attempt` and `config`, the hashes of its data's `indexes`, the keys that were `overridden`
+            when it resumed, its `rows`, `tokens`, `epochs` and `phase`, when its `last_batch` began (batches, rows, tokens,
+            epochs), and `writers`, the number of ranks that write files of this checkpoint.
     """
 
     batch: int
@@ -101,7 +102,12 @@ def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
     Raises:
         OSError: the folder can't be listed.
     """
-    return list(_newest_first(folder, folder.list()))
+    return list(newest_first(folder))
+
+
+def newest_first(folder: Store) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints in a folder like `list_checkpoints`, but read each manifest only when it is reached."""
+    yield from _newest_first(folder, folder.list())
 
 
 def newest_batch(files: dict[str, StoredFile]) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from biphasic.checkpointing.manifest import (
     Manifest,
@@ -13,8 +13,9 @@ from biphasic.checkpointing.manifest import (
     manifest_name,
     newest_complete,
 )
+from biphasic.checkpointing.start import BranchPoint, find_branch_point, other_run
 from biphasic.checkpointing.store import upload_pending, write_missing_manifests
-from biphasic.config.resume_guard import changed_keys
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.storage import first_line, is_remote, open_store
@@ -24,14 +25,14 @@ if TYPE_CHECKING:
 
 
 def find_resume_point(
-    destination: str, local_folder: Path, run: dict[str, Any], ranks: ProcessGroup
+    destination: str, local_folder: Path, config: PretrainConfig, ranks: ProcessGroup
 ) -> Manifest | None:
     """Find the newest complete checkpoint, the same one for all ranks, and download it to every node.
 
     Args:
         destination: folder or bucket prefix that the run saves to.
         local_folder: folder to download to.
-        run: the run's `name`, and the `settings` that affect its weights. Other runs' checkpoints are skipped.
+        config: the run's configuration. Other runs' checkpoints are skipped.
         ranks: process group of all ranks.
 
     Returns:
@@ -45,13 +46,10 @@ def find_resume_point(
     other_runs: list[str] = []
 
     def reject_other_run(manifest: Manifest) -> str | None:
-        name = manifest.run["name"]
-        # The hashes of the data's index files are compared later, when the data is open.
-        settings = {key: value for key, value in manifest.run["settings"].items() if not key.endswith(".index")}
-        if name == run["name"] or not changed_keys(settings, run["settings"], []):
-            return None
-        other_runs.append(name)
-        return f"it is of another run, {name}"
+        fault = other_run(manifest, config)
+        if fault is not None:
+            other_runs.append(manifest.run["name"])
+        return fault
 
     newest, fault = None, None
     if ranks.rank == 0:
@@ -84,16 +82,35 @@ def _upload_pending(destination: str, local_folder: Path) -> None:
         raise UserError(f"checkpoint.folder {destination}: can't be reached ({first_line(error)})") from None
 
 
-def download_on_all_machines(path: str, local_folder: Path, ranks: ProcessGroup) -> str:
-    """Return the local path of a checkpoint. One in a bucket is downloaded to `local_folder/from` while all ranks wait.
+def fetch_branch_point(config: PretrainConfig, ranks: ProcessGroup) -> tuple[BranchPoint, str]:
+    """Find the checkpoint of another run that `start_from` leads to, the same one for all ranks.
+
+    It is used in place if it is local. One in a bucket is downloaded to `from` in the run's folder while all ranks wait.
+
+    Returns:
+        The checkpoint, and its local path.
 
     Raises:
-        UserError: the checkpoint is missing, incomplete or damaged.
+        UserError: there is no complete checkpoint whose past is this run's own, or it is damaged.
     """
-    if not is_remote(path):
-        return path
-    ranks.once_per_machine(lambda: _download_named(path, local_folder / "from"))
-    return str(local_folder / "from" / path.rstrip("/").rpartition("/")[2])
+    assert config.start_from is not None
+    point, fault = None, None
+    if ranks.rank == 0:
+        try:
+            point = find_branch_point(config.start_from, config)
+        except UserError as error:
+            fault = str(error)
+    ranks.raise_first(fault)
+    point = ranks.broadcast(point)
+    local_folder = config.run_folder / "from" if is_remote(point.folder) else Path(point.folder)
+
+    def download() -> None:
+        fault = download_files(point.manifest, open_store(point.folder), local_folder)
+        if fault is not None:
+            raise _unusable(point.path, fault)
+
+    ranks.once_per_machine(download)
+    return point, str(local_folder / point.manifest.path)
 
 
 def local_checkpoint(path: str, local_folder: Path) -> str:

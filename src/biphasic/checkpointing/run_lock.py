@@ -22,6 +22,7 @@ from biphasic.storage import Store, first_line, json_bytes, open_store
 if TYPE_CHECKING:
     from biphasic.checkpointing.manifest import Manifest
     from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+    from biphasic.config.pretrain import PretrainConfig
 
 LOCK_FILE = "lock.json"
 ATTEMPTS = "attempts"
@@ -55,13 +56,11 @@ class Attempt:
         self.lock.release(reason)
 
 
-def start_attempt(destination: str, local_folder: Path, run: dict[str, Any]) -> Attempt:
+def start_attempt(config: PretrainConfig) -> Attempt:
     """Install signal handlers, lock the folder, and find the newest complete checkpoint of the run.
 
     Args:
-        destination: folder or bucket prefix that the run saves to.
-        local_folder: this node's folder of checkpoints.
-        run: the run's `name`, and the `settings` that affect its weights.
+        config: the run's configuration.
 
     Raises:
         UserError: another run holds the lock, or the folder can't be read or written.
@@ -70,6 +69,7 @@ def start_attempt(destination: str, local_folder: Path, run: dict[str, Any]) -> 
     from biphasic.checkpointing.resume import find_resume_point
     from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 
+    destination, local_folder = config.checkpoint_destination, config.local_checkpoints
     stopping, lock, ranks = StopCoordinator(), RunLock(destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
     stopping.install_handlers()
 
@@ -86,7 +86,7 @@ def start_attempt(destination: str, local_folder: Path, run: dict[str, Any]) -> 
                 fault = str(error)
         ranks.raise_first(fault)
         name = ranks.broadcast(name)
-        resume = find_resume_point(destination, local_folder, run, ranks)
+        resume = find_resume_point(destination, local_folder, config, ranks)
     if ranks.rank == 0:
         lock.record_start(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
     return Attempt(name, destination, local_folder, lock, stopping, ranks, resume)

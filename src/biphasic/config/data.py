@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from posixpath import normpath
 from typing import Annotated
 
 from pydantic import AfterValidator, Field
 
 from biphasic.config.base import Count, KeyProblems, LocalPath, Name, Positive, RemoteAddress, Section, Size
+from biphasic.config.durations import Duration
 
 
 class StreamConfig(Section):
@@ -46,6 +48,9 @@ class DataConfig(Section):
     epoch_rows: Positive | None = None
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
     validation: StreamConfig | None = None
+    start_at: Duration = Duration(0, "ba")
+    """Where in the order of rows the run begins, in batches, rows or tokens (padding counts), rounded up to whole batches. A
+    run that continues another model's training gives what that run has read. Beyond the last row it is in a later epoch."""
     shuffle: bool = True
     shuffle_block_size: Positive = 1 << 18
     """Number of rows that are shuffled together."""
@@ -71,6 +76,11 @@ class DataConfig(Section):
         if self.mix is not None:
             return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
         return {} if self.train is None else {"data.train": self.train}
+
+    def first_row(self, global_batch_size: int) -> int:
+        """Return the number of rows in the order before the run's first batch."""
+        rows = {"ba": global_batch_size, "sp": 1, "tok": 1 / self.sequence_length}[self.start_at.unit]
+        return math.ceil(round(self.start_at.value * rows / global_batch_size, 6)) * global_batch_size
 
     @property
     def splits(self) -> dict[str, StreamConfig]:
@@ -98,6 +108,8 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
             if key not in remote:
                 # Streaming would delete shards even if it could not download them again.
                 yield ["data.cache_limit", key], f"would delete shards of {key}, which has no remote: give it one"
+    if data.start_at.unit not in ("ba", "sp", "tok"):
+        yield ["data.start_at"], f"expected a time in batches (ba), rows (sp) or tokens (tok); got {data.start_at}"
     if not data.shuffle and not data.is_default("shuffle_block_size"):
         yield ["data.shuffle_block_size", "data.shuffle"], "has no effect with data.shuffle: false"
 

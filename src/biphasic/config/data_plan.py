@@ -11,8 +11,9 @@ from biphasic.config.conversion_record import StreamRecord, read_stream_record, 
 from biphasic.config.data import StreamConfig
 from biphasic.config.pretrain import PretrainConfig
 
-_SECONDS = 5.0
-"""Maximum time to wait for records. It is short because a user waits for the plan and a bucket may not answer."""
+PLAN_SECONDS = 5.0
+"""Maximum time to wait for records and manifests. It is short because a user waits for the plan, and a bucket may not
+answer."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,7 @@ def plan_datasets(config: PretrainConfig, batches: int | None) -> tuple[list[Dat
     epoch_rows = config.data.epoch_rows
     if epoch_rows is None and len(records) == len(streams):
         epoch_rows = sum(record.split["rows"] for record in records.values())
+    first_row = config.data.first_row(config.global_batch_size)
     run_rows = _run_rows(config, batches, records, shares, epoch_rows)
     datasets = []
     for key, stream in streams.items():
@@ -62,6 +64,12 @@ def plan_datasets(config: PretrainConfig, batches: int | None) -> tuple[list[Dat
         for dataset in datasets
         if dataset.epochs is not None and dataset.epochs > 1
     ]
+    for dataset in datasets:
+        if first_row and dataset.rows is not None and dataset.epochs is not None and dataset.epochs <= 1:
+            end = first_row * dataset.proportion / dataset.rows + dataset.epochs
+            if end > 1:
+                message = f"the run begins at row {first_row:,} (data.start_at) and ends in epoch {math.ceil(end)} of"
+                warnings.append(f"{dataset.key}: {message} {dataset.path}, so rows from before data.start_at are read")
     if config.data.mix is not None and run_rows is not None and epoch_rows is not None and run_rows > epoch_rows:
         warnings.append(
             f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows independently, "
@@ -101,7 +109,7 @@ def _read_records(streams: dict[str, StreamConfig]) -> dict[str, StreamRecord]:
     readers = [Thread(target=read, args=[key], daemon=True) for key in streams]
     for reader in readers:
         reader.start()
-    deadline = time.monotonic() + _SECONDS
+    deadline = time.monotonic() + PLAN_SECONDS
     for reader in readers:
         reader.join(max(0, deadline - time.monotonic()))
     return dict(records)
@@ -116,7 +124,10 @@ def _run_rows(
 ) -> int | None:
     end, batch_rows = config.max_duration, config.global_batch_size
     if end.unit == "ep":
-        return None if epoch_rows is None else int(end.value) * (epoch_rows // batch_rows) * batch_rows
+        if epoch_rows is None or epoch_rows < batch_rows:
+            return None
+        rows = epoch_rows // batch_rows * batch_rows
+        return int(end.value) * rows - config.data.first_row(batch_rows) % rows
     if end.unit == "tok" and len(records) == len(shares):
         tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in records.items())
         return math.ceil(round(end.value / (tokens_per_row * batch_rows), 6)) * batch_rows

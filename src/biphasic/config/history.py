@@ -19,6 +19,7 @@ from biphasic.config.timeline import START, BatchShape
 _NO_EFFECT = (
     "run_name",
     "output",
+    "start_from",
     "tokenizer",  # a path; the tokenizer's hash is compared with the data's
     "microbatch_size",
     "evaluation",
@@ -51,8 +52,8 @@ class Difference:
     """Where two histories part.
 
     Attributes:
-        batch: first batch that is trained differently, counted from 0. If it depends on the data's padding or on the length of
-            an epoch, this is the earliest possible batch.
+        batch: first batch that is trained differently, counted from 0. If it depends on the data's padding or on the length
+            of an epoch, this is the earliest possible batch.
         key: the key that differs, as in the second configuration.
         first: value of the key in the first configuration, as text.
         second: the same of the second configuration.
@@ -74,10 +75,10 @@ class Difference:
 def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()) -> Difference | None:
     """Return the first batch that two configurations train differently, and a key that differs.
 
-    Phases, masking ratios with their ramps, resets of the optimizer and learning rates are compared batch by batch. The other
-    keys that affect the weights are compared once: a difference there is at batch 0. Keys that don't affect the weights, such
-    as paths and the number of ranks, are ignored. The lengths of the runs are not a difference in themselves: only batches
-    that both runs have are compared.
+    Phases, masking ratios with their ramps, resets of the optimizer and learning rates are compared batch by batch. The
+    other keys that affect the weights are compared once: a difference there is at batch 0. Keys that don't affect the
+    weights, such as paths and the number of ranks, are ignored. The lengths of the runs are not a difference in themselves:
+    only batches that both runs have are compared.
 
     Batches and rows are compared exactly. How many tokens a batch has depends on its padding, and how many batches an epoch
     has depends on the data. So times in `tok` are compared exactly with each other, and so are times in `ep`, but a time in
@@ -250,7 +251,9 @@ def _first_differing_time(overlap: _Overlap, ends: list[Time], shape: BatchShape
         return start if first.value(zero) != second.value(zero) else Time(BATCHES, 1)
     clock = clocks.pop()
     bounds = [time.value for time in (*ends, *(piece.start for piece in overlap.nexts)) if time.clock == clock]
-    stop = min(bounds, default=start.value)
+    if not bounds:
+        return start
+    stop = min(bounds)
     for value in range(start.value, min(stop, start.value + 2) if clock == TOKENS else stop):
         elapsed = Time(clock, value).elapsed(shape)
         if first.value(elapsed) != second.value(elapsed):

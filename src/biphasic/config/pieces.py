@@ -98,9 +98,9 @@ class Piece:
         return self.start_key if begins else self.until_key
 
 
-def _append(pieces: list[Piece], piece: Piece) -> None:
+def _append(pieces: list[Piece], piece: Piece, shape: BatchShape) -> None:
     """Append a piece. Remove pieces without a batch, and join pieces that train alike."""
-    while pieces and pieces[-1].start.clock == piece.start.clock and pieces[-1].start.value >= piece.start.value:
+    while pieces and piece.start.is_certainly_reached(pieces[-1].start, shape):
         pieces.pop()
     if pieces and not piece.resets and pieces[-1].fields == piece.fields:
         joined = pieces.pop()
@@ -138,7 +138,7 @@ def objective_pieces(config: PretrainConfig) -> list[Piece]:
             texts[f"{prefix}replacement"] = f"mask {shares.mask:g}, random {shares.random:g}, keep {shares.keep:g}"
         resets = phase.reset_optimizer and start != BEGINNING
         value = partial(_masking_ratio, span)
-        _append(pieces, Piece(start, fields, prefix, start_key, until_key, texts, clock, value, resets))
+        _append(pieces, Piece(start, fields, prefix, start_key, until_key, texts, clock, value, resets), shape)
     return pieces
 
 
@@ -163,7 +163,7 @@ def rate_pieces(config: PretrainConfig) -> list[Piece]:
         all_fields = {"optimizer.lr": lr, **{f"schedule.{name}": field for name, field in fields.items()}}
         value = partial(_learning_rate, config, clock)
         time = clock_time(start, shape)
-        _append(pieces, Piece(time, all_fields, "", start_key, until_key, texts, clock, value))
+        _append(pieces, Piece(time, all_fields, "", start_key, until_key, texts, clock, value), shape)
 
     if warmup.value:
         append(START, warmup, "schedule.warmup", "schedule.warmup", warmup=_exact(warmup, shape))

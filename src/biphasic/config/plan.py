@@ -41,6 +41,19 @@ class RatePoint:
 
 
 @dataclass(frozen=True)
+class StartPlan:
+    """Where a run will start: the first batch that it trains, and the checkpoint or the weights that it starts from.
+
+    `problem` says why it can't start, or why that isn't known; `batch` is None then.
+    """
+
+    batch: int | None = None
+    checkpoint: str | None = None
+    source: str = ""
+    problem: str | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """What a pretraining run will do.
 
@@ -64,6 +77,8 @@ class Plan:
     memory_per_rank: dict[str, int] | None
     datasets: list[DatasetPlan]
     warnings: list[str]
+    start: StartPlan | None = None
+    """None if nothing was looked up."""
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -119,6 +134,10 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
     )
     length = "open until the data is seen" if plan.batches is None else f"{about}{plan.batches:,} batches"
     lines.append(f"  length         {config.max_duration}: {length}" + _tokens(plan.tokens))
+    if first_row := config.data.first_row(config.global_batch_size):
+        lines.append(
+            f"  data           begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})"
+        )
     lines += describe_datasets(plan.datasets, "about " if config.max_duration.unit == "tok" else "")
     for index, phase in enumerate(plan.phases):
         span = f"batch {_number(phase.first_batch)} to {_number(phase.last_batch)}"
@@ -142,8 +161,21 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
             f"  memory a rank  {format_bytes(memory['weights_gradients_optimizer'])} weights, gradients and optimizer; "
             f"activations roughly {format_bytes(memory['activations'])} at {memory['microbatch_rows']} rows{auto}"
         )
+    if plan.start is not None:
+        lines.append("  start          " + _start(plan.start, plan.batches, about))
     lines += [f"  WARNING        {warning}" for warning in plan.warnings]
     return "\n".join(lines)
+
+
+def _start(start: StartPlan, batches: int | None, about: str) -> str:
+    if start.batch is None:
+        return f"WARNING: {start.problem}"
+    source = f"{start.checkpoint}, {start.source}" if start.checkpoint is not None else start.source
+    if batches is None:
+        return f"batch {start.batch:,}, from {source}"
+    count = max(batches - start.batch, 0)
+    trained = f"{about}{count:,} of {batches:,} batches are trained" if count else "nothing is left to train"
+    return f"batch {start.batch:,}, from {source}: {trained}"
 
 
 def _init_from_architecture(path: str | None) -> Architecture | None:

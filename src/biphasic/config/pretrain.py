@@ -132,6 +132,10 @@ class PretrainConfig(RunConfig):
     seed: Seed = 42
     tokenizer: Address
     """Folder or hub id of the tokenizer with which the data was converted."""
+    start_from: Address | None = None
+    """Another run's folder, the bucket prefix it saves to, or one of its checkpoints. This run starts from the newest
+    complete checkpoint there whose past is its own past, and ends with the same weights as if it had trained those batches
+    itself. Not used once the run has checkpoints of its own."""
     max_duration: Duration
     global_batch_size: Positive
     """Number of rows in an optimizer step, over all ranks."""
@@ -175,9 +179,6 @@ class PretrainConfig(RunConfig):
         else:
             yield from phase_problems(self.objective.phases, self.max_duration, self.batch_shape)
             yield from schedule_problems(self.schedule, self.max_duration, self.batch_shape)
-            if self.schedule.decay_from is not None and self.model.init_from is not None:
-                message = "can't be given beside schedule.decay_from, whose checkpoint holds the weights"
-                yield ["model.init_from", "schedule.decay_from"], message
         yield from self._batch_problems(ranks)
         yield from self._parallelism_problems(ranks)
         yield from self._checkpoint_problems()
@@ -232,6 +233,11 @@ class PretrainConfig(RunConfig):
         if checkpoint.keep == 0:
             yield ["checkpoint.keep"], "0 keeps no checkpoint; expected -1 (all) or at least 1"
         for index, name in enumerate(checkpoint.resume_overrides):
+            if name == "max_duration":
+                message = (
+                    "has no effect: a restart may always change max_duration. Name the keys whose past would change"
+                )
+                yield [f"checkpoint.resume_overrides.{index}"], message
             # Datasets are compared by the hash of their index, under a key that ends in `.index` and is not in the YAML.
             if not _has_key(self, name.removesuffix(".index").split(".")):
                 message = f"expected a key or a section of this configuration; got {name!r}"

@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Address, KeyProblems, Section, Share
+from biphasic.config.base import KeyProblems, Section, Share
 from biphasic.config.durations import Duration, Elapsed
 
 START = Duration(0, "ba")
@@ -76,9 +76,6 @@ class ScheduleConfig(Section):
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
     final_lr: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Learning rate at the end of the decay, as a share of `optimizer.lr`."""
-    decay_from: Address | None = None
-    """A trunk's checkpoint whose weights, optimizer state and position in the data this run loads. It must be at the exact
-    batch at which this schedule's decay begins."""
 
 
 @dataclass(frozen=True)
@@ -208,7 +205,7 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         message = f"expected at most max_duration ({max_duration}); got {schedule.decay}"
         yield ["schedule.decay", "max_duration"], message
     if not decay.value:
-        for name in ("decay_shape", "final_lr", "decay_from"):
+        for name in ("decay_shape", "final_lr"):
             if not schedule.is_default(name):
                 message = "has no effect without a decay: set schedule.decay as well"
                 yield [f"schedule.{name}", "schedule.decay"], message

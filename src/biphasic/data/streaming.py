@@ -28,7 +28,16 @@ Batch = dict[str, Any]
 
 
 class RowDataset(StreamingDataset):
-    """A dataset of packed rows, each with its id in the dataset or in the mix."""
+    """A dataset of packed rows, each with its id in the dataset or in the mix.
+
+    Attributes:
+        first_row: number of rows in the order, over all ranks, before the run's first row. It is a multiple of the global
+            batch.
+        has_whole_batches: whether an epoch ends with its last complete global batch.
+    """
+
+    first_row = 0
+    has_whole_batches = False
 
     def __getitem__(self, at: Any) -> Any:
         """Return the row with the id `at`, or the rows of a slice."""
@@ -44,6 +53,7 @@ class RowDataset(StreamingDataset):
         assert self.batch_size is not None
         ranks = self._parallel_rank_world.num_ranks
         self.length = self.epoch_size // (ranks * self.batch_size) * self.batch_size
+        self.has_whole_batches = True
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download a shard. An error in a background thread is raised only when one of the shard's rows is needed.
@@ -63,11 +73,22 @@ class RowDataset(StreamingDataset):
 
     def _get_work(self, epoch: int, sample_in_epoch: int) -> Any:
         """Return this worker's rows of the epoch. A run can start only on some numbers of nodes, but can resume on any."""
-        nodes, canonical = self._parallel_worker_world.num_nodes, self.num_canonical_nodes or 1
+        world, canonical = self._parallel_worker_world, self.num_canonical_nodes or 1
+        nodes = world.num_nodes
         if self.initial_physical_nodes is None and canonical % nodes and nodes % canonical:
             message = f"expected a multiple or a divisor of the number of nodes ({nodes})"
             raise LoaderError(f"data.num_canonical_nodes: {message}; got {canonical}")
-        return super()._get_work(epoch, sample_in_epoch)
+        # The state in checkpoints counts from the run's first row, as the run's own progress does.
+        epoch_rows = self.length * self._parallel_rank_world.num_ranks
+        skipped_epochs, offset = divmod(self.first_row, epoch_rows)
+        sample_in_epoch += offset if epoch == 0 else 0
+        rows = super()._get_work(epoch + skipped_epochs, sample_in_epoch)
+        if not self.has_whole_batches:
+            return rows
+        # Composer ends an epoch after `len` batches, but can't do so in an epoch that doesn't begin with its first row.
+        assert self.batch_size is not None
+        batches = (epoch_rows - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
+        return rows[: len(range(world.worker_of_rank, batches, world.workers_per_rank)) * self.batch_size]
 
 
 def collate(rows: Sequence[dict[str, Any]]) -> Batch:
@@ -88,7 +109,7 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
 
 
 def build_loader(
-    config: DataConfig, streams: dict[str, StreamConfig], batch_size: int, seed: int, *, train: bool
+    config: DataConfig, streams: dict[str, StreamConfig], batch_size: int, seed: int, *, train: bool, first_row: int = 0
 ) -> DataLoader[Batch]:
     """Build the data loader for one rank's batches.
 
@@ -98,6 +119,7 @@ def build_loader(
         batch_size: number of rows per rank and batch.
         seed: random seed for shuffling.
         train: whether to shuffle as the YAML says and drop an incomplete last batch. Otherwise rows are read in order.
+        first_row: number of rows in the order, over all ranks, before the first batch (`DataConfig.first_row`).
 
     Raises:
         UserError: a stream is missing, unfinished or can't be opened, or the cache limit is too small.
@@ -139,6 +161,7 @@ def build_loader(
                 f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
             )
         dataset.make_epoch_whole_batches()
+        dataset.first_row = first_row
     return DataLoader(
         dataset,
         batch_size=batch_size,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ from composer.utils import dist
 from torch import Tensor
 
 from biphasic.config.durations import Duration, Elapsed
-from biphasic.config.timeline import CLMPhase, MLMPhase, Span, span_at, spans
+from biphasic.config.timeline import CLMPhase, MLMPhase, span_at, spans
 from biphasic.data.streaming import Batch
-from biphasic.errors import UserError
 from biphasic.model.losses import IGNORE
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
@@ -56,13 +56,13 @@ class ObjectiveSchedule(Algorithm):
         self.spans = spans(phases, max_duration)
         self.vocabulary, self.seed, self.attention = vocabulary, seed, attention
         self.evaluation_phase = MLMPhase(name="mlm", masking_ratio=evaluation_masking_ratio)
-        self.current: int | None = None
-        """Index of the last batch's phase; stored in checkpoints."""
+        self.last_batch: Elapsed | None = None
+        """When the last batch began; stored in checkpoints."""
 
     @property
     def phase_name(self) -> str:
         """Name of the last batch's phase."""
-        return self.spans[self.current or 0].phase.name
+        return self.spans[0 if self.last_batch is None else span_at(self.spans, self.last_batch).index].phase.name
 
     def match(self, event: Event, state: State) -> bool:
         """Run before each batch is split into microbatches, in training and in validation."""
@@ -79,9 +79,10 @@ class ObjectiveSchedule(Algorithm):
             return
         now = elapsed(state.timestamp)
         span = span_at(self.spans, now)
-        if self.current is not None and span.index != self.current and span.phase.reset_optimizer:
+        switches = self.last_batch is not None and span.index != span_at(self.spans, self.last_batch).index
+        if switches and span.phase.reset_optimizer:
             reset_optimizers(state)
-        self.current = span.index
+        self.last_batch = now
         ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
         state.batch = self.prepare(batch, span.phase, span.index, now.epochs, ratio)
         metrics: dict[str, float] = {"objective/phase": span.index}
@@ -124,33 +125,19 @@ class ObjectiveSchedule(Algorithm):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last batch's phase and the end of every phase, as plain values that `weights_only` can load."""
-        return {"repr": repr(self), "current": self.current, "boundaries": [_describe(span) for span in self.spans]}
+        """Return when the last batch began, as plain values that `weights_only` can load."""
+        last = None if self.last_batch is None else list(astuple(self.last_batch))
+        return {"repr": repr(self), "last_batch": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the phase of a checkpoint's last batch.
-
-        Raises:
-            UserError: a finished phase has another name or end here than in the run that wrote the checkpoint.
-        """
-        self.current = state["current"]
-        finished = state["boundaries"][: self.current or 0]
-        for index, (previous, span) in enumerate(zip(finished, self.spans, strict=False)):
-            if previous != _describe(span):
-                raise UserError(
-                    f"objective.phases.{index}: the checkpoint was trained with `{previous}`, this configuration says "
-                    f"`{_describe(span)}`. A share (dur) moves when max_duration changes: write the first as it was"
-                )
+        """Restore when the last batch began. Its phase is one of this run's, because the checkpoint may be another run's."""
+        self.last_batch = None if state["last_batch"] is None else Elapsed(*state["last_batch"])
 
 
 def reset_optimizers(state: State) -> None:
     """Clear the optimizers' state (Adam's moments and step counts). Parameters and learning rates don't change."""
     for optimizer in state.optimizers:
         optimizer.state.clear()
-
-
-def _describe(span: Span) -> str:
-    return f"{span.phase.name} until {span.end}"
 
 
 def _mean_over_ranks(count: Tensor) -> Tensor:

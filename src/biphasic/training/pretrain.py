@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +13,16 @@ from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 from torch.cuda import is_available as has_gpu
 
-from biphasic.checkpointing.manifest import Manifest
-from biphasic.checkpointing.resume import download_on_all_machines
+from biphasic.checkpointing.resume import fetch_branch_point
 from biphasic.checkpointing.run_lock import Attempt, start_attempt
 from biphasic.checkpointing.save import Saver
+from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.stopping import StopCoordinator
 from biphasic.checkpointing.store import Uploader
-from biphasic.config.durations import Duration
+from biphasic.config.durations import Elapsed
 from biphasic.config.load import dump
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.resume_guard import changed_keys, guarded_keys
-from biphasic.config.timeline import decay_start
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
@@ -40,7 +39,7 @@ from biphasic.training.compute import AutoMicrobatch, require_precision, set_up
 from biphasic.training.gradients import Gradients
 from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
-from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule, elapsed
+from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule
 from biphasic.training.optimizer import WarmupStableDecay, adamw
 from biphasic.training.parallel import ShardedModel, Strategy, choose_strategy, parallelism_config
 from biphasic.training.prepared_batch import data_spec
@@ -58,8 +57,7 @@ def run(config: PretrainConfig) -> Path:
     """
     require_precision(config.precision)
     dist.initialize_dist(get_device(None))
-    run = {"name": config.run_name, "settings": guarded_keys(config)}
-    attempt = start_attempt(config.checkpoint_destination, config.local_checkpoints, run)
+    attempt = start_attempt(config)
     trainer = None
 
     def close(reason: str) -> None:
@@ -86,7 +84,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     rows_per_rank = config.global_batch_size // dist.get_world_size()
     tokenizer = load_tokenizer(config.tokenizer)
     data_record = conversion_record(config, tokenizer)
-    start = _starting_checkpoint(config, attempt)
+    start, branch_point = _starting_checkpoint(config, attempt)
 
     # Model and optimizer
     model, strategy = _build_model(config, tokenizer, start)
@@ -96,10 +94,17 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     optimizer = adamw(model, config.optimizer)
 
     # Data
-    batches = build_loader(config.data, config.data.streams, rows_per_rank, config.seed, train=True)
-    settings = {**guarded_keys(config), **index_hashes(config.data.streams)}
+    first_row = config.data.first_row(config.global_batch_size)
+    batches = build_loader(
+        config.data, config.data.streams, rows_per_rank, config.seed, train=True, first_row=first_row
+    )
+    indexes = index_hashes(config.data.streams)
+    overridden = []
     if attempt.resume is not None:
-        _require_same_settings(attempt.resume, settings, config)
+        require_same_past(attempt.resume, config, indexes)
+        overridden = overridden_keys(attempt.resume, config, indexes)
+    elif branch_point is not None:
+        require_same_data(branch_point, indexes)
 
     # Algorithms, which change how a batch is trained
     objective = ObjectiveSchedule(
@@ -134,7 +139,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         Meters(model.architecture(), recomputed_layers(model.backbone), precision),
         LRMonitor(),
         RuntimeEstimator(),
-        _saver(config, attempt, settings, objective),
+        _saver(config, attempt, {"indexes": indexes, "overridden": overridden}, objective),
         attempt.stopping,  # after the saver, which may request a stop
     ]
     if rank == 0:
@@ -142,7 +147,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     dist.barrier()
 
-    trainer = Trainer(
+    return Trainer(
         model=PretrainModel(model),
         run_name=config.run_name,
         seed=config.seed,
@@ -160,13 +165,11 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         load_path=start,
         auto_log_hparams=False,
     )
-    if attempt.resume is None and config.schedule.decay_from is not None:
-        _require_branch_at_decay(trainer, config)
-    return trainer
 
 
-def _starting_checkpoint(config: PretrainConfig, attempt: Attempt) -> str | None:
-    """Return the local path of the checkpoint to load: this run's newest, or the one that a decay branches off from."""
+def _starting_checkpoint(config: PretrainConfig, attempt: Attempt) -> tuple[str | None, BranchPoint | None]:
+    """Return the local path of the checkpoint to load: this run's newest, or else one of another run (`start_from`)."""
+    branch_point = None
     if attempt.resume is not None:
         if not config.checkpoint.autoresume:
             raise UserError(
@@ -174,12 +177,16 @@ def _starting_checkpoint(config: PretrainConfig, attempt: Attempt) -> str | None
                 "false: choose another run_name, or remove them"
             )
         start = str(attempt.local_folder / attempt.resume.path)
-    elif config.schedule.decay_from is not None:
-        start = download_on_all_machines(config.schedule.decay_from, config.run_folder, attempt.ranks)
+    elif config.start_from is not None:
+        branch_point, start = fetch_branch_point(config, attempt.ranks)
+        batch, tokens = branch_point.manifest.batch, branch_point.manifest.run["tokens"]
+        attempt.lock.record_start(batch, tokens)
+        if dist.get_global_rank() == 0:
+            print(f"{config.run_name}: starts from batch {batch}, {branch_point.path}")
     else:
-        return None
+        return None, None
     require_safe_checkpoint(start)
-    return start
+    return start, branch_point
 
 
 def _build_model(config: PretrainConfig, tokenizer: Tokenizer, start: str | None) -> tuple[LanguageModel, Strategy]:
@@ -194,45 +201,22 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, start: str | None
     return build_language_model(*arguments, on_meta=on_meta), strategy
 
 
-def _require_same_settings(resume: Manifest, settings: dict[str, Any], config: PretrainConfig) -> None:
-    """Check that no setting that affects the weights has changed, apart from `checkpoint.resume_overrides`.
-
-    Raises:
-        UserError: a setting has changed; the message names each one.
-    """
-    lines = changed_keys(resume.run["settings"], settings, config.checkpoint.resume_overrides)
-    if lines:
-        keys = ", ".join(line.partition(":")[0] for line in lines)
-        raise UserError(
-            f"{config.run_name}: its checkpoint {resume.path} was trained with another configuration:\n  "
-            + "\n  ".join(lines)
-            + f"\nchange that back, choose another run_name, or let it differ: checkpoint.resume_overrides=[{keys}]"
-        )
-
-
-def _require_branch_at_decay(trainer: Trainer, config: PretrainConfig) -> None:
-    start, now = decay_start(config.schedule, config.max_duration), elapsed(trainer.state.timestamp)
-    if now.in_unit(start.unit) != start.value:
-        position = Duration(now.in_unit(start.unit), start.unit)
-        length = config.schedule.decay.of(config.max_duration)
-        raise UserError(
-            f"schedule.decay_from: {config.schedule.decay_from} lies at {position}, but the decay begins at {start}: set "
-            f"max_duration to {Duration(position.value + length.value, start.unit)}, or name the checkpoint at {start}"
-        )
-
-
-def _saver(config: PretrainConfig, attempt: Attempt, settings: dict[str, Any], objective: ObjectiveSchedule) -> Saver:
+def _saver(config: PretrainConfig, attempt: Attempt, history: dict[str, Any], objective: ObjectiveSchedule) -> Saver:
     section, rank, local_rank = config.checkpoint, dist.get_global_rank(), dist.get_local_rank()
     attempt.local_folder.mkdir(parents=True, exist_ok=True)
+    # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
+    recorded = attempt.ranks.broadcast({"config": config.model_dump(mode="json"), **history})
 
     def describe(state: State) -> dict[str, Any]:
         return {
             "name": config.run_name,
             "attempt": attempt.name,
-            "settings": settings,
+            **recorded,
             "phase": objective.phase_name,
             "tokens": int(state.timestamp.token),
             "rows": int(state.timestamp.sample),
+            "epochs": int(state.timestamp.epoch),
+            "last_batch": list(astuple(objective.last_batch or Elapsed(0, 0, 0, 0))),
             "ranks": dist.get_world_size(),
         }
 

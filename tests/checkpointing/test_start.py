@@ -1,0 +1,185 @@
+"""Where a run starts, from manifests alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.start import find_branch_point, plan_start, recorded_config, require_same_past
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import UserError
+from conftest import Write
+from tiny import ROOT, config_of
+
+CLM: list[dict[str, Any]] = [{"name": "clm"}]
+STABLE = {"warmup": "3ba"}
+BATCH_TOKENS = 240
+"""Tokens in a batch of 256 positions."""
+
+
+def write_manifests(config: PretrainConfig, *batches: int, folder: Path | None = None) -> Path:
+    """Write the manifests of a run that has trained so far; their checkpoints have no files."""
+    folder = folder or Path(config.checkpoint_destination)
+    folder.mkdir(parents=True, exist_ok=True)
+    for batch in batches:
+        counts = {"rows": 8 * batch, "tokens": BATCH_TOKENS * batch, "epochs": 0}
+        last = [batch - 1, 8 * (batch - 1), BATCH_TOKENS * (batch - 1), 0]
+        recorded = {"config": config.model_dump(mode="json"), "indexes": {"data.train.index": "x"}, "overridden": []}
+        manifest = Manifest(
+            batch, f"ba{batch}-rank0.pt", {}, {"name": config.run_name, **recorded, **counts, "last_batch": last}
+        )
+        (folder / manifest.name).write_bytes(manifest.to_bytes())
+    return folder
+
+
+def branch_point(path: Path | str, config: PretrainConfig) -> int:
+    return find_branch_point(str(path), config).manifest.batch
+
+
+def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> None:
+    trunk = config_of(write_yaml("trunk", max_duration="30ba", objective__phases=CLM, schedule=STABLE))
+    folder = write_manifests(trunk, 5, 10, 15, 20)
+    switch = [{"name": "clm", "until": "15ba"}, {"name": "mlm"}]
+    config = config_of(write_yaml("switch", max_duration="40ba", objective__phases=switch, schedule=STABLE))
+    # The folder of checkpoints, the run's folder, one checkpoint.
+    assert branch_point(folder, config) == branch_point(folder.parent, config) == 15
+    assert branch_point(folder / "ba10-rank0.pt", config) == 10
+    # Something is left to train.
+    assert (
+        branch_point(
+            folder, config_of(write_yaml("trunk", max_duration="15ba", objective__phases=CLM, schedule=STABLE))
+        )
+        == 10
+    )
+    # An incomplete one is passed over.
+    (folder / "ba15.json").unlink()
+    (folder / "ba15-rank0.pt").write_bytes(b"")
+    assert branch_point(folder, config) == 10
+    # So is one of a run whose past isn't its configuration's.
+    content = json.loads((folder / "ba10.json").read_text())
+    content["run"]["overridden"] = ["optimizer.lr"]
+    (folder / "ba10.json").write_text(json.dumps(content))
+    assert branch_point(folder, config) == 5
+    with pytest.raises(UserError, match=r"that run has changed optimizer.lr on the way"):
+        branch_point(folder / "ba10-rank0.pt", config)
+
+
+def test_times_in_tokens_are_compared_with_the_tokens_of_the_checkpoint(write_yaml: Write) -> None:
+    """Rows have padding, so the switch is later than batch 10, where 2,560 positions end."""
+
+    def phases(first: str) -> list[dict[str, Any]]:
+        return [{"name": "clm", "until": first}, {"name": "mlm"}]
+
+    keys: dict[str, Any] = {"max_duration": "9000tok", "schedule": STABLE}
+    trunk = config_of(write_yaml("trunk", **keys, objective__phases=phases("5000tok")))
+    folder = write_manifests(trunk, *range(5, 15))
+    config = config_of(write_yaml("branch", **keys, objective__phases=phases("2560tok")))
+    # Batch 10 begins at 2,400 tokens, batch 11 at 2,640.
+    assert branch_point(folder, config) == 11
+
+
+def test_without_a_checkpoint_of_the_same_past_the_difference_is_named(write_yaml: Write) -> None:
+    keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
+    trunk = config_of(write_yaml("trunk", max_duration="30ba", **keys))
+    folder = write_manifests(trunk, 10, 20)
+    (folder / "ba25-rank0.pt").write_bytes(b"")
+    early = config_of(
+        write_yaml("early", **{**keys, "objective__phases": [{"name": "clm", "until": "4ba"}, {"name": "mlm"}]})
+    )
+    with pytest.raises(UserError) as refused:
+        branch_point(folder, early)
+    assert str(refused.value) == (
+        f"start_from: {folder}: no checkpoint there is part of this run, since the two part at batch 4: "
+        "objective.phases.0.until is the end there, 4ba here. Complete checkpoints there: ba20, ba10; "
+        "not usable: ba25 (it has no ba25.json, so it was not finished)"
+    )
+    with pytest.raises(UserError, match=r"this run ends \(10ba\) before or at every checkpoint there: ba20, ba10"):
+        branch_point(folder, config_of(write_yaml("short", max_duration="10ba", **keys)))
+    with pytest.raises(UserError, match=r"nothing: it holds no checkpoint"):
+        branch_point(folder / "nothing", early)
+    with pytest.raises(UserError, match=r"no usable checkpoint there \(ba25 \(it has no ba25.json"):
+        branch_point(folder / "ba25-rank0.pt", early)
+    with pytest.raises(UserError, match=r"there is no ba7.json"):
+        branch_point(folder / "ba7-rank0.pt", early)
+
+
+def test_a_configuration_of_another_version_is_refused(write_yaml: Write) -> None:
+    config = config_of(write_yaml())
+    folder = write_manifests(config, 4)
+    content = json.loads((folder / "ba4.json").read_text())
+    content["run"]["config"]["schedule"]["decay_from"] = None
+    with pytest.raises(
+        UserError, match=r"^ba4.json: the run's configuration can't be read \(config.schedule.decay_from: "
+    ):
+        recorded_config(Manifest.from_bytes(json.dumps(content).encode()))
+
+
+@pytest.mark.parametrize("name", ["1b_biphasic", "210m_mlm", "quickstart"])
+def test_a_recorded_configuration_reads_back(name: str, tmp_path: Path) -> None:
+    config = config_of(ROOT / "yamls" / f"{name}.yaml")
+    folder = write_manifests(config, 4, folder=tmp_path)
+    assert recorded_config(Manifest.from_bytes((folder / "ba4.json").read_bytes())) == config
+
+
+def test_overrides_let_the_past_differ(write_yaml: Write) -> None:
+    config = config_of(write_yaml())
+    folder = write_manifests(config, 4)
+    manifest = Manifest.from_bytes((folder / "ba4.json").read_bytes())
+    phases = [{"name": "clm", "until": "2ba"}, {"name": "mlm"}]
+    for key, value, override in [
+        ("objective__phases", phases, "objective"),
+        ("objective__phases", phases, "objective.phases.0.until"),
+        ("optimizer__lr", 1e-3, "optimizer"),
+        ("schedule__warmup", "2ba", "schedule.warmup"),
+        ("model__hidden_size", 48, "model.hidden_size"),
+    ]:
+        with pytest.raises(UserError, match=key.replace("__", ".")):
+            require_same_past(manifest, config_of(write_yaml(**{key: value})), {"data.train.index": "x"})
+        changed = config_of(write_yaml(**{key: value}, checkpoint__resume_overrides=[override]))
+        require_same_past(manifest, changed, {"data.train.index": "x"})
+        with pytest.raises(UserError, match=r"data.train.index: 'x' until now, 'y' here"):
+            require_same_past(manifest, changed, {"data.train.index": "y"})
+
+
+def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
+    assert plan_start(config_of(write_yaml("new", **keys))).batch == 0
+    trunk = config_of(write_yaml("trunk", max_duration="30ba", **keys))
+    folder = write_manifests(trunk, 10, 20)
+    path = write_yaml(
+        "branch", max_duration="24ba", **{**keys, "schedule": {**STABLE, "decay": "8ba"}}, start_from=str(folder)
+    )
+    start = plan_start(config_of(path))
+    # The rate is still the trunk's in the decay's first batch, 16.
+    assert (start.batch, start.checkpoint) == (10, str(folder / "ba10-rank0.pt"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    code = "import sys, main; main.main(sys.argv[1:]); sys.exit('torch' in sys.modules)"
+    run = subprocess.run(
+        [sys.executable, "-c", code, str(path), "--plan"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT / "src",
+        env=environment,
+    )
+    assert run.returncode == 0, run.stderr
+    expected = (
+        f"start          batch 10, from {folder}/ba10-rank0.pt, of trunk, by start_from: 14 of 24 batches are trained"
+    )
+    assert expected in run.stdout
+    # Its own checkpoint comes first.
+    write_manifests(config_of(path), 12)
+    assert plan_start(config_of(path)).source == "its own newest checkpoint"
+    # A share that moves the end of a phase that is done.
+    phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
+    write_manifests(config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
+    longer = plan_start(config_of(write_yaml("share", max_duration="24ba", objective__phases=phases, schedule=STABLE)))
+    assert longer.batch is None and longer.problem is not None
+    assert "objective.phases.0.until: 10ba (0.5dur of 20ba) until now, 12ba (0.5dur of 24ba) here" in longer.problem
+    assert "a share moves" in longer.problem
