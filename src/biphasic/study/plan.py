@@ -137,7 +137,7 @@ def _plan_run(
         checkpoints=checkpoints,
         bytes=None if architecture is None else checkpoints * architecture.checkpoint_bytes,
         state=_state(state, done, is_ready(run, configs, states)),
-        drift=tuple(state.drift(config)) if done else (),
+        drift=tuple(state.drift(config)),
     )
 
 

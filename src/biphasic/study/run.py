@@ -47,10 +47,9 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Train | None =
     configs = expand(study)
     tree = study_tree(configs, study.continues)
     states = read_states(study)
-    for run in tree.values():
-        if states[run.name].is_done(configs[run.name]):
-            for line in states[run.name].drift(configs[run.name]):
-                print(f"WARNING: {run.name} was trained with another configuration: {line}", flush=True)
+    for name, config in configs.items():
+        for line in states[name].drift(config):
+            print(f"WARNING: {name} was trained with another configuration: {line}", flush=True)
     executor = study.executor
     if isinstance(executor, SlurmExecutor):
         return _submit_to_slurm(study, executor, tree, configs, states, limit)

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name
+from biphasic.checkpointing.start import past_differences
 from biphasic.config.durations import Elapsed
+from biphasic.config.history import is_overridden
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.resume_guard import changed_keys, guarded_keys
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
 from biphasic.storage import first_line, open_store
@@ -35,14 +36,21 @@ class RunState:
         return elapsed.reached(config.max_duration)
 
     def drift(self, config: PretrainConfig) -> list[str]:
-        """Return a line for each key that affects the weights and is not what the newest checkpoint was trained with.
+        """Return a line for each key in which a run's checkpoints differ from what it would train now.
 
         The data's own hash is compared when a run opens its data.
         """
         if self.newest is None:
             return []
-        settings = {key: value for key, value in self.newest.run["settings"].items() if not key.endswith(".index")}
-        return changed_keys(settings, guarded_keys(config), config.checkpoint.resume_overrides)
+        try:
+            differences = past_differences(self.newest, config)
+        except UserError as error:
+            return [str(error)]
+        return [
+            f"{difference.key}: {difference.first} in its checkpoints, {difference.second} in the study"
+            for difference in differences
+            if not is_overridden(difference.key, config.checkpoint.resume_overrides)
+        ]
 
 
 def read_states(study: StudyConfig) -> dict[str, RunState]:
