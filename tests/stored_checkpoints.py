@@ -78,7 +78,7 @@ def checkpoint_of(
         "state": {
             "model": model_state,
             "optimizers": {"AdamW": optimizer_state},
-            "callbacks": {"RunRecord": record_of(model, tokenizer, batch)},
+            "callbacks": {"RunRecord": {"record": json.dumps(record_of(model, tokenizer, batch))}},
         }
     }
     folder.mkdir(parents=True, exist_ok=True)

@@ -69,6 +69,20 @@ def test_one_dataset_that_is_repeated(tmp_path: Path) -> None:
     assert text.endswith(f"\n  WARNING        data.train would be repeated: the run takes 2.5 epochs of {path}")
 
 
+def test_a_run_that_begins_in_the_middle(tmp_path: Path) -> None:
+    """1,000 rows from row 2,995 (rounded up to 3,000) on are the last quarter of 4,000."""
+    path = record(tmp_path / "out", rows=4_000, tokens=1_000_000)
+    run_plan, text = planned({"train": {"local": path}, "start_at": "2995sp"}, tmp_path)
+    assert "begins at row 3,000 of the order (data.start_at: 2995sp)\n" in text
+    assert run_plan.warnings == []
+    run_plan, _ = planned({"train": {"local": path}, "start_at": "301ba"}, tmp_path)
+    [warning] = run_plan.warnings
+    assert warning.startswith("data.train: the run begins at row 3,010 (data.start_at) and ends in epoch 2 of")
+    # An epoch is 4,000 rows; the first one is what is left of it.
+    run_plan, _ = planned({"train": {"local": path}, "start_at": "301ba"}, tmp_path, max_duration="1ep")
+    assert run_plan.datasets[0].run_rows == 990
+
+
 @pytest.mark.parametrize(
     ("duration", "rows", "tokens"),
     # By batches; by epochs of the 1,005 rows, whose last 5 make no batch; by real tokens, of which 20 rows have 5,000.

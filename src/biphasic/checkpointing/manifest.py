@@ -183,7 +183,7 @@ def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str
         if file.is_file() and file.stat().st_size == size and file_hash(file) == hash_:
             continue
         if is_local:
-            return f"{name} is damaged: its hash is not the manifest's"
+            return f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
         try:
             source.download(name, file)
         except OSError as error:

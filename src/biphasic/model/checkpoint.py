@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import json
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -121,8 +122,7 @@ def read_weights(path: str, names: Iterable[str]) -> dict[str, Tensor]:
 
 
 def _record_in(state: dict[str, Any]) -> dict[str, Any]:
-    # PyTorch's sharded format leaves out empty dictionaries.
-    return {"data": {}, "losses": {}, "versions": {}} | dict(state["callbacks"])[RECORD_CALLBACK]
+    return json.loads(state["callbacks"][RECORD_CALLBACK]["record"])
 
 
 def _without_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -151,7 +151,7 @@ def _reported_errors(path: str) -> Iterator[None]:
         raise UserError(f"checkpoint {path}: is damaged or incomplete ({first_line(error)})") from None
     except KeyError as error:
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it has no {error})") from None
-    except (TypeError, IndexError, AttributeError):
+    except (TypeError, ValueError, IndexError, AttributeError):
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it is not a dictionary)") from None
 
 

@@ -68,14 +68,19 @@ class RunRecord(Callback):
             self.record["losses"][f"metrics/{label}/{name}"] = float(metric.compute())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the record, as plain values."""
-        return json.loads(json.dumps(self.record))
+        """Return the record as one string of JSON.
+
+        PyTorch would store the entries of a dictionary one by one, and a run that starts from a sharded checkpoint would
+        need the same entries, such as the same number of phases.
+        """
+        return {"record": json.dumps(self.record)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint's counts and losses. Command, versions and hardware stay those of this attempt."""
+        previous = json.loads(state["record"])
         for name in ("batches", "rows", "tokens", "epochs", "seconds", "losses"):
-            self.record[name] = state[name]
-        for phase, stored in zip(self.record["phases"], state["phases"], strict=False):
+            self.record[name] = previous[name]
+        for phase, stored in zip(self.record["phases"], previous["phases"], strict=False):
             phase.update(batches=stored["batches"], tokens=stored["tokens"])
 
 
