@@ -15,6 +15,7 @@ from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain, resolved
+from biphasic.study.stages import encoder_folder, export
 from biphasic.study.tree import study_tree
 
 CLM, MLM = {"name": "clm"}, {"name": "mlm", "masking_ratio": 0.4}
@@ -100,6 +101,10 @@ def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: 
     config = load(tmp_path / "study" / "clm-mlm-10" / "run.yaml")
     assert isinstance(config, PretrainConfig) and config.data.start_at.value == 6
     assert config.model.init_from == str(tmp_path / "study" / "clm" / "checkpoints")
+
+    # Each trained model is exported once.
+    assert export(study, limit=1) == 0
+    assert [name for name in study.models if (encoder_folder(study, name) / "config.json").is_file()] == ["clm"]
 
     # A change is a warning that names the key; nothing is trained again.
     changed = study_of(tmp_path, data)

@@ -110,7 +110,7 @@ class StudyConfig(JobConfig):
     @property
     def continues(self) -> dict[str, str]:
         """For each model that continues another, the other's name."""
-        return {name: keys[CONTINUES] for name, keys in self.models.items() if CONTINUES in keys}
+        return {name: str(keys[CONTINUES]) for name, keys in self.models.items() if CONTINUES in keys}
 
     @property
     def base_file(self) -> str | None:
@@ -143,13 +143,13 @@ class StudyConfig(JobConfig):
     def _continues_problems(self, name: str) -> KeyProblems:
         if CONTINUES not in self.models[name]:
             return
-        key, other = f"models.{name}.{CONTINUES}", self.models[name][CONTINUES]
-        if other not in self.models or other == name:
-            yield [key], f"expected the name of another model of this study; got {other!r}"
+        key, given, continues = f"models.{name}.{CONTINUES}", self.models[name][CONTINUES], self.continues
+        if not isinstance(given, str) or given not in self.models or given == name:
+            yield [key], f"expected the name of another model of this study; got {given!r}"
             return
         path = [name]
-        while (other := self.models[path[-1]].get(CONTINUES)) in self.models and other not in path:
-            path.append(other)
+        while (other := continues.get(path[-1])) in self.models and other not in path:
+            path.append(str(other))
         if other == name == min(path):  # a cycle is reported once
             yield [key], f"forms a cycle: {' continues '.join([*path, name])}"
         if any(at == "model.init_from" for at, _ in _leaves(self.models[name], "")):
