@@ -76,10 +76,13 @@ def _end(manifest: Manifest) -> Elapsed:
 
 
 def other_run(manifest: Manifest, config: PretrainConfig) -> str | None:
-    """Return a message if a checkpoint is of a run with another name and another past."""
+    """Return a message if a checkpoint is of a run with another name and another configuration.
+
+    A common past is not enough: the run would write into the other run's folder.
+    """
     name = manifest.run["name"]
     try:
-        if name == config.run_name or not past_differences(manifest, config):
+        if name == config.run_name or first_difference(recorded_config(manifest), config) is None:
             return None
     except UserError:
         pass
