@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -16,8 +20,11 @@ from biphasic.config.study_models import expand
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, export
+from biphasic.study.state import read_states
 from biphasic.study.tree import study_tree
+from buckets import bucket_for
 
+ROOT = Path(__file__).parents[2]
 CLM, MLM = {"name": "clm"}, {"name": "mlm", "masking_ratio": 0.4}
 
 
@@ -77,8 +84,8 @@ def killed_after(batch: int, file: Path) -> int:
 def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: Path) -> None:
     """Killed in its first run and stopped after each, a study's models are those of runs trained alone, bit for bit."""
     study = study_of(tmp_path, data)
-    assert pretrain(study, train=lambda file: killed_after(3, file)) == 137
-    assert [run.state for run in plan_study(study).runs] == ["at 3", "ready", "waits", "waits"]
+    assert pretrain(study, train=lambda file: killed_after(2, file)) == 137
+    assert [run.state for run in plan_study(study).runs] == ["at 2", "ready", "waits", "waits"]
     started: list[str] = []
 
     def note(file: Path) -> int:
@@ -136,3 +143,23 @@ def test_a_run_starts_above_a_parent_that_kept_no_checkpoint_for_it(tmp_path: Pa
     assert started[0].run_name == "clm-mlm" and started[0].start_from is None
     kept = resolved(study, tree["clm"], configs["clm"], None).checkpoint.keep_at
     assert [str(time) for time in kept] == ["2ba"]
+
+
+@pytest.mark.slow
+def test_the_command_in_a_bucket_stopped_and_resumed(tmp_path: Path, data: Path, s3: Path) -> None:
+    """With Composer's launcher: a signal to the study lets its run save, and the same command finishes everything."""
+    address = f"s3://{bucket_for(s3, 'study')}/tiny"
+    study = study_of(tmp_path, data, folder=address, output=str(tmp_path / "runs"))
+    command = [sys.executable, "src/main.py", str(tmp_path / "study.yaml"), "base.max_duration=2000ba"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    first = subprocess.Popen(command, cwd=ROOT, env=environment)
+    tiny.wait_for_batch(tmp_path / "runs" / "clm", 20, first)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(120) == 75
+    saved = read_states(study)["clm"].trained
+    assert 20 <= saved < 2000
+    assert subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    assert len(tiny.losses(tmp_path / "runs" / "clm")) == 2000
+    assert [read_states(study)[name].trained for name in study.models] == [2000, 2000, 2, 4]
+    plan = subprocess.run([*command, "--plan"], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    assert plan.stdout.count(" done") == 4 and "WARNING" not in plan.stdout

@@ -67,12 +67,15 @@ def _read_state(place: str) -> RunState:
         store = open_store(place)
         files = store.list()
         batches = {batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch)}
-        newest = Manifest.from_bytes(store.read(manifest_name(max(batches)))) if batches else None
+        content = store.read(manifest_name(max(batches))) if batches else None
     except OSError as error:
         raise UserError(f"folder {place}: can't be read ({first_line(error)})") from None
+    if content is None:
+        return RunState()
+    try:
+        return RunState(frozenset(batches), Manifest.from_bytes(content))
     except ValueError:
         raise UserError(f"{place}: {manifest_name(max(batches))} is not a manifest") from None
-    return RunState(frozenset(batches), newest)
 
 
 def is_ready(run: StudyRun, configs: Mapping[str, PretrainConfig], states: Mapping[str, RunState]) -> bool:
