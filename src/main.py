@@ -3,6 +3,7 @@
 composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
+python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate] [--limit N]
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from biphasic.config.data_plan import PLAN_SECONDS
 from biphasic.config.load import Config, dump, load
 from biphasic.config.plan import StartPlan, describe, plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.study import StudyConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
 from biphasic.faults import run_rank
@@ -32,6 +34,9 @@ def main(arguments: list[str] | None = None) -> int:
     that the same command resumes the run. 130: interrupted with Ctrl-C.
     """
     return run_rank(lambda: _main(arguments))
+
+
+_STAGES = ("pretrain", "export", "finetune", "evaluate")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -47,14 +52,22 @@ def _main(arguments: list[str] | None) -> int:
     parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument("--ranks", type=_positive, default=ranks, help="with --plan: number of processes of the run")
-    parser.add_argument("--limit", type=_positive, metavar="N", help="sweeps: start at most N trials")
+    parser.add_argument(
+        "--limit", type=_positive, metavar="N", help="sweeps and studies: start at most N trials or runs"
+    )
     parser.add_argument("--retry-failed", action="store_true", help="sweeps: run failed trials again")
+    parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="studies, with --plan: draw the tree of runs")
     options = parser.parse_intermixed_args(arguments)
     config = load(options.file, options.overrides, options.ranks)
+    if (options.stage or options.draw) and not isinstance(config, StudyConfig):
+        raise UserError(f"--stage and --draw are for studies; {options.file} is job: {config.job}")
+    if isinstance(config, StudyConfig):
+        return _study(config, options)
     if isinstance(config, SweepConfig):
         return _sweep(config, options)
     if options.limit is not None or options.retry_failed:
-        raise UserError(f"--limit and --retry-failed are for sweeps; {options.file} is job: {config.job}")
+        raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
     print(_plan(config, options.ranks, options.json) if options.plan else f"written to {_run(config)}")
     return 0
 
@@ -83,19 +96,52 @@ def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError("a sweep starts its own workers: run it with python instead of composer")
     if not options.plan:
-        from biphasic.sweep.run import run
-
-        status = run(config, options.limit, options.retry_failed)
-        if status in (0, 1):
-            from biphasic.report.__main__ import main as report
-
-            report([config.output])
-        return status
+        return _run_sweep(config, options)
     from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 
     sweep_plan = plan_sweep(config)
     print(as_json(sweep_plan) if options.json else describe_plan(sweep_plan))
     return 0
+
+
+def _run_sweep(config: SweepConfig, options: argparse.Namespace) -> int:
+    from biphasic.sweep.run import run
+
+    status = run(config, options.limit, options.retry_failed)
+    if status in (0, 1):
+        from biphasic.report.__main__ import main as report
+
+        report([config.output])
+    return status
+
+
+def _study(config: StudyConfig, options: argparse.Namespace) -> int:
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise UserError("a study starts its own runs: run it with python instead of composer")
+    if options.draw and not options.plan:
+        raise UserError("--draw belongs to --plan")
+    if options.plan:
+        from biphasic.study.plan import as_json, describe_plan, plan_study
+
+        study_plan = plan_study(config)
+        print(as_json(study_plan) if options.json else describe_plan(study_plan, config.cost))
+        if options.draw:
+            from biphasic.study.draw import draw_study
+
+            options.draw.write_text(draw_study(config), encoding="utf-8")
+        return 0
+    stage = options.stage or "pretrain"
+    if options.retry_failed and stage != "finetune":
+        raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
+    if stage == "pretrain":
+        from biphasic.study.run import pretrain
+
+        return pretrain(config, options.limit)
+    from biphasic.study.stages import evaluate, export, sweep_config
+
+    if stage == "finetune":
+        return _run_sweep(sweep_config(config), options)
+    return {"export": export, "evaluate": evaluate}[stage](config, options.limit)
 
 
 def _positive(text: str) -> int:

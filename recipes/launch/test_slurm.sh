@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # A real Slurm on this machine, a real preemption: a job of a partition with priority takes the node from a run, which
 # saves, goes back into the queue, goes on from the batch it saved at, and trains no batch twice. Then the same for a time
-# limit, and a job that is cancelled, which must not come back.
+# limit, a job that is cancelled, which must not come back, and a study of two runs.
 #
 # Needs root and Debian's slurm-wlm and munge; nothing outside a temporary folder is touched. Takes three to six minutes.
 # Exit status: 0 as promised, 1 not, 3 Slurm isn't installed.
@@ -145,5 +145,19 @@ until_true 60 "its node.sh has ended" ended
 # As long as a job that came back would need to be seen.
 sleep 8
 if ! cancelled; then say "job $job came back"; exit 1; fi
+
+# A study of two runs: the second waits for the first one's job, and starts from its checkpoint.
+yaml=$(mkdir "$work/third" && python recipes/launch/tiny_run.py study "$work/third" 40)
+NPROC=2 BIPHASIC_RESTARTS=0 python src/main.py "$yaml"
+jobs=$(squeue --noheader --format=%j,%T,%E | sort)
+say "the study's jobs: $jobs"
+if ! grep -q '^study.branch,PENDING,afterok:' <<<"$jobs"; then say "study.branch does not wait"; exit 1; fi
+# Started again, it submits nothing twice.
+NPROC=2 BIPHASIC_RESTARTS=0 python src/main.py "$yaml"
+if (($(squeue --noheader --format=%j | grep -c '^study\.') != 2)); then say "a run was submitted twice"; exit 1; fi
+study_done() { (($(python src/main.py "$yaml" --plan --json | grep -c '"state": "done"') == 2)); }
+until_true 300 "the study's runs are done" study_done
+batches_trained() { grep -c loss/train/total "$work/third/study/branch/metrics.jsonl"; }
+if (($(batches_trained) != 20)); then say "study.branch trained $(batches_trained) batches, not 20"; exit 1; fi
 passed=1
 say "passed"

@@ -2,6 +2,7 @@
 
 PYTHONPATH=tests python recipes/launch/tiny_run.py write FOLDER BATCHES     # prints the YAML's path
 PYTHONPATH=tests python recipes/launch/tiny_run.py check FOLDER BATCHES     # status 1, and why
+PYTHONPATH=tests python recipes/launch/tiny_run.py study FOLDER BATCHES     # prints the path of a study's YAML
 """
 
 from __future__ import annotations
@@ -33,6 +34,24 @@ def write(folder: Path, batches: int) -> Path:
     return path
 
 
+def write_study(folder: Path, batches: int) -> Path:
+    """A run, and a second one that shares its first half, for Slurm's partition `low`."""
+    base = yaml.safe_load(write(folder, batches).read_text())
+    for key in ("job", "run_name", "output"):
+        del base[key]
+    objective = {"phases": [{"name": "mlm", "until": f"{batches // 2}ba"}, {"name": "clm"}]}
+    content = {
+        "job": "study",
+        "folder": str(folder / "study"),
+        "base": base,
+        "models": {"whole": {}, "branch": {"objective": objective}},
+        "executor": {"kind": "slurm", "options": ["--partition=low", f"--output={folder}/%x-%j.out"]},
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    return path
+
+
 def problems(folder: Path, batches: int) -> list[str]:
     """What is not as it should be: each batch trained once, in two attempts, the second from the first's checkpoint."""
     run = folder / "runs" / "run"
@@ -59,8 +78,9 @@ def problems(folder: Path, batches: int) -> list[str]:
 
 def main(command: str, folder: str, batches: str) -> int:
     """Exit status: 1 if something is not as it should be."""
-    if command == "write":
-        print(write(Path(folder), int(batches)))
+    if command in ("write", "study"):
+        make = write if command == "write" else write_study
+        print(make(Path(folder), int(batches)))
         return 0
     found = problems(Path(folder), int(batches))
     print("\n".join(found) or f"each of the {batches} batches was trained once")

@@ -20,6 +20,7 @@ YAMLS = {
     for name in ("quickstart", "210m_biphasic", "finetune/squad_v2", "finetune/msmarco", "sweep/paper",
                  "evaluate/retrieval", "data/quickstart", "data/tasks")
 }  # fmt: skip
+YAMLS["study"] = Path(__file__).parent / "study.yaml"
 
 
 def keys_of(value: Any, key: str = "") -> list[str]:

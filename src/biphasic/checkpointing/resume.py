@@ -113,6 +113,18 @@ def fetch_branch_point(config: PretrainConfig, ranks: ProcessGroup) -> tuple[Bra
     return point, str(local_folder / point.manifest.path)
 
 
+def fetch_initial_weights(config: PretrainConfig, ranks: ProcessGroup) -> str:
+    """Return the local path of `model.init_from`. A checkpoint in a bucket is downloaded while all ranks wait.
+
+    Raises:
+        UserError: there is no complete checkpoint, or it is damaged or can't be read.
+    """
+    assert config.model.init_from is not None
+    path, local_paths = config.model.init_from, list[str]()
+    ranks.once_per_machine(lambda: local_paths.append(local_checkpoint(path, config.run_folder / "init")))
+    return ranks.broadcast(local_paths[0] if local_paths else None)
+
+
 def local_checkpoint(path: str, local_folder: Path) -> str:
     """Return the local path of a checkpoint, downloading it if necessary. For a single process.
 

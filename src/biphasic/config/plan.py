@@ -109,7 +109,7 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
         phases=phases,
         learning_rate=list(_rate_points(config)),
         checkpoints=_checkpoints(config, architecture, batches),
-        flops=None if architecture is None else _flops(architecture, laid_out, phases, config),
+        flops=None if architecture is None or "ep" in units else training_flops(config, architecture, 0, batches or 0),
         memory_per_rank=None if architecture is None else _memory(architecture, config, ranks),
         datasets=datasets,
         warnings=warnings,
@@ -202,9 +202,14 @@ def _tokens_per_batch(config: PretrainConfig) -> int:
     return config.global_batch_size * config.data.sequence_length
 
 
+def batches_of(time: Duration, config: PretrainConfig) -> int:
+    """Return the batch that begins at `time`, which is not in epochs."""
+    return math.ceil(round(config.batch_shape.batches(time), 6))
+
+
 def _batch(time: Duration, config: PretrainConfig) -> int | None:
     """Return the batch that begins at `time`. Return None if it depends on the size of an epoch."""
-    return None if time.unit == "ep" else math.ceil(round(config.batch_shape.batches(time), 6))
+    return None if time.unit == "ep" else batches_of(time, config)
 
 
 def _phase(span: Span, config: PretrainConfig) -> PhasePlan:
@@ -250,18 +255,25 @@ def _checkpoints(config: PretrainConfig, architecture: Architecture | None, batc
     }
 
 
-def _flops(
-    architecture: Architecture, laid_out: list[Span], phases: list[PhasePlan], config: PretrainConfig
-) -> float | None:
+def training_flops(config: PretrainConfig, architecture: Architecture, first: int, end: int) -> float:
+    """Return the FLOPs of the batches from `first` (inclusive) to `end` (exclusive).
+
+    Attention is counted over complete rows. No duration of the configuration is in epochs.
+    """
     total, row = 0.0, config.data.sequence_length
-    for span, phase in zip(laid_out, phases, strict=True):
-        if phase.tokens is None:
-            return None
+    for span in spans(config.objective.phases, config.max_duration):
+        begin, stop = batches_of(span.start, config), batches_of(span.end, config)
+        low, high = max(begin, first), min(stop, end)
+        if low >= high:
+            continue
         causal, share = True, 1.0
         if isinstance(span.phase, MLMPhase):
             causal, ratio = False, span.phase.masking_ratio
-            share = (ratio.start + ratio.end) / 2 if isinstance(ratio, RampConfig) else ratio
-        total += phase.tokens / row * architecture.flops([row], causal, share * row)
+            if isinstance(ratio, RampConfig):
+                middle = ((low + high) / 2 - begin) / (stop - begin)
+                ratio = ratio.start + (ratio.end - ratio.start) * middle
+            share = ratio
+        total += (high - low) * config.global_batch_size * architecture.flops([row], causal, share * row)
     return total
 
 

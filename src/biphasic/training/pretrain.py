@@ -13,11 +13,11 @@ from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 from torch.cuda import is_available as has_gpu
 
-from biphasic.checkpointing.resume import fetch_branch_point
+from biphasic.checkpointing.resume import fetch_branch_point, fetch_initial_weights
 from biphasic.checkpointing.run_lock import Attempt, start_attempt
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
-from biphasic.checkpointing.stopping import StopCoordinator
+from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 from biphasic.checkpointing.store import Uploader
 from biphasic.config.durations import Elapsed
 from biphasic.config.load import dump
@@ -87,7 +87,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     start, branch_point = _starting_checkpoint(config, attempt)
 
     # Model and optimizer
-    model, strategy = _build_model(config, tokenizer, start)
+    model, strategy = _build_model(config, tokenizer, start, attempt.ranks)
     computing = set_up(model, config.compute)
     if rank == 0:
         print(f"{config.run_name}: {computing}")
@@ -189,8 +189,13 @@ def _starting_checkpoint(config: PretrainConfig, attempt: Attempt) -> tuple[str 
     return start, branch_point
 
 
-def _build_model(config: PretrainConfig, tokenizer: Tokenizer, start: str | None) -> tuple[LanguageModel, Strategy]:
-    arguments = (config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+def _build_model(
+    config: PretrainConfig, tokenizer: Tokenizer, start: str | None, ranks: ProcessGroup
+) -> tuple[LanguageModel, Strategy]:
+    section = config.model
+    if section.init_from is not None:
+        section = section.model_copy(update={"init_from": fetch_initial_weights(config, ranks)})
+    arguments = (section, config.data.sequence_length, config.seed, tokenizer.vocab_size)
     size = architecture_of(config.model)
     if size is None:
         model = build_language_model(*arguments)

@@ -1,0 +1,190 @@
+"""Read YAML files with their `defaults:` and overrides, and record where each key was written."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from biphasic.errors import ConfigError, Problem
+
+_COMMAND_LINE = "command line"
+_MAX_DEPTH = 50
+"""Levels of nesting that are read. Schemas have about six; the libraries read nested values recursively."""
+# Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
+_READ_ERRORS = (
+    yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, LookupError, AttributeError, RecursionError
+)  # fmt: skip
+
+
+class KeyTree:
+    """The merged keys of all files and overrides, and where each was written (`where`, by dotted key)."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        self.merged = DictConfig({})
+        self.where: dict[str, str] = {}
+
+    def source(self, key: str) -> str:
+        """Return where `key`, or the nearest key above it, was written."""
+        while key and key not in self.where:
+            key = key.rpartition(".")[0]
+        return self.where.get(key, str(self.file))
+
+    def content(self) -> dict[Any, Any]:
+        """Return all keys and values, with interpolations resolved.
+
+        Raises:
+            ConfigError: an interpolation can't be resolved.
+        """
+        with _errors_reported(self.source):
+            content = OmegaConf.to_container(self.merged, resolve=True)
+        assert isinstance(content, dict)
+        return content
+
+    def update(self, key: str, value: Any, where: Mapping[str, str]) -> None:
+        """Merge `value` into a dotted key. `where` is the place of the key and of keys below it."""
+        with _errors_reported(lambda _: where.get(key, str(self.file)), key):
+            OmegaConf.update(self.merged, key, value, force_add=True)
+        if not isinstance(value, Mapping):
+            self.forget_below(key)
+        self.where.update(where)
+
+    def copy(self) -> KeyTree:
+        """Return a copy that can be changed."""
+        tree = KeyTree(self.file)
+        tree.merged, tree.where = self.merged.copy(), dict(self.where)
+        return tree
+
+    def forget_below(self, key: str) -> None:
+        """Forget where the keys below `key` were written."""
+        self.where = {k: v for k, v in self.where.items() if not k.startswith(f"{key}.")}
+
+
+def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
+    """Read a YAML with its `defaults:`, and apply `key=value` overrides.
+
+    Raises:
+        ConfigError: a file can't be read or is not valid YAML, or an override is not `key=value`.
+    """
+    tree = KeyTree(Path(file))
+    _read(Path(file), tree, ())
+    for override in overrides:
+        _override(override, tree)
+    return tree
+
+
+def escape_interpolations(value: Any) -> Any:
+    """Escape `${` in texts, which OmegaConf would resolve when it reads them."""
+    if isinstance(value, dict):
+        return {key: escape_interpolations(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [escape_interpolations(child) for child in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
+    name = str(file)
+    try:
+        if file.resolve() in including:
+            raise _config_error(name, "defaults", "this file is among its own defaults")
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise _config_error(name, "", f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
+    except (OSError, ValueError) as error:
+        user = f" (named in `defaults:` of {tree.file})" if including else ""
+        raise _config_error(name, "", f"can't be read: {getattr(error, 'strerror', None) or error}{user}") from None
+    nodes, content = _parse(text, name)
+    with _errors_reported(lambda _: name, "defaults"):
+        value = content.pop("defaults", None)
+        names = [] if value is None else [value] if isinstance(value, str) else list(value)
+    if isinstance(value, DictConfig) or not all(isinstance(base, str) for base in names):
+        raise _config_error(name, "defaults", f"expected the path of a YAML or a list of paths; got {value!r}")
+    for base in names:
+        _read(file.parent / base, tree, (*including, file.resolve()))
+    with _errors_reported(lambda _: name):
+        merged = OmegaConf.merge(tree.merged, content)
+    assert isinstance(merged, DictConfig)
+    tree.merged = merged
+    if nodes is not None:
+        _record(nodes, "", name, tree)
+
+
+def _parse(text: str, name: str) -> tuple[yaml.Node | None, DictConfig]:
+    try:
+        _require_shallow(text, name)
+        nodes = yaml.compose(text)
+        if nodes is not None and not isinstance(nodes, yaml.MappingNode):
+            raise _config_error(name, "", "expected `key: value` lines at the top")
+        content = OmegaConf.create(text) if nodes is not None else DictConfig({})
+    except _READ_ERRORS as error:
+        mark = getattr(error, "problem_mark", None)
+        line = f":{mark.line + 1}" if mark else ""
+        raise _config_error(name + line, "", f"is not valid YAML: {_summary(error)}") from None
+    assert isinstance(content, DictConfig)
+    return nodes, content
+
+
+def _require_shallow(text: str, name: str) -> None:
+    depth = 0
+    for event in yaml.parse(text):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > _MAX_DEPTH:
+            raise _config_error(f"{name}:{event.start_mark.line + 1}", "", f"is nested in more than {_MAX_DEPTH} levels")
+
+
+def _record(node: yaml.Node, key: str, name: str, tree: KeyTree) -> None:
+    """Record the line of every key below `node`."""
+    if isinstance(node, yaml.MappingNode):
+        children = [(str(child.value), child, value) for child, value in node.value]
+    elif isinstance(node, yaml.SequenceNode):
+        # A list replaces the list of the file below it.
+        tree.where = {k: v for k, v in tree.where.items() if not k.startswith(f"{key}.")}
+        children = [(str(index), value, value) for index, value in enumerate(node.value)]
+    else:
+        return
+    for part, marked, value in children:
+        full = f"{key}.{part}" if key else part
+        tree.where[full] = f"{name}:{marked.start_mark.line + 1}"
+        _record(value, full, name, tree)
+
+
+def _override(text: str, tree: KeyTree) -> None:
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise _config_error(_COMMAND_LINE, text, "expected key=value, such as optimizer.lr=1e-4")
+    with _errors_reported(lambda _: _COMMAND_LINE, key):
+        _require_shallow(value, _COMMAND_LINE)
+        parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
+    tree.update(key, parsed, {key: _COMMAND_LINE})
+    tree.forget_below(key)
+
+
+def _config_error(where: str, key: str, message: str) -> ConfigError:
+    return ConfigError([Problem(where, key, message)])
+
+
+@contextmanager
+def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[None]:
+    """Report an error of the YAML libraries as one of `key`, or of the key that the error names."""
+    try:
+        yield
+    except _READ_ERRORS as error:
+        key = key or str(getattr(error, "full_key", None) or "")
+        raise _config_error(source(key), key, _summary(error)) from None
+
+
+def _summary(error: BaseException) -> str:
+    """Return the first line of an error of the YAML libraries."""
+    text = (
+        "a value contains itself"
+        if isinstance(error, RecursionError)
+        else getattr(error, "problem", None) or str(error)
+    )
+    return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -1,0 +1,191 @@
+"""Schema of a study YAML (`job: study`): many pretraining runs over one base, how they start, and what follows them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from string import Formatter
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Positive, Section, Share
+from biphasic.storage import is_remote, join
+
+CONTINUES = "continues"
+"""The key of a model that is not one of its pretraining keys."""
+SET_BY_THE_STUDY = ("job", "run_name", "output", "checkpoint.folder", "start_from")
+"""Pretraining keys that the study sets for each model."""
+STAGE_FOLDERS = ("sweep", "evaluate")
+"""Folders of the stages, beside those of the models."""
+PLACEHOLDERS = ("name", "file", "base", "overrides")
+"""What `executor.command` may contain in braces."""
+
+
+class LocalExecutor(Section):
+    """Train the runs on this machine, one after another, with Composer's launcher."""
+
+    kind: Literal["local"]
+    processes: Positive | None = None
+    """Number of processes of a run. Default: Composer's, one for each GPU."""
+
+
+class SlurmExecutor(Section):
+    """Submit each run with `sbatch`. A run waits for the run that it starts from (`--dependency=afterok`)."""
+
+    kind: Literal["slurm"]
+    options: list[str] = []
+    """Options of sbatch, such as `--nodes=4`."""
+    script: LocalPath = "recipes/launch/slurm.sbatch"
+
+
+class CommandExecutor(Section):
+    """Submit each run that is ready with a command, for SkyPilot, Kubernetes and others."""
+
+    kind: Literal["command"]
+    command: str
+    """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its resolved YAML on this machine;
+    `{base}` and `{overrides}` give the same run to a machine that has only the repository: the path in the study's `base`,
+    and `key=value` pairs, separated by spaces."""
+
+
+Executor = Annotated[LocalExecutor | SlurmExecutor | CommandExecutor, Field(discriminator="kind")]
+
+
+class StudyCostConfig(Section):
+    """What `--plan` needs to compute hours and dollars from FLOPs. A device is a GPU."""
+
+    peak_flops: Annotated[float, Field(gt=0)]
+    """Peak FLOPs of a device in a second, at the run's precision."""
+    mfu: Share
+    """Model FLOPs utilization: the share of the peak that training reaches."""
+    dollars_per_hour: Annotated[float, Field(gt=0)] | None = None
+    """Price of a device for one hour."""
+    devices: Positive | None = None
+    """Number of devices that train at a time, for the total time."""
+
+
+class StagesConfig(Section):
+    """What follows pretraining (`--stage`). YAMLs of single jobs, whose models the study sets."""
+
+    finetune: LocalPath | None = None
+    """A sweep's YAML. The study sets its `models` and `output`."""
+    evaluate: LocalPath | None = None
+    """An evaluation's YAML. The study sets its `model`, `run_name` and `output`."""
+
+
+class StudyConfig(JobConfig):
+    """`job: study`: pretrain models that share the beginnings of their histories, then export, fine-tune and score them."""
+
+    job: Literal["study"]
+    folder: Address
+    """Local folder or bucket prefix of all checkpoints: `<folder>/<model>`."""
+    output: LocalPath = "runs"
+    """Local folder for logs and exports, `<output>/<model>`, if `folder` is in a bucket. A local `folder` holds them too."""
+    base: LocalPath | dict[str, Any]
+    """What the models have in common: the path of a pretraining YAML, relative to the working directory, or pretraining
+    keys, of which `defaults` may name such a YAML."""
+    models: Annotated[dict[Name, dict[str, Any]], Field(min_length=1)]
+    """For each model by name the pretraining keys that differ from `base`, nested or dotted (`model.preset: 610m`).
+    `continues: NAME` starts from the final weights of another model, with a new optimizer, schedule and history; the model
+    section of `base` is then not used. Add models at the end: where runs start from depends on the order."""
+    executor: Executor = LocalExecutor(kind="local")
+    cost: StudyCostConfig | None = None
+    stages: StagesConfig = StagesConfig()
+
+    @property
+    def local_folder(self) -> str:
+        """Local folder of the runs' logs, resolved YAMLs and exports."""
+        return self.output if is_remote(self.folder) else self.folder
+
+    def checkpoints_of(self, name: str) -> str:
+        """Return the folder or bucket prefix to which a model's run saves checkpoints."""
+        place = join(self.folder, name)
+        return place if is_remote(place) else join(place, "checkpoints")
+
+    @property
+    def sweep_output(self) -> str:
+        """Folder or bucket prefix of the records of the fine-tuning stage."""
+        return join(self.folder, "sweep")
+
+    @property
+    def continues(self) -> dict[str, str]:
+        """For each model that continues another, the other's name."""
+        return {name: str(keys[CONTINUES]) for name, keys in self.models.items() if CONTINUES in keys}
+
+    @property
+    def base_file(self) -> str | None:
+        """Path of the pretraining YAML that `base` names, or None."""
+        return self.base if isinstance(self.base, str) else self.base.get("defaults")
+
+    @property
+    def base_keys(self) -> dict[str, Any]:
+        """The pretraining keys in `base` itself."""
+        return {} if isinstance(self.base, str) else {k: v for k, v in self.base.items() if k != "defaults"}
+
+    def problems(self, ranks: int) -> KeyProblems:
+        """Check combinations of values. The models' own keys are checked by `biphasic.config.study_models`."""
+        if not is_remote(self.folder) and not self.is_default("output"):
+            yield ["output", "folder"], "has no effect with a local folder, which holds the logs too: remove this key"
+        if not isinstance(self.base_file, str | None):
+            yield ["base.defaults"], f"expected the path of a pretraining YAML; got {self.base_file!r}"
+        for key, keys in (("base", self.base_keys), *((f"models.{name}", keys) for name, keys in self.models.items())):
+            for name, at in _set_by_the_study(keys):
+                yield [f"{key}.{at}"], f"expected a key that the study doesn't set itself; it sets {name}"
+        if CONTINUES in self.base_keys:
+            yield [f"base.{CONTINUES}"], "is a key of a model, not of base"
+        for name in self.models:
+            yield from self._continues_problems(name)
+            if name in STAGE_FOLDERS:
+                yield [f"models.{name}"], "expected another name, because a stage writes to a folder of this name"
+        if isinstance(self.executor, CommandExecutor):
+            yield from self._command_problems(self.executor.command)
+
+    def _continues_problems(self, name: str) -> KeyProblems:
+        if CONTINUES not in self.models[name]:
+            return
+        key, given, continues = f"models.{name}.{CONTINUES}", self.models[name][CONTINUES], self.continues
+        if not isinstance(given, str) or given not in self.models or given == name:
+            yield [key], f"expected the name of another model of this study; got {given!r}"
+            return
+        path = [name]
+        while (other := continues.get(path[-1])) in self.models and other not in path:
+            path.append(str(other))
+        if other == name == min(path):  # a cycle is reported once
+            yield [key], f"forms a cycle: {' continues '.join([*path, name])}"
+        if any(at == "model.init_from" for at, _ in _leaves(self.models[name], "")):
+            yield [f"models.{name}.model.init_from"], f"can't be given beside {CONTINUES}, which sets it"
+
+    def _command_problems(self, command: str) -> KeyProblems:
+        key = "executor.command"
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(command) if name is not None]
+        except ValueError as error:
+            yield [key], f"has unmatched braces ({error}); write {{{{ and }}}} for braces themselves"
+            return
+        for name in names:
+            if name not in PLACEHOLDERS:
+                expected = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
+                yield [key], f"expected one of {expected}; got {{{name}}}"
+        if not {"file", "overrides"} & set(names):
+            yield [key], "names no run: expected {file}, or {base} and {overrides}"
+        if ("base" in names) != ("overrides" in names):
+            yield [key], "expected both {base} and {overrides}, or neither"
+        elif "base" in names and self.base_file is None:
+            yield [key, "base"], "{base} needs a file in `base`, which has only keys"
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Yield the dotted keys of all values in nested mappings."""
+    if isinstance(value, dict):
+        for name, child in value.items():
+            yield from _leaves(child, f"{key}.{name}".lstrip("."))
+    else:
+        yield key, value
+
+
+def _set_by_the_study(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield each key that the study sets and that is also in `keys`, and where it is there."""
+    for key, _ in _leaves(keys, ""):
+        for name in SET_BY_THE_STUDY:
+            if key == name or key.startswith(f"{name}."):
+                yield name, key

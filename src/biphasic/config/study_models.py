@@ -1,0 +1,139 @@
+"""Expand a study into one checked pretraining configuration for each model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter
+
+from biphasic.config.base import Section
+from biphasic.config.check import check
+from biphasic.config.durations import Duration
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.read import KeyTree, escape_interpolations, read_tree
+from biphasic.config.study import CONTINUES, StudyConfig
+from biphasic.errors import ConfigError, Problem
+from biphasic.storage import is_remote, join
+
+_PRETRAIN = TypeAdapter(PretrainConfig)
+
+
+def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -> dict[str, PretrainConfig]:
+    """Return the configuration of each model's run, without the run that it starts from.
+
+    Args:
+        study: the study, checked by itself.
+        written: where the study's keys were written, for messages.
+        ranks: processes of a run.
+
+    Raises:
+        ConfigError: with the problems of all models. The key of a problem begins with `models.NAME`, unless all models have
+            it because of `base`.
+    """
+    written = written or KeyTree(Path("study"))
+    base = _base(study, written)
+    configs: dict[str, PretrainConfig] = {}
+    problems: dict[str, list[Problem]] = {}
+    for name in study.models:
+        try:
+            configs[name] = _expand(study, name, base, written, ranks)
+        except ConfigError as error:
+            problems[name] = error.problems
+    if problems:
+        raise ConfigError(list(_named(problems, study, written)))
+    return configs
+
+
+def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
+    """Return the `key=value` pairs that make a model's configuration from the study's base file, without spaces in them."""
+    assert study.base_file is not None
+    base = read_tree(study.base_file, []).content()
+    return [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in _differences(config, base, "")]
+
+
+def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str, Any]]:
+    """Yield each key whose value in `section` is not what `base`, a part of a YAML, or else the schema's default gives."""
+    values = section.model_dump(mode="json")
+    for name in type(section).model_fields:
+        key, value = f"{above}{name}", getattr(section, name)
+        given = isinstance(base, dict) and name in base
+        if isinstance(value, Section):
+            yield from _differences(value, base[name] if given else None, f"{key}.")
+        elif values[name] != base[name] if given else not section.is_default(name):
+            yield key, values[name]
+
+
+def _base(study: StudyConfig, written: KeyTree) -> KeyTree:
+    if study.base_file is None:
+        tree = KeyTree(written.file)
+        tree.update("job", "pretrain", {})
+    else:
+        tree = read_tree(study.base_file, [])
+    _apply(study.base_keys, "base", tree, written)
+    return tree
+
+
+def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, ranks: int) -> PretrainConfig:
+    tree, place = base.copy(), {"": written.source(f"models.{name}")}
+    continued = study.continues.get(name)
+    if continued is not None:
+        tree.merged.pop("model", None)
+        tree.update("model.init_from", study.checkpoints_of(continued), {"model": written.source(f"models.{name}")})
+    keys = {key: value for key, value in study.models[name].items() if key != CONTINUES}
+    _apply(keys, f"models.{name}", tree, written)
+    own = {"run_name": name, "output": study.local_folder}
+    if is_remote(study.folder):
+        own["checkpoint.folder"] = join(study.folder, name)
+    for key, value in own.items():
+        tree.update(key, escape_interpolations(value), {key: place[""]})
+    config = check(tree.content(), _PRETRAIN, {"pretrain": PretrainConfig}, tree.source, ranks)
+    problems = [
+        Problem(
+            tree.source(key), key, f"expected batches, rows or tokens, so that runs can be compared; got {duration}"
+        )
+        for key, duration in _durations(config).items()
+        if duration.unit == "ep"
+    ]
+    if problems:
+        raise ConfigError(problems)
+    return config
+
+
+def _durations(config: PretrainConfig) -> dict[str, Duration]:
+    """Return the times of the history by key."""
+    phases = {f"objective.phases.{index}.until": phase.until for index, phase in enumerate(config.objective.phases)}
+    kept = {f"checkpoint.keep_at.{index}": time for index, time in enumerate(config.checkpoint.keep_at)}
+    times = {"max_duration": config.max_duration, "schedule.warmup": config.schedule.warmup, **phases, **kept}
+    times["checkpoint.interval"] = config.checkpoint.interval
+    return {key: time for key, time in times.items() if time is not None}
+
+
+def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree) -> None:
+    """Merge dotted or nested keys into `tree`. `prefix` is their key in the study."""
+    for key, value in keys.items():
+        above = f"{prefix}.{key}"
+        below = {k.removeprefix(f"{prefix}."): at for k, at in written.where.items() if f"{k}.".startswith(f"{above}.")}
+        tree.update(key, escape_interpolations(value), {key: written.source(above), **below})
+
+
+def _named(problems: dict[str, list[Problem]], study: StudyConfig, written: KeyTree) -> dict[Problem, None]:
+    """Return all problems with the model's name in their key, except those of the base, which are reported once."""
+    everywhere = set.intersection(*(set(problems.get(name, [])) for name in study.models))
+    in_base = set(_places("base", written))
+    named: dict[Problem, None] = {}
+    for name, model_problems in problems.items():
+        in_model = set(_places(f"models.{name}", written))
+        for problem in model_problems:
+            prefix = f"models.{name}."
+            if problem in everywhere and problem.where not in in_model:
+                prefix = "base." if problem.where in in_base else ""
+            named[replace(problem, key=f"{prefix}{problem.key}")] = None
+    return named
+
+
+def _places(section: str, written: KeyTree) -> list[str]:
+    return [at for key, at in written.where.items() if f"{key}.".startswith(f"{section}.")]

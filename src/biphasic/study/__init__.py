@@ -1,0 +1,1 @@
+"""Studies: many pretraining runs whose shared beginnings are trained once."""

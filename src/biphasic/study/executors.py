@@ -1,0 +1,121 @@
+"""Start the runs of a study: on this machine, through Slurm, or with a command."""
+
+from __future__ import annotations
+
+import shlex
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+
+from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor
+from biphasic.errors import PREEMPTED, UserError
+
+_ROOT = Path(__file__).parents[3]
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+def train_here(executor: LocalExecutor, file: Path) -> int:
+    """Train a run on this machine and return its exit status.
+
+    A signal to this process is passed on to the ranks, which save and end; the status is then 75.
+    """
+    processes = [] if executor.processes is None else ["-n", str(executor.processes)]
+    # launcher.py is Composer's launcher, which would otherwise end its ranks 30 s after a signal.
+    command = [
+        sys.executable,
+        str(_ROOT / "recipes/launch/launcher.py"),
+        *processes,
+        str(_ROOT / "src/main.py"),
+        str(file),
+    ]
+    with _signals() as received:
+        launcher = subprocess.Popen(command)
+        passed_on = 0
+        while True:
+            try:
+                status = launcher.wait(timeout=0.5)
+                break
+            except subprocess.TimeoutExpired:
+                if passed_on < len(received) and _signal_ranks(launcher.pid):
+                    passed_on = len(received)
+    return PREEMPTED if received and status != 0 else status
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """Collect signals instead of ending by them."""
+    received: list[int] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+
+    previous = {number: signal.signal(number, note) for number in _SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def _signal_ranks(launcher: int) -> bool:
+    """Ask the ranks to save and stop. Return False if the launcher has none yet."""
+    return subprocess.run(["pkill", "-USR1", "-P", str(launcher)], check=False).returncode == 0
+
+
+def sbatch_command(executor: SlurmExecutor, job: str, file: Path, after: Sequence[str]) -> list[str]:
+    """Return the command that submits a run. It starts when the jobs in `after` (their ids) have ended without an error."""
+    # A job whose dependency failed leaves the queue, so that the next start of the study can submit it again.
+    dependency = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
+    return ["sbatch", "--parsable", f"--job-name={job}", *dependency, *executor.options, executor.script, str(file)]
+
+
+def submit_to_slurm(command: Sequence[str]) -> str:
+    """Run an sbatch command and return the job's id.
+
+    Raises:
+        UserError: Slurm is not installed or refuses the job.
+    """
+    return _output(command).strip().partition(";")[0]
+
+
+def jobs_in_slurm() -> dict[str, str]:
+    """Return the ids of this user's jobs that wait or run, by job name.
+
+    Raises:
+        UserError: Slurm is not installed or doesn't answer.
+    """
+    lines = [
+        line.split(maxsplit=1) for line in _output(["squeue", "--me", "--noheader", "--format=%i %j"]).splitlines()
+    ]
+    return {line[1].strip(): line[0] for line in lines if len(line) == 2}
+
+
+def _output(command: Sequence[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise UserError(f"executor: {command[0]} can't be run ({error.strerror}): is Slurm installed here?") from None
+    if done.returncode:
+        raise UserError(f"executor: {shlex.join(command)} failed: {done.stderr.strip() or done.stdout.strip()}")
+    return done.stdout
+
+
+def filled_command(executor: CommandExecutor, values: dict[str, str]) -> list[str]:
+    """Return the words of the command, with `values` for its placeholders. A value stays within its word."""
+    return [word.format(**values) for word in shlex.split(executor.command)]
+
+
+def run_command(command: Sequence[str]) -> int:
+    """Run a command that submits a run, and return its exit status.
+
+    Raises:
+        UserError: the program is missing.
+    """
+    try:
+        return subprocess.run(command, check=False).returncode
+    except OSError as error:
+        raise UserError(f"executor.command: {command[0]} can't be run ({error.strerror})") from None

@@ -1,0 +1,233 @@
+"""Plan a study: what each run trains and keeps, and what all of them cost with and without shared beginnings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from biphasic.amounts import format_bytes
+from biphasic.config.architecture import Architecture
+from biphasic.config.model import architecture_of
+from biphasic.config.plan import batches_of, training_flops
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.study import StudyConfig, StudyCostConfig
+from biphasic.config.study_models import expand
+from biphasic.config.timeline import decay_start, spans
+from biphasic.study.state import RunState, is_ready, read_states
+from biphasic.study.tree import StudyRun, study_tree
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plan of one run. Values that depend on an unknown model size are None."""
+
+    name: str
+    parent: str | None
+    """The run from whose checkpoint this one starts, at batch `start`."""
+    continues: str | None
+    start: int
+    length: int
+    own_batches: int
+    own_tokens: int
+    own_flops: float | None
+    flops: float | None
+    """FLOPs of the complete history, as if the run were trained alone."""
+    kept_for: tuple[int, ...]
+    """Batches whose checkpoints are kept because other runs start there."""
+    checkpoints: int
+    """Number of checkpoints that remain."""
+    bytes: int | None
+    state: str
+    drift: tuple[str, ...]
+    """Keys that are not what the newest checkpoint was trained with."""
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Totals over all runs. Hours are those of a device; None if unknown."""
+
+    batches: int
+    tokens: int
+    flops: float | None
+    hours: float | None
+    dollars: float | None
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """The plan of a study."""
+
+    folder: str
+    runs: tuple[RunPlan, ...]
+    """In the order of training."""
+    shared: Totals
+    """What the study trains: each shared beginning once."""
+    alone: Totals
+    """What it would train if each run started from its own beginning."""
+    bytes: int | None
+    """Size of the checkpoints that remain."""
+    devices: int | None
+    warnings: tuple[str, ...]
+
+
+def plan_study(study: StudyConfig) -> StudyPlan:
+    """Return the plan of a checked study. It reads the checkpoints' manifests in the study's folder, and writes nothing.
+
+    Raises:
+        UserError: two models have the same history, or the folder can't be read.
+    """
+    configs = expand(study)
+    tree = study_tree(configs, study.continues)
+    states = read_states(study)
+    runs = tuple(_plan_run(run, tree, configs, states) for run in tree.values())
+    sizes = [run.bytes for run in runs]
+    return StudyPlan(
+        folder=study.folder,
+        runs=runs,
+        shared=_totals(runs, [run.own_batches for run in runs], [run.own_flops for run in runs], configs, study.cost),
+        alone=_totals(runs, [run.length for run in runs], [run.flops for run in runs], configs, study.cost),
+        bytes=None if None in sizes else sum(size for size in sizes if size is not None),
+        devices=study.cost.devices if study.cost is not None else None,
+        warnings=tuple(f"{run.name}: {line}" for run in runs for line in run.drift),
+    )
+
+
+def architecture_in(
+    name: str, tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]
+) -> Architecture | None:
+    """Return a model's architecture, which that of the continued model is; None if it comes from outside the study."""
+    continued = tree[name].continues
+    return architecture_of(configs[name].model) if continued is None else architecture_in(continued, tree, configs)
+
+
+def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
+    """Return the batches whose checkpoints remain in a run's folder after its end, when each kept one is saved."""
+    end = run.length
+    switches = [span.start for span in spans(config.objective.phases, config.max_duration)[1:]]
+    times = [*switches, decay_start(config.schedule, config.max_duration), *config.checkpoint.keep_at]
+    points = {batches_of(time.of(config.max_duration), config) for time in times} | set(run.kept)
+    points = {batch for batch in points if run.start < batch < end}
+    every = batches_of(config.checkpoint.interval.of(config.max_duration), config)
+    saved = sorted({*points, *range(every, end, every), end} - set(range(run.start + 1)))
+    keep = config.checkpoint.keep
+    return saved if keep < 0 else sorted(points | set(saved[-keep:]))
+
+
+def _plan_run(
+    run: StudyRun,
+    tree: Mapping[str, StudyRun],
+    configs: Mapping[str, PretrainConfig],
+    states: Mapping[str, RunState],
+) -> RunPlan:
+    config, architecture, state = configs[run.name], architecture_in(run.name, tree, configs), states[run.name]
+    checkpoints = len(retained_batches(config, run))
+    done = state.is_done(config)
+    return RunPlan(
+        name=run.name,
+        parent=run.parent,
+        continues=run.continues,
+        start=run.start,
+        length=run.length,
+        own_batches=run.own_batches,
+        own_tokens=run.own_batches * config.global_batch_size * config.data.sequence_length,
+        own_flops=None if architecture is None else training_flops(config, architecture, run.start, run.length),
+        flops=None if architecture is None else training_flops(config, architecture, 0, run.length),
+        kept_for=run.kept,
+        checkpoints=checkpoints,
+        bytes=None if architecture is None else checkpoints * architecture.checkpoint_bytes,
+        state=_state(state, done, is_ready(run, configs, states)),
+        drift=tuple(state.drift(config)),
+    )
+
+
+def _state(state: RunState, done: bool, ready: bool) -> str:
+    if done:
+        return "done"
+    return f"at {state.trained:,}" if state.trained else "ready" if ready else "waits"
+
+
+def _totals(
+    runs: tuple[RunPlan, ...],
+    batches: list[int],
+    flops: list[float | None],
+    configs: Mapping[str, PretrainConfig],
+    cost: StudyCostConfig | None,
+) -> Totals:
+    sizes = [configs[run.name].global_batch_size * configs[run.name].data.sequence_length for run in runs]
+    tokens = sum(count * size for count, size in zip(batches, sizes, strict=True))
+    total = None if None in flops else sum(value for value in flops if value is not None)
+    hours = device_hours(total, cost)
+    price = None if cost is None else cost.dollars_per_hour
+    return Totals(sum(batches), tokens, total, hours, None if hours is None or price is None else hours * price)
+
+
+def device_hours(flops: float | None, cost: StudyCostConfig | None) -> float | None:
+    """Return the hours of a device at the MFU and peak of `cost`; None if FLOPs or cost are unknown."""
+    return None if flops is None or cost is None else flops / (cost.peak_flops * cost.mfu) / 3600
+
+
+def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
+    """Format the plan as text."""
+    width = max(len("model"), *(len(run.name) for run in plan.runs))
+    starts = [_start(run) for run in plan.runs]
+    start_width = max(len("starts from"), *map(len, starts))
+    head = f"{'batches':>8} {'of':>8} {'tokens':>8} {'FLOPs':>9} {'hours':>8}  {'kept':>9}  {'state':9}"
+    lines = [f"study in {plan.folder}: {len(plan.runs)} models"]
+    lines.append(f"  {'model':{width}}  {'starts from':{start_width}}  {head} other runs start at")
+    for run, start in zip(plan.runs, starts, strict=True):
+        hours = device_hours(run.own_flops, cost)
+        numbers = (
+            f"{run.own_batches:>8,} {run.length:>8,} {_short(run.own_tokens):>8} {_number(run.own_flops, '.3g'):>9} "
+        )
+        numbers += f"{_number(hours, ',.0f'):>8}  {_bytes(run.bytes):>9}  {run.state:9}"
+        points = ", ".join(f"{batch:,}" for batch in run.kept_for)
+        lines.append(f"  {run.name:{width}}  {start:{start_width}}  {numbers} {points}".rstrip())
+    lines += [_total("with shared beginnings", plan.shared), _total("each model alone", plan.alone)]
+    if plan.alone.flops and plan.shared.flops is not None:
+        lines.append(f"  saved                   {1 - plan.shared.flops / plan.alone.flops:.1%} of the FLOPs")
+    lines.append(f"  checkpoints             {_bytes(plan.bytes)} in {plan.folder}, with what other runs start from")
+    if cost is None:
+        lines.append("  hours and dollars are unknown: set cost.peak_flops and cost.mfu")
+    else:
+        lines.append(
+            f"  at an MFU of {cost.mfu:g} of {cost.peak_flops:.3g} FLOPs a second; hours are those of a device"
+        )
+        if plan.devices is not None and plan.shared.hours is not None:
+            lines.append(f"  with {plan.devices:,} devices        {plan.shared.hours / plan.devices / 24:,.1f} days")
+    lines += [f"  WARNING {warning}" for warning in plan.warnings]
+    return "\n".join(lines)
+
+
+def as_json(plan: StudyPlan) -> str:
+    """Format the plan as JSON."""
+    return json.dumps(asdict(plan), indent=2)
+
+
+def _start(run: RunPlan) -> str:
+    if run.parent is not None:
+        return f"{run.parent} at {run.start:,}"
+    return "the beginning" if run.continues is None else f"the end of {run.continues}"
+
+
+def _total(label: str, totals: Totals) -> str:
+    flops = "" if totals.flops is None else f", {totals.flops:.3g} FLOPs"
+    hours = "" if totals.hours is None else f", {totals.hours:,.0f} hours"
+    dollars = "" if totals.dollars is None else f", {totals.dollars:,.0f} dollars"
+    return f"  {label:22}  {totals.batches:,} batches, {_short(totals.tokens)} tokens{flops}{hours}{dollars}"
+
+
+def _short(count: int) -> str:
+    """Format a count with three digits and a unit, such as `99.1 B`."""
+    for unit, size in (("T", 10**12), ("B", 10**9), ("M", 10**6)):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:,}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "?" if value is None else format(value, form)
+
+
+def _bytes(count: int | None) -> str:
+    return "?" if count is None else format_bytes(count)

@@ -1,0 +1,97 @@
+"""Read what a study's runs have done, from their checkpoints alone."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name
+from biphasic.checkpointing.start import past_differences
+from biphasic.config.durations import Elapsed
+from biphasic.config.history import is_overridden
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.study import StudyConfig
+from biphasic.errors import UserError
+from biphasic.storage import first_line, open_store
+from biphasic.study.tree import StudyRun
+
+
+@dataclass(frozen=True)
+class RunState:
+    """The checkpoints of a run: the batches of all that have a manifest, and the newest manifest."""
+
+    batches: frozenset[int] = frozenset()
+    newest: Manifest | None = None
+
+    @property
+    def trained(self) -> int:
+        """Number of batches of the newest checkpoint; 0 if there is none."""
+        return 0 if self.newest is None else self.newest.batch
+
+    def is_done(self, config: PretrainConfig) -> bool:
+        """Return whether the newest checkpoint is the end of the run."""
+        if self.newest is None:
+            return False
+        elapsed = Elapsed(self.newest.batch, self.newest.run["rows"], self.newest.run["tokens"], 0)
+        return elapsed.reached(config.max_duration)
+
+    def drift(self, config: PretrainConfig) -> list[str]:
+        """Return a line for each key in which a run's checkpoints differ from what it would train now.
+
+        The data's own hash is compared when a run opens its data.
+        """
+        if self.newest is None:
+            return []
+        try:
+            differences = past_differences(self.newest, config)
+        except UserError as error:
+            return [str(error)]
+        return [
+            f"{difference.key}: {difference.first} in its checkpoints, {difference.second} in the study"
+            for difference in differences
+            if not is_overridden(difference.key, config.checkpoint.resume_overrides)
+        ]
+
+
+def read_states(study: StudyConfig) -> dict[str, RunState]:
+    """Return the state of each model's run.
+
+    Raises:
+        UserError: the folder or bucket can't be read.
+    """
+    return {name: _read_state(study.checkpoints_of(name)) for name in study.models}
+
+
+def _read_state(place: str) -> RunState:
+    try:
+        store = open_store(place)
+        files = store.list()
+        batches = {batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch)}
+        content = store.read(manifest_name(max(batches))) if batches else None
+    except OSError as error:
+        raise UserError(f"folder {place}: can't be read ({first_line(error)})") from None
+    if content is None:
+        return RunState()
+    try:
+        return RunState(frozenset(batches), Manifest.from_bytes(content))
+    except ValueError:
+        raise UserError(f"{place}: {manifest_name(max(batches))} is not a manifest") from None
+
+
+def is_ready(run: StudyRun, configs: Mapping[str, PretrainConfig], states: Mapping[str, RunState]) -> bool:
+    """Return whether the checkpoints that a run starts from exist."""
+    if run.continues is not None and not states[run.continues].is_done(configs[run.continues]):
+        return False
+    return run.parent is None or states[run.parent].trained >= run.start
+
+
+def starting_run(run: StudyRun, tree: Mapping[str, StudyRun], states: Mapping[str, RunState]) -> str | None:
+    """Return the run whose checkpoints a run starts from; None: it trains from the beginning.
+
+    That is its parent. If the parent was trained before another run needed this point, it may have kept no checkpoint up to
+    it; then it is the nearest run above that has one.
+    """
+    name, batch = run.parent, run.start
+    while name is not None and not any(saved <= batch for saved in states[name].batches):
+        name, batch = tree[name].parent, min(batch, tree[name].start)
+    return name

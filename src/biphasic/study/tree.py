@@ -1,0 +1,135 @@
+"""Find which beginnings the runs of a study share, and from which run each starts. Pure functions of the runs' histories.
+
+Two runs share their first N batches if they train these batches in the same way. Each shared stretch is trained once, by the
+first run in the order of training that contains it; the runs after it start from its checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from biphasic.config.history import first_difference
+from biphasic.config.plan import batches_of
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import decay_start
+from biphasic.errors import UserError
+
+
+@dataclass(frozen=True)
+class StudyRun:
+    """A run of a study. Batches are counted from the start of its history."""
+
+    name: str
+    length: int
+    """Number of batches of the complete history."""
+    parent: str | None = None
+    """The run from whose checkpoint this one starts; None: from the beginning."""
+    start: int = 0
+    """The first batch that this run trains itself."""
+    continues: str | None = None
+    """The run with whose final weights this run's history begins."""
+    kept: tuple[int, ...] = ()
+    """Batches within this run at which other runs start."""
+
+    @property
+    def own_batches(self) -> int:
+        """Number of batches that this run trains itself."""
+        return self.length - self.start
+
+    @property
+    def needs(self) -> tuple[str, ...]:
+        """The runs that have to be trained first, as far as this run needs them."""
+        return tuple(name for name in (self.parent, self.continues) if name is not None)
+
+
+def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, str]) -> dict[str, StudyRun]:
+    """Return the runs by name, in the order of training.
+
+    Args:
+        configs: the models' configurations.
+        continues: the model with whose final weights a model starts, for models that continue another.
+
+    Raises:
+        UserError: two models have the same history.
+    """
+    lengths = {name: batches_of(config.max_duration, config) for name, config in configs.items()}
+    decays = {
+        name: batches_of(decay_start(config.schedule, config.max_duration), config) for name, config in configs.items()
+    }
+
+    def shared(first: str, second: str) -> int:
+        difference = first_difference(configs[first], configs[second])
+        if difference is None:
+            return min(lengths[first], lengths[second])
+        # The first batch of a decay still has the full rate. Sharing it would need a checkpoint one batch after the decay's
+        # start, where each run saves one anyway.
+        before = difference.batch - 1
+        return before if before in (decays[first], decays[second]) else difference.batch
+
+    return build_tree(lengths, continues, shared)
+
+
+def build_tree(
+    lengths: Mapping[str, int], continues: Mapping[str, str], shared: Callable[[str, str], int]
+) -> dict[str, StudyRun]:
+    """Return the runs by name, in the order of training.
+
+    That is the order of `lengths`, except that a run comes after the run that it continues, and after runs whose complete
+    history it contains.
+
+    Args:
+        lengths: number of batches of each run.
+        continues: the run with whose final weights a run's history begins. No cycles.
+        shared: the number of first batches that two runs share.
+
+    Raises:
+        UserError: two runs have the same history.
+    """
+    common = _common_batches(lengths, shared)
+    runs: dict[str, StudyRun] = {}
+    for name in _order(lengths, continues, common):
+        run = StudyRun(name, lengths[name], continues=continues.get(name))
+        # The run with the longest common beginning may itself have started after that point. The beginning was then trained
+        # by another run, with which the same batches are shared: the one that trained the last of them is the parent.
+        most = max((common[name, other] for other in runs), default=0)
+        if most:
+            parent = next(p for p in runs.values() if common[name, p.name] == most and p.start < most)
+            run = replace(run, parent=parent.name, start=most)
+            if most < parent.length:
+                runs[parent.name] = replace(parent, kept=tuple(sorted({*parent.kept, most})))
+        runs[name] = run
+    return runs
+
+
+def _common_batches(lengths: Mapping[str, int], shared: Callable[[str, str], int]) -> dict[tuple[str, str], int]:
+    names, common = list(lengths), dict[tuple[str, str], int]()
+    for index, first in enumerate(names):
+        for second in names[:index]:
+            common[first, second] = common[second, first] = shared(first, second)
+            if common[first, second] == lengths[first] == lengths[second]:
+                message = (
+                    f"expected another history than that of models.{second}: both train the same {lengths[first]:,}"
+                )
+                raise UserError(f"models.{first}: {message} batches")
+    return common
+
+
+def _order(
+    lengths: Mapping[str, int], continues: Mapping[str, str], common: Mapping[tuple[str, str], int]
+) -> Iterator[str]:
+    placed: set[str] = set()
+
+    def place(name: str) -> Iterator[str]:
+        if name in placed:
+            return
+        placed.add(name)
+        if name in continues:
+            yield from place(continues[name])
+        contained = [other for other in lengths if other != name and common[name, other] == lengths[other]]
+        for other in sorted(contained, key=lengths.__getitem__):
+            yield from place(other)
+        yield name
+
+    for name in lengths:
+        yield from place(name)

@@ -1,0 +1,236 @@
+"""The paper's study: its 38 models, what they cost by hand, and its picture."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import chdir
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from biphasic.config.architecture import PRESETS
+from biphasic.config.load import dump, load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.study import StudyConfig
+from biphasic.config.study_models import expand, overrides_of
+from biphasic.config.timeline import decay_start
+from biphasic.errors import ConfigError
+from biphasic.study.draw import draw_study
+from biphasic.study.plan import StudyPlan, plan_study, retained_batches
+from biphasic.study.run import resolved
+from biphasic.study.tree import StudyRun, study_tree
+from cpu_time import run_measured
+
+ROOT = Path(__file__).parents[2]
+PAPER = "recipes/paper/study.yaml"
+ROW, ROWS = 2048, 1152  # the paper's tokens in a row, and rows in a batch
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _at_the_root() -> Iterator[None]:
+    with chdir(ROOT):  # paths in a study are relative to it
+        yield
+
+
+@pytest.fixture(scope="module")
+def study() -> StudyConfig:
+    return study_of(ROOT / PAPER)
+
+
+@pytest.fixture(scope="module")
+def configs(study: StudyConfig) -> dict[str, PretrainConfig]:
+    return expand(study)
+
+
+@pytest.fixture(scope="module")
+def plan(study: StudyConfig) -> StudyPlan:
+    return plan_study(study)
+
+
+def study_of(path: Path, *overrides: str) -> StudyConfig:
+    config = load(path, list(overrides))
+    assert isinstance(config, StudyConfig)
+    return config
+
+
+def test_the_38_models(configs: dict[str, PretrainConfig]) -> None:
+    assert len(configs) == 38
+    base = [name for name in configs if name.count("-") == 2]
+    continued = [name for name in configs if "-dec42k-" in name]
+    assert len(base) == 15 and len(continued) == 6 and len(configs) - len(base) - len(continued) == 17
+    # Names that are on the hub.
+    known = "610m-clm-42k 1b-mlm50-42k 610m-clm-10k-mlm40-42k 610m-clm-3k-mlm40-12k 610m-clm-9k-mlm40-12k "
+    known += "610m-clm-21k-mlm40-42k 610m-clm-40k-mlm20-42k 610m-mlm40-dec42k-mlm40-54k 210m-mlm40-42k"
+    assert set(known.split()) <= set(configs)
+
+
+def test_names_say_what_the_models_are(configs: dict[str, PretrainConfig]) -> None:
+    for name, config in configs.items():
+        size, *parts = name.split("-")
+        steps = {
+            part: int(part.removeprefix("dec")[:-1]) * 1000 for part in parts if part.removeprefix("dec")[0].isdigit()
+        }
+        objectives = [part for part in parts if part[:3] in ("clm", "mlm")]
+        phases = config.objective.phases
+        if "dec" in name:
+            steps = dict.fromkeys(["total"], steps[parts[-1]] - 42_000)
+            objectives = objectives[1:]
+            assert config.model.init_from == f"runs/paper/{size}-{parts[0]}-42k/checkpoints"
+        else:
+            assert config.model.preset == size
+        assert [phase.name for phase in phases] == [objective[:3] for objective in objectives]
+        assert [phase.until.value for phase in phases if phase.until] == list(steps.values())[:-1]
+        assert config.max_duration.value == list(steps.values())[-1]
+        assert [getattr(phase, "masking_ratio", None) for phase in phases] == [
+            int(objective[3:]) / 100 if objective[3:] else None for objective in objectives
+        ]
+        # The decay of 2,000, which begins when all switches are over.
+        assert decay_start(config.schedule, config.max_duration).value == config.max_duration.value - 2000
+        assert config.output == "runs/paper" and config.checkpoint_destination == f"runs/paper/{name}/checkpoints"
+
+
+def test_totals_by_hand(plan: StudyPlan) -> None:
+    """Batches by the sums below; FLOPs by the formula of 6 x parameters x tokens, with attention and the head added."""
+    base = {"clm": 42, "mlm20": 42, "mlm30": 42, "mlm40": 42, "mlm50": 42}
+    # (CLM, MLM) thousands of steps, of which the CLM ones are shared with the CLM model.
+    biphasic = {"mlm40": [9, 6, 3, 17, 11, 6, 32, 21, 11, 2], "mlm20": [32, 2], "mlm30": [32, 2], "mlm50": [32, 2]}
+    continued = 2 * (20 + 2 + 2 + 2)  # the constant part once, three decays, from two models
+    thousands = {size: dict(base) for size in PRESETS}
+    for objective, steps in biphasic.items():
+        thousands["610m"][objective] += sum(steps)
+    thousands["610m"]["mlm40"] += continued
+    thousands["1b"]["mlm40"] += 32
+    total = sum(sum(steps.values()) for steps in thousands.values())
+    assert total == 934
+    assert plan.shared.batches == total * 1000
+    assert plan.shared.tokens == total * 1000 * ROWS * ROW
+    assert plan.alone.batches == 1000 * (15 * 42 + 3 * 12 + 3 * 22 + 11 * 42 + 2 * (2 + 12 + 22)) == 1_266_000
+
+    def flops_of_a_row(size: str, objective: str) -> float:
+        shape = PRESETS[size]
+        matrices = shape.layers * (
+            2 * shape.hidden * shape.head_dim * (shape.heads + shape.kv_heads) + 3 * shape.hidden * shape.ffn
+        )
+        share = 1.0 if objective == "clm" else int(objective[3:]) / 100
+        pairs = ROW * (ROW + 1) / 2 if objective == "clm" else ROW * ROW
+        attention = 12 * shape.layers * shape.heads * shape.head_dim * pairs
+        return 6 * ROW * (matrices + share * shape.hidden * shape.vocab_size) + attention
+
+    flops = sum(
+        1000 * count * ROWS * flops_of_a_row(size, objective)
+        for size, steps in thousands.items()
+        for objective, count in steps.items()
+    )
+    assert plan.shared.flops == pytest.approx(flops, rel=1e-9)
+    hours = flops / (0.4 * 9.89e14) / 3600
+    assert plan.shared.hours == pytest.approx(hours) and plan.shared.dollars == pytest.approx(2.5 * hours)
+    assert plan.alone.flops is not None and plan.alone.flops > plan.shared.flops
+
+
+def test_where_the_papers_runs_start(plan: StudyPlan) -> None:
+    runs = {run.name: run for run in plan.runs}
+    assert runs["610m-clm-42k"].kept_for == (3000, 5000, 6000, 9000, 10000, 11000, 16000, 21000, 31000, 40000)
+    assert runs["1b-clm-42k"].kept_for == (10000,)
+    for name, run in runs.items():
+        parts = name.split("-")
+        if "dec42k" in name:
+            assert run.continues == "-".join(parts[:2]) + "-42k"
+        elif len(parts) == 5:
+            assert (run.parent, run.start) == (f"{parts[0]}-clm-42k", int(parts[2][:-1]) * 1000)
+        else:
+            assert run.parent is None
+    long, middle = (runs[f"610m-clm-dec42k-mlm40-{end}k"] for end in (64, 54))
+    assert (long.parent, long.start, middle.kept_for) == (middle.name, 10_000, (10_000,))
+
+
+def test_storage_by_hand(study: StudyConfig, configs: dict[str, PretrainConfig], plan: StudyPlan) -> None:
+    tree = study_tree(configs, {})
+    clm = configs["610m-clm-42k"]
+    curve, decay, newest = {1000, 2000, 5000, 10000, 20000, 40000}, {40000}, {41000, 42000}
+    starts = {3000, 5000, 6000, 9000, 10000, 11000, 16000, 21000, 31000, 40000}
+    assert set(retained_batches(clm, tree["610m-clm-42k"])) == curve | decay | starts | newest
+    # Nothing before its own first batch; the switch is the parent's.
+    assert retained_batches(configs["610m-clm-21k-mlm40-42k"], tree["610m-clm-21k-mlm40-42k"]) == [40000, 41000, 42000]
+    all_kept = clm.model_copy(update={"checkpoint": clm.checkpoint.model_copy(update={"keep": -1})})
+    assert retained_batches(all_kept, StudyRun("x", 42_000)) == list(range(1000, 42_001, 1000))
+    [run] = [run for run in plan.runs if run.name == "610m-clm-42k"]
+    assert run.bytes == run.checkpoints * 12 * 755_625_600
+    assert plan.bytes == sum(run.bytes or 0 for run in plan.runs)
+
+
+def test_a_resolved_run_keeps_what_others_start_from(study: StudyConfig, configs: dict[str, PretrainConfig]) -> None:
+    tree = study_tree(configs, {})
+    config = resolved(study, tree["1b-clm-42k"], configs["1b-clm-42k"], None)
+    assert [str(time) for time in config.checkpoint.keep_at] == [
+        "1000ba",
+        "2000ba",
+        "5000ba",
+        "10000ba",
+        "20000ba",
+        "40000ba",
+    ]
+    config = resolved(study, tree["610m-clm-42k"], configs["610m-clm-42k"], None)
+    assert {int(time.value) for time in config.checkpoint.keep_at} >= {3000, 31000}
+
+
+def test_the_plan_is_fast_and_needs_neither_torch_nor_a_network() -> None:
+    code = (
+        "import socket, sys; sys.path.insert(0, 'src')\nimport main\n"
+        "def refuse(*_): raise OSError('no network')\n"
+        "socket.socket.connect = refuse\n"
+        f"assert main.main(['{PAPER}', '--plan', '--json', '--draw', sys.argv[1]]) == 0\n"
+        "assert not {'torch', 'composer', 'streaming', 'transformers', 'matplotlib', 'boto3'} & set(sys.modules)\n"
+    )
+    run, seconds = run_measured([sys.executable, "-c", code, os.devnull], cwd=ROOT)
+    assert run.returncode == 0, run.stderr
+    assert len(json.loads(run.stdout)["runs"]) == 38
+    assert seconds < 5
+
+
+def test_the_same_run_from_the_base_file_and_overrides(configs: dict[str, PretrainConfig], tmp_path: Path) -> None:
+    """What a machine without the study's folder gets, for a bucket with new data places."""
+    study = study_of(ROOT / PAPER, "folder=s3://bucket/paper", 'base={"data.train.remote": s3://bucket/data/train}')
+    names = ["610m-clm-42k", "610m-clm-10k-mlm20-42k", "610m-clm-dec42k-mlm40-54k"]
+    for name, config in expand(study).items():
+        if name in names:
+            assert config.checkpoint_destination == f"s3://bucket/paper/{name}"
+            overrides = overrides_of(study, config)
+            assert study.base_file == "yamls/base/paper.yaml" and not any(" " in text for text in overrides)
+            assert load(study.base_file, overrides) == config
+            resolved_file = tmp_path / "run.yaml"
+            resolved_file.write_text(dump(config))
+            assert load(resolved_file) == config
+
+
+def test_the_picture(study: StudyConfig) -> None:
+    text = draw_study(study)
+    texts = {element.text for element in ElementTree.fromstring(text).iter() if element.tag.endswith("text")}
+    assert set(study.models) <= texts and {"CLM", "MLM 20%", "MLM 50%"} <= texts
+    # `python src/main.py recipes/paper/study.yaml --plan --draw recipes/paper/tree.svg` writes it again.
+    assert (ROOT / "recipes/paper/tree.svg").read_text() == text
+
+
+def test_a_problem_of_several_models_names_each(tmp_path: Path) -> None:
+    path = tmp_path / "study.yaml"
+    path.write_text((ROOT / PAPER).read_text())
+    with pytest.raises(ConfigError) as caught:
+        study_of(path, "models.1b-clm-42k.sede=3", "models.1b-mlm20-42k.optimizer.lr=fast")
+    problems = {problem.key: problem for problem in caught.value.problems}
+    assert set(problems) == {"models.1b-clm-42k.sede", "models.1b-mlm20-42k.optimizer.lr"}
+    assert {problem.where for problem in problems.values()} == {"command line"}
+
+
+def test_options_belong_to_studies() -> None:
+    for arguments, message in (
+        (["yamls/quickstart.yaml", "--stage", "export"], "--stage and --draw are for studies"),
+        ([PAPER, "--draw", "tree.svg"], "--draw belongs to --plan"),
+        ([PAPER, "--retry-failed"], "--retry-failed is for --stage finetune"),
+        ([PAPER, "--stage", "evaluate"], "no model of the study is exported yet"),
+    ):
+        run = subprocess.run([sys.executable, "src/main.py", *arguments], cwd=ROOT, capture_output=True, text=True)
+        assert run.returncode == 2 and message in run.stderr, run.stderr

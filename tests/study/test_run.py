@@ -1,0 +1,165 @@
+"""Running a study on this machine, with kills between."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+import tiny
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.study import StudyConfig
+from biphasic.config.study_models import expand
+from biphasic.study.plan import plan_study
+from biphasic.study.run import pretrain, resolved
+from biphasic.study.stages import encoder_folder, export
+from biphasic.study.state import read_states
+from biphasic.study.tree import study_tree
+from buckets import bucket_for
+
+ROOT = Path(__file__).parents[2]
+CLM, MLM = {"name": "clm"}, {"name": "mlm", "masking_ratio": 0.4}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("data")
+    tiny.write_rows(folder / "train", 100, seed=1)
+    tiny.write_tokenizer(folder / "tokenizer")
+    return folder
+
+
+def study_of(folder: Path, data: Path, **keys: object) -> StudyConfig:
+    """Four models: CLM, a switch in it, MLM continued from its end, and the same longer."""
+    base = tiny.content_of("x", folder, data)
+    for key in ("job", "run_name", "output"):
+        del base[key]
+    base |= {
+        "max_duration": "6ba",
+        "schedule": {"warmup": "2ba", "decay": "2ba"},
+        "checkpoint": {"interval": "3ba", "keep": 1},
+    }
+    base["objective"] = {"phases": [CLM]}
+    more = {"continues": "clm", "objective.phases": [MLM], "schedule.warmup": "0ba", "data.start_at": "6ba"}
+    content = {
+        "job": "study",
+        "folder": str(folder / "study"),
+        "base": base,
+        "models": {
+            "clm": {},
+            "clm-mlm": {"objective.phases": [{**CLM, "until": "2ba"}, MLM]},
+            "clm-mlm-8": {**more, "max_duration": "2ba"},
+            "clm-mlm-10": {**more, "max_duration": "4ba"},
+        },
+        **keys,
+    }
+    path = folder / "study.yaml"
+    path.write_text(yaml.safe_dump(content, sort_keys=False))
+    config = load(path)
+    assert isinstance(config, StudyConfig)
+    return config
+
+
+def train(file: Path) -> int:
+    config = load(file)
+    assert isinstance(config, PretrainConfig)
+    tiny.train(config)
+    return 0
+
+
+def killed_after(batch: int, file: Path) -> int:
+    """Train, and delete what a run that was killed would not have saved."""
+    train(file)
+    tiny.keep_checkpoints_up_to(file.parent, batch)
+    return 137
+
+
+def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: Path) -> None:
+    """Killed in its first run and stopped after each, a study's models are those of runs trained alone, bit for bit."""
+    study = study_of(tmp_path, data)
+    assert pretrain(study, train=lambda file: killed_after(2, file)) == 137
+    assert [run.state for run in plan_study(study).runs] == ["at 2", "ready", "waits", "waits"]
+    started: list[str] = []
+
+    def note(file: Path) -> int:
+        started.append(file.parent.name)
+        return train(file)
+
+    for _ in range(4):
+        assert pretrain(study, limit=1, train=note) == 0
+    assert started == ["clm", "clm-mlm", "clm-mlm-8", "clm-mlm-10"]
+    assert pretrain(study, train=note) == 0 and len(started) == 4
+    assert {run.state for run in plan_study(study).runs} == {"done"}
+
+    # The switch was trained from the shared checkpoint on.
+    switched = tmp_path / "study" / "clm-mlm"
+    assert len(tiny.losses(switched)) == 4
+    alone = expand(study)["clm-mlm"].model_copy(update={"output": str(tmp_path / "alone")})
+    expected = tiny.weights(tiny.train(alone), 6)
+    assert all(torch.equal(expected[name], value) for name, value in tiny.weights(switched, 6).items())
+    # Continued runs begin with the final weights of the other run, a new optimizer, and new rows.
+    config = load(tmp_path / "study" / "clm-mlm-10" / "run.yaml")
+    assert isinstance(config, PretrainConfig) and config.data.start_at.value == 6
+    assert config.model.init_from == str(tmp_path / "study" / "clm" / "checkpoints")
+
+    # Each trained model is exported once.
+    assert export(study, limit=1) == 0
+    assert [name for name in study.models if (encoder_folder(study, name) / "config.json").is_file()] == ["clm"]
+
+    # A change is a warning that names the key; nothing is trained again.
+    changed = study_of(tmp_path, data)
+    changed.base["optimizer"]["lr"] = 1e-3  # pyright: ignore[reportIndexIssue]
+    warnings = plan_study(changed).warnings
+    assert len(warnings) == 4 and all(
+        "optimizer.lr: 0.005 in its checkpoints, 0.001 in the study" in line for line in warnings
+    )
+    assert pretrain(changed, train=note) == 0 and len(started) == 4
+
+
+def test_a_run_starts_above_a_parent_that_kept_no_checkpoint_for_it(tmp_path: Path, data: Path) -> None:
+    """A model that is added when its parent is trained already: it starts from what there is."""
+    study = study_of(tmp_path, data)
+    tree, configs = study_tree(expand(study), study.continues), expand(study)
+    assert tree["clm-mlm"].parent == "clm" and tree["clm-mlm"].start == 2
+    tiny.train(configs["clm"])  # without keep_at
+    for batch in (3, 4):
+        assert (tmp_path / "study" / "clm" / "checkpoints" / f"ba{batch}.json").exists() == (batch == 4)
+    started: list[PretrainConfig] = []
+
+    def note(file: Path) -> int:
+        config = load(file)
+        assert isinstance(config, PretrainConfig)
+        started.append(config)
+        return 1
+
+    assert pretrain(study, train=note) == 1
+    assert started[0].run_name == "clm-mlm" and started[0].start_from is None
+    kept = resolved(study, tree["clm"], configs["clm"], None).checkpoint.keep_at
+    assert [str(time) for time in kept] == ["2ba"]
+
+
+@pytest.mark.slow
+def test_the_command_in_a_bucket_stopped_and_resumed(tmp_path: Path, data: Path, s3: Path) -> None:
+    """With Composer's launcher: a signal to the study lets its run save, and the same command finishes everything."""
+    address = f"s3://{bucket_for(s3, 'study')}/tiny"
+    study = study_of(tmp_path, data, folder=address, output=str(tmp_path / "runs"))
+    command = [sys.executable, "src/main.py", str(tmp_path / "study.yaml"), "base.max_duration=2000ba"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    first = subprocess.Popen(command, cwd=ROOT, env=environment)
+    tiny.wait_for_batch(tmp_path / "runs" / "clm", 20, first)
+    first.send_signal(signal.SIGTERM)
+    assert first.wait(120) == 75
+    saved = read_states(study)["clm"].trained
+    assert 20 <= saved < 2000
+    assert subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
+    assert len(tiny.losses(tmp_path / "runs" / "clm")) == 2000
+    assert [read_states(study)[name].trained for name in study.models] == [2000, 2000, 2, 4]
+    plan = subprocess.run([*command, "--plan"], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
+    assert plan.stdout.count(" done") == 4 and "WARNING" not in plan.stdout

@@ -1,0 +1,57 @@
+"""What follows pretraining: which models a stage takes, and the configurations that it gives to the other jobs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from biphasic.config.load import load
+from biphasic.config.study import StudyConfig
+from biphasic.errors import UserError
+from biphasic.study.stages import encoder_folder, evaluation_config, sweep_config
+
+ROOT = Path(__file__).parents[2]
+
+
+def paper_study(folder: Path, monkeypatch: pytest.MonkeyPatch) -> StudyConfig:
+    monkeypatch.chdir(ROOT)
+    study = load("recipes/paper/study.yaml", [f"folder={folder}"])
+    assert isinstance(study, StudyConfig)
+    return study
+
+
+def test_the_sweep_of_exported_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    study = paper_study(tmp_path, monkeypatch)
+    with pytest.raises(UserError, match="no model of the study is exported yet"):
+        sweep_config(study)
+    exported = {"610m-clm-3k-mlm40-12k": 12_000, "610m-clm-dec42k-mlm40-54k": 54_000}
+    for name in exported:
+        encoder_folder(study, name).mkdir(parents=True)
+        (encoder_folder(study, name) / "biphasic.json").touch()
+    sweep = sweep_config(study)
+    assert {name: model.steps for name, model in sweep.models.items()} == exported
+    assert sweep.models["610m-clm-3k-mlm40-12k"].path == f"{tmp_path}/610m-clm-3k-mlm40-12k/encoder"
+    assert sweep.output == f"{tmp_path}/sweep" and len(sweep.tasks) == 10
+    assert "610m-clm-42k" in capsys.readouterr().out.partition("not exported yet: ")[2]
+
+
+def test_the_evaluation_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = paper_study(tmp_path, monkeypatch)
+    config = evaluation_config(study, "1b-clm-42k")
+    assert config.run_folder == tmp_path / "evaluate" / "1b-clm-42k"
+    assert config.model.path == f"{tmp_path}/1b-clm-42k/encoder" and config.documents == ["full", "judged"]
+    without = study.model_copy(update={"stages": study.stages.model_copy(update={"evaluate": None})})
+    with pytest.raises(UserError, match=r"stages.evaluate is missing"):
+        evaluation_config(without, "1b-clm-42k")
+
+
+def test_exports_of_a_bucket_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    study = load("recipes/paper/study.yaml", ["folder=s3://bucket/paper", f"output={tmp_path}"])
+    assert isinstance(study, StudyConfig)
+    assert encoder_folder(study, "1b-clm-42k") == tmp_path / "1b-clm-42k" / "encoder"
+    assert study.sweep_output == "s3://bucket/paper/sweep"
+    assert study.checkpoints_of("1b-clm-42k") == "s3://bucket/paper/1b-clm-42k"

@@ -1,0 +1,89 @@
+"""The tree of shared beginnings: histories are texts, a letter for each batch, so that any test can be followed by eye."""
+
+from __future__ import annotations
+
+from itertools import takewhile
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from biphasic.errors import UserError
+from biphasic.study.tree import StudyRun, build_tree
+
+
+def tree_of(histories: dict[str, str], **continues: str) -> dict[str, StudyRun]:
+    lengths = {name: len(history) for name, history in histories.items()}
+
+    def shared(first: str, second: str) -> int:
+        pairs = zip(histories[first], histories[second], strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    return build_tree(lengths, continues, shared)
+
+
+def starts(tree: dict[str, StudyRun]) -> dict[str, tuple[str | None, int]]:
+    return {name: (run.parent, run.start) for name, run in tree.items()}
+
+
+def test_switches_and_decays_start_from_one_trunk() -> None:
+    # c: CLM, m: MLM, d and e: their decays.
+    tree = tree_of({"clm": "ccccccdd", "late": "ccccmmee", "early": "ccmmmmee", "short": "ccmmee"})
+    assert starts(tree) == {"clm": (None, 0), "late": ("clm", 4), "early": ("clm", 2), "short": ("early", 4)}
+    assert {name: run.kept for name, run in tree.items()} == {"clm": (2, 4), "late": (), "early": (4,), "short": ()}
+    assert [run.own_batches for run in tree.values()] == [8, 4, 6, 2]
+
+
+def test_a_run_starts_from_the_run_that_trained_the_shared_batches_itself() -> None:
+    # `third` shares one batch with both, and `second` has no checkpoint there: it started at 3.
+    tree = tree_of({"first": "aaaa", "second": "aaabb", "third": "ac"})
+    assert starts(tree)["third"] == ("first", 1)
+
+
+def test_no_run_is_the_trunk_by_itself() -> None:
+    tree = tree_of({"x": "aab", "y": "aac", "z": "aacd"})
+    assert starts(tree) == {"x": (None, 0), "y": ("x", 2), "z": ("y", 3)}
+    assert tree["y"].kept == ()  # its final checkpoint is always kept
+
+
+def test_a_run_that_another_contains_is_trained_first() -> None:
+    tree = tree_of({"long": "aaaab", "trunk": "aaa", "shorter": "aa"})
+    assert list(tree) == ["shorter", "trunk", "long"]
+    assert starts(tree) == {"shorter": (None, 0), "trunk": ("shorter", 2), "long": ("trunk", 3)}
+
+
+def test_a_continued_run_is_trained_first_and_shares_nothing() -> None:
+    tree = tree_of({"more": "xx", "even_more": "xxy", "base": "ab"}, more="base", even_more="base")
+    assert list(tree) == ["base", "more", "even_more"]
+    assert starts(tree) == {"base": (None, 0), "more": (None, 0), "even_more": ("more", 2)}
+    assert tree["more"].needs == ("base",) and tree["even_more"].needs == ("more", "base")
+
+
+def test_two_models_with_one_history() -> None:
+    with pytest.raises(
+        UserError, match=r"models.b: expected another history than that of models.a: both train the same 2"
+    ):
+        tree_of({"a": "xy", "b": "xy"})
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.text("ab", min_size=1, max_size=6), min_size=1, max_size=8, unique=True))
+def test_each_shared_beginning_is_trained_once(texts: list[str]) -> None:
+    histories = {f"run{index}": text for index, text in enumerate(texts)}
+    tree = tree_of(histories)
+    beginnings = {text[:end] for text in texts for end in range(1, len(text) + 1)}
+    assert sum(run.own_batches for run in tree.values()) == len(beginnings)
+    trained: set[str] = set()
+    for name, run in tree.items():
+        history = histories[name]
+        assert run.own_batches > 0
+        if run.parent is not None:
+            parent = tree[run.parent]
+            # The parent has trained the last shared batch itself, and keeps the checkpoint after it.
+            assert parent.start < run.start and (run.start in parent.kept or run.start == parent.length)
+            assert history[: run.start] == histories[run.parent][: run.start]
+        else:
+            assert run.start == 0
+        # It starts as late as it can.
+        assert history[: run.start + 1] not in trained
+        trained |= {history[:end] for end in range(1, len(history) + 1)}
