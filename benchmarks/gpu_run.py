@@ -61,9 +61,8 @@ def command(name: str, batches: int, overrides: list[str]) -> list[str]:
     settings = {
         "run_name": name,
         "output": f"{WORK}/runs",
-        "tokenizer": f"{WORK}/data/tokenizer",
-        "data.train.local": f"{WORK}/data/train",
-        "data.validation.local": f"{WORK}/data/validation",
+        "data.folder": f"{WORK}/data",
+        "checkpoint.folder": "null",
         "max_duration": f"{batches}ba",
         "global_batch_size": 48,  # the paper's batch over 24 GPUs
         "schedule.warmup": f"{batches // 10}ba",

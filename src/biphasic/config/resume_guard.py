@@ -17,6 +17,8 @@ _CHANGEABLE = (
     "compute",
     "logging",
     "optimizer.max_skipped_batches",
+    "data.folder",
+    "data.cache",
     "data.validation",
     "data.predownload",
     "data.cache_limit",
