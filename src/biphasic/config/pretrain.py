@@ -174,7 +174,7 @@ class PretrainConfig(RunConfig):
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values for a run of `ranks` processes."""
-        yield from model_problems(self.model)
+        yield from model_problems(self.model, self.data.sequence_length)
         if self.max_duration.unit == "dur" or not self.max_duration.value:
             expected = "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
             yield ["max_duration"], f"{expected}; got {self.max_duration}"
