@@ -80,7 +80,7 @@ def make_tokenizer(text: Path) -> Path:
     """Train a byte-level BPE tokenizer of 32,768 words."""
     folder = FOLDER / "tokenizer"
     if not folder.exists():
-        sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
+        sys.path.insert(0, str(ROOT / "data_prep"))
         from train_tokenizer import train_tokenizer
 
         from biphasic.config.convert import ConvertConfig

@@ -38,7 +38,7 @@ def prepare() -> None:
     python, recipes = sys.executable, "recipes/quickstart"
     steps = [
         (Path("runs/quickstart/text/gathered.json"), [python, f"{recipes}/gather.py"]),
-        (Path("runs/quickstart/tokenizer"), [python, f"{recipes}/train_tokenizer.py"]),
+        (Path("runs/quickstart/tokenizer"), [python, "data_prep/train_tokenizer.py", "yamls/data/quickstart.yaml"]),
         (
             WORK / "data" / "conversion.json",
             [

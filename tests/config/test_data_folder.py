@@ -61,7 +61,9 @@ def test_the_tokenizer_may_be_another() -> None:
 
 def test_a_mix_in_place_of_the_folder() -> None:
     mix = "data.mix={a: {local: a/train, proportion: 1.0}}"
-    config = load_paper("210m_biphasic", "data.folder=null", "data.cache_limit=null", "tokenizer=t", mix, "data.validation.local=v")
+    config = load_paper(
+        "210m_biphasic", "data.folder=null", "data.cache_limit=null", "tokenizer=t", mix, "data.validation.local=v"
+    )
     assert list(config.data.streams) == ["data.mix.a"]
 
 

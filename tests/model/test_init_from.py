@@ -94,7 +94,8 @@ def test_another_rope_theta_and_longer_rows(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_with_another_rope_theta(write_yaml: Write, tmp_path: Path) -> None:
-    folder = train(config_of(write_yaml(), max_duration="2ba", objective="{phases: [{name: clm}]}", schedule="{}"))
+    path = write_yaml(max_duration="2ba", objective__phases=[{"name": "clm"}], schedule={})
+    folder = train(config_of(path))
     path = str(folder / "checkpoints" / "ba2-rank0.pt")
     config = ModelConfig(init_from=path, rope_theta=777.0, max_position_embeddings=128)
     model, before = build_language_model(config, 128, seed=0), load_language_model(path)

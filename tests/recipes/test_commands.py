@@ -46,19 +46,21 @@ def test_the_commands_fit_together(
     assert run.returncode == 0, run.stderr
     calls = [shlex.split(line) for line in (commands / "log").read_text().splitlines()]
     configs = [config_of(call) for call in calls if any(part.endswith(".yaml") for part in call)]
-    [conversion] = [config for config in configs if isinstance(config, ConvertConfig)]
-    [pretraining] = [config for config in configs if isinstance(config, PretrainConfig)]
+    conversion, *again = [config for config in configs if isinstance(config, ConvertConfig)]
+    assert all(config == conversion for config in again)
+    pretraining, *again = [config for config in configs if isinstance(config, PretrainConfig)]
+    assert all(config == pretraining for config in again)
     train = pretraining.data.train
     assert train is not None
     assert train.remote or train.local == f"{conversion.output}/train"
     assert conversion.sequence_length == pretraining.data.sequence_length
-    [exported] = [call for call in calls if "biphasic.export" in call]
+    [exported] = [call for call in calls if "biphasic.export" in call and "--initial" not in call]
     assert exported[3] == pretraining.checkpoint_destination
 
 
 def config_of(call: list[str]) -> Config:
     at = next(index for index, part in enumerate(call) if part.endswith(".yaml"))
-    assert (ROOT / call[1]).is_file()
+    assert call[1] == "-m" or (ROOT / call[1]).is_file()
     return load(ROOT / call[at], [part for part in call[at + 1 :] if "=" in part])
 
 
