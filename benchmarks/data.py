@@ -81,9 +81,8 @@ def make_tokenizer(text: Path) -> Path:
     folder = FOLDER / "tokenizer"
     if not folder.exists():
         sys.path.insert(0, str(ROOT / "data_prep"))
-        from train_tokenizer import train_tokenizer
-
         from biphasic.config.convert import ConvertConfig
+        from train_tokenizer import train_tokenizer
 
         source = {"kind": "files", "paths": [str(sorted(text.iterdir())[0])]}
         keys = {"job": "convert", "source": source, "tokenizer": str(folder), "output": str(FOLDER / "unused")}

@@ -114,7 +114,7 @@ def gather(
     if characters < _MIN_CHARACTERS:
         raise UserError(
             f"language {language}: the message catalogues on this machine have {characters:,} characters; expected at least "
-            f"{_MIN_CHARACTERS:,}: choose a language of /usr/share/locale, or set source.paths of {YAML.name} to your own text"
+            f"{_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths of {YAML.name} to your text"
         )
     _write(folder / "documents.parquet", {"id": [i for i, _ in texts], "text": [text for _, text in texts]})
     columns = {name: [pair[at] for pair in train] for at, name in enumerate(("id", "query", "positive"))}
