@@ -113,8 +113,8 @@ def gather(
     characters = sum(len(text) for _, text in texts)
     if characters < _MIN_CHARACTERS:
         raise UserError(
-            f"language {language}: the message catalogues on this machine have {characters:,} characters; expected at least "
-            f"{_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths of {YAML.name} to your text"
+            f"language {language}: the message catalogues on this machine have {characters:,} characters; expected "
+            f"at least {_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths in {YAML.name}"
         )
     _write(folder / "documents.parquet", {"id": [i for i, _ in texts], "text": [text for _, text in texts]})
     columns = {name: [pair[at] for pair in train] for at, name in enumerate(("id", "query", "positive"))}

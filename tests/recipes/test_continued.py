@@ -72,9 +72,9 @@ def test_a_decoder_without_a_mask_token_becomes_an_encoder(tmp_path: Path) -> No
     saved_decoder("llama", decoder, vocab_size=words)
     text = write_parquet(tmp_path / "text.parquet", sentences(800, longest=25))
     conversion = load(
-        RECIPES / "continue_decoder" / "data.yaml",
-        [f"source={{kind: files, paths: [{text}]}}", f"tokenizer={decoder}", f"output={tmp_path / 'data'}",
-         f"sequence_length={LENGTH}", "max_tokens=null", "validation_fraction=0.1", "cluster.workers=1"],
+        ROOT / "yamls" / "data" / "own_text.yaml",
+        [f"source.paths=[{text}]", f"tokenizer={decoder}", f"output={tmp_path / 'data'}",
+         f"sequence_length={LENGTH}", "segments.shortest=4", "validation_fraction=0.1", "cluster.workers=1"],
     )  # fmt: skip
     assert isinstance(conversion, ConvertConfig)
     convert(conversion)

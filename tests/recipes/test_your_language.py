@@ -45,10 +45,8 @@ def write_catalogue(file: Path, translations: dict[str, str]) -> None:
 @pytest.fixture
 def places(tmp_path: Path) -> tuple[Path, ...]:
     folder = tmp_path / "share" / "locale"
-    long = {
-        f"long {n}": f"Erklärt den Schalter Nummer {n}. Er wird mit dem Wert {n} gesetzt, und gilt dann immer."
-        for n in range(60)
-    }
+    two = "Erklärt den Schalter Nummer {n}. Er wird mit dem Wert {n} gesetzt, und gilt dann immer."
+    long = {f"long {n}": two.format(n=n) for n in range(60)}
     write_catalogue(folder / "xx" / "LC_MESSAGES" / "a.mo", {**long, "same": "same", "file": "Datei"})
     short = {f"short {n}": f"Kurze Meldung {n} " + "wörtlich " * 9 for n in range(40)}
     write_catalogue(folder / "xx" / "LC_MESSAGES" / "b.mo", {**short, "file 2": "datei!"})

@@ -93,11 +93,11 @@ def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
     Keys that are given explicitly are kept; `data_problems` reports those that contradict `data.folder`.
     """
     data = content.get("data")
-    if not isinstance(data, dict) or not isinstance(data.get("folder"), str) or data.get("mix") is not None:
+    if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
         return content
     folder, cache = data["folder"].rstrip("/"), data.get("cache", _CACHE)
     expanded = dict(data)
-    for split in ("train", "validation"):
+    for split in ("train", "validation") if data.get("mix") is None else ():
         if expanded.get(split) is None:
             expanded[split] = _split_of(folder, cache, split)
     tokenizer = content.get("tokenizer") or join(folder, "tokenizer")
