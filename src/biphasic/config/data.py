@@ -97,7 +97,7 @@ def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
         return content
     folder, cache = data["folder"].rstrip("/"), data.get("cache", _CACHE)
     expanded = dict(data)
-    for split in ("train", "validation") if data.get("mix") is None else ():
+    for split in ("train", "validation") if data.get("mix") is None else ("validation",):
         if expanded.get(split) is None:
             expanded[split] = _split_of(folder, cache, split)
     tokenizer = content.get("tokenizer") or join(folder, "tokenizer")
