@@ -67,10 +67,10 @@ def test_documents_pairs_and_a_test_set(
     assert texts.count("Kurze Meldung 7 ") == 1
     assert counts["documents"] == len(documents) and counts["train_pairs"] + counts["test_pairs"] == 60
     # Scored pairs come from documents that conversion holds out.
-    pairs = TaskFolder(str(tmp_path / "text" / "pairs"), str(tmp_path / "cache"), "retrieval").read(
-        "train", "retrieval"
-    )
-    assert not any(in_validation(document_number(identity), FRACTION) for identity in pairs["id"])
+    pairs = TaskFolder(str(tmp_path / "text" / "pairs"), str(tmp_path / "cache"), "retrieval").read("train", "pairs")
+    assert len(pairs["query"]) == counts["train_pairs"]
+    train_ids = pq.read_table(tmp_path / "text" / "pairs" / "train.parquet")["id"].to_pylist()
+    assert not any(in_validation(document_number(identity), FRACTION) for identity in train_ids)
     queries = [
         json.loads(line) for line in (tmp_path / "text" / "sentences" / "queries.jsonl").read_text().splitlines()
     ]
