@@ -80,10 +80,9 @@ def make_tokenizer(text: Path) -> Path:
     """Train a byte-level BPE tokenizer of 32,768 words."""
     folder = FOLDER / "tokenizer"
     if not folder.exists():
-        sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
-        from train_tokenizer import train_tokenizer
-
+        sys.path.insert(0, str(ROOT / "data_prep"))
         from biphasic.config.convert import ConvertConfig
+        from train_tokenizer import train_tokenizer
 
         source = {"kind": "files", "paths": [str(sorted(text.iterdir())[0])]}
         keys = {"job": "convert", "source": source, "tokenizer": str(folder), "output": str(FOLDER / "unused")}

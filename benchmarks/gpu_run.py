@@ -38,7 +38,7 @@ def prepare() -> None:
     python, recipes = sys.executable, "recipes/quickstart"
     steps = [
         (Path("runs/quickstart/text/gathered.json"), [python, f"{recipes}/gather.py"]),
-        (Path("runs/quickstart/tokenizer"), [python, f"{recipes}/train_tokenizer.py"]),
+        (Path("runs/quickstart/tokenizer"), [python, "data_prep/train_tokenizer.py", "yamls/data/quickstart.yaml"]),
         (
             WORK / "data" / "conversion.json",
             [
@@ -61,9 +61,8 @@ def command(name: str, batches: int, overrides: list[str]) -> list[str]:
     settings = {
         "run_name": name,
         "output": f"{WORK}/runs",
-        "tokenizer": f"{WORK}/data/tokenizer",
-        "data.train.local": f"{WORK}/data/train",
-        "data.validation.local": f"{WORK}/data/validation",
+        "data.folder": f"{WORK}/data",
+        "checkpoint.folder": "null",
         "max_duration": f"{batches}ba",
         "global_batch_size": 48,  # the paper's batch over 24 GPUs
         "schedule.warmup": f"{batches // 10}ba",

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from backbones import SMALL
 from biphasic.model.forward import packed_forward
@@ -41,6 +42,32 @@ def decoder(family: str, **changes: Any) -> LanguageModel:
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.eval()
+
+
+def saved_decoder(family: str, folder: Path, **changes: Any) -> Any:
+    """Save a small random model of the family with its language-model head, as on the hub."""
+    config = AutoConfig.for_model(
+        family,
+        **{
+            "vocab_size": WORDS,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "pad_token_id": None,
+            **changes,
+        },
+    )
+    torch.manual_seed(5)
+    head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
+    model = head_class.from_config(config, attn_implementation="eager").eval()
+    for parameter in model.parameters():
+        if parameter.dim() > 1:
+            torch.nn.init.normal_(parameter, std=0.2)
+    model.save_pretrained(folder)
+    return model
 
 
 def padded(left: bool = False, texts: list[list[int]] = TEXTS) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from pathlib import Path
@@ -10,9 +11,11 @@ from typing import Any
 import pytest
 
 import warm
-from biphasic.preflight import find_faults, report
+from biphasic.config.plan import plan
+from biphasic.preflight import disk_needs, find_faults, report
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
+from tiny import config_of
 
 
 def preflight(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
@@ -42,16 +45,47 @@ def test_all_faults_are_reported(s3: Path, write_yaml: Write) -> None:
     run = preflight(
         path,
         f"data.train={{local: {path.parent}/cache, remote: {remote}}}",
-        "data.cache_limit=900tb",
+        "model.vocab_size=9_000_000_000_000",  # checkpoints of petabytes
         "checkpoint.folder=s3://no-such-bucket-here/x",
     )
     assert run.returncode == 2
     faults = [line for line in run.stdout.splitlines() if line.startswith("FAULT node 0 (")]
     assert len(faults) == 3
     assert "checkpoint.folder s3://no-such-bucket-here/x: can't be written, read and deleted (" in faults[0]
-    assert "free, but the data's cache and two checkpoints need" in faults[1]
+    assert "free, but the data's cache and the checkpoints need" in faults[1]
     assert f"shard {remote}/shard.00000.mds.zstd: is damaged" in faults[2]
     assert "Traceback" not in run.stdout + run.stderr
+
+
+def test_disk_needs_of_a_run(write_yaml: Write, tmp_path: Path) -> None:
+    """Two phases, 12 batches, a checkpoint each: the decay starts at 8, the switch is at 6."""
+    path = write_yaml("needs")
+    each, folder = 12 * config_parameters(path), tmp_path / "runs" / "needs" / "checkpoints"
+    train, cache = tmp_path / "data" / "train", tmp_path / "cache"
+    unpacked = sum(shard["raw_data"]["bytes"] for shard in json.loads((train / "index.json").read_text())["shards"])
+    remote = {"data.train": f"{{local: {cache}, remote: {train}}}"}
+    # The data is no cache; all 12 checkpoints are kept.
+    assert disk_needs(config_of(path), 1) == [(folder, 12 * each)]
+    # The newest two, the switch, the decay's start, and the one that is written.
+    assert disk_needs(config_of(path, **{"checkpoint.keep": 2}), 1) == [(folder, 5 * each)]
+    kept = config_of(path, **{"checkpoint.keep": 2, "checkpoint.keep_at": "[2ba,3ba]"})
+    assert disk_needs(kept, 1) == [(folder, 7 * each)]
+    # A cache takes its dataset's size, or the limit if that is smaller.
+    assert disk_needs(config_of(path, **remote), 1)[0] == (cache, unpacked)
+    assert disk_needs(config_of(path, **remote, **{"data.cache_limit": "1tb"}), 1)[0] == (cache, unpacked)
+    assert disk_needs(config_of(path, **remote, **{"data.cache_limit": "1000b"}), 1)[0] == (cache, 1000)
+    # A run that saves to a bucket has the newest and the one that is written on its disk.
+    assert disk_needs(config_of(path, **{"checkpoint.folder": "s3://bucket/needs"}), 1) == [(folder, 2 * each)]
+    # What is stored already is subtracted.
+    folder.mkdir(parents=True)
+    (folder / "ba3-rank0.pt").write_bytes(bytes(each))
+    assert disk_needs(config_of(path, **{"checkpoint.keep": 2}), 1) == [(folder, 4 * each)]
+
+
+def config_parameters(path: Path) -> int:
+    parameters = plan(config_of(path), 1).parameters
+    assert parameters is not None
+    return parameters["total"]
 
 
 def rank(node: int, number: int, **changes: Any) -> dict[str, Any]:

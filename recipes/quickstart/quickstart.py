@@ -61,9 +61,9 @@ STEPS = [
     Step(
         "tokenizer",
         "a byte-level BPE tokenizer of 8,192 words",
-        [PYTHON, f"{HERE}/train_tokenizer.py"],
+        [PYTHON, "data_prep/train_tokenizer.py", DATA],
         [RUN / "tokenizer"],
-        [f"{HERE}/train_tokenizer.py", DATA],
+        ["data_prep/train_tokenizer.py", DATA],
         ("gather",),
     ),
     Step(

@@ -7,6 +7,7 @@ Prints what is wrong on which node; exit status 0 when nothing is, 2 otherwise.
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -18,8 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
+from biphasic.config.data import StreamConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.faults import run_rank
@@ -193,35 +196,57 @@ def _bucket(config: PretrainConfig) -> str:
 
 
 def _disk(config: PretrainConfig) -> str:
-    """Check the free disk space for the shard cache and two checkpoints."""
+    """Check the free disk space for the shard cache and the checkpoints."""
     from composer.utils import dist
 
-    from biphasic.config.plan import plan
-
     needs: dict[int, tuple[Path, int]] = {}
-
-    def add(folder: Path, size: int) -> None:
+    for folder, size in disk_needs(config, dist.get_world_size()):
         while not folder.exists():
             folder = folder.parent
         device = folder.stat().st_dev
         needs[device] = folder, needs.get(device, (folder, 0))[1] + size
-
-    if config.data.cache_limit is not None:
-        for stream in config.data.splits.values():
-            if stream.remote is not None:
-                add(Path(stream.local), config.data.cache_limit)
-    checkpoint_bytes = plan(config, dist.get_world_size()).checkpoints["bytes_each"]
-    if checkpoint_bytes is not None:
-        # The newest checkpoint and the one being written exist at the same time.
-        add(Path(config.output), 2 * checkpoint_bytes)
     lines = []
     for folder, size in needs.values():
         free = shutil.disk_usage(folder).free
         if free < size:
-            message = f"the data's cache and two checkpoints need {format_bytes(size)}"
+            message = f"the data's cache and the checkpoints need {format_bytes(size)} more"
             raise UserError(f"{folder}: {format_bytes(free)} free, but {message}")
         lines.append(f"{folder}: {format_bytes(free)} free for {format_bytes(size)}")
     return "; ".join(lines)
+
+
+def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
+    """Return the bytes that a run will still write on a node, by folder: shards from a bucket, and checkpoints.
+
+    A cache grows to the dataset's unpacked size or to `data.cache_limit`. Checkpoints that are saved to a local folder are
+    those that `checkpoint.keep`, the switches, the decay's start and `checkpoint.keep_at` keep; of those saved to a bucket,
+    the newest and the one being written are on the disk. Files that are there already are subtracted.
+    """
+    needs = []
+    for stream in config.data.splits.values():
+        if stream.remote is not None and (size := _cache_bytes(stream, config.data.cache_limit)) is not None:
+            needs.append((Path(stream.local), size))
+    checkpoints = plan(config, ranks).checkpoints
+    if checkpoints["bytes_each"] is not None:
+        most = 2 if is_remote(config.checkpoint_destination) else checkpoints["most"] or 2
+        needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))
+    return [(folder, max(0, size - _stored_bytes(folder))) for folder, size in needs]
+
+
+def _cache_bytes(stream: StreamConfig, limit: int | None) -> int | None:
+    """Return the size to which a stream's cache grows. Return None if neither a limit nor the dataset's size is known."""
+    from biphasic.data.mds_reader import INDEX
+
+    try:
+        shards = json.loads(open_store(stream.remote or stream.local).read(INDEX))["shards"]
+        size = sum(int(shard["raw_data"]["bytes"]) for shard in shards)
+    except (UserError, OSError, ValueError, LookupError, TypeError):
+        return limit  # The check of the data reports that the index can't be read.
+    return size if limit is None else min(size, limit)
+
+
+def _stored_bytes(folder: Path) -> int:
+    return sum(file.bytes for file in open_store(str(folder)).list().values()) if folder.is_dir() else 0
 
 
 def _data(config: PretrainConfig) -> str:

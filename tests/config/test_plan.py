@@ -19,7 +19,12 @@ from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
 from cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]
-YAMLS = sorted(path.relative_to(ROOT) for path in (ROOT / "yamls").rglob("*.yaml") if path.parent.name != "base")
+YAMLS = sorted(
+    path.relative_to(ROOT)
+    for folder in ("yamls", "recipes")
+    for path in (ROOT / folder).rglob("*.yaml")
+    if path.parent.name not in ("base", "launch")  # launchers' own files
+)
 
 
 # A sweep's plan looks for its models on the hub.

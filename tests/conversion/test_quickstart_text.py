@@ -120,7 +120,7 @@ def test_an_ambiguous_query_is_in_neither_file(gather: ModuleType) -> None:
 
 
 def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: Callable[..., ConvertConfig]) -> None:
-    sys.path.insert(0, str(RECIPE))
+    sys.path.insert(0, str(ROOT / "data_prep"))
     from train_tokenizer import train_tokenizer
 
     config = config_for(

@@ -10,45 +10,24 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from backbones import TESTED_FAMILIES, backbone
+from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.model import attention
-from biphasic.model.backbone import load_language_model
+from biphasic.model.backbone import build_language_model, load_language_model
 from biphasic.model.packing_probe import packing_problem
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 from conftest import Write
+from decoders import saved_decoder
 from tiny import WORDS, config_of, losses, train
 
 DECODERS = [family for family in TESTED_FAMILIES if family != "eurobert"]
 
 
-def decoder(family: str, folder: Path, **changes: Any) -> Any:
-    """Save a small random model of the family, as on the hub."""
-    config = AutoConfig.for_model(
-        family,
-        vocab_size=WORDS,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        pad_token_id=None,
-        **changes,
-    )
-    torch.manual_seed(5)
-    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
-            torch.nn.init.normal_(parameter, std=0.2)
-    model.save_pretrained(folder)
-    return model
-
-
 @pytest.mark.parametrize("family", DECODERS)
 def test_clm_loss_equals_the_family_s_own(family: str, tmp_path: Path) -> None:
-    original = decoder(family, tmp_path)
+    original = saved_decoder(family, tmp_path)
     model = load_language_model(str(tmp_path))
     tokens = torch.randint(WORDS, (3, 17), generator=torch.Generator().manual_seed(1))
     expected = original(input_ids=tokens, labels=tokens).loss
@@ -61,7 +40,7 @@ def test_clm_loss_equals_the_family_s_own(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_widening_keeps_weights_and_tying(family: str, tmp_path: Path) -> None:
     """Llama's head is untied, Gemma's is tied."""
-    decoder(family, tmp_path)
+    saved_decoder(family, tmp_path)
     before, after = load_language_model(str(tmp_path)), load_language_model(str(tmp_path))
     after.widen(WORDS + 3)
     for name in ("backbone.embed_tokens.weight", "lm_head.weight"):
@@ -74,7 +53,7 @@ def test_widening_keeps_weights_and_tying(family: str, tmp_path: Path) -> None:
 
 
 def test_a_decoder_without_a_mask_token_becomes_an_encoder(write_yaml: Write, tmp_path: Path) -> None:
-    decoder("qwen3", tmp_path / "qwen3")
+    saved_decoder("qwen3", tmp_path / "qwen3")
     path = write_yaml(
         model={"init_from": str(tmp_path / "qwen3")}, objective__phases=[{"name": "mlm"}], optimizer__lr=1e-2
     )
@@ -96,8 +75,50 @@ def test_a_decoder_without_a_mask_token_becomes_an_encoder(write_yaml: Write, tm
     assert trained.lm_head.weight.shape[0] == WORDS + 1
 
 
+def test_another_rope_theta_and_longer_rows(tmp_path: Path) -> None:
+    """The loss on long rows is that of the family's own code with the same configuration."""
+    saved_decoder("llama", tmp_path, max_position_embeddings=16)
+    config = ModelConfig(init_from=str(tmp_path), rope_theta=500.0, max_position_embeddings=48)
+    model = build_language_model(config, sequence_length=48, seed=0)
+    assert model.config.max_position_embeddings == 48
+    tokens = torch.randint(WORDS, (2, 48), generator=torch.Generator().manual_seed(1))
+    targets = clm_targets(tokens, torch.ones_like(tokens))
+    total, count = model(tokens.flatten(), targets.flatten(), Segments.of([48] * 2, tokens.device), causal=True)
+    losses_of = {}
+    for theta in (500.0, 10_000.0):
+        rope = {"rope_type": "default", "rope_theta": theta}
+        own = AutoModelForCausalLM.from_pretrained(tmp_path, rope_parameters=rope, attn_implementation="eager")
+        losses_of[theta] = float(own(input_ids=tokens, labels=tokens).loss)
+    assert abs(float(total / count) - losses_of[500.0]) < 1e-5
+    assert abs(losses_of[10_000.0] - losses_of[500.0]) > 1e-3
+
+
+def test_a_checkpoint_with_another_rope_theta(write_yaml: Write, tmp_path: Path) -> None:
+    path = write_yaml(max_duration="2ba", objective__phases=[{"name": "clm"}], schedule={})
+    folder = train(config_of(path))
+    path = str(folder / "checkpoints" / "ba2-rank0.pt")
+    config = ModelConfig(init_from=path, rope_theta=777.0, max_position_embeddings=128)
+    model, before = build_language_model(config, 128, seed=0), load_language_model(path)
+    assert (model.config.rope_parameters["rope_theta"], model.config.max_position_embeddings) == (777.0, 128)
+    assert (before.config.rope_parameters["rope_theta"], before.config.max_position_embeddings) == (10_000.0, 32)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before.parameters(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("family", "keys", "problem"),
+    [
+        ("llama", {}, "data.sequence_length is 48, but .* is for sequences of up to 16 tokens: set model.max_position"),
+        ("gemma3_text", {"rope_theta": 500.0}, "model.rope_theta: .* has no plain rotary positions with one base"),
+    ],
+)
+def test_positions_that_don_t_fit_are_refused(family: str, keys: dict[str, Any], problem: str, tmp_path: Path) -> None:
+    saved_decoder(family, tmp_path, max_position_embeddings=16)
+    with pytest.raises(UserError, match=problem):
+        build_language_model(ModelConfig(init_from=str(tmp_path), **keys), sequence_length=48, seed=0)
+
+
 def test_unusable_folders_are_errors_of_one_line(tmp_path: Path) -> None:
-    decoder("llama", tmp_path / "llama")
+    saved_decoder("llama", tmp_path / "llama")
     (tmp_path / "llama" / "model.safetensors").write_bytes(b"cut off")
     (tmp_path / "empty").mkdir()
     for name in ("llama", "empty", "missing"):
@@ -117,7 +138,7 @@ def test_unusable_folders_are_errors_of_one_line(tmp_path: Path) -> None:
     ],
 )
 def test_families_that_can_t_be_packed_are_refused(family: str, problem: str, tmp_path: Path) -> None:
-    decoder(family, tmp_path)
+    saved_decoder(family, tmp_path)
     with pytest.raises(UserError, match=f"{family} can't be trained on packed segments: {problem}") as caught:
         load_language_model(str(tmp_path))
     assert "\n" not in str(caught.value)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from posixpath import normpath
-from typing import Annotated
+from posixpath import basename, join, normpath
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from biphasic.config.base import Count, KeyProblems, LocalPath, Name, Positive, RemoteAddress, Section, Size
 from biphasic.config.durations import Duration
+from biphasic.storage import is_remote
 
 
 class StreamConfig(Section):
@@ -34,11 +35,19 @@ def _without_dots(name: str) -> str:
     return name
 
 
+_CACHE = "data/cache"
+
+
 class DataConfig(Section):
-    """The training and validation data, and the order of rows. Exactly one of `train` and `mix` is required."""
+    """The training and validation data, and the order of rows. Exactly one of `folder`, `train` and `mix` is required."""
 
     sequence_length: Positive
     """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
+    folder: RemoteAddress | None = None
+    """The output of a conversion, a folder or a bucket prefix: its `train/` and `validation/` are `data.train` and
+    `data.validation`, and its `tokenizer/` is the default of `tokenizer`."""
+    cache: LocalPath = _CACHE
+    """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`."""
     train: StreamConfig | None = None
     """One converted dataset."""
     mix: (
@@ -60,7 +69,7 @@ class DataConfig(Section):
     """Number of rows that each loader process downloads ahead. Default: Streaming's, eight batches of a rank."""
     cache_limit: Size | None = None
     """Maximum size of a node's cache, e.g. `200gb`. It applies to training data and to validation data separately. The
-    least recently read shards are deleted first. Default: keep all shards."""
+    least recently read shards are deleted first. Default: keep all shards. A local `folder` is no cache and is kept."""
     download_retry: Positive = 5
     """Number of attempts to download a shard."""
     download_timeout: Positive = 120
@@ -88,8 +97,36 @@ class DataConfig(Section):
         return self.streams if self.validation is None else {**self.streams, "data.validation": self.validation}
 
 
+def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
+    """Return a pretraining YAML's content with the keys that `data.folder` stands for: the streams and `tokenizer`.
+
+    Keys that are given explicitly are kept; `data_problems` reports those that contradict `data.folder`.
+    """
+    data = content.get("data")
+    if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
+        return content
+    folder, cache = data["folder"].rstrip("/"), data.get("cache", _CACHE)
+    expanded = dict(data)
+    for split in ("train", "validation") if data.get("mix") is None else ("validation",):
+        if expanded.get(split) is None:
+            expanded[split] = _split_of(folder, cache, split)
+    tokenizer = content.get("tokenizer") or join(folder, "tokenizer")
+    return {**content, "tokenizer": tokenizer, "data": expanded}
+
+
+def _split_of(folder: str, cache: object, split: str) -> dict[str, Any]:
+    if not is_remote(folder):
+        return {"local": join(folder, split), "remote": None}
+    return {"local": f"{cache}/{basename(folder)}/{split}", "remote": join(folder, split)}
+
+
 def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     """Report invalid streams, and keys that have no effect without other keys."""
+    if data.folder is not None and (contradictions := list(_folder_contradictions(data, data.folder))):
+        yield from contradictions
+        return
+    if data.folder is None and not data.is_default("cache"):
+        yield ["data.cache", "data.folder"], "has no effect without data.folder"
     if (data.train is None) == (data.mix is None):
         message = "expected exactly one of data.train (one dataset) and data.mix (several)"
         got = "neither" if data.mix is None else "both; `data.train: null` removes the value from `defaults:`"
@@ -101,7 +138,8 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     if not remote:
         where = "data.train.remote" if data.mix is None else "a remote in data.mix"
         for name in ("cache_limit", "predownload", "download_retry", "download_timeout"):
-            if not data.is_default(name):
+            # A YAML may set a limit for the case that its data.folder lies in a bucket.
+            if not data.is_default(name) and not (name == "cache_limit" and data.folder is not None):
                 yield [f"data.{name}", *data.streams], f"has no effect without {where}"
     elif data.cache_limit is not None:
         for key in data.streams:
@@ -115,6 +153,17 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
         yield ["data.start_at"], f"expected a time in batches (ba), rows (sp) or tokens (tok); got {data.start_at}"
     if not data.shuffle and not data.is_default("shuffle_block_size"):
         yield ["data.shuffle_block_size", "data.shuffle"], "has no effect with data.shuffle: false"
+
+
+def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:
+    advice = "; `data.folder: null` removes the value from `defaults:`"
+    if data.mix is not None:
+        yield ["data.mix", "data.folder"], f"can't be given beside data.folder: {folder}{advice}"
+    for split in ("train", "validation"):
+        stream = getattr(data, split)
+        expanded = _split_of(folder.rstrip("/"), data.cache, split)
+        if stream is not None and data.mix is None and stream.model_dump() != expanded:
+            yield [f"data.{split}", "data.folder"], f"can't be given beside data.folder: {folder}{advice}"
 
 
 def _mix_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:

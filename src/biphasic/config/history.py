@@ -28,6 +28,8 @@ _NO_EFFECT = (
     "compute",
     "logging",
     "optimizer.max_skipped_batches",
+    "data.folder",
+    "data.cache",
     "data.validation",
     "data.predownload",
     "data.cache_limit",

@@ -28,8 +28,11 @@ class ModelConfig(Section):
     """Default: `num_heads` (no grouped-query attention)."""
     head_dim: Positive | None = None
     """Default: `hidden_size / num_heads`."""
-    rope_theta: Annotated[float, Field(gt=0)] = 10_000.0
-    """Base of the rotary position embeddings. The paper's models use 10,000."""
+    rope_theta: Annotated[float, Field(gt=0)] | None = None
+    """Base of the rotary position embeddings. Default: 10,000, as the paper's models; with `init_from` the model's own."""
+    max_position_embeddings: Positive | None = None
+    """The longest sequence that the model is for, recorded in its configuration; rotary positions need no weights for it.
+    Default: `data.sequence_length`; with `init_from` the model's own, which must be at least `data.sequence_length`."""
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of every weight matrix and embedding at initialization."""
@@ -39,7 +42,8 @@ class ModelConfig(Section):
 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "num_heads")
 _FIXED_BY_PRESET = (*_REQUIRED[1:], "num_kv_heads", "head_dim")
-_FIXED_BY_INIT_FROM = ("preset", "vocab_size", *_FIXED_BY_PRESET, "rope_theta", "rms_norm_eps", "initializer_range")
+_FIXED_BY_INIT_FROM = ("preset", "vocab_size", *_FIXED_BY_PRESET, "rms_norm_eps", "initializer_range")
+DEFAULT_ROPE_THETA = 10_000.0
 
 
 def architecture_of(model: ModelConfig) -> Architecture | None:
@@ -63,8 +67,11 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
     )
 
 
-def model_problems(model: ModelConfig) -> KeyProblems:
-    """Check combinations of values in the model section."""
+def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
+    """Check combinations of values in the model section, and that rows are not longer than the model is for."""
+    if model.max_position_embeddings is not None and model.max_position_embeddings < sequence_length:
+        message = f"expected at least data.sequence_length ({sequence_length}); got {model.max_position_embeddings}"
+        yield ["model.max_position_embeddings", "data.sequence_length"], message
     if model.init_from is not None:
         for name in _FIXED_BY_INIT_FROM:
             if not model.is_default(name):

@@ -13,6 +13,7 @@ from typing import Any
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture, shard_ranks
+from biphasic.config.checkpoint_plan import count_checkpoints
 from biphasic.config.data_plan import DatasetPlan, describe_datasets, plan_datasets
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.model import architecture_of
@@ -108,7 +109,7 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
         microbatch=config.microbatch_size,
         phases=phases,
         learning_rate=list(_rate_points(config)),
-        checkpoints=_checkpoints(config, architecture, batches),
+        checkpoints=_checkpoints(config, architecture),
         flops=None if architecture is None or "ep" in units else training_flops(config, architecture, 0, batches or 0),
         memory_per_rank=None if architecture is None else _memory(architecture, config, ranks),
         datasets=datasets,
@@ -147,7 +148,7 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
         lines.append(f"  learning rate  {point.lr:.3g} at batch {_number(point.batch)} ({point.event})")
     checkpoints = plan.checkpoints
     size = "" if checkpoints["bytes_each"] is None else f", {format_bytes(checkpoints['bytes_each'])} each"
-    kept = "all" if config.checkpoint.keep < 0 else checkpoints["kept"]
+    kept = "all" if config.checkpoint.keep < 0 else checkpoints["kept"] or "?"
     lines.append(
         f"  checkpoints    {checkpoints['count'] or '?'} in {checkpoints['folder']}, every {config.checkpoint.interval}, "
         f"{kept} kept{size}"
@@ -243,14 +244,14 @@ def _rate_points(config: PretrainConfig) -> Iterator[RatePoint]:
         yield RatePoint(event, batch, config.optimizer.lr * learning_rate_factor(schedule, end, elapsed))
 
 
-def _checkpoints(config: PretrainConfig, architecture: Architecture | None, batches: int | None) -> dict[str, Any]:
-    every = _batch(config.checkpoint.interval.of(config.max_duration), config)
-    count = None if batches is None or not every else math.ceil(batches / every)
+def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> dict[str, Any]:
+    counts = count_checkpoints(config)
     return {
         "folder": config.checkpoint_destination,
-        "every_batches": every,
-        "count": count,
-        "kept": config.checkpoint.keep if config.checkpoint.keep >= 0 else count,
+        "every_batches": _batch(config.checkpoint.interval.of(config.max_duration), config),
+        "count": None if counts is None else counts.saved,
+        "kept": None if counts is None else counts.kept,
+        "most": None if counts is None else counts.most,
         "bytes_each": None if architecture is None else architecture.checkpoint_bytes,
     }
 

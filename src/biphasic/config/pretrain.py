@@ -6,12 +6,12 @@ The classes mirror the YAML's sections. `config.model`, `config.data` and `confi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share
-from biphasic.config.data import DataConfig, data_problems
+from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
 from biphasic.config.timeline import BatchShape, ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
@@ -131,7 +131,8 @@ class PretrainConfig(RunConfig):
     job: Literal["pretrain"]  # pyright: ignore[reportIncompatibleVariableOverride]
     seed: Seed = 42
     tokenizer: Address
-    """Folder or hub id of the tokenizer with which the data was converted."""
+    """Folder, bucket prefix or hub id of the tokenizer with which the data was converted. Default: the `tokenizer/` of
+    `data.folder`."""
     start_from: Address | None = None
     """Another run's folder, the bucket prefix it saves to, or one of its checkpoints. This run starts from the newest
     complete checkpoint there whose past is its own past, and ends with the same weights as if it had trained those batches
@@ -154,6 +155,11 @@ class PretrainConfig(RunConfig):
     compute: ComputeConfig = ComputeConfig()
     logging: LoggingConfig = LoggingConfig()
 
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_folder(cls, content: Any) -> Any:
+        return expand_folder(content) if isinstance(content, dict) else content
+
     @property
     def checkpoint_destination(self) -> str:
         """Folder or bucket prefix to which the run saves checkpoints."""
@@ -172,7 +178,7 @@ class PretrainConfig(RunConfig):
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values for a run of `ranks` processes."""
-        yield from model_problems(self.model)
+        yield from model_problems(self.model, self.data.sequence_length)
         if self.max_duration.unit == "dur" or not self.max_duration.value:
             expected = "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
             yield ["max_duration"], f"{expected}; got {self.max_duration}"

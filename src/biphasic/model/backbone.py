@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from biphasic.config.model import ModelConfig, architecture_of
+from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of
 from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
@@ -42,11 +43,19 @@ def build_language_model(
             models loaded by `init_from`.
 
     Raises:
-        UserError: the folder or checkpoint can't be used, or `vocabulary` is larger than a new model's `vocab_size`.
+        UserError: the folder or checkpoint can't be used, its `max_position_embeddings` is less than `sequence_length`, its
+            `rope_theta` can't be changed, or `vocabulary` is larger than a new model's `vocab_size`.
     """
     attention.register()
     if config.init_from is not None:
-        model = load_language_model(config.init_from, config.trust_remote_code)
+        model = load_language_model(config.init_from, config.trust_remote_code, changes=PositionChanges.of(config))
+        positions = getattr(model.config, "max_position_embeddings", None)
+        if positions is not None and positions < sequence_length:
+            raise UserError(
+                f"data.sequence_length is {sequence_length}, but {config.init_from} is for sequences of up to {positions} "
+                f"tokens: set model.max_position_embeddings={sequence_length}, and a larger model.rope_theta "
+                "(recipes/long_context)"
+            )
         model.widen(vocabulary)
         return model
     size = architecture_of(config)
@@ -58,15 +67,54 @@ def build_language_model(
         )
     hf_config = llama_config(
         size,
-        sequence_length,
+        config.max_position_embeddings or sequence_length,
         rms_norm_eps=config.rms_norm_eps,
-        rope_theta=config.rope_theta,
+        rope_theta=config.rope_theta or DEFAULT_ROPE_THETA,
         initializer_range=config.initializer_range,
     )
     return from_hf_config(hf_config, seed, "meta" if on_meta else None)
 
 
-def load_language_model(path: str, trust_remote_code: bool = False, revision: str | None = None) -> LanguageModel:
+@dataclass(frozen=True)
+class PositionChanges:
+    """Values that replace those in a loaded model's configuration, to train it on longer rows. None keeps its own."""
+
+    rope_theta: float | None = None
+    max_position_embeddings: int | None = None
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> PositionChanges:
+        """Return the changes in a YAML's `model:` section."""
+        return cls(config.rope_theta, config.max_position_embeddings)
+
+    def apply(self, hf_config: PretrainedConfig, path: str) -> None:
+        """Change a Hugging Face configuration, before its network is built.
+
+        Raises:
+            UserError: the model's rotary positions have a scaling or several bases, which one `rope_theta` can't replace.
+        """
+        if self.max_position_embeddings is not None:
+            hf_config.max_position_embeddings = self.max_position_embeddings
+        if self.rope_theta is None:
+            return
+        rope = getattr(hf_config, "rope_parameters", None)
+        if not isinstance(rope, dict) or rope.get("rope_type") != "default":
+            raise UserError(
+                f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
+                f"rope_parameters: {rope}); leave model.rope_theta out"
+            )
+        rope["rope_theta"] = self.rope_theta
+
+
+_UNCHANGED = PositionChanges()
+
+
+def load_language_model(
+    path: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    changes: PositionChanges = _UNCHANGED,
+) -> LanguageModel:
     """Load a backbone with its language-model head, on the CPU in fp32.
 
     Args:
@@ -74,16 +122,21 @@ def load_language_model(path: str, trust_remote_code: bool = False, revision: st
             folder, or a hub id.
         trust_remote_code: allow the model to run its own Python files.
         revision: branch, tag or commit of a hub id.
+        changes: values to replace in the model's configuration.
 
     Raises:
-        UserError: the model can't be loaded or used.
+        UserError: the model can't be loaded or used, or can't be changed in this way.
     """
     if is_checkpoint(path):
-        return from_checkpoint(read_checkpoint(path))
+        checkpoint = read_checkpoint(path)
+        hf_config = hf_config_from_json(checkpoint.backbone)
+        changes.apply(hf_config, path)
+        return _with_weights(hf_config, checkpoint)
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
     attention.register()
     hf_config = load_hf_config(path, revision, trust_remote_code)
+    changes.apply(hf_config, path)
     family = hf_config.model_type
     head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
@@ -104,7 +157,11 @@ def load_language_model(path: str, trust_remote_code: bool = False, revision: st
 
 def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
     """Build the network of a checkpoint and load its weights."""
-    model = from_hf_config(hf_config_from_json(checkpoint.backbone), seed=0)
+    return _with_weights(hf_config_from_json(checkpoint.backbone), checkpoint)
+
+
+def _with_weights(hf_config: PretrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
+    model = from_hf_config(hf_config, seed=0)
     model.load_state_dict(checkpoint.weights)
     train_padding_embedding(model.backbone)
     return model

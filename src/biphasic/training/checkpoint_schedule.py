@@ -1,4 +1,4 @@
-"""Schedule when a run saves a checkpoint, and which checkpoints it keeps."""
+"""Decide after each batch whether to save a checkpoint, and whether to keep it."""
 
 from __future__ import annotations
 
@@ -7,22 +7,9 @@ from collections.abc import Callable
 from composer.core import Event, State
 from composer.utils import create_interval_scheduler
 
-from biphasic.config.durations import Duration
+from biphasic.config.checkpoint_plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import decay_start, spans
 from biphasic.training.objective_schedule import elapsed
-
-
-def branch_points(config: PretrainConfig) -> list[Duration]:
-    """Return the points where other runs may branch off: each phase switch, the decay's start, `checkpoint.keep_at`.
-
-    A run always saves at these points and keeps the checkpoints, regardless of `checkpoint.interval` and `checkpoint.keep`.
-    """
-    max_duration = config.max_duration
-    switches = [span.start for span in spans(config.objective.phases, max_duration)[1:]]
-    decay = decay_start(config.schedule, max_duration)
-    decays = [decay] if decay != max_duration and decay.value else []
-    return list(dict.fromkeys([*switches, *decays, *(point.of(max_duration) for point in config.checkpoint.keep_at)]))
 
 
 def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tuple[bool, bool]]:

@@ -1,7 +1,9 @@
-"""A byte-level BPE tokenizer for the quickstart, trained on its training split's text.
+"""Train a byte-level BPE tokenizer on the text of a conversion's training split: before the conversion itself.
 
-Byte-level, so that no text needs an unknown token. It works for any `job: convert` YAML: the text is the YAML's source,
-the result is written to the folder that the YAML names as its tokenizer.
+python data_prep/train_tokenizer.py FILE.yaml [--words 8192]
+
+Byte-level, so that no text needs an unknown token. The text is the source of the `job: convert` YAML, and the result is
+written to the folder that the YAML names as its tokenizer.
 """
 
 from __future__ import annotations
@@ -17,7 +19,6 @@ from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
 from biphasic.errors import ConfigError, UserError
 
-YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
 WORDS = 8192
 SPECIAL = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
 
@@ -80,7 +81,7 @@ def _training_texts(config: ConvertConfig, source: FilesSource) -> Iterator[str]
 def main(arguments: list[str] | None = None) -> int:
     """Train, and print the tokenizer's folder."""
     parser = argparse.ArgumentParser(description="Train a byte-level BPE tokenizer on a conversion's training text.")
-    parser.add_argument("config", nargs="?", type=Path, default=YAML, help="a job: convert YAML")
+    parser.add_argument("config", type=Path, help="a job: convert YAML")
     parser.add_argument("--words", type=int, default=WORDS, help="size of the vocabulary")
     options = parser.parse_args(arguments)
     try:

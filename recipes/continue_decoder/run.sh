@@ -1,0 +1,25 @@
+#!/usr/bin/env bash
+# A Hugging Face decoder becomes an encoder: convert text with its tokenizer, continue with MLM, export.
+#
+#     recipes/continue_decoder/run.sh DECODER [STEPS] [key=value ...]
+#
+# DECODER is a hub id or a folder; STEPS is 12000, or 2000 or 22000 as in the paper. Further keys are those of pretrain.yaml. The
+# same command resumes after an interruption.
+set -euo pipefail
+(($# >= 1)) || { echo "usage: run.sh DECODER [STEPS] [key=value ...]" >&2; exit 2; }
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+decoder=$1 steps=12000
+shift
+if [[ ${1:-} =~ ^[0-9]+$ ]]; then
+    steps=$1
+    shift
+fi
+name=$(basename "$decoder")
+run=$name-mlm40-$((steps / 1000))k
+data=${BUCKET:-data}/fineweb-edu-$name
+
+python data_prep/convert.py recipes/continue_decoder/data.yaml tokenizer="$decoder" output="$data" \
+    max_tokens=$((steps * 2359296))
+composer src/main.py recipes/continue_decoder/pretrain.yaml run_name="$run" model.init_from="$decoder" data.folder="$data" \
+    max_duration="${steps}ba" "$@"
+python -m biphasic.export "${BUCKET:-runs}/$run/checkpoints" "encoders/$run"

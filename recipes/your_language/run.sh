@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Own text and tokenizer, from text to scores, small: on two CPU cores.
+#
+#     recipes/your_language/run.sh [LANGUAGE]
+#
+# LANGUAGE is a folder's name in /usr/share/locale, French if it is left out. The same command resumes after an interruption;
+# another language needs runs/your_language to be removed.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+here=recipes/your_language work=runs/your_language
+
+if [[ ! -e $work/data/conversion.json ]]; then
+    python $here/gather.py "${1:-fr}"
+    python data_prep/train_tokenizer.py $here/data.yaml --words 8192
+fi
+python data_prep/convert.py $here/data.yaml
+composer src/main.py $here/pretrain.yaml
+python -m biphasic.export $work/pretrain/checkpoints $work/encoder --force
+python -m biphasic.export --initial $here/pretrain.yaml $work/untrained --force
+for model in encoder untrained; do
+    composer src/main.py $here/finetune.yaml run_name=$model-finetuned model.path=$work/$model
+    python src/main.py $here/evaluate.yaml run_name=$model-scores model.path=$work/$model-finetuned/model
+done

@@ -1,0 +1,59 @@
+"""Numbers of checkpoints, compared with a run that saves and deletes one after another."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from biphasic.config.checkpoint_plan import CheckpointCounts, branch_points, count_checkpoints
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from tiny import ROOT
+
+
+def config_with(*overrides: str) -> PretrainConfig:
+    config = load(ROOT / "yamls" / "1b_biphasic.yaml", list(overrides))
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def simulate(config: PretrainConfig) -> CheckpointCounts:
+    """Save batch by batch; delete as `checkpointing.manifest.outdated_checkpoints` does once a checkpoint is complete."""
+    end, every, keep = (
+        int(config.max_duration.value),
+        int(config.checkpoint.interval.value),
+        config.checkpoint.keep,
+    )
+    points, stored, saved, most = {int(point.value) for point in branch_points(config)}, [], 0, 0
+    for batch in range(1, end + 1):
+        if batch % every == 0 or batch in points or batch == end:
+            saved, stored = saved + 1, [*stored, batch]
+            most = max(most, len(stored))
+            if keep >= 0:
+                stored = [b for b in stored if b in points or b in stored[-keep:]]
+    return CheckpointCounts(saved, len(stored), most)
+
+
+def test_the_paper_s_run() -> None:
+    """Every thousand of 42,000; the switch at 10,000 and the decay's start at 40,000 are kept."""
+    assert count_checkpoints(config_with()) == CheckpointCounts(saved=42, kept=4, most=4)
+    assert count_checkpoints(config_with("checkpoint.keep=-1")) == CheckpointCounts(saved=42, kept=42, most=42)
+    assert count_checkpoints(config_with("max_duration=1ep", "schedule.decay=0ba")) is None
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_counts_equal_a_simulation(seed: int) -> None:
+    draw = random.Random(seed)
+    end = draw.randint(20, 60)
+    keep_at = sorted(draw.sample(range(1, end), draw.randint(0, 4)))
+    config = config_with(
+        f"max_duration={end}ba",
+        f"objective.phases.0.until={draw.randint(1, end - 1)}ba",
+        f"schedule.warmup={draw.randint(0, 3)}ba",
+        f"schedule.decay={draw.randint(0, 9)}ba",
+        f"checkpoint.interval={draw.randint(1, 12)}ba",
+        f"checkpoint.keep={draw.choice([-1, 1, 2, 5])}",
+        f"checkpoint.keep_at=[{','.join(f'{batch}ba' for batch in keep_at)}]",
+    )
+    assert count_checkpoints(config) == simulate(config)

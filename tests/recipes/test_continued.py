@@ -1,0 +1,115 @@
+"""The recipes that continue an existing model, run small: the same YAMLs on tiny models, from text to an export."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModel, AutoTokenizer
+
+from biphasic.config.convert import ConvertConfig
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.conversion.convert import convert
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.export.__main__ import main as export
+from biphasic.model.backbone import load_language_model
+from decoders import saved_decoder
+from texts import sentences, write_parquet, write_tokenizer
+from tiny import LENGTH, ROOT, losses, train
+
+RECIPES = ROOT / "recipes"
+BATCHES = 6
+
+
+def small(name: str, folder: Path, model: Path, data: Path, **changes: Any) -> PretrainConfig:
+    """A recipe's pretrain.yaml for a tiny model, a tiny dataset and a few batches."""
+    keys = {
+        "run_name": "small",
+        "output": folder / "runs",
+        "checkpoint.folder": "null",
+        "model.init_from": model,
+        "data.folder": data,
+        "data.sequence_length": LENGTH,
+        "data.num_workers": 0,
+        "data.num_canonical_nodes": 2,
+        "data.shuffle_block_size": 64,
+        "global_batch_size": 8,
+        "precision": "fp32",
+        "max_duration": f"{BATCHES}ba",
+        "optimizer.lr": 5e-3,
+        "schedule.warmup": "1ba",
+        "schedule.decay": "2ba",
+        "evaluation.interval": f"{BATCHES}ba",
+        "evaluation.batches": 1,
+        "logging.tensorboard": False,
+        "logging.progress_bar": False,
+        **changes,
+    }
+    config = load(RECIPES / name / "pretrain.yaml", [f"{key}={value}" for key, value in keys.items()])
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+@pytest.fixture
+def data(dataset: Path, tmp_path: Path) -> Path:
+    """The tiny dataset, laid out as a conversion's output; Streaming unpacks beside it."""
+    return shutil.copytree(dataset, tmp_path / "data")
+
+
+def last_checkpoint(folder: Path) -> str:
+    return str(folder / "checkpoints" / f"ba{BATCHES}-rank0.pt")
+
+
+def test_a_decoder_without_a_mask_token_becomes_an_encoder(tmp_path: Path) -> None:
+    """Conversion with the decoder's tokenizer, MLM, export; the export is bidirectional and knows the mask token."""
+    decoder = tmp_path / "decoder"
+    special = {"bos": "<|bos|>", "eos": "<|eos|>"}
+    words = load_tokenizer(str(write_tokenizer(decoder, special))).tokenizer.get_vocab_size() - 1
+    saved_decoder("llama", decoder, vocab_size=words)
+    text = write_parquet(tmp_path / "text.parquet", sentences(800, longest=25))
+    conversion = load(
+        ROOT / "yamls" / "data" / "own_text.yaml",
+        [f"source.paths=[{text}]", f"tokenizer={decoder}", f"output={tmp_path / 'data'}",
+         f"sequence_length={LENGTH}", "segments.shortest=4", "validation_fraction=0.1", "cluster.workers=1"],
+    )  # fmt: skip
+    assert isinstance(conversion, ConvertConfig)
+    convert(conversion)
+    mask = load_tokenizer(str(tmp_path / "data" / "tokenizer")).mask_id
+    assert mask == words  # after the decoder's last id
+
+    folder = train(small("continue_decoder", tmp_path, decoder, tmp_path / "data"))
+    values = losses(folder)
+    assert len(values) == BATCHES and values[-1] < values[0]
+
+    assert export([last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "encoder")
+    assert tokenizer.mask_token_id == mask
+    encoder = AutoModel.from_pretrained(tmp_path / "encoder").eval()
+    assert encoder.get_input_embeddings().num_embeddings == words + 1
+    tokens = torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        before, after = (encoder(input_ids=t).last_hidden_state[0, 0] for t in (tokens, tokens.where(tokens != 8, 9)))
+    assert not torch.allclose(before, after)  # the first token sees the last
+
+
+def test_the_clm_detour_of_an_encoder(data: Path, tmp_path: Path) -> None:
+    saved_decoder("eurobert", tmp_path / "model")
+    phases = "[{name: clm, until: 4ba}, {name: mlm, masking_ratio: 0.4}]"
+    config = small("clm_detour", tmp_path, tmp_path / "model", data, **{"objective.phases": phases})
+    checkpoint = load_language_model(last_checkpoint(train(config)))
+    assert checkpoint.config.model_type == "eurobert"
+    before = load_language_model(str(tmp_path / "model"))
+    assert not torch.equal(checkpoint.lm_head.weight, before.lm_head.weight)
+
+
+def test_a_model_goes_on_with_longer_rows(data: Path, tmp_path: Path) -> None:
+    saved_decoder("eurobert", tmp_path / "model", max_position_embeddings=LENGTH // 2)
+    longer = {"model.max_position_embeddings": LENGTH}
+    folder = train(small("long_context", tmp_path, tmp_path / "model", data, **longer))
+    assert export([last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
+    config = AutoModel.from_pretrained(tmp_path / "encoder").config
+    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (LENGTH, 250_000.0)
