@@ -136,7 +136,9 @@ def _require_shallow(text: str, name: str) -> None:
     for event in yaml.parse(text):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
-            raise _config_error(f"{name}:{event.start_mark.line + 1}", "", f"is nested in more than {_MAX_DEPTH} levels")
+            raise _config_error(
+                f"{name}:{event.start_mark.line + 1}", "", f"is nested in more than {_MAX_DEPTH} levels"
+            )
 
 
 def _record(node: yaml.Node, key: str, name: str, tree: KeyTree) -> None:
