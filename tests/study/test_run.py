@@ -101,7 +101,9 @@ def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: 
     # The switch was trained from the shared checkpoint on.
     switched = tmp_path / "study" / "clm-mlm"
     assert len(tiny.losses(switched)) == 4
-    alone = expand(study)["clm-mlm"].model_copy(update={"output": str(tmp_path / "alone")})
+    config = expand(study)["clm-mlm"]
+    own_folder = {"output": str(tmp_path / "alone"), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
+    alone = config.model_copy(update=own_folder)
     expected = tiny.weights(tiny.train(alone), 6)
     assert all(torch.equal(expected[name], value) for name, value in tiny.weights(switched, 6).items())
     # Continued runs begin with the final weights of the other run, a new optimizer, and new rows.

@@ -17,7 +17,6 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.read import KeyTree, escape_interpolations, read_tree
 from biphasic.config.study import CONTINUES, StudyConfig
 from biphasic.errors import ConfigError, Problem
-from biphasic.storage import is_remote, join
 
 _PRETRAIN = TypeAdapter(PretrainConfig)
 
@@ -51,8 +50,10 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
 def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
     """Return the `key=value` pairs that make a model's configuration from the study's base file, without spaces in them."""
     assert study.base_file is not None
-    base = read_tree(study.base_file, []).content()
-    return [f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in _differences(config, base, "")]
+    # The base file may refer to these two keys.
+    own = [f"{key}={json.dumps(value)}" for key, value in (("run_name", config.run_name), ("output", config.output))]
+    differences = _differences(config, read_tree(study.base_file, own).content(), "")
+    return [*own, *(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in differences)]
 
 
 def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str, Any]]:
@@ -85,9 +86,7 @@ def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, rank
         tree.update("model.init_from", study.checkpoints_of(continued), {"model": written.source(f"models.{name}")})
     keys = {key: value for key, value in study.models[name].items() if key != CONTINUES}
     _apply(keys, f"models.{name}", tree, written)
-    own = {"run_name": name, "output": study.local_folder}
-    if is_remote(study.folder):
-        own["checkpoint.folder"] = join(study.folder, name)
+    own = {"run_name": name, "output": study.local_folder, "checkpoint.folder": study.checkpoints_of(name)}
     for key, value in own.items():
         tree.update(key, escape_interpolations(value), {key: place[""]})
     config = check(tree.content(), _PRETRAIN, {"pretrain": PretrainConfig}, tree.source, ranks)
