@@ -169,8 +169,17 @@ def rate_pieces(config: PretrainConfig) -> list[Piece]:
         append(START, warmup, "schedule.warmup", "schedule.warmup", warmup=_exact(warmup, shape))
     append(warmup, None, "schedule.warmup", "schedule.decay")
     if decay != end:
-        times, form = (_exact(decay, shape), _exact(end, shape)), (schedule.decay_shape, schedule.final_lr)
-        append(decay, end, "schedule.decay", "schedule.decay", decay=times, decay_shape=form[0], final_lr=form[1])
+        # The warmup comes first if the two overlap, which can't be excluded for durations in epochs.
+        overlap = clock_time(decay, shape).is_certainly_reached(clock_time(warmup, shape), shape)
+        append(
+            warmup if overlap else decay,
+            end,
+            "schedule.decay",
+            "schedule.decay",
+            decay=(_exact(decay, shape), _exact(end, shape)),
+            decay_shape=schedule.decay_shape,
+            final_lr=schedule.final_lr,
+        )
     return pieces
 
 
