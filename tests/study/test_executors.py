@@ -76,19 +76,20 @@ LAUNCHER = """
 import os, signal, subprocess, sys
 def main():
     print("arguments", sys.argv[1:], flush=True)
-    rank = "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75)); "
+    rank = "import signal, sys, time; signal.signal(signal.SIGUSR1, lambda *_: sys.exit(STATUS)); "
     rank += "print('up', flush=True); time.sleep(60)"
     return subprocess.call([sys.executable, "-c", rank])
 """
 
 
-def test_a_signal_reaches_the_ranks(tmp_path: Path) -> None:
-    """With a replacement for Composer's launcher, whose rank runs until it is asked to save and stop."""
+@pytest.mark.parametrize("status", [75, 0])
+def test_a_signal_reaches_the_ranks_and_stops_the_study(status: int, tmp_path: Path) -> None:
+    """With a replacement for Composer's launcher, whose rank runs until it is asked to save and stop, or just finishes."""
     package = tmp_path / "composer" / "cli"
     package.mkdir(parents=True)
     (tmp_path / "composer" / "__init__.py").touch()
     (package / "__init__.py").touch()
-    (package / "launcher.py").write_text(LAUNCHER)
+    (package / "launcher.py").write_text(LAUNCHER.replace("STATUS", str(status)))
     code = (
         "import sys; from pathlib import Path; from biphasic.config.study import LocalExecutor\n"
         "from biphasic.study.executors import train_here\n"

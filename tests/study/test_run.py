@@ -36,9 +36,9 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def study_of(folder: Path, data: Path, **keys: object) -> StudyConfig:
+def study_of(place: Path, data: Path, **keys: object) -> StudyConfig:
     """Four models: CLM, a switch in it, MLM continued from its end, and the same longer."""
-    base = tiny.content_of("x", folder, data)
+    base = tiny.content_of("x", place, data)
     for key in ("job", "run_name", "output"):
         del base[key]
     base |= {
@@ -50,7 +50,7 @@ def study_of(folder: Path, data: Path, **keys: object) -> StudyConfig:
     more = {"continues": "clm", "objective.phases": [MLM], "schedule.warmup": "0ba", "data.start_at": "6ba"}
     content = {
         "job": "study",
-        "folder": str(folder / "study"),
+        "folder": str(place / "study"),
         "base": base,
         "models": {
             "clm": {},
@@ -60,7 +60,7 @@ def study_of(folder: Path, data: Path, **keys: object) -> StudyConfig:
         },
         **keys,
     }
-    path = folder / "study.yaml"
+    path = place / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     config = load(path)
     assert isinstance(config, StudyConfig)
@@ -152,16 +152,17 @@ def test_the_command_in_a_bucket_stopped_and_resumed(tmp_path: Path, data: Path,
     """With Composer's launcher: a signal to the study lets its run save, and the same command finishes everything."""
     address = f"s3://{bucket_for(s3, 'study')}/tiny"
     study = study_of(tmp_path, data, folder=address, output=str(tmp_path / "runs"))
-    command = [sys.executable, "src/main.py", str(tmp_path / "study.yaml"), "base.max_duration=2000ba"]
+    longer = "base={max_duration: 400ba, checkpoint: {interval: 100ba}}"
+    command = [sys.executable, "src/main.py", str(tmp_path / "study.yaml"), longer]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     first = subprocess.Popen(command, cwd=ROOT, env=environment)
     tiny.wait_for_batch(tmp_path / "runs" / "clm", 20, first)
     first.send_signal(signal.SIGTERM)
     assert first.wait(120) == 75
     saved = read_states(study)["clm"].trained
-    assert 20 <= saved < 2000
+    assert 20 <= saved < 400
     assert subprocess.run(command, cwd=ROOT, env=environment, check=False).returncode == 0
-    assert len(tiny.losses(tmp_path / "runs" / "clm")) == 2000
-    assert [read_states(study)[name].trained for name in study.models] == [2000, 2000, 2, 4]
+    assert len(tiny.losses(tmp_path / "runs" / "clm")) == 400
+    assert [read_states(study)[name].trained for name in study.models] == [400, 400, 2, 4]
     plan = subprocess.run([*command, "--plan"], cwd=ROOT, env=environment, check=False, capture_output=True, text=True)
     assert plan.stdout.count(" done") == 4 and "WARNING" not in plan.stdout

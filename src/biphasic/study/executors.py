@@ -21,7 +21,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def train_here(executor: LocalExecutor, file: Path) -> int:
     """Train a run on this machine and return its exit status.
 
-    A signal to this process is passed on to the ranks, which save and end; the status is then 75.
+    A signal to this process is passed on to the ranks, which save and end. The status is then 75.
     """
     processes = [] if executor.processes is None else ["-n", str(executor.processes)]
     # launcher.py is Composer's launcher, which would otherwise end its ranks 30 s after a signal.
@@ -42,7 +42,8 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
             except subprocess.TimeoutExpired:
                 if passed_on < len(received) and _signal_ranks(launcher.pid):
                     passed_on = len(received)
-    return PREEMPTED if received and status != 0 else status
+    # Also if the run has just finished: the study has to stop.
+    return PREEMPTED if received else status
 
 
 @contextmanager

@@ -90,11 +90,10 @@ def build_tree(
     runs: dict[str, StudyRun] = {}
     for name in _order(lengths, continues, common):
         run = StudyRun(name, lengths[name], continues=continues.get(name))
-        # The run with the longest common beginning may itself have started after that point. The beginning was then trained
-        # by another run, with which the same batches are shared: the one that trained the last of them is the parent.
         most = max((common[name, other] for other in runs), default=0)
         if most:
-            parent = next(p for p in runs.values() if common[name, p.name] == most and p.start < most)
+            # Of the runs that contain the shared beginning, the first has trained it; the others started from it.
+            parent = next(parent for parent in runs.values() if common[name, parent.name] == most)
             run = replace(run, parent=parent.name, start=most)
             if most < parent.length:
                 runs[parent.name] = replace(parent, kept=tuple(sorted({*parent.kept, most})))
