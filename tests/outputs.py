@@ -3,17 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 Stored = list[dict[str, np.ndarray]]
 
 
-def rows_in(folder: Path) -> Stored:
-    """The rows as the training will read them."""
+def open_dataset(local: Path, remote: str | None = None) -> Any:
+    """Open a split with Streaming, with names in shared memory that no other job on this machine takes."""
     from streaming import StreamingDataset
 
-    dataset = StreamingDataset(local=str(folder), shuffle=False, batch_size=1, validate_hash="xxh64")
+    from biphasic.data.shared_memory import names_chosen_by_local_rank_0
+
+    with names_chosen_by_local_rank_0():
+        return StreamingDataset(local=str(local), remote=remote, shuffle=False, batch_size=1, validate_hash="xxh64")
+
+
+def rows_in(folder: Path) -> Stored:
+    """The rows as the training will read them."""
+    dataset = open_dataset(folder)
     return [dataset[number] for number in range(len(dataset))]
 
 

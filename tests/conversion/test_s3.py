@@ -20,6 +20,7 @@ from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import json_bytes
+from outputs import open_dataset
 from texts import Records, sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
@@ -46,8 +47,6 @@ def bucket(s3: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch
 
 
 def test_conversion_from_and_to_a_bucket(bucket: Path, config_for: Make, tmp_path: Path) -> None:
-    from streaming import StreamingDataset
-
     url = f"s3://{bucket.name}"
     record = convert(config_for(f"{url}/text", output=f"{url}/deep/out", validation_fraction=0.2))
     local = convert(config_for(str(bucket / "text"), output=str(tmp_path / "local"), validation_fraction=0.2))
@@ -58,13 +57,7 @@ def test_conversion_from_and_to_a_bucket(bucket: Path, config_for: Make, tmp_pat
     log = (bucket / "deep" / "out" / "conversion.log").read_text()
     assert log.count(" documents, ") == len(record["units"])
     assert verify(f"{url}/deep/out", progress=False).faults == []
-    dataset = StreamingDataset(
-        remote=f"{url}/deep/out/train",
-        local=str(tmp_path / "cache"),
-        shuffle=False,
-        batch_size=1,
-        validate_hash="xxh64",
-    )
+    dataset = open_dataset(tmp_path / "cache", f"{url}/deep/out/train")
     assert len(dataset) == record["splits"]["train"]["rows"]
     assert dataset[0]["tokens"].shape == (64,)
 

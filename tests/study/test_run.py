@@ -102,7 +102,10 @@ def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: 
     switched = tmp_path / "study" / "clm-mlm"
     assert len(tiny.losses(switched)) == 4
     config = expand(study)["clm-mlm"]
-    own_folder = {"output": str(tmp_path / "alone"), "checkpoint": config.checkpoint.model_copy(update={"folder": None})}
+    own_folder = {
+        "output": str(tmp_path / "alone"),
+        "checkpoint": config.checkpoint.model_copy(update={"folder": None}),
+    }
     alone = config.model_copy(update=own_folder)
     expected = tiny.weights(tiny.train(alone), 6)
     assert all(torch.equal(expected[name], value) for name, value in tiny.weights(switched, 6).items())
