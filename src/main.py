@@ -3,7 +3,7 @@
 composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
-python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate] [--limit N]
+python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     return run_rank(lambda: _main(arguments))
 
 
-_STAGES = ("pretrain", "export", "finetune", "evaluate")
+_STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
 
 
 class _Parser(argparse.ArgumentParser):
@@ -137,6 +137,13 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         from biphasic.study.run import pretrain
 
         return pretrain(config, options.limit)
+    if stage == "report":
+        from biphasic.report.__main__ import main as report
+
+        if options.limit is not None:
+            raise UserError("--limit is for the other stages: a report is of all that is there")
+        # Logs and evaluations are local, also if checkpoints and the sweep's records are in a bucket.
+        return report(list(dict.fromkeys([config.folder, config.local_folder])))
     from biphasic.study.stages import evaluate, export, sweep_config
 
     if stage == "finetune":

@@ -9,6 +9,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 
 from biphasic.errors import UserError
 from biphasic.report.__main__ import main
@@ -18,6 +19,7 @@ from biphasic.report.study_layouts import FIGURES
 from biphasic.report.study_report import report_files
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell
+from main import main as run_main
 from studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep
 
 NAMES = {*(figure.name for figure in FIGURES), "losses"}
@@ -47,6 +49,18 @@ def test_every_figure_is_drawn(study: Path) -> None:
     assert page.endswith("## Left out\n\nNothing.\n")
     assert "| 610m-clm-400 | 610m | clm | n/a | 400 | 400 |" in page
     assert "| 210m-clm-400 | BM25 | NanoNQ | test | full | ndcg_at_10 | 0.3500 | 0.3000 to 0.5000 |" in page
+
+
+def test_the_stage_of_a_study(study: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = {"defaults": "yamls/base/paper.yaml", "model.preset": "210m", "objective": {"phases": [{"name": "clm"}]}}
+    content = {"job": "study", "folder": str(study), "base": base, "models": {"210m-clm-400": {}}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    before = (study / "report" / "scores.csv").read_bytes()
+    (study / "report" / "scores.csv").unlink()
+    assert run_main([str(tmp_path / "study.yaml"), "--stage", "report"]) == 0
+    assert (study / "report" / "scores.csv").read_bytes() == before
+    assert run_main([str(tmp_path / "study.yaml"), "--stage", "report", "--limit", "1"]) == 2
+    assert "--limit is for the other stages" in capsys.readouterr().err
 
 
 def test_numbers_of_a_figure(study: Path) -> None:
