@@ -57,7 +57,7 @@ def yaml_in_bucket(s3: Path, write_yaml: Write, name: str, **keys: Any) -> tuple
 
 @pytest.mark.parametrize("rate", [pytest.param(0.05, marks=pytest.mark.slow), 0.2])
 def test_a_run_with_failing_requests_is_the_same_run(s3: Path, write_yaml: Write, proxy: Start, rate: float) -> None:
-    keys: dict[str, Any] = {"max_duration": "24ba", "checkpoint__interval": "2ba", "data__num_workers": 1}
+    keys: dict[str, Any] = {"max_duration": "16ba", "checkpoint__interval": "2ba", "data__num_workers": 1}
     path, place = yaml_in_bucket(s3, write_yaml, f"net{int(rate * 100)}", **keys)
     plain = path.parent / "plain.yaml"
     assert launch(plain).returncode == 0
@@ -70,10 +70,10 @@ def test_a_run_with_failing_requests_is_the_same_run(s3: Path, write_yaml: Write
     bad.rate = 0.0
     runs = Path(config_of(path).output)
     assert losses(runs / path.stem) == losses(runs / "plain")
-    actual, expected = weights(runs / path.stem, 24), weights(runs / "plain", 24)
+    actual, expected = weights(runs / path.stem, 16), weights(runs / "plain", 16)
     assert all(torch.equal(weight, expected[name]) for name, weight in actual.items())
     assert [checkpoint.batch for checkpoint in list_checkpoints(open_store(place)) if checkpoint.manifest] == list(
-        range(24, 0, -2)
+        range(16, 0, -2)
     )
 
 
