@@ -52,7 +52,8 @@ def test_a_rank_waits_for_the_size_of_shared_memory(tmp_path: Path) -> None:
     write_rows(tmp_path, 20, seed=1)
     config = data(local=tmp_path)
     build_loader(config, config.streams, 4, seed=3, train=True)
-    file = Path(f"/dev/shm/{800000 + os.getpid() % 99999:06}_size")
+    # Not a name of Streaming's, which another job's start would remove as stale.
+    file = Path(f"/dev/shm/biphasic-test-{os.getpid()}")
     file.touch()
     resize = Timer(0.3, os.truncate, (file, 8))
     resize.start()
