@@ -176,7 +176,7 @@ def test_batches_and_rows_agree_with_every_batch(configs: tuple[PretrainConfig, 
 
 
 @pytest.mark.slow
-@settings(max_examples=5000, **PROFILE)
+@settings(max_examples=2000, **PROFILE)
 @given(pairs(EXACT))
 def test_batches_and_rows_agree_with_every_batch_for_long(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
     require_agreement(*configs)
@@ -191,7 +191,7 @@ def test_tokens_and_epochs_never_hide_a_difference(
 
 
 @pytest.mark.slow
-@settings(max_examples=5000, **PROFILE)
+@settings(max_examples=2000, **PROFILE)
 @given(pairs(ANY) | pairs(["tok", "dur"]) | pairs(["tok", "ba"]), padded())
 def test_tokens_and_epochs_never_hide_a_difference_for_long(
     configs: tuple[PretrainConfig, PretrainConfig], times: list[Time]
