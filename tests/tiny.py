@@ -138,7 +138,7 @@ def add_callback(callback: Any, patch: Callable[[object, str, Any], object] = se
 
 def wait_for_batch(folder: Path, batch: int, job: warm.Job | subprocess.Popen[str]) -> None:
     """Wait until a running job has trained so many batches."""
-    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 120
+    metrics, deadline = folder / "metrics.jsonl", time.monotonic() + 400
     while not metrics.exists() or len(metrics.read_text().splitlines()) < batch:
         assert job.poll() is None and time.monotonic() < deadline, job
         time.sleep(0.002)
