@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A model trained on rows of 2,048 tokens goes on with rows of 8,192: convert long documents, train, export.
+# A model trained on rows of 2,048 tokens is trained further on rows of 8,192: convert long documents, train, export.
 #
 #     recipes/long_context/run.sh MODEL NAME [key=value ...]
 #

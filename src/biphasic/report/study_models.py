@@ -105,7 +105,7 @@ def facets_of_name(name: str) -> Facets:
 
 
 def facets_of_config(name: str, config: PretrainConfig, known: Mapping[str, Facets]) -> Facets:
-    """Return what a run's resolved configuration says of its final model.
+    """Return the facets of a run's final model, from the resolved configuration.
 
     Args:
         name: the run's name.
