@@ -122,6 +122,17 @@ def launch(path: Path, *overrides: str, processes: int = 1, code: str = "") -> s
     return start(path, *overrides, processes=processes, code=code).wait(600)
 
 
+def train_alone(path: Path) -> Path:
+    """Run it in a process of its own, and return its folder.
+
+    For runs with loader processes: on Python 3.13.0 these end with a segmentation fault when they are forked from a process
+    in which Ray was used.
+    """
+    run = launch(path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return config_of(path).run_folder
+
+
 def start(path: Path, *overrides: str, processes: int = 1, code: str = "") -> warm.Job:
     """The same, without waiting."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}

@@ -15,7 +15,7 @@ from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.storage import open_store
 from buckets import bucket_for
 from conftest import Write
-from tiny import ROOT, composer_command, config_of, launch, losses, start, train, wait_for_batch, weights
+from tiny import ROOT, composer_command, config_of, launch, losses, start, train_alone, wait_for_batch, weights
 
 
 def trained_batches(folder: Path) -> list[str]:
@@ -36,7 +36,7 @@ def assert_stopped_and_saved(output: str, name: str, destination: str, folder: P
 def test_sigterm_to_all_processes_repeats_no_batch(s3: Path, write_yaml: Write) -> None:
     """Composer's launcher, its rank and the loader process receive the signal, as when a machine shuts down."""
     keys: dict[str, Any] = {"max_duration": "80ba", "checkpoint__interval": "1000ba", "data__num_workers": 1}
-    uninterrupted = train(config_of(write_yaml("uninterrupted", **keys)))
+    uninterrupted = train_alone(write_yaml("uninterrupted", **keys))
     destination = f"s3://{bucket_for(s3, 'stopping-sigterm')}/run"
     path = write_yaml("stopped", checkpoint__folder=destination, **keys)
     command = composer_command(ROOT / "src" / "main.py", path)
@@ -49,7 +49,7 @@ def test_sigterm_to_all_processes_repeats_no_batch(s3: Path, write_yaml: Write) 
     output = run.communicate(timeout=60)[0]
     assert run.returncode == 75, output[-3000:]
     assert_stopped_and_saved(output, "SIGTERM", destination, folder)
-    train(config_of(path))
+    train_alone(path)
     assert len(trained_batches(folder)) == 80
     assert losses(folder) == losses(uninterrupted)
     expected = weights(uninterrupted, 80)

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights
+from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
 
 SWITCH, LAST = 6, 12
 
@@ -22,17 +22,16 @@ def assert_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) 
 
 @pytest.mark.parametrize(("workers", "batches"), [(0, (SWITCH - 1, SWITCH, SWITCH + 1, 10)), (2, (SWITCH,))])
 def test_one_process_resumes_around_the_switch(write_yaml: Write, workers: int, batches: tuple[int, ...]) -> None:
-    uninterrupted = train(config_of(write_yaml("uninterrupted", data__num_workers=workers)))
+    uninterrupted = train_alone(write_yaml("uninterrupted", data__num_workers=workers))
     expected = losses(uninterrupted)
     assert len(expected) == LAST
     for batch in batches:
-        name = f"from{batch}"
-        config = config_of(write_yaml(name, data__num_workers=workers))
-        folder = Path(config.output) / name
+        path = write_yaml(f"from{batch}", data__num_workers=workers)
+        folder = config_of(path).run_folder
         shutil.copytree(uninterrupted, folder)
         keep_checkpoints_up_to(folder, batch)
         (folder / "metrics.jsonl").unlink()
-        train(config)
+        assert train_alone(path) == folder
         assert losses(folder) == expected[batch:]
         assert_same_weights(weights(folder, LAST), weights(uninterrupted, LAST))
 
