@@ -6,8 +6,7 @@ import json
 import os
 import pickle
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -15,7 +14,6 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from biphasic.cluster import ray_session
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion import convert as converting
 from biphasic.conversion import worker
@@ -78,18 +76,6 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 KEYS: dict[str, Any] = {"validation_fraction": 0.1, "unit_bytes": 400_000, "shard_bytes": 1 << 16}
 ALONE, TWO = {"workers": 1}, {"workers": 2}
-
-
-@pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
-    with ray_session(None, 2, {"OMP_NUM_THREADS": "1"}):
-        yield
-
-
-@pytest.fixture
-def shared_ray(running_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions of this test run on the module's Ray."""
-    monkeypatch.setattr("biphasic.conversion.pool.ray_session", lambda *_: nullcontext())
 
 
 @pytest.mark.usefixtures("shared_ray")

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from biphasic.cluster import ray_session
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 
@@ -26,19 +24,6 @@ def small_trials() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join([TESTS, *filter(None, [os.environ.get("PYTHONPATH")])]))
         yield
-
-
-@pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
-    """One Ray; not for the session, in which tests of conversions start their own."""
-    with ray_session(None, 2, {"OMP_NUM_THREADS": "1"}):
-        yield
-
-
-@pytest.fixture
-def shared_ray(running_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Sweeps of this test run on the module's Ray; starting their own takes seconds each."""
-    monkeypatch.setattr("biphasic.sweep.workers.ray_session", lambda *_: nullcontext())
 
 
 @pytest.fixture
