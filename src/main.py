@@ -134,9 +134,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if options.retry_failed and stage != "finetune":
         raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
     if stage == "pretrain":
-        from biphasic.study.run import pretrain
-
-        return pretrain(config, options.limit)
+        return _pretrain_study(config, options.limit)
     if stage == "report":
         from biphasic.report.__main__ import main as report
 
@@ -149,6 +147,19 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if stage == "finetune":
         return _run_sweep(sweep_config(config), options)
     return {"export": export, "evaluate": evaluate}[stage](config, options.limit)
+
+
+def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
+    from biphasic.study.compute import describe_compute, trained_compute
+    from biphasic.study.plan import plan_study
+    from biphasic.study.run import pretrain
+
+    status = pretrain(config, limit)
+    if status == 0:
+        study_plan = plan_study(config)
+        if all(run.state == "done" for run in study_plan.runs):
+            print(describe_compute(trained_compute(config), study_plan))
+    return status
 
 
 def _positive(text: str) -> int:

@@ -1,6 +1,6 @@
 """Write the report of a sweep or a study, or the results of recipes.
 
-python -m biphasic.report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv]
+python -m biphasic.report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv [--models FILE.yaml]]
 python -m biphasic.report --results recipes
 python -m biphasic.report --check recipes/NAME RUN
 """
@@ -32,6 +32,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"
     )
+    parser.add_argument(
+        "--models",
+        metavar="YAML",
+        help="with --against: lines of `published model: measured model`, for a study at another scale",
+    )
     parser.add_argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json")
     parser.add_argument(
         "--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run's folder with the recipe's results.json"
@@ -41,21 +46,23 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("expected one of RESULTS, --results and --check")
     if not options.folders and (options.out is not None or options.against is not None):
         parser.error("--out and --against are for the report of RESULTS")
+    if options.models is not None and options.against is None:
+        parser.error("--models belongs to --against")
     try:
         if options.results is not None:
             _write_results_page(options.results)
         elif options.check is not None:
             return _check(*options.check)
         else:
-            _write_report(options.folders, options.out, options.against)
+            _write_report(options.folders, options.out, options.against, options.models)
     except (ConfigError, UserError) as error:
         print(error, file=sys.stderr)
         return 2
     return 0
 
 
-def _write_report(folders: list[str], out: str | None, against: str | None) -> None:
-    from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
+def _write_report(folders: list[str], out: str | None, against: str | None, models: str | None) -> None:
+    from biphasic.report.reference import COMPARISON_FILES, comparison_files, in_place_of, read_reference
     from biphasic.report.study_folder import is_study, read_study
     from biphasic.report.study_scores import rows_of_sweep, score_table
     from biphasic.report.sweep_scores import collect_scores
@@ -64,6 +71,8 @@ def _write_report(folders: list[str], out: str | None, against: str | None) -> N
 
     # A wrong reference must be reported before the report, which takes longer.
     reference = read_reference(against) if against is not None else None
+    if reference is not None and models is not None:
+        reference = in_place_of(reference, models)
     if len(folders) == 1 and not is_study(folders[0]):
         from biphasic.report.sweep_report import report_files as sweep_files
         from biphasic.report.sweep_tables import summary
