@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -14,19 +15,27 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
+import tiny
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
+from biphasic.report.__main__ import main as report
 from biphasic.report.reference import in_place_of, read_reference
 from biphasic.report.study_layouts import FIGURES
 from biphasic.report.study_models import facets_of_models, facets_of_name
+from biphasic.study.compute import trained_compute
 from biphasic.study.plan import plan_study
-from biphasic.study.stages import scored_models
+from biphasic.study.run import pretrain
+from biphasic.study.stages import export, scored_models, sweep_config
+from studies import fine_tune
 from tiny import ROOT
+from toy_sets import config_of as toy_task
+from toy_sets import make_sets
 
 RECIPE = ROOT / "recipes" / "mini"
 
@@ -204,6 +213,71 @@ def test_tasks_of_docstrings(make_tasks: ModuleType, tmp_path: Path) -> None:
         assert (
             row["context"][:start].split()[-3 if str(row["question"]).startswith("values") else -2] == row["question"]
         )
+
+
+@pytest.mark.slow
+def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """All models with a fiftieth of the batches, killed on the way and resumed: every figure, and the planned compute."""
+    text = re.sub(r"(\d+)ba\b", lambda match: f"{shrunk(int(match[1]))}ba", (RECIPE / "study.yaml").read_text())
+    content = yaml.safe_load(text)
+    base = tiny.content_of("x", tmp_path, dataset)
+    base |= {
+        "max_duration": "12ba",
+        "schedule": {"warmup": "1ba", "decay": "2ba"},
+        "checkpoint": {"interval": "4ba", "keep": 1},
+    }
+    for key in ("job", "run_name", "output", "objective"):
+        del base[key]
+    for name, keys in content["models"].items():
+        if name.startswith("500k"):
+            keys["model"] = {"hidden_size": 16, "intermediate_size": 24}
+    sets = make_sets(tmp_path, {"train": 64, "validation": 20, "test": 20})
+    task = toy_task("sst2", sets, Path("none"), tmp_path, max_duration="2ba").model_dump(mode="json")
+    sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3, 1e-2],
+             "seeds": [0, 1], "tasks": {"sst2": str(tmp_path / "task.yaml")}}  # fmt: skip
+    (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    checkpoints = {
+        name: [shrunk(batch) for batch in batches] for name, batches in content["stages"]["checkpoints"].items()
+    }
+    content |= {"folder": str(tmp_path / "study"), "base": base, "executor": {"kind": "local"}}
+    content["stages"] = {"finetune": str(tmp_path / "sweep.yaml"), "checkpoints": checkpoints}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content, sort_keys=False))
+    study = load(tmp_path / "study.yaml")
+    assert isinstance(study, StudyConfig)
+
+    started: list[str] = []
+
+    def train(file: Path) -> int:
+        config = load(file)
+        assert isinstance(config, PretrainConfig)
+        tiny.train(config)
+        started.append(config.run_name)
+        if len(started) == 9:  # killed in a run that starts from another
+            tiny.keep_checkpoints_up_to(file.parent, batch_of_start(study, config.run_name))
+            return 137
+        return 0
+
+    assert pretrain(study, train=train) == 137
+    assert pretrain(study, train=train) == 0
+    assert len(started) == len(study.models) + 1
+    plan, compute = plan_study(study), trained_compute(study)
+    killed = next(run for run in plan.runs if run.name == started[8])
+    assert compute.batches == plan.shared.batches + killed.own_batches
+    assert export(study) == 0
+    fine_tune(sweep_config(study))
+    assert report([study.folder]) == 0
+    made = {file.name for file in (tmp_path / "study" / "report").iterdir()}
+    assert made >= {f"{figure.name}.{kind}" for figure in FIGURES for kind in ("png", "csv")} | {"losses.png"}
+    assert "## Left out\n\nNothing." in capsys.readouterr().out
+
+
+def shrunk(batches: int) -> int:
+    return max(round(batches / 50), 1) if batches else 0
+
+
+def batch_of_start(study: StudyConfig, name: str) -> int:
+    return next(run.start for run in plan_study(study).runs if run.name == name)
 
 
 def test_every_yaml_is_used() -> None:

@@ -22,21 +22,17 @@ from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
-from biphasic.config.sweep import SweepConfig
 from biphasic.evaluation.run import run as run_evaluation
-from biphasic.finetuning import trial
 from biphasic.model.encoder import load_encoder
 from biphasic.report.__main__ import main as report
-from biphasic.storage import open_store
 from biphasic.study.compute import describe_compute, trained_compute
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, evaluate, export, scored_models, sweep_config
 from biphasic.study.state import read_states
 from biphasic.study.tree import study_tree
-from biphasic.sweep.grid import build_grid, trial_configs
-from biphasic.sweep.records import TrialRecord, write_grid, write_record
 from buckets import bucket_for
+from studies import fine_tune
 from toy_sets import config_of as toy_task
 from toy_sets import make_sets
 
@@ -219,15 +215,6 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
     assert "| clm-mlm-5 |" in page and "biphasic/clm-mlm" in page
     for figure in ("learning-curves", "continued-pretraining", "losses"):
         assert (place / "study" / "report" / f"{figure}.png").is_file(), page
-
-
-def fine_tune(sweep: SweepConfig) -> None:
-    """Run the trials in this process, and write the records that workers write."""
-    configs, store = trial_configs(sweep), open_store(sweep.output)
-    grid = build_grid(sweep, configs, trial)
-    for name, cell in grid.trials.items():
-        write_record(store, TrialRecord(name, cell, "done", tuple(trial.run_trial(configs[cell]).results)))
-    write_grid(store, grid)
 
 
 def test_a_change_is_a_warning_that_names_the_key(trained: Trained, data: Path) -> None:
