@@ -74,7 +74,7 @@ def study_tree(
         before = difference.batch - 1
         return before if before in (decays[first], decays[second]) else difference.batch
 
-    return _keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
+    return keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
 
 
 def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
@@ -83,7 +83,16 @@ def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
     return name if run.parent is None or batch > run.start else owner_of(tree, run.parent, batch)
 
 
-def _keep_scored(tree: dict[str, StudyRun], checkpoints: Mapping[str, Sequence[int]]) -> dict[str, StudyRun]:
+def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence[int]]) -> dict[str, StudyRun]:
+    """Return the runs with the batches whose checkpoints they keep because they are scored.
+
+    Args:
+        tree: the runs.
+        checkpoints: batches of models' histories, by model.
+
+    Raises:
+        UserError: a batch is not before its model's end.
+    """
     runs = dict(tree)
     for name, batches in checkpoints.items():
         for batch in batches:
