@@ -232,7 +232,9 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
         if name.startswith("500k"):
             keys["model"] = {"hidden_size": 16, "intermediate_size": 24}
     sets = make_sets(tmp_path, {"train": 64, "validation": 20, "test": 20})
-    task = toy_task("sst2", sets, Path("none"), tmp_path, max_duration="2ba").model_dump(mode="json")
+    task = toy_task("sst2", sets, Path("none"), tmp_path, max_duration="2ba").model_dump(mode="json") | {
+        "model": {"path": "none"}
+    }
     sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3, 1e-2],
              "seeds": [0, 1], "tasks": {"sst2": str(tmp_path / "task.yaml")}}  # fmt: skip
     (tmp_path / "task.yaml").write_text(yaml.safe_dump(task))

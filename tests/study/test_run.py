@@ -187,7 +187,9 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
         assert exported and all(torch.equal(value, checkpoint[key]) for key, value in exported.items())
 
     sets = make_sets(place, {"train": 64, "validation": 20, "test": 20})
-    task = toy_task("sst2", sets, Path("none"), place, max_duration="2ba").model_dump(mode="json")
+    task = toy_task("sst2", sets, Path("none"), place, max_duration="2ba").model_dump(mode="json") | {
+        "model": {"path": "none"}
+    }
     (place / "task.yaml").write_text(yaml.safe_dump(task))
     sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3],
              "seeds": [0, 1], "tasks": {"sst2": str(place / "task.yaml")}}  # fmt: skip
