@@ -11,7 +11,7 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.history import first_difference
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
@@ -197,6 +197,17 @@ def test_tokens_and_epochs_never_hide_a_difference_for_long(
     configs: tuple[PretrainConfig, PretrainConfig], times: list[Time]
 ) -> None:
     require_safety(*configs, times)
+
+
+def test_a_difference_that_another_clock_may_bring_forward() -> None:
+    """The second decay begins to fall at epoch 1, the first one after batch 1; which comes first depends on the data."""
+    schedule = {"warmup": "0ba", "decay": "0.6dur"}
+    epochs = config_of({"max_duration": "2ep", "objective": {"phases": [{"name": "clm"}]}, "schedule": schedule})
+    batches = epochs.model_copy(update={"max_duration": Duration.parse("3ba")})
+    for first, second in ((batches, epochs), (epochs, batches)):
+        difference = first_difference(first, second)
+        assert difference is not None and difference.batch == 1
+        assert {str(time) for time in difference.times} == {"1ep", "1ba"}
 
 
 @settings(max_examples=60, **PROFILE)
