@@ -210,8 +210,10 @@ def _compare(
             continue
         time = overlap.start if overrides else _first_differing_time(overlap, ends, shape)
         if time is not None and is_trained(time):
-            # Within a stretch, its end on another clock may come before this time, and the pieces that follow differ there.
-            ends_before = [piece.start for piece in overlap.nexts if time != overlap.start and piece.start.clock != time.clock]
+            # The stretch may end before this time if its end is on another clock, and the pieces that follow differ.
+            ends_before = [
+                piece.start for piece in overlap.nexts if time != overlap.start and piece.start.clock != time.clock
+            ]
             yield difference(key, texts, [time, *filter(is_trained, ends_before)])
             return
     assert overlap is not None
