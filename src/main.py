@@ -3,7 +3,7 @@
 composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
-python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
+python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
 """
 
 from __future__ import annotations
@@ -120,7 +120,15 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         raise UserError("a study starts its own runs: run it with python instead of composer")
     if options.draw and not options.plan:
         raise UserError("--draw belongs to --plan")
+    if options.plan and options.stage == "finetune":
+        from biphasic.study.stages import sweep_config
+
+        if options.draw:
+            raise UserError("--draw draws the tree of pretraining runs, which is no part of --stage finetune")
+        return _sweep(sweep_config(config), options)
     if options.plan:
+        if options.stage not in (None, "pretrain"):
+            raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {options.stage}")
         from biphasic.study.plan import as_json, describe_plan, plan_study
 
         study_plan = plan_study(config)

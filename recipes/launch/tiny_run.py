@@ -70,9 +70,15 @@ def study_problems(folder: Path, batches: int) -> list[str]:
     """What is not as it should be: a trunk that was preempted and killed, and branches that train their own batches only."""
     problems = []
     study = folder / "study"
-    starts = [(attempt["from"] or {"batch": 0})["batch"] for attempt in attempts_of(study / "trunk")]
-    if len(starts) != 3 or not 0 == starts[0] < starts[1] <= starts[2] < batches:
-        problems.append(f"the trunk's attempts began at batches {starts}: expected three, the first at 0")
+    attempts = attempts_of(study / "trunk")
+    if len(attempts) != 3:
+        problems.append(
+            f"the trunk had {len(attempts)} attempts: expected one each until preempted, killed and finished"
+        )
+    elif not 0 < attempts[0]["batch"] <= attempts[2]["from"]["batch"] < batches:
+        problems.append(
+            f"the trunk's last attempt began at {attempts[2]['from']}, the first ended at {attempts[0]['batch']}"
+        )
     for name, first in (("early", batches // 3), ("late", 2 * batches // 3)):
         attempts = attempts_of(study / name)
         if [attempt["from"]["batch"] for attempt in attempts] != [first]:

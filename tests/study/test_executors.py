@@ -51,7 +51,9 @@ def test_commands_for_slurm(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(log))
     study = study_of(tmp_path, "{kind: slurm, options: ['--nodes=2', '--time=1:00:00']}")
-    monkeypatch.setenv("QUEUE", "77 study.clm-mlm-440\n78 other")
+    monkeypatch.setenv(
+        "QUEUE", "77|Dependency|study.clm-mlm-440\n76|DependencyNeverSatisfied|study.biphasic\n78|None|other"
+    )
     assert pretrain(study, limit=3) == 0
     folder, script = tmp_path / "study", "recipes/launch/slurm.sbatch"
     options = ["--nodes=2", "--time=1:00:00", script]
