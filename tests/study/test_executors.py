@@ -15,9 +15,12 @@ from pathlib import Path
 import pytest
 import yaml
 
+from biphasic.checkpointing.manifest import Manifest
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
+from biphasic.config.study_models import expand
+from biphasic.errors import UserError
 from biphasic.study.run import pretrain
 from biphasic.study.state import RunState
 
@@ -67,6 +70,62 @@ def test_commands_for_slurm(
     assert "clm-mlm-440: job 77 is in the queue" in capsys.readouterr().out
     config = load(folder / "biphasic" / "run.yaml")
     assert isinstance(config, PretrainConfig) and config.start_from == str(folder / "clm" / "checkpoints")
+
+
+def trained(study: StudyConfig, name: str, *batches: int) -> RunState:
+    """The state of a run with these checkpoints."""
+    config, newest = expand(study)[name], max(batches)
+    counts = {"rows": 16 * newest, "tokens": 4096 * newest, "last_batch": [newest - 1, 16 * (newest - 1), 4096, 0]}
+    content = {"name": name, "config": config.model_dump(mode="json"), "overridden": [], **counts}
+    return RunState(frozenset(batches), Manifest(newest, f"ba{newest}-rank0.pt", {}, content))
+
+
+@pytest.mark.parametrize(
+    ("batches", "start", "dependency"),
+    [
+        # The checkpoint that `biphasic` starts from is there already, although the other run's job goes on.
+        ((100, 110), "clm", None),
+        # It isn't, and the job will save it.
+        ((40, 60), "clm", "--dependency=afterok:77"),
+        # The other run was trained before this one was added, and kept nothing that both share.
+        ((360, 400), None, None),
+    ],
+)
+def test_a_run_waits_only_for_a_checkpoint_that_is_missing(
+    batches: tuple[int, ...], start: str | None, dependency: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).write_text(SCHEDULER)
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(log))
+    monkeypatch.setenv("QUEUE", "77|None|study.clm")
+    study = study_of(tmp_path, "{kind: slurm}")
+    states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", *batches)}
+    monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
+    assert pretrain(study, limit=1) == 0
+    submitted = json.loads(log.read_text().splitlines()[-1])
+    assert submitted[-1] == f"{tmp_path}/study/biphasic/run.yaml"
+    assert [word for word in submitted if "dependency" in word] == ([] if dependency is None else [dependency])
+    config = load(submitted[-1])
+    place = None if start is None else study.checkpoints_of(start)
+    assert isinstance(config, PretrainConfig) and config.start_from == place
+
+
+def test_a_command_that_fails_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path, "{kind: command, command: \"bash -c 'exit 7' {file}\"}")
+    states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", 100, 400)}
+    monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
+    assert pretrain(study) == 7
+    assert capfd.readouterr().out.count("submitted") == 1
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho slurm is down >&2; exit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match=r"executor: squeue .* failed: slurm is down"):
+        pretrain(study_of(tmp_path, "{kind: slurm}"))
 
 
 def test_a_command_for_each_ready_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
