@@ -4,6 +4,7 @@ composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
 python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
+python src/main.py --keys [SECTION]
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ def _main(arguments: list[str] | None) -> int:
     )
     parser.add_argument("--retry-failed", action="store_true", help="sweeps: run failed trials again")
     parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
+    parser.add_argument("--keys", nargs="?", action=_PrintKeys, metavar="SECTION", help="print keys of YAMLs, and exit")
     options = parser.parse_intermixed_args(arguments)
     # Imported here because these imports take most of the time that a usage message takes.
     from biphasic.config.load import load
@@ -71,6 +73,18 @@ def _main(arguments: list[str] | None) -> int:
         return _sweep(config, options)
     print(f"written to {_run(config)}")
     return 0
+
+
+class _PrintKeys(argparse.Action):
+    """Prints keys as `biphasic keys` does, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option: object = None
+    ) -> None:
+        from biphasic.config.reference import describe_keys
+
+        print(describe_keys(str(values or "")))
+        parser.exit()
 
 
 def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:

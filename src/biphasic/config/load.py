@@ -8,6 +8,7 @@ from typing import Annotated
 from omegaconf import OmegaConf
 from pydantic import BaseModel, Field, TypeAdapter
 
+from biphasic.config.base import JobConfig
 from biphasic.config.check import check
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.evaluate import EvaluateConfig
@@ -21,7 +22,7 @@ from biphasic.config.tasks import TasksConfig
 
 Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="job")])
-_JOBS: dict[str, type[BaseModel]] = {
+JOBS: dict[str, type[JobConfig]] = {
     "pretrain": PretrainConfig,
     "finetune": FinetuneConfig,
     "evaluate": EvaluateConfig,
@@ -30,6 +31,7 @@ _JOBS: dict[str, type[BaseModel]] = {
     "sweep": SweepConfig,
     "study": StudyConfig,
 }
+"""The schema of each job."""
 
 
 def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Config:
@@ -45,7 +47,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
             study, also those of its models.
     """
     tree = read_tree(file, overrides or [])
-    config = check(tree.content(), _ADAPTER, _JOBS, tree.source, ranks)
+    config = check(tree.content(), _ADAPTER, JOBS, tree.source, ranks)
     if isinstance(config, StudyConfig):
         expand(config, tree, ranks)
     return config
