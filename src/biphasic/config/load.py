@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated
 
@@ -18,9 +19,12 @@ from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
+from biphasic.errors import ConfigError, Problem
 
 Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
 _ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="job")])
+_BASES = "base"
+"""Name of the folders whose YAMLs are only for the `defaults:` of others."""
 _JOBS: dict[str, type[BaseModel]] = {
     "pretrain": PretrainConfig,
     "finetune": FinetuneConfig,
@@ -45,10 +49,24 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
             study, also those of its models.
     """
     tree = read_tree(file, overrides or [])
-    config = check(tree.content(), _ADAPTER, _JOBS, tree.source, ranks)
+    try:
+        config = check(tree.content(), _ADAPTER, _JOBS, tree.source, ranks)
+    except ConfigError:
+        if Path(file).parent.name == _BASES:
+            raise ConfigError([_base_problem(Path(file))]) from None
+        raise
     if isinstance(config, StudyConfig):
         expand(config, tree, ranks)
     return config
+
+
+def _base_problem(file: Path) -> Problem:
+    """Return the problem of a base that is run by itself. It names YAMLs that build on it."""
+    name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
+    yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+    users = [str(path) for path in yamls if name.search(path.read_text(encoding="utf-8", errors="replace"))]
+    advice = f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in another YAML's `defaults:`"
+    return Problem(str(file), "", f"is a base, which lacks keys and isn't run by itself; {advice}")
 
 
 def dump(config: BaseModel) -> str:
