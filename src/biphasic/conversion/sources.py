@@ -14,7 +14,7 @@ from biphasic.conversion.reading import ReadOptions, SourceFile, missing_column_
 from biphasic.errors import UserError
 from biphasic.storage import filesystem, first_line, is_remote, open_store
 
-_SUFFIXES = (".parquet", *(kind + packed for kind in (".jsonl", ".txt") for packed in ("", ".gz", ".zst")))
+_SUFFIXES = (".parquet", *(kind + packed for kind in (".jsonl", ".csv", ".tsv", ".txt") for packed in ("", ".gz", ".zst")))
 _THREADS = 16
 
 
