@@ -159,6 +159,8 @@ def _positive(text: str) -> int:
 
 def _run(config: Config) -> Path:
     # Imported here because torch and Composer take seconds to import, and a plan or an error does not need them.
+    if config.job in ("pretrain", "finetune", "evaluate") and os.environ.get("RANK", "0") == "0":
+        print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job
     elif config.job == "finetune":

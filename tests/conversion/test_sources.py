@@ -313,7 +313,9 @@ def test_csv_with_bad_rows(tmp_path: Path) -> None:
         ("a.csv, line 8: has no text", "without text"),
         ("a.csv, line 9: its text is not UTF-8", "not UTF-8"),
     ]
-    with pytest.raises(UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"):
+    with pytest.raises(
+        UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"
+    ):
         read(file)
 
 

@@ -65,7 +65,9 @@ def _base_problem(file: Path) -> Problem:
     name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
     yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     users = [str(path) for path in yamls if name.search(path.read_text(encoding="utf-8", errors="replace"))]
-    advice = f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in another YAML's `defaults:`"
+    advice = (
+        f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in another YAML's `defaults:`"
+    )
     return Problem(str(file), "", f"is a base, which lacks keys and isn't run by itself; {advice}")
 
 

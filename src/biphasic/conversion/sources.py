@@ -15,7 +15,10 @@ from biphasic.errors import UserError
 from biphasic.storage import filesystem, first_line, is_remote, open_store
 from biphasic.storage.hub import hub_errors, is_local_path
 
-_SUFFIXES = (".parquet", *(kind + packed for kind in (".jsonl", ".csv", ".tsv", ".txt") for packed in ("", ".gz", ".zst")))
+_SUFFIXES = (
+    ".parquet",
+    *(kind + packed for kind in (".jsonl", ".csv", ".tsv", ".txt") for packed in ("", ".gz", ".zst")),
+)
 _THREADS = 16
 
 

@@ -195,7 +195,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     from transformers import AutoConfig
 
     if (reason := why_missing(path, revision)) is not None:
-        raise UserError(f"model {path}: can't be loaded ({reason.replace('no such folder', 'no such checkpoint or folder')})")
+        reason = reason.replace("no such folder", "no such checkpoint or folder")
+        raise UserError(f"model {path}: can't be loaded ({reason})")
     try:
         content = _config_content(path, revision)
         if not _is_decoder_export(content):
