@@ -18,13 +18,15 @@ from threading import Thread
 from typing import NoReturn
 
 from biphasic.config.data_plan import PLAN_SECONDS
-from biphasic.config.load import Config, dump, load
+from biphasic.config.evaluate import EvaluateConfig
+from biphasic.config.finetune import FinetuneConfig
+from biphasic.config.load import Config, load
 from biphasic.config.plan import StartPlan, describe, plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
-from biphasic.faults import run_rank
+from biphasic.faults import REFUSED, run_rank
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -68,28 +70,48 @@ def _main(arguments: list[str] | None) -> int:
         return _sweep(config, options)
     if options.limit is not None or options.retry_failed:
         raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
-    print(_plan(config, options.ranks, options.json) if options.plan else f"written to {_run(config)}")
+    if options.plan:
+        return _plan(config, options.ranks, options.json)
+    print(f"written to {_run(config)}")
     return 0
 
 
-def _plan(config: Config, ranks: int, as_json: bool) -> str:
+def _plan(config: Config, ranks: int, as_json: bool) -> int:
+    """Print the plan of a job that runs here, and return the exit status: 2 if something would stop it."""
+    if isinstance(config, FinetuneConfig | EvaluateConfig):
+        from biphasic.evaluation.plan import plan_evaluation
+        from biphasic.finetuning.plan import plan_finetuning
+
+        job_plan = plan_finetuning(config, ranks) if isinstance(config, FinetuneConfig) else plan_evaluation(config)
+        print(job_plan.to_json() if as_json else job_plan.describe())
+        return REFUSED if job_plan.problems else 0
     if not isinstance(config, PretrainConfig):
-        return config.model_dump_json(indent=2) if as_json else dump(config)
-    deadline, starts = time.monotonic() + PLAN_SECONDS, list[StartPlan]()
+        raise _other_command(config)
+    from biphasic.checkpointing.start import plan_start
+    from biphasic.data.conversion_checks import RowChecks, check_rows
 
-    def find_start() -> None:
-        from biphasic.checkpointing.start import plan_start
-
-        starts.append(plan_start(config))
-
-    # A daemon thread, because a bucket may not answer.
-    thread = Thread(target=find_start, daemon=True)
-    thread.start()
+    deadline, starts, rows = time.monotonic() + PLAN_SECONDS, list[StartPlan](), list[RowChecks]()
+    # Daemon threads, because a bucket may not answer.
+    threads = [
+        Thread(target=lambda: starts.append(plan_start(config)), daemon=True),
+        Thread(target=lambda: rows.append(check_rows(config)), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
     run_plan = plan(config, ranks)
-    thread.join(max(0.0, deadline - time.monotonic()))
-    unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
-    run_plan = replace(run_plan, start=starts[0] if starts else unknown)
-    return run_plan.to_json() if as_json else describe(run_plan, config)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    start = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
+    start, checks = (starts or [start])[0], (rows or [RowChecks()])[0]
+    run_plan = replace(
+        run_plan,
+        start=start,
+        warnings=[*run_plan.warnings, *checks.warnings],
+        missing=tuple(checks.missing),
+        problems=tuple(checks.problems),
+    )
+    print(run_plan.to_json() if as_json else describe(run_plan, config))
+    return REFUSED if run_plan.problems else 0
 
 
 def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
@@ -151,6 +173,12 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     return {"export": export, "evaluate": evaluate}[stage](config, options.limit)
 
 
+def _other_command(config: Config) -> UserError:
+    return UserError(
+        f"job: {config.job} has a command of its own: python data_prep/{config.job}.py FILE.yaml [--plan] [key=value ...]"
+    )
+
+
 def _positive(text: str) -> int:
     if not text.isdigit() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text!r}")
@@ -168,7 +196,7 @@ def _run(config: Config) -> Path:
     elif config.job == "evaluate":
         from biphasic.evaluation.run import run as job
     else:
-        raise UserError(f"job: {config.job} runs without Composer: python data_prep/{config.job}.py FILE.yaml")
+        raise _other_command(config)
     return job(config)  # pyright: ignore[reportArgumentType]
 
 

@@ -25,7 +25,7 @@ def test_a_folder_of_a_run(tmp_path: Path) -> None:
 
 
 def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
-    """As someone sees it who forgot to train the tokenizer `my/tok`: the hub is asked once, on a port that nobody listens on."""
+    """A tokenizer `my/tok` that was never trained, with a hub on a port that nobody listens on."""
     (tmp_path / "text.txt").write_text("one")
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     environment.pop("HF_HUB_OFFLINE", None)

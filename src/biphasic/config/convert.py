@@ -17,8 +17,8 @@ def _compression(value: str) -> str:
 
 
 class FilesSource(Section):
-    """Parquet, JSONL, CSV, TSV or plain text files. All but Parquet may be compressed (`.gz`, `.zst`). CSV and TSV begin with
-    a line of column names."""
+    """Parquet, JSONL, CSV, TSV or plain text files. All but Parquet may be compressed (`.gz`, `.zst`). CSV and TSV files
+    begin with a line of column names."""
 
     kind: Literal["files"]
     paths: Annotated[list[Address], Field(min_length=1)]
