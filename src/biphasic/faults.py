@@ -23,8 +23,9 @@ from typing import Any
 from biphasic.errors import PREEMPTED, ConfigError, Preempted, UserError, is_lost_rank
 from biphasic.storage import first_line
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT)."""
+FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT); nobody reads
+the output any more (128 + SIGPIPE)."""
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 """Time for the main thread to fail by itself after another rank's fault, since often all ranks have the same fault."""
@@ -42,8 +43,8 @@ def run_rank(job: Callable[[], int]) -> int:
 
     Returns:
         The job's exit status; 1 if it failed, 2 if something must be changed first, 75 if it was preempted, 130 after
-        Ctrl-C. A rank that shows no fault and is not local rank 0 returns 0, because the launcher prints the output
-        of a rank with any other status.
+        Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault and is not local rank 0
+        returns 0, because the launcher prints the output of a rank with any other status.
     """
     global _ranks
     _ranks = _Ranks() if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
@@ -58,6 +59,8 @@ def run_rank(job: Callable[[], int]) -> int:
     except Exception as error:
         if _ranks is not None:
             return _ranks.end(error)
+        if isinstance(error, BrokenPipeError) and not _flush_stdout():
+            return UNREAD
         if not isinstance(error, ConfigError | UserError):
             raise
         print(error, file=sys.stderr)
@@ -65,6 +68,18 @@ def run_rank(job: Callable[[], int]) -> int:
     finally:
         if _ranks is not None:
             _ranks.stop()
+        _flush_stdout()
+
+
+def _flush_stdout() -> bool:
+    """Flush the standard output. If its reader has closed the pipe, discard the output and return False."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and would show the error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return False
+    return True
 
 
 @contextmanager

@@ -21,7 +21,12 @@ def config_of(*overrides: str) -> FinetuneConfig:
 
 
 def test_everything_is_there(toy: Path, tmp_path: Path) -> None:
-    keys = [f"model.path={toy / 'start'}", f"task.data={toy / 'tasks' / 'sst2'}", f"output={tmp_path}", "max_duration=2ep"]
+    keys = [
+        f"model.path={toy / 'start'}",
+        f"task.data={toy / 'tasks' / 'sst2'}",
+        f"output={tmp_path}",
+        "max_duration=2ep",
+    ]
     job_plan = plan_finetuning(config_of(*keys), 1)
     assert not job_plan.missing and not job_plan.problems
     lines = job_plan.lines
@@ -38,7 +43,7 @@ def test_what_is_missing(tmp_path: Path) -> None:
     job_plan = plan_finetuning(config_of(f"task.data={tmp_path}"), 1)
     assert job_plan.missing == [
         "model.path runs/encoder: there is no such folder",
-        f"data {tmp_path}: there is no task.json: prepare it with data_prep/tasks.py",
+        f"data {tmp_path}: there is no task.json: prepare it with biphasic tasks",
     ]
     assert "\n  MISSING        model.path runs/encoder" in job_plan.describe()
 

@@ -29,7 +29,7 @@ def test_without_a_network_one_line_says_so(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("one")
     environment = {**os.environ, "HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path / "home")}
     environment.pop("HF_HUB_OFFLINE", None)
-    command = [sys.executable, str(ROOT / "data_prep" / "convert.py"), str(ROOT / "yamls" / "data" / "own_text.yaml")]
+    command = [sys.executable, "-m", "biphasic", "convert", str(ROOT / "yamls" / "data" / "own_text.yaml")]
     begin = time.monotonic()
     run = subprocess.run(
         [*command, "tokenizer=my/tok", "source.paths=[text.txt]", "output=out"],

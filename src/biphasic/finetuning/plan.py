@@ -43,7 +43,7 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
 def _add_data(job_plan: JobPlan, path: str, config: FinetuneConfig) -> None:
     try:
         if open_store(path).stat(TASK_RECORD) is None:
-            advice = "prepare it with data_prep/tasks.py"
+            advice = "prepare it with biphasic tasks"
             job_plan.missing.append(f"data {path}: there is no {TASK_RECORD}: {advice}")
             return
         rows = TaskFolder(path, config.cache, config.task.kind).record["rows"]
