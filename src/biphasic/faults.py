@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event, Lock, Thread, Timer
-from typing import Any
+from typing import Any, TextIO
 
 from biphasic.errors import PREEMPTED, ConfigError, Preempted, UserError, is_lost_rank
 from biphasic.storage import first_line
@@ -59,7 +60,7 @@ def run_rank(job: Callable[[], int]) -> int:
     except Exception as error:
         if _ranks is not None:
             return _ranks.end(error)
-        if isinstance(error, BrokenPipeError) and not _flush_stdout():
+        if isinstance(error, BrokenPipeError) and not _is_read(sys.stdout):
             return UNREAD
         if not isinstance(error, ConfigError | UserError):
             raise
@@ -71,15 +72,20 @@ def run_rank(job: Callable[[], int]) -> int:
         _flush_stdout()
 
 
-def _flush_stdout() -> bool:
-    """Flush the standard output. If its reader has closed the pipe, discard the output and return False."""
+def _is_read(stream: TextIO) -> bool:
+    """Return whether a stream's reader is there: False for a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _flush_stdout() -> None:
+    """Flush the standard output. Discard it if its reader has closed the pipe."""
     try:
         sys.stdout.flush()
     except BrokenPipeError:
         # Python flushes once more when it ends, and would show the error.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return False
-    return True
 
 
 @contextmanager
