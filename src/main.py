@@ -65,8 +65,7 @@ def _main(arguments: list[str] | None) -> int:
     if options.draw and not options.plan:
         raise UserError("--draw belongs to --plan")
     if options.plan:
-        print_plan(config, options)
-        return 0
+        return print_plan(config, options)
     if isinstance(config, StudyConfig):
         return _study(config, options)
     if isinstance(config, SweepConfig):
@@ -126,6 +125,8 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
 
 def _run(config: Config) -> Path:
     # Imported here because torch and Composer take seconds to import, and a plan or an error does not need them.
+    if config.job in ("pretrain", "finetune", "evaluate") and os.environ.get("RANK", "0") == "0":
+        print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job
     elif config.job == "finetune":

@@ -17,7 +17,8 @@ def _compression(value: str) -> str:
 
 
 class FilesSource(Section):
-    """Parquet, JSONL or plain text files. JSONL and text files may be compressed (`.gz`, `.zst`)."""
+    """Parquet, JSONL, CSV, TSV or plain text files. All but Parquet may be compressed (`.gz`, `.zst`). CSV and TSV files
+    begin with a line of column names."""
 
     kind: Literal["files"]
     """The kind of source."""
@@ -116,7 +117,7 @@ class ConvertConfig(JobConfig):
     max_text_characters: Positive = 16_777_216
     """A longer document counts as a bad document."""
     on_bad_document: Literal["skip", "stop"] = "skip"
-    """A bad document has no text, is not valid UTF-8 or JSON, or is too long. `skip`: leave out and count bad documents."""
+    """A bad document has no text, is not valid UTF-8, JSON or CSV, or is too long. `skip`: leave out and count them."""
     on_bad_file: Literal["stop", "skip"] = "stop"
     """`stop`: convert the other files, but publish the output only once the damaged file is repaired. `skip`: convert the
     documents before the damage; leave out and count the rest."""

@@ -227,7 +227,7 @@ class PretrainConfig(RunConfig):
         elif isinstance(microbatch, int) and (size // ranks) % microbatch:
             rank_batch = f"{size} rows / {ranks} ranks = {size // ranks}"
             message = f"expected a divisor of a rank's batch ({rank_batch}); got {microbatch}"
-            yield ["microbatch_size", "global_batch_size"], message
+            yield ["microbatch_size", "global_batch_size"], f"{message}; auto fits any number of ranks"
         evaluation = self.evaluation
         if evaluation.batch_size is not None and evaluation.batch_size % ranks:
             message = f"expected a multiple of the number of ranks ({ranks}); got {evaluation.batch_size}"

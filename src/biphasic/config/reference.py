@@ -21,7 +21,7 @@ from typing_extensions import Doc
 
 from biphasic.config.base import Section
 from biphasic.config.durations import Duration
-from biphasic.config.load import JOBS
+from biphasic.config.jobs import JOBS, schema_of
 from biphasic.errors import UserError
 
 _LARGEST = 2**63
@@ -74,7 +74,7 @@ class KeySection:
 def sections_of(job: str) -> list[KeySection]:
     """Return the sections of a job's YAML, each before those inside it."""
     # Several forms of a section may contain the same section.
-    return list(dict.fromkeys(_walk(job, "", "", JOBS[job], None)))
+    return list(dict.fromkeys(_walk(job, "", "", schema_of(job), None)))
 
 
 def _walk(job: str, key: str, kind: str, section: type[Section], default: Section | None) -> Iterator[KeySection]:

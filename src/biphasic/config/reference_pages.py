@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from biphasic.config.load import JOBS
+from biphasic.config.jobs import JOBS
 from biphasic.config.reference import KeySection, description_of_job, sections_of
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Section, Seed, Share
 
@@ -26,12 +26,26 @@ class DatasetConfig(Section):
     """Files of each split: patterns within `path`, or without `path` local `.parquet`, `.jsonl`, `.json`, `.csv` or `.tsv`
     files, also compressed (`.gz`, `.zst`)."""
 
+    @field_validator("files", mode="before")
+    @classmethod
+    def _require_splits(cls, files: object) -> object:
+        if isinstance(files, str | list):
+            raise ValueError(f"expected the files of each split, such as {{train: [train.jsonl]}}; got {files!r}")
+        return files
+
 
 class TableConfig(DatasetConfig):
-    """One split of a dataset."""
+    """One split of a dataset. `files` may also be a list, which is that split's."""
 
     split: str = "train"
     """Split of the dataset."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_split(cls, content: Any) -> Any:
+        if isinstance(content, dict) and isinstance(content.get("files"), list):
+            return {**content, "files": {content.get("split", "train"): content["files"]}}
+        return content
 
 
 class _SupervisedSet(Section):
