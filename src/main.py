@@ -51,13 +51,11 @@ def _main(arguments: list[str] | None) -> int:
     options = parser.parse_intermixed_args(arguments)
     # Imported here because these imports take most of the time that a usage message takes.
     from biphasic.config.load import load
-    from biphasic.config.study import StudyConfig
-    from biphasic.config.sweep import SweepConfig
 
     config = load(options.file, options.overrides, options.ranks)
-    if (options.stage or options.draw) and not isinstance(config, StudyConfig):
+    if (options.stage or options.draw) and config.job != "study":
         raise UserError(f"--stage and --draw are for studies; {options.file} is job: {config.job}")
-    starts_workers = isinstance(config, StudyConfig | SweepConfig)
+    starts_workers = config.job in ("study", "sweep")
     if not starts_workers and (options.limit is not None or options.retry_failed):
         raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
     if starts_workers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -66,9 +64,9 @@ def _main(arguments: list[str] | None) -> int:
         raise UserError("--draw belongs to --plan")
     if options.plan:
         return print_plan(config, options)
-    if isinstance(config, StudyConfig):
+    if config.job == "study":
         return _study(config, options)
-    if isinstance(config, SweepConfig):
+    if config.job == "sweep":
         return _sweep(config, options)
     print(f"written to {_run(config)}")
     return 0
