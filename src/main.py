@@ -14,6 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from biphasic.commands.next_step import after_run, after_stage
 from biphasic.commands.parser import Parser, add_file, positive
 from biphasic.commands.plan import add_plan_options, print_plan
 from biphasic.errors import UserError
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from biphasic.config.sweep import SweepConfig
 
 _STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+
+
+_SAME_COMMAND = "next: the same command, for those that --limit has left out"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -67,8 +71,15 @@ def _main(arguments: list[str] | None) -> int:
     if isinstance(config, StudyConfig):
         return _study(config, options)
     if isinstance(config, SweepConfig):
-        return _sweep(config, options)
-    print(f"written to {_run(config)}")
+        status = _sweep(config, options)
+        if status == 1:
+            print(f"next: python src/main.py {options.file} --retry-failed")
+        elif status == 0:
+            print(_SAME_COMMAND if options.limit else after_run(config, options.file))
+        return status
+    folder = _run(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"written to {folder}\n{after_run(config, options.file)}")
     return 0
 
 
@@ -93,7 +104,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if stage == "pretrain":
         from biphasic.study.run import pretrain
 
-        return pretrain(config, options.limit)
+        return _after_stage(pretrain(config, options.limit), options, stage)
     if stage == "report":
         from biphasic.report.run import write_report
 
@@ -105,8 +116,15 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     from biphasic.study.stages import evaluate, export, sweep_config
 
     if stage == "finetune":
-        return _sweep(sweep_config(config), options)
-    return {"export": export, "evaluate": evaluate}[stage](config, options.limit)
+        return _after_stage(_sweep(sweep_config(config), options), options, stage)
+    return _after_stage({"export": export, "evaluate": evaluate}[stage](config, options.limit), options, stage)
+
+
+def _after_stage(status: int, options: argparse.Namespace, stage: str) -> int:
+    """Print what follows a stage that has ended well, and return its status."""
+    if status == 0:
+        print(_SAME_COMMAND if options.limit else after_stage(options.file, stage))
+    return status
 
 
 def _run(config: Config) -> Path:
