@@ -46,11 +46,13 @@ def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys:
 
 
 def test_without_a_validation_split() -> None:
-    assert "validation_fraction=" in after_conversion("out", {"splits": {"train": {}}})
+    for splits in ({"train": {}}, {"train": {}, "validation": {"rows": 0}}):
+        assert "validation_fraction=" in after_conversion("out", {"splits": splits})
 
 
 def test_rows_of_the_paper_need_no_keys() -> None:
-    record = {"splits": {"train": {}, "validation": {}}, "sequence_length": 2048, "tokenizer": {"vocab_size": 128_003}}
+    splits = {"train": {}, "validation": {"rows": 1}}
+    record = {"splits": splits, "sequence_length": 2048, "tokenizer": {"vocab_size": 128_003}}
     line = after_conversion("s3://bucket/web/", record)
     assert line == "next: composer src/main.py yamls/210m_biphasic.yaml run_name=web data.folder=s3://bucket/web"
 

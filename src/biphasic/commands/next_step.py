@@ -27,7 +27,7 @@ _STAGES = {"pretrain": "export", "export": "finetune", "finetune": "evaluate", "
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
     """Return the pretraining command that reads a finished conversion."""
-    if "validation" not in record["splits"]:
+    if not record["splits"].get("validation", {}).get("rows"):
         return "next: pretraining needs a validation split: convert to another output with validation_fraction=0.001"
     output = output.rstrip("/")
     words = [f"run_name={basename(output)}", f"data.folder={output}"]
