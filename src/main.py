@@ -4,6 +4,7 @@ composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
 python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
+python src/main.py --keys [SECTION]
 """
 
 from __future__ import annotations
@@ -50,16 +51,15 @@ def _main(arguments: list[str] | None) -> int:
     )
     parser.add_argument("--retry-failed", action="store_true", help="sweeps: run failed trials again")
     parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
+    parser.add_argument("--keys", nargs="?", action=_PrintKeys, metavar="SECTION", help="print keys of YAMLs, and exit")
     options = parser.parse_intermixed_args(arguments)
     # Imported here because these imports take most of the time that a usage message takes.
     from biphasic.config.load import load
-    from biphasic.config.study import StudyConfig
-    from biphasic.config.sweep import SweepConfig
 
     config = load(options.file, options.overrides, options.ranks)
-    if (options.stage or options.draw) and not isinstance(config, StudyConfig):
+    if (options.stage or options.draw) and config.job != "study":
         raise UserError(f"--stage and --draw are for studies; {options.file} is job: {config.job}")
-    starts_workers = isinstance(config, StudyConfig | SweepConfig)
+    starts_workers = config.job in ("study", "sweep")
     if not starts_workers and (options.limit is not None or options.retry_failed):
         raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
     if starts_workers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -68,9 +68,9 @@ def _main(arguments: list[str] | None) -> int:
         raise UserError("--draw belongs to --plan")
     if options.plan:
         return print_plan(config, options)
-    if isinstance(config, StudyConfig):
+    if config.job == "study":
         return _study(config, options)
-    if isinstance(config, SweepConfig):
+    if config.job == "sweep":
         status = _sweep(config, options)
         if status == 1:
             print(f"next: python src/main.py {options.file} --retry-failed")
@@ -81,6 +81,18 @@ def _main(arguments: list[str] | None) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"written to {folder}\n{after_run(config, options.file)}")
     return 0
+
+
+class _PrintKeys(argparse.Action):
+    """Prints keys as `biphasic keys` does, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option: object = None
+    ) -> None:
+        from biphasic.config.reference import describe_keys
+
+        print(describe_keys(str(values or "")))
+        parser.exit()
 
 
 def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:

@@ -4,36 +4,29 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel
 
 from biphasic.config.check import check
-from biphasic.config.convert import ConvertConfig
-from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.finetune import FinetuneConfig
-from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.jobs import JOBS
 from biphasic.config.read import escape_interpolations, read_tree
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
-from biphasic.config.sweep import SweepConfig
-from biphasic.config.tasks import TasksConfig
 from biphasic.errors import ConfigError, Problem
 
-Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
-_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="job")])
+if TYPE_CHECKING:
+    from biphasic.config.convert import ConvertConfig
+    from biphasic.config.evaluate import EvaluateConfig
+    from biphasic.config.finetune import FinetuneConfig
+    from biphasic.config.pretrain import PretrainConfig
+    from biphasic.config.study import StudyConfig
+    from biphasic.config.sweep import SweepConfig
+    from biphasic.config.tasks import TasksConfig
+
+    Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
+
 _BASES = "base"
 """Name of the folders whose YAMLs are only for the `defaults:` of others."""
-_JOBS: dict[str, type[BaseModel]] = {
-    "pretrain": PretrainConfig,
-    "finetune": FinetuneConfig,
-    "evaluate": EvaluateConfig,
-    "convert": ConvertConfig,
-    "tasks": TasksConfig,
-    "sweep": SweepConfig,
-    "study": StudyConfig,
-}
 
 
 def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Config:
@@ -50,12 +43,14 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
     """
     tree = read_tree(file, overrides or [])
     try:
-        config = check(tree.content(), _ADAPTER, _JOBS, tree.source, ranks)
+        config: Config = check(tree.content(), JOBS, tree.source, ranks)  # pyright: ignore[reportAssignmentType]
     except ConfigError:
         if Path(file).parent.name == _BASES:
             raise ConfigError([_base_problem(Path(file))]) from None
         raise
-    if isinstance(config, StudyConfig):
+    if config.job == "study":
+        from biphasic.config.study_models import expand
+
         expand(config, tree, ranks)
     return config
 
