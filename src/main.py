@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from biphasic.config.sweep import SweepConfig
 
 _STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
-
-
 _SAME_COMMAND = "next: the same command, for those that --limit has left out"
 
 

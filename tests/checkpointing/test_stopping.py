@@ -100,7 +100,10 @@ def assert_says_what_it_does(out: str, err: str, folder: Path) -> None:
     assert [line.split()[0] for line in lines[:4]] == ["importing", "reading", "building", "layers"]
     checkpoint = folder / "checkpoints" / "ba10-rank0.pt"
     assert re.fullmatch(rf"resuming at batch 10 of 20 from {checkpoint}, \d+\.\d s", lines[5])
-    assert lines[-2:] == [f"written to {folder}", f"next: biphasic export {folder / 'checkpoints'} {folder / 'encoder'}"]
+    assert lines[-2:] == [
+        f"written to {folder}",
+        f"next: biphasic export {folder / 'checkpoints'} {folder / 'encoder'}",
+    ]
     assert "train" in err and "Config:" not in err + out
 
 
