@@ -15,6 +15,6 @@ shift 2
 tokenizer=()
 if [[ -e $model/tokenizer.json ]]; then tokenizer=(tokenizer="$model"); fi
 
-python data_prep/convert.py recipes/long_context/data.yaml "${tokenizer[@]}"
+biphasic convert recipes/long_context/data.yaml "${tokenizer[@]}"
 composer src/main.py recipes/long_context/pretrain.yaml run_name="$name" model.init_from="$model" "$@"
-python -m biphasic.export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name"
+biphasic export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name"

@@ -45,7 +45,7 @@ def test_the_page_names_files_and_options_that_exist() -> None:
     assert len(lines) == 20
     for line in lines[1:]:
         words = shlex.split(line)
-        assert words[0] in ("python", "composer"), line
+        assert words[0] in ("python", "composer", "biphasic"), line
         for word in words[1:]:
             if word.endswith((".py", ".yaml", ".csv")):
                 assert (ROOT / word).is_file(), line
