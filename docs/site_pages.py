@@ -1,7 +1,7 @@
 """Add to the site what its pages link to elsewhere in the repository; used by mkdocs.yml.
 
-The pages of docs/ link to `../src/…`, `../recipes/…` and the like, so that the links work on GitHub. MkDocs knows docs/ alone,
-so each linked file becomes a page below `files/`: Markdown as it is, other text in a code block, a folder as a list.
+The pages of docs/ link to `../src/…`, `../recipes/…` and the like, so that the links work on GitHub. MkDocs knows docs/
+alone, so each linked file becomes a page below `files/`: Markdown as it is, other text in a code block, a folder as a list.
 """
 
 from __future__ import annotations
