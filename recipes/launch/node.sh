@@ -107,7 +107,7 @@ launch() {
 
 attempt() {
     status=0
-    if [[ ${BIPHASIC_PREFLIGHT:-1} != 0 ]]; then launch -m biphasic.preflight "$@"; fi
+    if [[ ${BIPHASIC_PREFLIGHT:-1} != 0 ]]; then launch -m biphasic preflight "$@"; fi
     if ((status != 0)); then return 0; fi
     if [[ -n $told ]]; then status=75; else launch "$root/src/main.py" "$@"; fi
 }

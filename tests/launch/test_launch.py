@@ -212,7 +212,7 @@ def test_the_preflight_runs_first_and_its_failure_ends_the_job(node: Node) -> No
     assert node.run(YAML, "optimizer.lr=1e-4 ", BIPHASIC_PREFLIGHT="1", **KUBERNETES) == 0
     place = multi(8, 16, 1, "biphasic-0.biphasic", 7501)[:-2]
     arguments = [YAML, "optimizer.lr=1e-4 "]
-    assert node.launches() == [[*place, "-m", "biphasic.preflight", *arguments], [*place, MAIN, *arguments]]
+    assert node.launches() == [[*place, "-m", "biphasic", "preflight", *arguments], [*place, MAIN, *arguments]]
     node.log.unlink()
     assert node.run(BIPHASIC_PREFLIGHT="1", STATUSES="2") == 2
     assert len(node.launches()) == 1

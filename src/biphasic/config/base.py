@@ -33,7 +33,8 @@ _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(b|kb|mb|gb|tb|pb)", re.IGNORECASE)
 _SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 
 
-def _bytes(value: object) -> object:
+def parse_size(value: object) -> int:
+    """Return the bytes of a size such as `200gb`, or of an integer; raise a ValueError for anything else."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
         return int(float(match[1].replace("_", "")) * _SIZE_UNITS[match[2].lower()])
@@ -42,7 +43,7 @@ def _bytes(value: object) -> object:
     raise ValueError(f"expected a size such as 200gb; got {value!r}")
 
 
-Size = Annotated[int, BeforeValidator(_bytes), Field(gt=0, lt=2**63)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=2**63)]
 """A number of bytes, as an integer or with a decimal unit: `200gb` is 200 * 10**9."""
 
 

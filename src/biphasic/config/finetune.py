@@ -29,7 +29,7 @@ class _TaskConfig(Section):
     name: Name
     """Name of the task in records and tables."""
     data: Address
-    """Folder or bucket prefix of the dataset, written by `data_prep/tasks.py`."""
+    """Folder or bucket prefix of the dataset, written by `biphasic tasks`."""
     max_length: Positive | Share = 0.99
     """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
     are truncated."""
