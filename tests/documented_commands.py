@@ -6,7 +6,7 @@ quotes and line continuations are bash's own work. A program that is not known h
 What counts as a command:
 - in Markdown: blocks that are indented by four spaces or fenced as `bash`, and code within a line that begins with a program
   and has arguments. Every other fence names another language (`text` for layouts and output).
-- in a YAML's comments: lines indented by three or more spaces after the `#`, and code between backticks.
+- in a YAML's comments: lines indented by five or more spaces after the `#`, and code between backticks.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def comment_commands(text: str) -> list[tuple[int, str]]:
     commands, at = list[tuple[int, str]](), 0
     while at < len(comments):
         end = at
-        while end < len(comments) and re.match(r"# {3,}\S", comments[end]):
+        while end < len(comments) and re.match(r"# {5,}\S", comments[end]):
             end += 1
         if end > at:
             commands.append((at + 1, "\n".join(line[1:] for line in comments[at:end])))
@@ -152,9 +152,10 @@ def inline_commands(prose: str) -> list[tuple[int, str]]:
 
 
 def expand(command: str) -> str:
-    """Write out the notation of usage lines: `[--option]`, `[key=value ...]`, `one|another`, `<words>` and `…`."""
+    """Write out the notation of usage lines: `[--option]`, `[key=value ...]`, `one|another`, `N`, `<words>` and `…`."""
     command = command.replace("[key=value ...]", "")
     command = re.sub(r"\[(-[^][]*)\]", r"\1", command)
+    command = re.sub(r"(?<= )N\b", "1", command)
     command = re.sub(r"<[a-z][^<>\n]*>", "VALUE", command)
     command = re.sub(r"(?<= )… ", "", command)
     if alternatives := re.search(r"(?<= )[a-z]+(?:\|[a-z]+)+", command):

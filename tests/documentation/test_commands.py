@@ -17,7 +17,7 @@ from biphasic.commands import COMMANDS, command_parser
 from biphasic.config import load as reader
 from biphasic.config.load import Config
 from biphasic.errors import ConfigError, UserError
-from documented_commands import EXTERNAL, OURS, ROOT, Call, calls, markdown_commands, pages
+from documented_commands import EXTERNAL, OURS, ROOT, calls, comment_commands, markdown_commands, pages
 
 PAGES = pages()
 # A YAML that stands for `FILE.yaml`, and for one of yours.
@@ -43,6 +43,16 @@ def test_the_commands_of_a_page_can_be_started(page: Path, tmp_path: Path, monke
         except (AssertionError, ConfigError, UserError) as error:
             wrong.append(f"{call}\n    {error}")
     assert not wrong, "\n".join([f"{page.relative_to(ROOT)} has commands that can't be started:", *wrong])
+
+
+def test_no_command_is_missed(subtests: pytest.Subtests) -> None:
+    """What looks like a command of ours is a command of the page, by the rules of documented_commands.py."""
+    command = re.compile(rf"(?:composer|python) src/main\.py|biphasic (?:{'|'.join(COMMANDS)}) \S*(?:yaml|/)")
+    for page in PAGES:
+        with subtests.test(page.relative_to(ROOT).as_posix()):
+            text = page.read_text()
+            read = markdown_commands(text) if page.suffix == ".md" else comment_commands(text)
+            assert len(command.findall(text)) == sum(len(command.findall(part)) for _, part in read)
 
 
 def test_the_pages_have_commands(tmp_path: Path) -> None:
@@ -100,7 +110,8 @@ def check_python(arguments: list[str]) -> None:
         check_biphasic(options[1:]) if options[0] == "biphasic" else None
     elif script != "-":
         source = (ROOT / script).read_text()
-        missing = [option for option in options if option.startswith("--") and f'"{option}"' not in source]
+        named = [option for option in options if option.startswith("--")]
+        missing = [option for option in named if not re.search(rf'"(--)?{option[2:]}"', source)]
         assert not missing, f"{script} has no {missing}"
 
 
