@@ -1,7 +1,7 @@
 """The commands that the documentation prints, as a shell reads them.
 
-Each page's commands run in bash, where every program is a function that only writes down how it was called: variables, loops,
-quotes and line continuations are bash's own work. A program that is not known here is bash's "command not found".
+Each page's commands run in bash, where every program is a function that only writes down how it was called: variables,
+loops, quotes and line continuations are bash's own work. A program that is not known here is bash's "command not found".
 
 What counts as a command:
 - in Markdown: blocks that are indented by four spaces or fenced as `bash`, and code within a line that begins with a program
@@ -81,7 +81,8 @@ def calls(page: Path, folder: Path) -> list[Call]:
     script += "".join(f"export LINE={line}\n{expand(command)}\n" for line, command in commands)
     run = subprocess.run(
         ["/bin/bash", "--noprofile", "--norc", "-c", script],
-        cwd=folder, env={"RECORDS": str(folder / "records"), "LC_ALL": "C.UTF-8"}, capture_output=True, text=True, check=False,
+        cwd=folder, env={"RECORDS": str(folder / "records"), "LC_ALL": "C.UTF-8"}, capture_output=True, text=True,
+        check=False,
     )  # fmt: skip
     name = page.relative_to(ROOT)
     assert not run.returncode and not run.stderr, f"{name}: bash can't run its commands: {run.stderr}"

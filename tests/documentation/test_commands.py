@@ -1,13 +1,13 @@
-"""Every command that a page prints is read as it would be if it were started: by bash, by the program's own parser, and, with its
-YAML and overrides, by the reader of configurations. tests/documentation/test_readme.py runs README's commands."""
+"""Every command that a page prints can be started: bash reads it, the program's own parser reads its arguments, and the
+reader of configurations its YAML and overrides. test_running.py runs commands."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import os
 import re
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -17,13 +17,13 @@ from biphasic.commands import COMMANDS, command_parser
 from biphasic.config import load as reader
 from biphasic.config.load import Config
 from biphasic.errors import ConfigError, UserError
-from documented_commands import EXTERNAL, OURS, ROOT, calls, comment_commands, markdown_commands, pages
+from documented_commands import EXTERNAL, OURS, ROOT, Call, calls, comment_commands, markdown_commands, pages
 
 PAGES = pages()
 # A YAML that stands for `FILE.yaml`, and for one of yours.
 STAND_INS = {
     "FILE.yaml": "yamls/210m_biphasic.yaml",
-    "recipes/NAME/FILE.yaml": "recipes/paper/study.yaml",
+    "recipes/NAME/FILE.yaml": "recipes/clm_detour/pretrain.yaml",
 }
 JOBS_OF = {"convert": {"convert"}, "tasks": {"tasks"}, "tokenizer": {"convert"}, "show": {"pretrain"}}
 LAUNCHER_OPTIONS = {"-n", "--world_size", "--node_rank", "--master_addr", "--master_port"}
@@ -31,10 +31,18 @@ TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MUL
 FOLDERS = ("src/", "yamls/", "recipes/", "docs/", "tests/", "benchmarks/", "data_prep/")
 
 
+@pytest.fixture(scope="module")
+def calls_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[Path], list[Call]]:
+    """What a page starts; read once for all tests."""
+    return cache(lambda page: calls(page, tmp_path_factory.mktemp("reading")))
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
-def test_the_commands_of_a_page_can_be_started(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_commands_of_a_page_can_be_started(
+    page: Path, calls_of: Callable[[Path], list[Call]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     wrong = []
-    for call in calls(page, tmp_path):
+    for call in calls_of(page):
         monkeypatch.setenv("BUCKET", call.bucket)
         if not call.bucket:
             monkeypatch.delenv("BUCKET")
@@ -55,16 +63,11 @@ def test_no_command_is_missed(subtests: pytest.Subtests) -> None:
             assert len(command.findall(text)) == sum(len(command.findall(part)) for _, part in read)
 
 
-def test_the_pages_have_commands(tmp_path: Path) -> None:
+def test_the_pages_have_commands(calls_of: Callable[[Path], list[Call]]) -> None:
     """If commands were written in another way, the tests above would find none."""
-    found = {}
-    for number, page in enumerate(PAGES):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        found[page.name] = found.get(page.name, []) + calls(page, folder)
-    assert len(found["README.md"]) >= 60
-    assert sum(map(len, found.values())) >= 200
-    assert {call.words[0] for page in found.values() for call in page} >= {*OURS, "recipes/continue_decoder/run.sh"}
+    found = [call for page in PAGES for call in calls_of(page)]
+    assert len(found) >= 200
+    assert {call.words[0] for call in found} >= {*OURS, "recipes/continue_decoder/run.sh"}
 
 
 def check(words: tuple[str, ...]) -> None:
@@ -111,7 +114,8 @@ def check_python(arguments: list[str]) -> None:
     elif script != "-":
         source = (ROOT / script).read_text()
         named = [option for option in options if option.startswith("--")]
-        missing = [option for option in named if not re.search(rf'"(--)?{option[2:]}"', source)]
+        # Added by its name, or from a dataclass's field.
+        missing = [option for option in named if not re.search(rf'"--{option[2:]}"|^ +{option[2:]}: ', source, re.M)]
         assert not missing, f"{script} has no {missing}"
 
 
@@ -177,13 +181,15 @@ _load = reader.load
         ("```\nls\n```\n", "a fence without a language"),
     ],
 )
-def test_a_wrong_command_is_found(
-    text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_command_is_found(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
     monkeypatch.setattr("documented_commands.ROOT", tmp_path)
     (tmp_path / "folder").mkdir()
-    with pytest.raises((AssertionError, ConfigError, UserError), match=re.escape(message)):
+
+    def check_page() -> None:
         for call in calls(page, tmp_path / "folder"):
             check(call.words)
+
+    with pytest.raises((AssertionError, ConfigError, UserError), match=re.escape(message)):
+        check_page()
