@@ -4,6 +4,7 @@ composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
 python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
+python src/main.py --keys [SECTION]
 """
 
 from __future__ import annotations
@@ -46,16 +47,15 @@ def _main(arguments: list[str] | None) -> int:
     )
     parser.add_argument("--retry-failed", action="store_true", help="sweeps: run failed trials again")
     parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
+    parser.add_argument("--keys", nargs="?", action=_PrintKeys, metavar="SECTION", help="print keys of YAMLs, and exit")
     options = parser.parse_intermixed_args(arguments)
     # Imported here because these imports take most of the time that a usage message takes.
     from biphasic.config.load import load
-    from biphasic.config.study import StudyConfig
-    from biphasic.config.sweep import SweepConfig
 
     config = load(options.file, options.overrides, options.ranks)
-    if (options.stage or options.draw) and not isinstance(config, StudyConfig):
+    if (options.stage or options.draw) and config.job != "study":
         raise UserError(f"--stage and --draw are for studies; {options.file} is job: {config.job}")
-    starts_workers = isinstance(config, StudyConfig | SweepConfig)
+    starts_workers = config.job in ("study", "sweep")
     if not starts_workers and (options.limit is not None or options.retry_failed):
         raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
     if starts_workers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -63,14 +63,25 @@ def _main(arguments: list[str] | None) -> int:
     if options.draw and not options.plan:
         raise UserError("--draw belongs to --plan")
     if options.plan:
-        print_plan(config, options)
-        return 0
-    if isinstance(config, StudyConfig):
+        return print_plan(config, options)
+    if config.job == "study":
         return _study(config, options)
-    if isinstance(config, SweepConfig):
+    if config.job == "sweep":
         return _sweep(config, options)
     print(f"written to {_run(config)}")
     return 0
+
+
+class _PrintKeys(argparse.Action):
+    """Prints keys as `biphasic keys` does, and exits."""
+
+    def __call__(
+        self, parser: argparse.ArgumentParser, namespace: object, values: object, option: object = None
+    ) -> None:
+        from biphasic.config.reference import describe_keys
+
+        print(describe_keys(str(values or "")))
+        parser.exit()
 
 
 def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
@@ -112,6 +123,8 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
 
 def _run(config: Config) -> Path:
     # Imported here because torch and Composer take seconds to import, and a plan or an error does not need them.
+    if config.job in ("pretrain", "finetune", "evaluate") and os.environ.get("RANK", "0") == "0":
+        print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job
     elif config.job == "finetune":

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.base import JobConfig
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.load import Config, load
+from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from tiny import ROOT
 
@@ -58,7 +59,7 @@ def test_the_commands_fit_together(
     assert exported[2] == pretraining.checkpoint_destination
 
 
-def config_of(call: list[str]) -> Config:
+def config_of(call: list[str]) -> JobConfig:
     at = next(index for index, part in enumerate(call) if part.endswith(".yaml"))
     assert call[0] == "biphasic" or (ROOT / call[1]).is_file()
     return load(ROOT / call[at], [part for part in call[at + 1 :] if "=" in part])

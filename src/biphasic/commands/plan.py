@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from biphasic.commands.parser import add_file, positive
 from biphasic.errors import UserError
+from biphasic.faults import REFUSED
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config
@@ -36,18 +37,21 @@ def run(options: argparse.Namespace) -> int:
     """Print the plan and return the exit status."""
     from biphasic.config.load import load
 
-    print_plan(load(options.file, options.overrides, options.ranks), options)
-    return 0
+    return print_plan(load(options.file, options.overrides, options.ranks), options)
 
 
-def print_plan(config: Config, options: argparse.Namespace) -> None:
+def print_plan(config: Config, options: argparse.Namespace) -> int:
     """Print the plan of a job; the options are those of `add_plan_options`.
+
+    Returns:
+        The exit status: 2 if something that can't be made good by other commands would stop the job.
 
     Raises:
         UserError: the plan can't be made, or an option does not fit the job.
     """
     from biphasic.config.convert import ConvertConfig
-    from biphasic.config.load import dump
+    from biphasic.config.evaluate import EvaluateConfig
+    from biphasic.config.finetune import FinetuneConfig
     from biphasic.config.pretrain import PretrainConfig
     from biphasic.config.study import StudyConfig
     from biphasic.config.sweep import SweepConfig
@@ -56,8 +60,8 @@ def print_plan(config: Config, options: argparse.Namespace) -> None:
     if options.draw and not isinstance(config, StudyConfig):
         raise UserError(f"--draw is for studies; this is job: {config.job}")
     if isinstance(config, PretrainConfig):
-        print(_pretraining(config, options.ranks, options.json))
-    elif isinstance(config, SweepConfig):
+        return _print_pretraining(config, options.ranks, options.json)
+    if isinstance(config, SweepConfig):
         from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 
         sweep_plan = plan_sweep(config)
@@ -71,6 +75,13 @@ def print_plan(config: Config, options: argparse.Namespace) -> None:
             from biphasic.study.draw import draw_study
 
             options.draw.write_text(draw_study(config), encoding="utf-8")
+    elif isinstance(config, FinetuneConfig | EvaluateConfig):
+        from biphasic.evaluation.plan import plan_evaluation
+        from biphasic.finetuning.plan import plan_finetuning
+
+        job_plan = plan_finetuning(config, options.ranks) if config.job == "finetune" else plan_evaluation(config)
+        print(job_plan.to_json() if options.json else job_plan.describe())
+        return REFUSED if job_plan.problems else 0
     elif options.json:
         print(config.model_dump_json(indent=2))
     elif isinstance(config, ConvertConfig):
@@ -81,26 +92,34 @@ def print_plan(config: Config, options: argparse.Namespace) -> None:
         from biphasic.downstream.describe import describe_plan
 
         print(describe_plan(config, list(config.tasks)))
-    else:
-        print(dump(config))
+    return 0
 
 
-def _pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> str:
+def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> int:
+    from biphasic.checkpointing.start import plan_start
     from biphasic.config.data_plan import PLAN_SECONDS
     from biphasic.config.plan import StartPlan, describe, plan
+    from biphasic.data.conversion_checks import RowChecks, check_rows
 
-    deadline, starts = time.monotonic() + PLAN_SECONDS, list[StartPlan]()
-
-    def find_start() -> None:
-        from biphasic.checkpointing.start import plan_start
-
-        starts.append(plan_start(config))
-
-    # A daemon thread, because a bucket may not answer.
-    thread = Thread(target=find_start, daemon=True)
-    thread.start()
+    deadline, starts, rows = time.monotonic() + PLAN_SECONDS, list[StartPlan](), list[RowChecks]()
+    # Daemon threads, because a bucket may not answer.
+    threads = [
+        Thread(target=lambda: starts.append(plan_start(config)), daemon=True),
+        Thread(target=lambda: rows.append(check_rows(config)), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
     run_plan = plan(config, ranks)
-    thread.join(max(0.0, deadline - time.monotonic()))
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
     unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
-    run_plan = replace(run_plan, start=starts[0] if starts else unknown)
-    return run_plan.to_json() if as_json else describe(run_plan, config)
+    start, checks = (starts or [unknown])[0], (rows or [RowChecks()])[0]
+    run_plan = replace(
+        run_plan,
+        start=start,
+        warnings=[*run_plan.warnings, *checks.warnings],
+        missing=tuple(checks.missing),
+        problems=tuple(checks.problems),
+    )
+    print(run_plan.to_json() if as_json else describe(run_plan, config))
+    return REFUSED if run_plan.problems else 0

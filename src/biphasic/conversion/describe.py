@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Iterator
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.conversion.estimate import estimate
+from biphasic.storage import is_remote
+from biphasic.storage.hub import why_missing
 
 
 def describe_plan(config: ConvertConfig) -> str:
     """Return what a conversion reads and writes, with an estimate of tokens, bytes, hours and peak disk.
+
+    If the tokenizer or a source is not there yet, the plan names it instead of the estimate.
 
     Raises:
         UserError: the sources or the tokenizer can't be used.
@@ -40,7 +46,16 @@ def describe_plan(config: ConvertConfig) -> str:
         "writes": f"{config.output}: {splits}, tokenizer/, conversion.json; shards of {config.shard_bytes / 2**20:g} MiB, "
         f"{config.compression or 'not compressed'}",
     }
-    return _lines(lines | estimate(config))
+    missing = "\n".join(f"{'MISSING':<10} {line}" for line in _missing(config))
+    return f"{_lines(lines)}\n{missing}" if missing else _lines(lines | estimate(config))
+
+
+def _missing(config: ConvertConfig) -> Iterator[str]:
+    if (reason := why_missing(config.tokenizer)) is not None:
+        yield f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)"
+    for path in config.source.paths if isinstance(config.source, FilesSource) else ():
+        if not is_remote(path) and not glob.glob(path, recursive=True):
+            yield f"source.paths {path}: there is no such file or folder"
 
 
 def describe_record(output: str, record: dict[str, Any]) -> str:
