@@ -10,14 +10,17 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from biphasic.commands import COMMANDS, command_parser
 from biphasic.config import load as reader
-from biphasic.config.load import Config
 from biphasic.errors import ConfigError, UserError
 from documented_commands import EXTERNAL, OURS, ROOT, Call, calls, comment_commands, markdown_commands, pages
+
+if TYPE_CHECKING:
+    from biphasic.config.load import Config
 
 PAGES = pages()
 # A YAML that stands for `FILE.yaml`, and for one of yours.
@@ -138,13 +141,17 @@ def check_main(arguments: list[str]) -> None:
 
 def check_biphasic(arguments: list[str]) -> None:
     """Parse a command line of `biphasic` by the subcommand's own parser, and read its YAML."""
-    name = arguments[0]
-    assert name in COMMANDS, f"biphasic has no {name}"
-    if not arguments[1:]:  # A sentence that names the command.
+    name, *rest = arguments
+    if name == "--help":
         return
+    assert name in COMMANDS, f"biphasic has no {name}"
     parser = command_parser(name)[1]
     assert parser is not None
-    options = parser.parse_intermixed_args(arguments[1:])
+    if all(argument.startswith("--") for argument in rest):  # A sentence that names the command, or an option of it.
+        missing = set(rest) - set(parser._option_string_actions)
+        assert not missing, f"biphasic {name} has no {missing}"
+        return
+    options = parser.parse_intermixed_args(rest)
     file = options.checkpoint if getattr(options, "initial", False) else getattr(options, "file", None)
     if file is None:
         return
