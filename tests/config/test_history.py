@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from biphasic.config.durations import Elapsed
@@ -199,8 +199,18 @@ def test_tokens_and_epochs_never_hide_a_difference_for_long(
     require_safety(*configs, times)
 
 
+def warmups(*rates_and_lengths: tuple[float, str], end: str) -> tuple[PretrainConfig, ...]:
+    """Runs that differ in nothing but the highest rate and its warmup."""
+    phases = {"phases": [{"name": "clm"}]}
+    return tuple(
+        config_of({"max_duration": end, "objective": phases, "optimizer": {"lr": rate}, "schedule": {"warmup": warmup}})
+        for rate, warmup in rates_and_lengths
+    )
+
+
 @settings(max_examples=60, **PROFILE)
 @given(pairs(["tok", "dur"]))
+@example(warmups((1e-3, "4tok"), (2e-3, "8tok"), end="9tok"))  # equal until the first warmup ends
 def test_tokens_differ_where_they_can(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
     """In tokens alone, some data makes exactly the reported batch the first that differs."""
     difference = first_difference(*configs)
