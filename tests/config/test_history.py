@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,8 +17,8 @@ from biphasic.config.history import first_difference
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, learning_rate_factor, phase_problems, schedule_problems, span_at, spans
-from tiny import ROOT
 
+ROOT = Path(__file__).parents[2]
 ROWS, LENGTH = 2, 3
 """Rows in a batch and tokens in a row: small, so that times in different units fall into one batch."""
 

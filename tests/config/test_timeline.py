@@ -109,6 +109,9 @@ def test_phases_that_cannot_be_are_refused(changes: list[dict[str, Any]], keys: 
 def test_every_open_end_is_named() -> None:
     keys = [keys for keys, _ in phase_problems(phases({}, {"until": "20ba"}, {}, {"until": "3ba"}), END, SHAPE)]
     assert keys == [["objective.phases.0.until"], ["objective.phases.2.until"], ["objective.phases.3.until"]]
+    # The order of the phases is compared only when each end is known.
+    for changes in ([{"until": "20ba"}, {}, {}], [{"until": "3ba"}, {"until": "3ba"}, {"until": "5ba"}]):
+        assert len(list(phase_problems(phases(*changes), END, SHAPE))) == 1
 
 
 @pytest.mark.parametrize(
@@ -168,4 +171,8 @@ def test_the_rate_of_each_batch(shape: str, final: float, falling: list[float]) 
 
 
 def test_without_warmup_and_decay_the_rate_is_constant() -> None:
-    assert {learning_rate_factor(ScheduleConfig(), END, elapsed(batch)) for batch in range(10)} == {1.0}
+    assert {learning_rate_factor(ScheduleConfig(), END, elapsed(batch)) for batch in range(11)} == {1.0}
+
+
+def test_a_warmup_may_be_a_share() -> None:
+    assert learning_rate_factor(ScheduleConfig(warmup=Duration(0.4, "dur")), END, elapsed(1)) == 0.25

@@ -114,8 +114,7 @@ def span_at(laid_out: list[Span], elapsed: Elapsed) -> Span:
 
 def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
     """Return the time at which the learning rate begins to fall, or `max_duration` without a decay."""
-    decay = schedule.decay.of(max_duration)
-    return Duration(max_duration.value - decay.value, max_duration.unit) if decay.value else max_duration
+    return Duration(max_duration.value - schedule.decay.of(max_duration).value, max_duration.unit)
 
 
 def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: Elapsed) -> float:
