@@ -27,7 +27,7 @@ from biphasic.config.load import load
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.prepare import TASK_RECORD
 from biphasic.errors import UserError
-from biphasic.storage import json_bytes, open_store
+from biphasic.storage import json_bytes, open_store, write_parquet
 
 YAML = Path(__file__).parent / "data.yaml"
 PLACES = (Path("/usr/share"), Path(sys.prefix))
@@ -116,9 +116,9 @@ def gather(
             f"language {language}: the message catalogues on this machine have {characters:,} characters; expected "
             f"at least {_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths in {YAML.name}"
         )
-    _write(folder / "documents.parquet", {"id": [i for i, _ in texts], "text": [text for _, text in texts]})
+    write_parquet(folder / "documents.parquet", {"id": [i for i, _ in texts], "text": [text for _, text in texts]})
     columns = {name: [pair[at] for pair in train] for at, name in enumerate(("id", "query", "positive"))}
-    _write(
+    write_parquet(
         folder / "pairs" / "train.parquet", {**columns, "negatives": pa.array([[]] * len(train), pa.list_(pa.string()))}
     )
     record = {"task": "sentences", "kind": "retrieval", "license": "of the programs", "rows": {"train": len(train)}}
@@ -134,16 +134,6 @@ def _write_test_set(folder: Path, pairs: list[tuple[str, str, str]]) -> None:
         store.write(f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode())
     judgments = "".join(f"{pair[0]}\t{pair[0]}\t1\n" for pair in pairs)
     store.write("qrels/test.tsv", f"query-id\tcorpus-id\tscore\n{judgments}".encode())
-
-
-def _write(file: Path, columns: dict[str, object]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=1000)
-    partial.replace(file)
 
 
 def main(arguments: list[str] | None = None) -> int:
