@@ -41,6 +41,7 @@ from biphasic.storage import json_bytes, open_store, write_parquet
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
 """The conversion of this text."""
+_ROWS_PER_GROUP = 5000
 PACKAGES = (
     "composer",
     "datasets",
@@ -103,9 +104,10 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
     train, test = pairs(documents, validation_fraction)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gathered.json").unlink(missing_ok=True)
-    write_parquet(folder / "documents.parquet", _document_columns(documents))
+    write_parquet(folder / "documents.parquet", _document_columns(documents), _ROWS_PER_GROUP)
     for name, columns in (("train", train), ("test", test)):
-        write_parquet(folder / "pairs" / f"{name}.parquet", {**columns, "negatives": _none(len(columns["id"]))})
+        columns = {**columns, "negatives": _none(len(columns["id"]))}
+        write_parquet(folder / "pairs" / f"{name}.parquet", columns, _ROWS_PER_GROUP)
     rows = {"train": len(train["id"]), "test": len(test["id"])}
     record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": rows}
     open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))

@@ -21,6 +21,7 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
@@ -36,6 +37,7 @@ JOINED = 1000
 """Characters of a document that is made of short messages."""
 _FIRST_SENTENCE = re.compile(r"(.{20,120}?[.:!?])\s+(\S.{40,})", re.DOTALL)
 _MIN_CHARACTERS = 200_000
+_ROWS_PER_GROUP = 1000
 
 
 def messages(language: str, places: tuple[Path, ...] = PLACES) -> Iterator[tuple[str, str]]:
@@ -116,11 +118,11 @@ def gather(
             f"language {language}: the message catalogues on this machine have {characters:,} characters; expected "
             f"at least {_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths in {YAML.name}"
         )
-    write_parquet(folder / "documents.parquet", {"id": [i for i, _ in texts], "text": [text for _, text in texts]})
+    columns: dict[str, Any] = {"id": [i for i, _ in texts], "text": [text for _, text in texts]}
+    write_parquet(folder / "documents.parquet", columns, _ROWS_PER_GROUP)
     columns = {name: [pair[at] for pair in train] for at, name in enumerate(("id", "query", "positive"))}
-    write_parquet(
-        folder / "pairs" / "train.parquet", {**columns, "negatives": pa.array([[]] * len(train), pa.list_(pa.string()))}
-    )
+    columns["negatives"] = pa.array([[]] * len(train), pa.list_(pa.string()))
+    write_parquet(folder / "pairs" / "train.parquet", columns, _ROWS_PER_GROUP)
     record = {"task": "sentences", "kind": "retrieval", "license": "of the programs", "rows": {"train": len(train)}}
     open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))
     _write_test_set(folder / "sentences", test)
