@@ -135,7 +135,7 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
     if origin is list:
         return f"list{_length(metadata)} of {_type(arguments[0], [])}"
     if origin is dict:
-        return f"names{_length(metadata)}, each with {_type(arguments[1], [])}"
+        return f"{_type(arguments[1], [])} for each name{_length(metadata)}"
     if annotation is Duration:
         return "length, such as `1000ba`"
     if inspect.isclass(annotation) and issubclass(annotation, Section):
