@@ -139,7 +139,9 @@ def _after_stage(status: int, options: argparse.Namespace, stage: str) -> int:
 
 def _run(config: Config) -> Path:
     # Imported here because torch and Composer take seconds to import, and a plan or an error does not need them.
-    if config.job in ("pretrain", "finetune", "evaluate") and os.environ.get("RANK", "0") == "0":
+    from biphasic.config.base import RunConfig
+
+    if isinstance(config, RunConfig) and os.environ.get("RANK", "0") == "0":
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 import pytest
@@ -14,16 +15,11 @@ from biphasic.conversion.packing import document_number, in_validation
 from biphasic.data.tokenizer import load_tokenizer
 from texts import sentences, write_parquet
 
-HELD_OUT = "unheardof"
-
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A conversion's YAML. A word that only its validation documents have must not become a token."""
+    """A conversion's YAML, with two files and a validation split."""
     records = sentences(200)
-    for record in records:
-        validation = in_validation(document_number(record["id"]), 0.3)
-        record["text"] = f"{record['text']} {(HELD_OUT if validation else 'gewöhnlich') * 3}"
     (tmp_path / "text").mkdir()
     write_parquet(tmp_path / "text" / "a.parquet", records[:100])
     write_parquet(tmp_path / "text" / "b.parquet", records[100:])
@@ -45,18 +41,17 @@ def vocabulary(folder: Path) -> dict[str, int]:
 
 
 def test_training_and_the_next_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["tokenizer", str(file), "--size", "320"]) == 0
+    assert main(["tokenizer", str(file), f"source.paths=[{tmp_path / 'text'}]", "--size", "320"]) == 0
     output = capsys.readouterr().out
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-    assert tokenizer.vocab_size == 320 and "320 tokens, trained on " in output
+    training = [r for r in sentences(200) if not in_validation(document_number(r["id"]), 0.3)]
+    assert tokenizer.vocab_size == 320 and f"320 tokens, trained on {len(training)} documents" in output
     assert tokenizer.role_ids == {"pad": 0, "bos": 1, "eos": 2, "mask": 3}
-    assert not [word for word in vocabulary(tmp_path / "tokenizer") if len(word) > 4 and word.strip("Ġ") in HELD_OUT]
     text = "Grüße, 世界 \x00\n"
     [ids] = tokenizer.encode([text])
     assert tokenizer.tokenizer.decode(ids) == text
-    command = output.splitlines()[-1].removeprefix("next: biphasic ").partition(";")[0]
-    assert output.endswith("model.vocab_size: 320\n")
-    assert main(command.split()) == 0
+    words = shlex.split(output.splitlines()[-1])
+    assert words[:2] == ["next:", "biphasic"] and main(words[2:]) == 0
 
 
 def test_special_tokens_and_a_folder_of_its_own(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
