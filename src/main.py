@@ -3,7 +3,7 @@
 composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
-python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
+python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
 python src/main.py --keys [SECTION]
 """
 
@@ -65,7 +65,7 @@ def _main(arguments: list[str] | None) -> int:
     if options.draw and not options.plan:
         raise UserError("--draw belongs to --plan")
     if options.plan:
-        return print_plan(config, options)
+        return print_plan(_planned_stage(config, options.stage), options)
     if config.job == "study":
         return _study(config, options)
     if config.job == "sweep":
@@ -105,6 +105,17 @@ def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
         except UserError as error:  # The status is the sweep's.
             print(error, file=sys.stderr)
     return status
+
+
+def _planned_stage(config: Config, stage: str | None) -> Config:
+    """The configuration that `--plan` describes: the study's own, or its sweep for `--stage finetune`."""
+    if stage in (None, "pretrain") or config.job != "study":
+        return config
+    if stage == "finetune":
+        from biphasic.study.stages import sweep_config
+
+        return sweep_config(config)
+    raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
 
 
 def _study(config: StudyConfig, options: argparse.Namespace) -> int:
