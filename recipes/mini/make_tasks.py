@@ -25,9 +25,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
 import pyarrow.parquet as pq
 from sections import Parameter, parameters
+
+from biphasic.storage import write_parquet
 
 SPLITS = {"train": 0.8, "validation": 0.08, "test": 0.12}
 """Shares of the source files."""
@@ -204,10 +205,7 @@ def make_tasks(folder: Path) -> dict[str, Mapping[str, int]]:
 
 
 def _write(file: Path, rows: list[Row]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    pq.write_table(pa.Table.from_pylist(rows), partial, compression="zstd", row_group_size=5000)
-    partial.replace(file)
+    write_parquet(file, {name: [row[name] for row in rows] for name in rows[0]}, rows_per_group=5000)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -2,7 +2,7 @@
 
     python recipes/mini/record.py runs/mini --hardware "2 CPU cores"
 
-Afterwards `python -m biphasic.report --results recipes` writes recipes/RESULTS.md.
+Afterwards `biphasic report --results recipes` writes recipes/RESULTS.md.
 """
 
 from __future__ import annotations

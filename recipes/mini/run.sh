@@ -23,14 +23,14 @@ step() {
 if [[ ! -e $MINI/data/conversion.json ]]; then
     step text python recipes/quickstart/gather.py "$MINI/text"
     step examples python $here/make_tasks.py "$MINI/text"
-    step tokenizer python data_prep/train_tokenizer.py $here/data.yaml --words 8192
+    step tokenizer biphasic tokenizer $here/data.yaml --size 8192
 fi
-step convert python data_prep/convert.py $here/data.yaml
-step tasks python data_prep/tasks.py $here/tasks.yaml
+step convert biphasic convert $here/data.yaml
+step tasks biphasic tasks $here/tasks.yaml
 step baselines python $here/baselines.py "$MINI/tasks"
 step plan python src/main.py $here/study.yaml --plan --draw "$MINI/tree.svg"
 step pretrain python src/main.py $here/study.yaml
 step export python src/main.py $here/study.yaml --stage export
 step finetune python src/main.py $here/study.yaml --stage finetune
-step report python -m biphasic.report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
+step report biphasic report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
 step totals python src/main.py $here/study.yaml

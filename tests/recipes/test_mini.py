@@ -24,8 +24,8 @@ from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
-from biphasic.report.__main__ import main as report
 from biphasic.report.reference import in_place_of, read_reference
+from biphasic.report.run import write_report
 from biphasic.report.study_layouts import FIGURES
 from biphasic.report.study_models import facets_of_models, facets_of_name
 from biphasic.study.compute import trained_compute
@@ -91,12 +91,13 @@ def test_models_of_the_paper_have_one_here(study: StudyConfig) -> None:
 
 
 def test_the_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    program = tmp_path / "bin" / "python"
-    program.parent.mkdir()
-    program.write_text(f'#!/bin/bash\nprintf "%q " "$@" >>{tmp_path}/log; echo >>{tmp_path}/log\n')
-    program.chmod(0o755)
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for name in ("python", "biphasic"):
+        (programs / name).write_text(f'#!/bin/bash\nprintf "%q " {name} "$@" >>{tmp_path}/log; echo >>{tmp_path}/log\n')
+        (programs / name).chmod(0o755)
     folder = tmp_path / "mini"
-    environment = {**os.environ, "PATH": f"{program.parent}:/usr/bin:/bin"}
+    environment = {**os.environ, "PATH": f"{programs}:/usr/bin:/bin"}
     run = subprocess.run([RECIPE / "run.sh", str(folder)], env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     calls = [shlex.split(line) for line in (tmp_path / "log").read_text().splitlines()]
@@ -105,7 +106,7 @@ def test_the_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setenv("MINI", str(folder))
     configs = {}
     for call in calls:
-        assert call[0] == "-m" or (ROOT / call[0]).is_file()
+        assert call[0] == "biphasic" or (ROOT / call[1]).is_file()
         for part in call:
             if part.endswith(".yaml") and not part.endswith("paper_models.yaml"):
                 configs[Path(part).name] = load(ROOT / part)
@@ -268,7 +269,7 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
     assert compute.batches == plan.shared.batches + killed.own_batches
     assert export(study) == 0
     fine_tune(sweep_config(study))
-    assert report([study.folder]) == 0
+    write_report([study.folder])
     made = {file.name for file in (tmp_path / "study" / "report").iterdir()}
     assert made >= {f"{figure.name}.{kind}" for figure in FIGURES for kind in ("png", "csv")} | {"losses.png"}
     assert "## Left out\n\nNothing." in capsys.readouterr().out

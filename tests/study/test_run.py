@@ -24,9 +24,9 @@ from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.evaluation.run import run as run_evaluation
 from biphasic.model.encoder import load_encoder
-from biphasic.report.__main__ import main as report
+from biphasic.report.run import write_report
 from biphasic.study.compute import describe_compute, trained_compute
-from biphasic.study.plan import plan_study
+from biphasic.study.plan import describe_plan, plan_study
 from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, evaluate, export, scored_models, sweep_config
 from biphasic.study.state import read_states
@@ -212,7 +212,7 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
         assert evaluate(study, limit=1, score=score) == 0
     assert scored == names[:2]
 
-    assert report([study.folder]) == 0
+    write_report([study.folder])
     page = (place / "study" / "report" / "report.md").read_text()
     assert "| clm-mlm-5 |" in page and "biphasic/clm-mlm" in page
     for figure in ("learning-curves", "continued-pretraining", "losses"):
@@ -227,6 +227,7 @@ def test_a_change_is_a_warning_that_names_the_key(trained: Trained, data: Path) 
     assert len(warnings) == 4 and all(
         "optimizer.lr: 0.005 in its checkpoints, 0.001 in the study" in line for line in warnings
     )
+    assert "WARNING clm: optimizer.lr: 0.005 in its checkpoints" in describe_plan(plan_study(changed), None)
     started: list[Path] = []
     assert pretrain(changed, train=lambda file: started.append(file) or 1) == 0 and not started
 

@@ -45,13 +45,15 @@ class RatePoint:
 class StartPlan:
     """Where a run will start: the first batch that it trains, and the checkpoint or the weights that it starts from.
 
-    `problem` says why it can't start, or why that isn't known; `batch` is None then.
+    `problem` says why it can't start, or why that isn't known; `batch` is None then. `refused` says that its own checkpoint
+    was trained with another configuration, so that the run would stop.
     """
 
     batch: int | None = None
     checkpoint: str | None = None
     source: str = ""
     problem: str | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,10 @@ class Plan:
     warnings: list[str]
     start: StartPlan | None = None
     """None if nothing was looked up."""
+    missing: tuple[str, ...] = ()
+    """What has to be made before the run can start."""
+    problems: tuple[str, ...] = ()
+    """What would stop the run: rows, tokenizer or a checkpoint that don't fit the YAML."""
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -165,12 +171,14 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
     if plan.start is not None:
         lines.append("  start          " + _start(plan.start, plan.batches, about))
     lines += [f"  WARNING        {warning}" for warning in plan.warnings]
+    lines += [f"  MISSING        {missing}" for missing in plan.missing]
+    lines += [f"  PROBLEM        {problem}" for problem in plan.problems]
     return "\n".join(lines)
 
 
 def _start(start: StartPlan, batches: int | None, about: str) -> str:
     if start.batch is None:
-        return f"WARNING: {start.problem}"
+        return f"{'PROBLEM' if start.refused else 'WARNING'}: {start.problem}"
     source = f"{start.checkpoint}, {start.source}" if start.checkpoint is not None else start.source
     if batches is None:
         return f"batch {start.batch:,}, from {source}"

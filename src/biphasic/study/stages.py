@@ -45,7 +45,7 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
     """Return the study's models by name, each followed by its checkpoints of `stages.checkpoints`.
 
     Raises:
-        UserError: two models have the same history, or a checkpoint is not before its model's end.
+        UserError: two models have the same history, or a checkpoint is not before its model's end, or has a model's name.
     """
     configs = expand(study)
     tree = study_tree(configs, study.continues, study.stages.checkpoints)
@@ -60,6 +60,10 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
         models[name] = ScoredModel(name, name, length, before + length)
         for batch in study.stages.checkpoints.get(name, []):
             steps = before + batch
+            if f"{name}-{steps}" in study.models:
+                raise UserError(
+                    f"stages.checkpoints.{name}: {batch:,} is named as the model {name}-{steps}: rename that"
+                )
             models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", owner_of(tree, name, batch), batch, steps)
     return models
 
@@ -68,9 +72,9 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     """Export each trained model, and checkpoint that is scored, that has no export. Return the exit status.
 
     Raises:
-        UserError: the study's folder can't be read.
+        UserError: the study's folder can't be read, or a checkpoint can't be exported.
     """
-    from biphasic.export.__main__ import main
+    from biphasic.export.run import export_checkpoint
 
     configs, states, models = expand(study), read_states(study), scored_models(study)
 
@@ -82,9 +86,7 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     trained = [model for model in models.values() if is_trained(model)]
     new = [model for model in trained if not _is_exported(study, model.name)]
     for model in new[:limit]:
-        status = main([_checkpoint(study, model), str(encoder_folder(study, model.name)), "--name", model.name])
-        if status:
-            return status
+        export_checkpoint(_checkpoint(study, model), encoder_folder(study, model.name), name=model.name)
     _print_waiting("not trained yet", [name for name, model in models.items() if model not in trained])
     return 0
 
