@@ -83,16 +83,18 @@ def retrieval(folder: Path) -> Scores:
     queries, corpus = _read(folder / "queries"), _read(folder / "corpus")
     texts = dict(zip(queries["_id"], queries["text"], strict=True))
     vectorizer = TfidfVectorizer(sublinear_tf=True, max_features=20_000).fit(corpus["text"])
-    embedded = [
-        torch.from_numpy(vectorizer.transform(part).toarray().astype(np.float32))
-        for part in ([texts[query] for query in qrels], corpus["text"])
-    ]
+    embedded = [_dense(vectorizer.transform(part)) for part in ([texts[query] for query in qrels], corpus["text"])]
     generator = torch.Generator().manual_seed(0)
     guessed = [torch.randn(len(part), 8, generator=generator) for part in embedded]
     return tuple(
         retrieval_scores(list(qrels), found[0], corpus["_id"], found[1], qrels)["ndcg_at_10"]
         for found in (guessed, embedded)
     )  # pyright: ignore[reportReturnType]
+
+
+def _dense(matrix: Any) -> torch.Tensor:
+    """Return a sparse matrix of scipy as a dense tensor."""
+    return torch.from_numpy(matrix.toarray().astype(np.float32))
 
 
 def _read(file: Path) -> dict[str, list[Any]]:

@@ -162,7 +162,7 @@ def _with_parameters(documents: Sequence[Document]) -> Iterator[tuple[Document, 
 def write_retrieval(documents: Sequence[Document], gathered: Path, folder: Path) -> dict[str, int]:
     """Write the tables of the retrieval task, and return the number of pairs or queries of each split.
 
-    The corpus has the bodies of all validation and test files.
+    The tables of queries and documents have those of all validation and test files; tasks.yaml keeps the judged ones.
     """
     splits = {document.id: document.split for document in documents}
     pairs = [

@@ -218,7 +218,7 @@ def test_tasks_of_docstrings(make_tasks: ModuleType, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """All models with a fiftieth of the batches, killed on the way and resumed: every figure, and the planned compute."""
+    """All models with a fortieth of the batches, killed on the way and resumed: every figure, and the planned compute."""
     text = re.sub(r"(\d+)ba\b", lambda match: f"{shrunk(int(match[1]))}ba", (RECIPE / "study.yaml").read_text())
     content = yaml.safe_load(text)
     base = tiny.content_of("x", tmp_path, dataset)
@@ -276,7 +276,7 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
 
 
 def shrunk(batches: int) -> int:
-    return max(round(batches / 50), 1) if batches else 0
+    return max(round(batches / 40), 1) if batches else 0
 
 
 def batch_of_start(study: StudyConfig, name: str) -> int:
