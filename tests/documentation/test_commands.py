@@ -137,6 +137,8 @@ def check_main(arguments: list[str]) -> None:
         patch.setattr(reader, "load", lambda file, overrides=(), ranks=1: read(file, tuple(overrides), ranks))
         for name in ("_study", "_sweep", "print_plan"):
             patch.setattr(main, name, lambda *_: 0)
+        # It looks for exports on the disk.
+        patch.setattr("biphasic.study.stages.sweep_config", lambda config: config)
         patch.setattr(main, "_run", lambda config: jobs.append(config.job))
         main._main(arguments)
     assert set(jobs) <= {"pretrain", "finetune", "evaluate"}, f"src/main.py does not run job: {jobs[0]}"

@@ -64,6 +64,7 @@ READ_ONLY = {
     "docs/index.md": "repeats the other pages' first commands",
     "docs/parallelism.md": "has none",
     "docs/recipes.md": "repeats the recipes' commands",
+    "docs/reproduce.md": "38 models; tests/study runs small studies",
     "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",
     "docs/study.md": "38 models; tests/study runs small studies",
     "docs/tasks.md": "the hub; tests/downstream runs them on small files",
