@@ -339,7 +339,7 @@ RATIO, UNTIL = "objective.phases.0.masking_ratio", "objective.phases.0.until"
          (1, RATIO, "0.4 to 0.2 at 20tok", "0.4", "1tok")),
         ("9ba", [ramp("2ep", 0.4, 0.2), CLM], [{**MLM, "until": "2ep"}, CLM], (1, RATIO, "0.4 to 0.2 at 2ep", "0.4", "1ep")),
         ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.2), CLM],
-         (1, RATIO, "0.4 to 0.2 at 20tok", "0.4 to 0.2 at 8ba", "1ba")),
+         (1, RATIO, "0.4 to 0.2 at 20tok", "0.4 to 0.2 at 8ba", "1ba 20tok")),
         ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [ramp("8ba", 0.3, 0.2), CLM],
          (0, RATIO, "0.4 to 0.2 at 20tok", "0.3 to 0.2 at 8ba", "0ba")),
         ("1ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.3), CLM], None),
