@@ -106,6 +106,7 @@ def package_examples(documents: Sequence[Document]) -> Iterator[Row]:
             chosen.setdefault((document.split, document.package), []).append(document)
     for split in SPLITS:
         count = min(len(chosen.get((split, package), [])) for package in PACKAGES)
+        count = min(count, EVALUATED.get(split, count * len(PACKAGES)) // len(PACKAGES))
         rows = [document for package in PACKAGES for document in chosen.get((split, package), [])[:count]]
         for document in sorted(rows, key=lambda document: document.id):
             text = " ".join(_NAMES.sub(MASK, document.text).split()[:_WORDS_OF_PACKAGE])
