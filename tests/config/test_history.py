@@ -200,15 +200,6 @@ def test_tokens_and_epochs_never_hide_a_difference_for_long(
     require_safety(*configs, times)
 
 
-def warmups(*rates_and_lengths: tuple[float, str], end: str) -> tuple[PretrainConfig, ...]:
-    """Runs that differ in nothing but the highest rate and its warmup."""
-    phases = {"phases": [{"name": "clm"}]}
-    return tuple(
-        config_of({"max_duration": end, "objective": phases, "optimizer": {"lr": rate}, "schedule": {"warmup": warmup}})
-        for rate, warmup in rates_and_lengths
-    )
-
-
 def test_a_difference_that_another_clock_may_bring_forward() -> None:
     """The second decay begins to fall at epoch 1, the first one after batch 1; which comes first depends on the data."""
     schedule = {"warmup": "0ba", "decay": "0.6dur"}
@@ -218,6 +209,15 @@ def test_a_difference_that_another_clock_may_bring_forward() -> None:
         difference = first_difference(first, second)
         assert difference is not None and difference.batch == 1
         assert {str(time) for time in difference.times} == {"1ep", "1ba"}
+
+
+def warmups(*rates_and_lengths: tuple[float, str], end: str) -> tuple[PretrainConfig, ...]:
+    """Runs that differ in nothing but the highest rate and its warmup."""
+    phases = {"phases": [{"name": "clm"}]}
+    return tuple(
+        config_of({"max_duration": end, "objective": phases, "optimizer": {"lr": rate}, "schedule": {"warmup": warmup}})
+        for rate, warmup in rates_and_lengths
+    )
 
 
 @settings(max_examples=60, **PROFILE)
