@@ -16,7 +16,7 @@ from biphasic.errors import ConfigError, UserError
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status: 0 after success, 2 after a user error."""
-    args = _parser().parse_args(arguments)
+    args = _parser().parse_intermixed_args(arguments)
     try:
         _check(args)
         if args.out is not None:
@@ -38,6 +38,7 @@ def _parser() -> argparse.ArgumentParser:
         "folder, for its newest; or an exported folder, without OUT",
     )
     parser.add_argument("out", type=Path, nargs="?", help="the folder to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --initial: replace a value of the YAML")
     export = parser.add_argument_group("the export")
     export.add_argument("--initial", action="store_true", help="CHECKPOINT is a pretraining YAML: its initial weights")
     export.add_argument("--name", help="the model's name on its card")
@@ -60,6 +61,8 @@ def _parser() -> argparse.ArgumentParser:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise a UserError for options that can't work, before anything is loaded or written."""
+    if args.overrides and not args.initial:
+        raise UserError(f"{args.overrides[0]}: values can be replaced with --initial only, which reads a YAML")
     if args.push is None and (args.revision or args.private or args.dry_run):
         raise UserError("--revision, --private and --dry-run belong to --push ORG/NAME, which is missing")
     if args.results_of and not args.results:
@@ -120,7 +123,7 @@ def _write(args: argparse.Namespace, downloads: Path) -> None:
     from biphasic.model.checkpoint import read_record
 
     if args.initial:
-        config = load(args.checkpoint)
+        config = load(args.checkpoint, args.overrides)
         if not isinstance(config, PretrainConfig):
             raise UserError(f"{args.checkpoint}: expected a job: pretrain YAML")
         tokenizer = load_tokenizer(args.tokenizer or config.tokenizer)

@@ -1,0 +1,83 @@
+"""Run this repository's commands as forks of a process that has made the imports, which take seconds for each command.
+
+A forked command reads the same arguments, writes the same files and has the same exit status as the command that a person
+types. Its output goes to a log.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gc
+import multiprocessing
+import os
+import runpy
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+CORES = len(os.sched_getaffinity(0))
+AT_ONCE = min(2, CORES)
+"""Number of commands that run side by side. A tiny model gains little from a second thread."""
+THREADS = max(1, min(4, CORES // AT_ONCE))
+"""Threads of each of them."""
+
+
+def import_libraries() -> None:
+    """Import what most commands need. No tensor is computed here, since a fork can't use its parent's threads."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of this process, until a fork sets its own number
+    import biphasic.export.write
+    import biphasic.finetuning.run
+    import biphasic.training.pretrain  # noqa: F401
+
+    # Otherwise each fork's garbage collections would copy the memory of all imported modules.
+    gc.collect()
+    gc.freeze()
+
+
+def start(command: Sequence[str], log: Path) -> ForkProcess:
+    """Start `python FILE …`, `python -m MODULE …` or `composer FILE …` (one rank), with its output appended to `log`.
+
+    The command is killed when this process ends.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(list(command[1:]), log, os.getpid()))
+    process.start()
+    return process
+
+
+def _run(arguments: list[str], log: Path, parent: int) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for descriptor in (1, 2):
+        os.dup2(output, descriptor)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if os.getppid() != parent:
+        os._exit(1)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(THREADS)
+    status: object = 1
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent.resolve()))
+            # An absolute path, since processes that the command spawns look for it from where Python was started.
+            runpy.run_path(str(Path(arguments[0]).resolve()), run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    # A forked process of Python 3.11 doesn't call these, and Streaming removes its shared memory in one.
+    atexit._run_exitfuncs()
+    if isinstance(status, str):
+        print(status, file=sys.stderr)
+    sys.exit(status if isinstance(status, int) else int(status is not None))
