@@ -15,6 +15,7 @@ import runpy
 import signal
 import sys
 import traceback
+import types
 from collections.abc import Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -69,8 +70,7 @@ def _run(arguments: list[str], log: Path, parent: int) -> None:
         else:
             sys.argv = arguments
             sys.path.insert(0, str(Path(arguments[0]).parent.resolve()))
-            # An absolute path, since processes that the command spawns look for it from where Python was started.
-            runpy.run_path(str(Path(arguments[0]).resolve()), run_name="__main__")
+            _run_script(Path(arguments[0]).resolve())
         status = 0
     except SystemExit as end:
         status = end.code
@@ -81,3 +81,11 @@ def _run(arguments: list[str], log: Path, parent: int) -> None:
     if isinstance(status, str):
         print(status, file=sys.stderr)
     sys.exit(status if isinstance(status, int) else int(status is not None))
+
+
+def _run_script(path: Path) -> None:
+    """Run a script as `__main__`. Not by runpy, because processes that it spawns call the module `__mp_main__`."""
+    module = types.ModuleType("__main__")
+    module.__file__ = str(path)
+    sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    exec(compile(path.read_bytes(), path, "exec"), module.__dict__)
