@@ -14,6 +14,7 @@ Another seed shares the text, the tokenizer and the rows, and has a folder of it
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import json
 import os
@@ -330,6 +331,7 @@ def main(arguments: list[str] | None = None) -> int:
         status = Schedule(steps).run()
     except KeyboardInterrupt:
         status = 130
+    gc.unfreeze()  # otherwise extension modules report leaks at the end
     if status:
         return status
     print((folder / "scores" / "summary.txt").read_text(encoding="utf-8").rstrip())

@@ -104,7 +104,7 @@ def summary(content: dict[str, Any]) -> str:
     ]
     for name, values in content["scores"].items():
         low, high = values["interval"]
-        lines.append(f"  {name:26} {values['ndcg_at_10']:.3f}  [{low:.3f}, {high:.3f}]")
+        lines.append(f"  {name:28} {values['ndcg_at_10']:.3f}  [{low:.3f}, {high:.3f}]")
     lines.append("Differences, paired by query:")
     for difference in content["differences"]:
         low, high = difference["interval"]
@@ -112,7 +112,7 @@ def summary(content: dict[str, Any]) -> str:
             f"{difference['first']} over {difference['second']}",
             "  may be chance" if low <= 0 <= high else "",
         )
-        lines.append(f"  {name:26} {difference['mean']:+.3f}  [{low:+.3f}, {high:+.3f}]{chance}")
+        lines.append(f"  {name:28} {difference['mean']:+.3f}  [{low:+.3f}, {high:+.3f}]{chance}")
     return "\n".join(lines) + "\n"
 
 

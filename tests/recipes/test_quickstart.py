@@ -76,7 +76,7 @@ def test_small_from_text_to_report(small: Path) -> None:
     metrics = run / "clm-trunk" / "metrics.jsonl"
     first = start(small)
     deadline = time.monotonic() + 300
-    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+    while not (run / "clm-trunk" / "checkpoints" / "ba1.json").exists():
         assert first.poll() is None and time.monotonic() < deadline, first.wait(1).stderr[-3000:]
         time.sleep(0.002)
     os.kill(first.ranks[0], signal.SIGKILL)
@@ -89,7 +89,7 @@ def test_small_from_text_to_report(small: Path) -> None:
     assert "pretrain-clm-trunk: was interrupted; it resumes from its newest checkpoint" in second.stdout
     lines = [json.loads(line) for line in metrics.read_text().splitlines()]
     trained = [entry["batch"] for entry in lines if "loss/train/total" in entry]
-    assert sorted(set(trained)) == list(range(1, SWITCH + 1)) and len(trained) <= SWITCH + 1
+    assert sorted(set(trained)) == list(range(1, SWITCH + 1)) and trained.count(1) == 1
 
     # Two runs begin at the switch, with the batches of the shared one before it.
     for name, begins, objective in (("mlm", 1, "mlm"), ("clm-mlm", SWITCH + 1, "mlm"), ("clm", SWITCH + 1, "clm")):
@@ -100,7 +100,7 @@ def test_small_from_text_to_report(small: Path) -> None:
     assert list(scores["scores"]) == SYSTEMS
     for difference in scores["differences"]:
         first_score, second_score = (scores["scores"][difference[name]]["ndcg_at_10"] for name in ("first", "second"))
-        assert difference["mean"] == pytest.approx(first_score - second_score, abs=1e-9)
+        assert difference["mean"] == pytest.approx(first_score - second_score, abs=2e-5)  # mteb rounds scores
         assert difference["interval"][0] <= difference["mean"] <= difference["interval"][1]
     assert second.stdout.endswith("s in all)\n") and "CLM, then MLM over MLM" in second.stdout
 
