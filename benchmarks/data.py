@@ -4,7 +4,7 @@ The text is the docstrings of the installed packages, repeated under other ids u
 32,768 words that is trained on them. Each part runs in its own process, with two threads or workers:
 
     encode      `encode_batch` of `tokenizers` over texts in memory
-    convert     `data_prep/convert.py`: reading Parquet, tokenizing, packing, compressing, writing, hashing
+    convert     `biphasic convert`: reading Parquet, tokenizing, packing, compressing, writing, hashing
     plain       a common converter: one process, one text at a time, concatenate and chop, MDSWriter
     memory      the peak memory of all of convert's processes, at the requested size and at ten times that size
 
@@ -80,13 +80,12 @@ def make_tokenizer(text: Path) -> Path:
     """Train a byte-level BPE tokenizer of 32,768 words."""
     folder = FOLDER / "tokenizer"
     if not folder.exists():
-        sys.path.insert(0, str(ROOT / "data_prep"))
         from biphasic.config.convert import ConvertConfig
-        from train_tokenizer import train_tokenizer
+        from biphasic.conversion.train_tokenizer import train_tokenizer
 
         source = {"kind": "files", "paths": [str(sorted(text.iterdir())[0])]}
         keys = {"job": "convert", "source": source, "tokenizer": str(folder), "output": str(FOLDER / "unused")}
-        train_tokenizer(ConvertConfig.model_validate(keys), WORDS)
+        train_tokenizer(ConvertConfig.model_validate(keys), folder, size=WORDS)
     return folder
 
 
@@ -124,7 +123,7 @@ def convert(text: Path, tokenizer: Path) -> dict[str, float]:
         f"cluster: {{workers: {THREADS}}}\n"
     )
     start = time.time()
-    command = [sys.executable, str(ROOT / "data_prep" / "convert.py"), str(yaml)]
+    command = [sys.executable, "-m", "biphasic", "convert", str(yaml)]
     peak, status = _watched(command, start)
     assert status == 0
     total = time.time() - start

@@ -36,14 +36,15 @@ LOSS = "loss/train/total"
 def prepare() -> None:
     """Gather text, train a tokenizer and convert, unless it is done already."""
     python, recipes = sys.executable, "recipes/quickstart"
+    biphasic = [python, "-m", "biphasic"]
     steps = [
         (Path("runs/quickstart/text/gathered.json"), [python, f"{recipes}/gather.py"]),
-        (Path("runs/quickstart/tokenizer"), [python, "data_prep/train_tokenizer.py", "yamls/data/quickstart.yaml"]),
+        (Path("runs/quickstart/tokenizer"), [*biphasic, "tokenizer", "yamls/data/quickstart.yaml", "--size", "8192"]),
         (
             WORK / "data" / "conversion.json",
             [
-                python,
-                "data_prep/convert.py",
+                *biphasic,
+                "convert",
                 "yamls/data/quickstart.yaml",
                 "sequence_length=2048",
                 f"output={WORK}/data",

@@ -1,55 +1,8 @@
-"""Print the text of rows by their ids, as `odd_batches.jsonl` lists them.
+"""The same as `biphasic show`."""
 
-python data_prep/show.py FILE.yaml ID [ID ...]
-"""
-
-from __future__ import annotations
-
-import argparse
 import sys
-from collections.abc import Iterator
 
-from biphasic.config.load import load
-from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import ConfigError, UserError
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print the rows, and return the exit status: 0, or 2 if the YAML, an id or a dataset can't be used."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("file", help="the pretraining YAML")
-    parser.add_argument("ids", nargs="+", type=int, help="row ids in the dataset or the mix")
-    options = parser.parse_args(arguments)
-    try:
-        config = load(options.file)
-        if not isinstance(config, PretrainConfig):
-            raise UserError(f"{options.file}: expected job: pretrain; got {config.job}")
-        for line in _texts(config, options.ids):
-            print(line)
-    except (ConfigError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _texts(config: PretrainConfig, ids: list[int]) -> Iterator[str]:
-    from biphasic.data.mds_reader import read_rows, row_as_text, row_count
-    from biphasic.data.tokenizer import load_tokenizer
-
-    tokenizer = load_tokenizer(config.tokenizer)
-    # The ids of a mix's second dataset follow those of its first.
-    first_ids: dict[str, int] = {}
-    total = 0
-    for stream in config.data.streams.values():
-        dataset = stream.remote or stream.local
-        first_ids[dataset] = total
-        total += row_count(dataset)
-    if unknown := [id for id in ids if not 0 <= id < total]:
-        raise UserError(f"row {unknown[0]}: expected an id from 0 to {total - 1:,}")
-    for dataset, first_id in first_ids.items():
-        for row_id, row in read_rows(dataset, [id - first_id for id in ids]):
-            yield f"=== row {first_id + row_id}: {dataset}\n{row_as_text(row, tokenizer)}"
-
+from biphasic.commands import main
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(["show", *sys.argv[1:]]))

@@ -20,7 +20,7 @@ from tiny import config_of
 
 def preflight(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return warm.run([str(path), *overrides], processes, environment, module="biphasic.preflight")
+    return warm.run(["preflight", str(path), *overrides], processes, environment, module="biphasic")
 
 
 def test_two_ranks_without_faults(s3: Path, write_yaml: Write) -> None:

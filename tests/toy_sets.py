@@ -113,7 +113,7 @@ ROWS = {
 
 
 def make_sets(root: Path, sizes: dict[str, int] = SIZES) -> Path:
-    """Write all sets as `data_prep/tasks.py` does: root/tasks/<name>."""
+    """Write all sets as `biphasic tasks` does: root/tasks/<name>."""
     tasks: dict[str, Any] = {}
     for name, about in SPLIT_TASKS.items():
         make, features = ROWS[name.removesuffix("_v2")]

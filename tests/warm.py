@@ -106,12 +106,6 @@ def start(arguments: list[str], ranks: int, environment: dict[str, str], **optio
     return _server.start(arguments, ranks, environment, **options)
 
 
-def start_script(script: Path, arguments: list[str], environment: dict[str, str]) -> Job:
-    """Start a script of this repository in one process."""
-    code = f"import sys; sys.path.insert(0, {str(script.parent)!r})"
-    return start(arguments, 1, environment, module=script.stem, code=code)
-
-
 def run(
     arguments: list[str], ranks: int, environment: dict[str, str], **options: Any
 ) -> subprocess.CompletedProcess[str]:

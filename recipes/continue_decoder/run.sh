@@ -18,8 +18,8 @@ name=$(basename "$decoder")
 run=$name-mlm40-$((steps / 1000))k
 data=${BUCKET:-data}/fineweb-edu-$name
 
-python data_prep/convert.py recipes/continue_decoder/data.yaml tokenizer="$decoder" output="$data" \
+biphasic convert recipes/continue_decoder/data.yaml tokenizer="$decoder" output="$data" \
     max_tokens=$((steps * 2359296))
 composer src/main.py recipes/continue_decoder/pretrain.yaml run_name="$run" model.init_from="$decoder" data.folder="$data" \
     max_duration="${steps}ba" "$@"
-python -m biphasic.export "${BUCKET:-runs}/$run/checkpoints" "encoders/$run"
+biphasic export "${BUCKET:-runs}/$run/checkpoints" "encoders/$run"

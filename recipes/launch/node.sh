@@ -9,7 +9,14 @@ set -euo pipefail
 
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 root=$(cd "$here/../.." && pwd)
-(($# >= 1)) || { echo "usage: node.sh FILE.yaml [key=value ...]" >&2; exit 2; }
+if [[ ${1:-} == --help || ${1:-} == -h ]]; then
+    sed -n '2,/^set /{s/^# \{0,1\}//p}' "${BASH_SOURCE[0]}"
+    exit 0
+fi
+if (($# == 0)) || [[ $1 == -* ]]; then
+    echo "usage: node.sh FILE.yaml [key=value ...]; node.sh --help" >&2
+    exit 2
+fi
 # ssh and batch scripts come without the environment that an interactive shell has activated.
 if [[ -z ${VIRTUAL_ENV:-} && -x $root/.venv/bin/python ]]; then PATH=$root/.venv/bin:$PATH; fi
 
@@ -107,7 +114,7 @@ launch() {
 
 attempt() {
     status=0
-    if [[ ${BIPHASIC_PREFLIGHT:-1} != 0 ]]; then launch -m biphasic.preflight "$@"; fi
+    if [[ ${BIPHASIC_PREFLIGHT:-1} != 0 ]]; then launch -m biphasic preflight "$@"; fi
     if ((status != 0)); then return 0; fi
     if [[ -n $told ]]; then status=75; else launch "$root/src/main.py" "$@"; fi
 }
@@ -131,6 +138,8 @@ while true; do
         if ((failures > restarts)); then say "failed with status $status, $restarts restarts used"; exit "$status"; fi
         say "failed with status $status: restart $failures of $restarts in ${pause} s"
     fi
+    # When the reader of the output is gone (`node.sh FILE.yaml | head`), every further attempt would fail at its first line.
+    if [[ -p /dev/stdout ]]; then echo || exit 141; fi
     # All nodes come here: when a rank is gone the collectives of the others fail. They meet at the same address again.
     for ((second = 0; second < pause; second++)); do
         if [[ -z $told ]]; then sleep 1 || true; fi

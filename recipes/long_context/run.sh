@@ -11,6 +11,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 model=$1 name=$2
 shift 2
 
-python data_prep/convert.py recipes/long_context/data.yaml
+biphasic convert recipes/long_context/data.yaml
 composer src/main.py recipes/long_context/pretrain.yaml run_name="$name" model.init_from="$model" "$@"
-python -m biphasic.export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name"
+biphasic export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name"

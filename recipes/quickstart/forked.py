@@ -40,17 +40,17 @@ def import_libraries() -> None:
 
 
 def start(command: Sequence[str], log: Path) -> ForkProcess:
-    """Start `python FILE …`, `python -m MODULE …` or `composer FILE …` (one rank), with its output appended to `log`.
+    """Start `biphasic …`, `python FILE …` or `composer FILE …` (one rank), with its output appended to `log`.
 
     The command is killed when this process ends.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    process = multiprocessing.get_context("fork").Process(target=_run, args=(list(command[1:]), log, os.getpid()))
+    process = multiprocessing.get_context("fork").Process(target=_run, args=(list(command), log, os.getpid()))
     process.start()
     return process
 
 
-def _run(arguments: list[str], log: Path, parent: int) -> None:
+def _run(command: list[str], log: Path, parent: int) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for descriptor in (1, 2):
         os.dup2(output, descriptor)
@@ -64,13 +64,12 @@ def _run(arguments: list[str], log: Path, parent: int) -> None:
         sys.modules["torch"].set_num_threads(THREADS)
     status: object = 1
     try:
-        if arguments[0] == "-m":
-            sys.argv = arguments[1:]
-            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        if command[0] == "biphasic":
+            sys.argv = command
+            runpy.run_module("biphasic", run_name="__main__", alter_sys=True)
         else:
-            sys.argv = arguments
-            sys.path.insert(0, str(Path(arguments[0]).parent.resolve()))
-            _run_script(Path(arguments[0]).resolve())
+            sys.argv = command[1:]
+            _run_script(Path(command[1]).resolve())
         status = 0
     except SystemExit as end:
         status = end.code
@@ -85,6 +84,7 @@ def _run(arguments: list[str], log: Path, parent: int) -> None:
 
 def _run_script(path: Path) -> None:
     """Run a script as `__main__`. Not by runpy, because processes that it spawns call the module `__mp_main__`."""
+    sys.path.insert(0, str(path.parent))
     module = types.ModuleType("__main__")
     module.__file__ = str(path)
     sys.modules["__main__"] = sys.modules["__mp_main__"] = module

@@ -73,12 +73,7 @@ class Step:
         return self.folder / "steps" / f"{self.name}.log"
 
 
-MODELS = {
-    "clm-mlm": ("CLM up to the switch, then MLM", []),
-    "mlm": ("MLM alone", ["objective.phases=[{name: mlm, masking_ratio: 0.4}]"]),
-    "clm": ("CLM alone", ["objective.phases=[{name: clm}]"]),
-}
-"""Description, and overrides of yamls/quickstart.yaml."""
+MLM, CLM = "objective.phases=[{name: mlm, masking_ratio: 0.4}]", "objective.phases=[{name: clm}]"
 
 
 def make_steps(seed: int | None = None) -> list[Step]:
@@ -102,26 +97,26 @@ def make_steps(seed: int | None = None) -> list[Step]:
         ),
         Step(
             "tokenizer",
-            "a byte-level BPE tokenizer of 8,192 words",
-            ["python", "data_prep/train_tokenizer.py", DATA],
+            "a byte-level BPE tokenizer of the text's own",
+            ["biphasic", "tokenizer", DATA, "--size", str(config.model.vocab_size)],
             [RUN / "tokenizer"],
-            ["data_prep/train_tokenizer.py", DATA],
+            ["src/biphasic/conversion/train_tokenizer.py", DATA],
             ("gather",),
         ),
         Step(
             "convert",
             "packed rows as MDS shards, training and validation",
-            ["python", "data_prep/convert.py", DATA],
+            ["biphasic", "convert", DATA],
             [RUN / "data"],
-            ["data_prep/convert.py", DATA, *CONVERSION],
+            [DATA, *CONVERSION],
             ("gather", "tokenizer"),
         ),
         Step(
             "verify",
             "every shard is read again and compared with the conversion's record",
-            ["python", "data_prep/verify.py", str(RUN / "data")],
+            ["biphasic", "verify", str(RUN / "data")],
             [],
-            ["data_prep/verify.py", *CONVERSION],
+            CONVERSION,
             ("convert",),
         ),
     ]
@@ -140,12 +135,13 @@ def make_steps(seed: int | None = None) -> list[Step]:
         )
 
     trunk = f"start_from={folder / 'clm-trunk'}"
-    beginning = [f"max_duration={switch}", "schedule.decay=0ba", *MODELS["clm"][1]]
+    beginning = [f"max_duration={switch}", "schedule.decay=0ba", CLM]
     pretraining = [
         pretrain("clm-trunk", "the CLM batches before the switch, which two models share", beginning, "convert"),
-        pretrain("mlm", *MODELS["mlm"], "convert"),
-        pretrain("clm-mlm", MODELS["clm-mlm"][0], [*MODELS["clm-mlm"][1], trunk], "pretrain-clm-trunk"),
-        pretrain("clm", MODELS["clm"][0], [*MODELS["clm"][1], trunk], "pretrain-clm-trunk"),
+        pretrain("mlm", "MLM alone", [MLM], "convert"),
+        # Before clm-mlm, because it takes longer.
+        pretrain("clm", "CLM alone", [CLM, trunk], "pretrain-clm-trunk"),
+        pretrain("clm-mlm", "CLM up to the switch, then MLM", [trunk], "pretrain-clm-trunk"),
     ]
     exports, finetunings = list[Step](), list[Step]()
     for name in ("untrained", "mlm", "clm-mlm", "clm"):
@@ -156,7 +152,7 @@ def make_steps(seed: int | None = None) -> list[Step]:
             Step(
                 f"export-{name}",
                 "a folder that transformers and sentence-transformers load",
-                ["python", "-m", "biphasic.export", *source, str(out), *initial_seed, "--force"],
+                ["biphasic", "export", *source, str(out), *initial_seed, "--force"],
                 [out],
                 [PRETRAIN, *CODE, "src/biphasic/export"],
                 ("tokenizer" if name == "untrained" else f"pretrain-{name}",),

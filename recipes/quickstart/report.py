@@ -66,10 +66,11 @@ def draw_losses(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> bytes:
             name, millions = RUNS[run], metrics[-1]["tokens"] / metrics[-1]["batch"] / 1e6
             points = loss_points(name, metrics, 0)
             for objective, axes in zip(objectives, panels, strict=True):
-                for split, style in (
-                    ("training", {"linewidth": 1.0, "alpha": 0.45}),
-                    ("validation", {"linewidth": 1.4, "marker": "o", "markersize": 3.5, "label": name}),
-                ):
+                styles: dict[str, dict[str, Any]] = {
+                    "training": {"linewidth": 1.0, "alpha": 0.45},
+                    "validation": {"linewidth": 1.4, "marker": "o", "markersize": 3.5, "label": name},
+                }
+                for split, style in styles.items():
                     curve = [point for point in points if (point.split, point.objective) == (split, objective)]
                     at, losses = [point.step * millions for point in curve], [point.loss for point in curve]
                     axes.plot(at, losses, color=COLOR[name], **style)

@@ -11,12 +11,12 @@ here=recipes/your_language work=runs/your_language
 
 if [[ ! -e $work/data/conversion.json ]]; then
     python $here/gather.py "${1:-fr}"
-    python data_prep/train_tokenizer.py $here/data.yaml --words 8192
+    biphasic tokenizer $here/data.yaml --size 8192
 fi
-python data_prep/convert.py $here/data.yaml
+biphasic convert $here/data.yaml
 composer src/main.py $here/pretrain.yaml
-python -m biphasic.export $work/pretrain/checkpoints $work/encoder --force
-python -m biphasic.export --initial $here/pretrain.yaml $work/untrained --force
+biphasic export $work/pretrain/checkpoints $work/encoder --force
+biphasic export --initial $here/pretrain.yaml $work/untrained --force
 for model in encoder untrained; do
     composer src/main.py $here/finetune.yaml run_name=$model-finetuned model.path=$work/$model
     python src/main.py $here/evaluate.yaml run_name=$model-scores model.path=$work/$model-finetuned/model

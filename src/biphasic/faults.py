@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import sys
 import time
@@ -18,13 +19,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from threading import Event, Lock, Thread, Timer
-from typing import Any
+from typing import Any, TextIO
 
 from biphasic.errors import PREEMPTED, ConfigError, Preempted, UserError, is_lost_rank
 from biphasic.storage import first_line
 
-FAILED, REFUSED, INTERRUPTED = 1, 2, 130
-"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT)."""
+FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
+"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT); nobody reads
+the output any more (128 + SIGPIPE)."""
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 """Time for the main thread to fail by itself after another rank's fault, since often all ranks have the same fault."""
@@ -42,8 +44,8 @@ def run_rank(job: Callable[[], int]) -> int:
 
     Returns:
         The job's exit status; 1 if it failed, 2 if something must be changed first, 75 if it was preempted, 130 after
-        Ctrl-C. A rank that shows no fault and is not local rank 0 returns 0, because the launcher prints the output
-        of a rank with any other status.
+        Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault and is not local rank 0
+        returns 0, because the launcher prints the output of a rank with any other status.
     """
     global _ranks
     _ranks = _Ranks() if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
@@ -58,6 +60,8 @@ def run_rank(job: Callable[[], int]) -> int:
     except Exception as error:
         if _ranks is not None:
             return _ranks.end(error)
+        if isinstance(error, BrokenPipeError) and not _is_read(sys.stdout):
+            return UNREAD
         if not isinstance(error, ConfigError | UserError):
             raise
         print(error, file=sys.stderr)
@@ -65,6 +69,23 @@ def run_rank(job: Callable[[], int]) -> int:
     finally:
         if _ranks is not None:
             _ranks.stop()
+        _flush_stdout()
+
+
+def _is_read(stream: TextIO) -> bool:
+    """Return whether a stream's reader is there: False for a pipe whose other end is closed."""
+    poll = select.poll()
+    poll.register(stream.fileno(), 0)
+    return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
+
+
+def _flush_stdout() -> None:
+    """Flush the standard output. Discard it if its reader has closed the pipe."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # Python flushes once more when it ends, and would show the error.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -1,9 +1,4 @@
-"""Check whether the machines can run a job, before GPU hours are spent. Started like the run itself, on every node:
-
-composer [node arguments] -m biphasic.preflight FILE.yaml [key=value ...]
-
-Prints what is wrong on which node; exit status 0 when nothing is, 2 otherwise.
-"""
+"""Check whether the machines can run a job: the checks of `biphasic preflight`, which every rank runs."""
 
 from __future__ import annotations
 
@@ -11,7 +6,6 @@ import json
 import os
 import shutil
 import socket
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,7 +19,6 @@ from biphasic.config.load import load
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
-from biphasic.faults import run_rank
 from biphasic.storage import first_line, is_remote, open_store
 
 _ALL_REDUCE_VALUES = 1 << 25
@@ -40,19 +33,16 @@ RankFacts = dict[str, Any]
 """Results of one rank: its host and node, a value for each check by name, and `faults`, a list of messages."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run all checks on all ranks, print the report on rank 0, and return the exit status."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0 if arguments else 2
-    return run_rank(lambda: _check(arguments))
+def check(file: str, overrides: list[str]) -> int:
+    """Run all checks on all ranks, print the report on rank 0, and return the exit status: 2 with faults.
 
-
-def _check(arguments: list[str]) -> int:
-    config = load(arguments[0], arguments[1:], int(os.environ.get("WORLD_SIZE", "1")))
+    Raises:
+        ConfigError: the YAML can't be used.
+        UserError: the YAML's job trains nothing.
+    """
+    config = load(file, overrides, int(os.environ.get("WORLD_SIZE", "1")))
     if not isinstance(config, PretrainConfig | FinetuneConfig):
-        raise UserError(f"{arguments[0]}: expected job: pretrain or job: finetune; got {config.job}")
+        raise UserError(f"{file}: expected job: pretrain or job: finetune; got {config.job}")
     facts = rank_facts(config)
     from composer.utils import dist
 
@@ -261,7 +251,3 @@ def _data(config: PretrainConfig) -> str:
         require_first_shard(stream)
     splits = len(config.data.splits)
     return f"{splits} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

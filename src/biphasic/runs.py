@@ -1,12 +1,7 @@
-"""Show a run's checkpoints, its attempts and why each ended, and the tokens lost between them.
-
-python -m biphasic.runs FOLDER      runs/my-run, its checkpoints' folder, or s3://bucket/prefix
-"""
+"""Show a run's checkpoints, its attempts and why each ended, and the tokens lost between them."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,24 +14,21 @@ from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, join, open_store
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Print the report. Return the exit status: 2 if the folder can't be read or contains no run."""
-    parser = argparse.ArgumentParser(prog="python -m biphasic.runs", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("folder", help="a run's folder, or where it saves: a folder or a bucket prefix")
-    folder = parser.parse_args(arguments).folder
-    destination, problem = checkpoint_destination(folder), None
+def print_report(folder: str) -> None:
+    """Print the report about a run's folder, or about the folder or bucket prefix where it saves.
+
+    Raises:
+        UserError: the folder can't be read or contains no run.
+    """
+    destination = checkpoint_destination(folder)
     try:
         print("\n".join(report(destination)))
-    except UserError as error:
-        problem = str(error)
-    except OSError as error:
-        problem = f"{destination}: can't be read ({first_line(error)})"
-    if problem is None:
-        return 0
-    if destination != folder and is_remote(destination):
-        print("\n".join(_local_report(join(folder, "checkpoints"))))
-    print(problem, file=sys.stderr)
-    return 2
+    except (UserError, OSError) as error:
+        if destination != folder and is_remote(destination):
+            print("\n".join(_local_report(join(folder, "checkpoints"))))
+        if isinstance(error, UserError | BrokenPipeError):
+            raise
+        raise UserError(f"{destination}: can't be read ({first_line(error)})") from None
 
 
 def checkpoint_destination(folder: str) -> str:
@@ -113,7 +105,3 @@ def _lost_tokens(before: dict[str, Any], after: dict[str, Any]) -> str:
     # A killed attempt may have trained up to 15 seconds after its last heartbeat.
     least = "" if before.get("until") else "at least "
     return f"lost: {least}{lost:,} tokens" if lost or least else "lost: nothing"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

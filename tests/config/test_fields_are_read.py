@@ -10,7 +10,7 @@ from typing import Any, get_args, get_origin
 
 from pydantic import BaseModel
 
-from biphasic.config.load import Config
+from biphasic.config.jobs import JOBS, schema_of
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -27,7 +27,7 @@ def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
 def sections() -> set[type[BaseModel]]:
     """Every section of every job."""
     reached: set[type[BaseModel]] = set()
-    waiting = list(models_in(Config))
+    waiting: list[type[BaseModel]] = [schema_of(job) for job in JOBS]
     while waiting:
         section = waiting.pop()
         if section not in reached:

@@ -52,6 +52,12 @@ def test_every_yaml_has_a_plan() -> None:
     assert len(plans) == len(YAMLS) and all(len(text.splitlines()) > 3 for text in plans)
 
 
+def test_quickstart_runs_on_two_ranks() -> None:
+    config = load(ROOT / "yamls" / "quickstart.yaml", ranks=2)
+    assert isinstance(config, PretrainConfig)
+    assert plan(config, 2).rows_per_rank == 4
+
+
 def test_the_plan_answers_in_under_three_seconds_and_touches_nothing(tmp_path: Path) -> None:
     run, seconds = timed_main("yamls/1b_biphasic.yaml", "--plan", f"output={tmp_path / 'runs'}")
     assert seconds < 3

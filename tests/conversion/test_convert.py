@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable
@@ -9,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump
 from biphasic.conversion import worker
@@ -35,16 +35,6 @@ def texts_in(rows: Stored, config: ConvertConfig) -> list[str]:
     texts = tokenizer.tokenizer.decode(ids, skip_special_tokens=False).split("<|eos|>")
     assert texts[-1] == ""
     return texts[:-1]
-
-
-def command(name: str) -> Callable[[list[str]], int]:
-    """The main function of a command in `data_prep/`, which is no package."""
-    spec = importlib.util.spec_from_file_location(f"{name}_command", ROOT / "data_prep" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
 
 
 def test_round_trip_of_documents(config_for: Make, tmp_path: Path) -> None:
@@ -200,19 +190,19 @@ def test_add_eos_needs_an_eos_token(config_for: Make, tmp_path: Path) -> None:
 def test_convert_and_verify_commands(config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(sentences(40), validation_fraction=0.2, segments=STREAM)).replace(WINDOW, ""))
-    assert command("convert")([str(path), "seed=5"]) == 0
+    assert main(["convert", str(path), "seed=5"]) == 0
     assert "train: " in capsys.readouterr().out
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["config"]["seed"] == 5
-    assert command("verify")([str(tmp_path / "out"), "--sample", "2"]) == 0
+    assert main(["verify", str(tmp_path / "out"), "--sample", "2"]) == 0
     output = capsys.readouterr().out
     assert "complete, and as its record says" in output
     assert output.count("=== train, row") == 2
     assert "<|eos|>" in output
     shard = next((tmp_path / "out" / "train").glob("*/shard.00000.mds.zstd"))
     shard.unlink()
-    assert command("verify")([str(tmp_path / "out")]) == 1
+    assert main(["verify", str(tmp_path / "out")]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith(f"out: train/{shard.parent.name}/{shard.name}: is missing")
-    assert command("verify")([str(tmp_path)]) == 2
+    assert main(["verify", str(tmp_path)]) == 2
 
 
 def test_the_plan_counts_and_estimates_and_writes_nothing(
@@ -222,7 +212,7 @@ def test_the_plan_counts_and_estimates_and_writes_nothing(
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(records, validation_fraction=0.2)))
     before = sorted(tmp_path.rglob("*"))
-    planned, seconds = run_measured([sys.executable, ROOT / "data_prep" / "convert.py", path, "--plan"])
+    planned, seconds = run_measured([sys.executable, "-m", "biphasic", "convert", path, "--plan"])
     assert seconds < 5
     assert planned.returncode == 0, planned.stderr
     assert sorted(tmp_path.rglob("*")) == before
@@ -232,7 +222,7 @@ def test_the_plan_counts_and_estimates_and_writes_nothing(
     tokens = int(lines["tokens"].split()[1].replace(",", ""))
     record = convert(config_for(records, validation_fraction=0.2))
     assert tokens == pytest.approx(sum(split["tokens"] for split in record["splits"].values()), rel=0.1)
-    assert command("convert")([str(path), "--plan", "max_tokens=1000"]) == 0
+    assert main(["convert", str(path), "--plan", "max_tokens=1000"]) == 0
     assert "about 1,000, of" in capsys.readouterr().out
 
 
@@ -251,7 +241,7 @@ def test_a_mistake_is_a_message_of_one_line_and_status_2(
 ) -> None:
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(sentences(3))).replace(WINDOW, "").replace(SHORTEST, ""))
-    assert command("convert")([str(path), *arguments]) == 2
+    assert main(["convert", str(path), *arguments]) == 2
     output = capsys.readouterr().err
     assert output.startswith(message)
     assert output.count("\n") == 1

@@ -31,7 +31,6 @@ from biphasic.errors import UserError
 from outputs import same_bytes, segments_in
 from s3_server import serve_s3
 from texts import sentences, write_parquet
-from tiny import ROOT
 
 Make = Callable[..., ConvertConfig]
 ALONE = {"workers": 1}
@@ -263,7 +262,7 @@ def test_a_source_bucket_that_becomes_unreachable(
 
 def run(path: Path) -> subprocess.Popen[bytes]:
     """Start the command. It writes to a file: nobody reads a pipe, which would fill up."""
-    command = [sys.executable, ROOT / "data_prep" / "convert.py", path]
+    command = [sys.executable, "-m", "biphasic", "convert", path]
     with path.with_name("output.txt").open("wb") as output:
         return subprocess.Popen(command, cwd=path.parent, stdout=output, stderr=subprocess.STDOUT)
 

@@ -15,7 +15,6 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump
 from hub_server import Repository, serve_hub
 from texts import sentences, write_parquet
-from tiny import ROOT
 
 Make = Callable[..., ConvertConfig]
 NAME = "HuggingFaceFW/fineweb-edu"
@@ -74,7 +73,7 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config))
-    command = [sys.executable, str(ROOT / "data_prep" / "convert.py"), str(path), *arguments]
+    command = [sys.executable, "-m", "biphasic", "convert", str(path), *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=hub)
 
 

@@ -16,6 +16,7 @@ from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.convert import convert
 from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.train_tokenizer import train_tokenizer
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
 
@@ -120,9 +121,6 @@ def test_an_ambiguous_query_is_in_neither_file(gather: ModuleType) -> None:
 
 
 def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: Callable[..., ConvertConfig]) -> None:
-    sys.path.insert(0, str(ROOT / "data_prep"))
-    from train_tokenizer import train_tokenizer
-
     config = config_for(
         text / "documents.parquet",
         tokenizer=str(tmp_path / "tokenizer"),
@@ -130,11 +128,11 @@ def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: C
         sequence_length=512,
         shard_bytes=1 << 20,
     )
-    train_tokenizer(config, words=2000)
+    train_tokenizer(config, tmp_path / "tokenizer", size=2000)
     tokenizer = load_tokenizer(config.tokenizer)
     assert tokenizer.vocab_size == 2000
     first = (tmp_path / "tokenizer" / "tokenizer.json").read_bytes()
-    train_tokenizer(config, words=2000)
+    train_tokenizer(config, tmp_path / "tokenizer", size=2000, force=True)
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == first
 
     record = convert(config)

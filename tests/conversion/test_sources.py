@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import csv
 import gzip
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -48,10 +50,18 @@ def lines(records: Records) -> bytes:
     return b"".join(json.dumps(record).encode() + b"\n" for record in records)
 
 
+def csv_lines(records: Records) -> bytes:
+    content = io.StringIO()
+    writer = csv.DictWriter(content, list(records[0]))
+    writer.writeheader()
+    writer.writerows(records)
+    return content.getvalue().encode()
+
+
 def write(path: Path, records: Records) -> Path:
     if path.suffix == ".parquet":
         return write_parquet(path, records)
-    content = lines(records)
+    content = csv_lines(records) if ".csv" in path.name else lines(records)
     if path.suffix == ".gz":
         content = gzip.compress(content)
     elif path.suffix == ".zst":
@@ -60,7 +70,7 @@ def write(path: Path, records: Records) -> Path:
     return path
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "jsonl.gz", "jsonl.zst", "csv", "csv.gz"])
 def test_every_kind_of_file(tmp_path: Path, ending: str) -> None:
     assert read(write(tmp_path / f"a.{ending}", RECORDS)) == documents(RECORDS)
 
@@ -186,7 +196,7 @@ def test_an_empty_file(tmp_path: Path, ending: str) -> None:
     assert (good.fault, empty.fault) == (None, "is empty (0 bytes)")
 
 
-@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst"])
+@pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "csv.gz"])
 def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
     file = write(tmp_path / f"a.{ending}", sentences(2000))
     content = file.read_bytes()
@@ -252,7 +262,7 @@ def test_a_text_that_is_too_long(tmp_path: Path) -> None:
         assert skipped(entries)[0][0].endswith("2: its text has 51 characters, and max_text_characters is 50")
 
 
-@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
 def test_filters(tmp_path: Path, ending: str) -> None:
     records = [
         {"id": str(number), "text": f"{score} {language}", "int_score": score, "language": language}
@@ -274,6 +284,51 @@ def test_filters(tmp_path: Path, ending: str) -> None:
         kept({"column": "language", "min": 3})
     with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
         kept({"column": "dump", "any_of": ["x"]})
+
+
+def test_csv_with_bad_rows(tmp_path: Path) -> None:
+    """As spreadsheets write it: a byte order mark, quoted line ends and delimiters."""
+    rows = [
+        '\ufeffid,"the text"\r\n',
+        '1,"one, ""quoted""\nin two lines"\r\n',
+        "\r\n",
+        "2\r\n",
+        "3,x,y\r\n",
+        '4,"a"b\r\n',
+        "5,\r\n",
+        "6,caf\udce9\r\n",
+        "7,end",
+    ]
+    file = tmp_path / "a.csv"
+    file.write_bytes("".join(rows).encode("utf-8", "surrogateescape"))
+    entries = read(file, text="the text")
+    assert [entry for entry in entries if isinstance(entry, Document)] == [
+        Document("1", 'one, "quoted"\nin two lines'),
+        Document("7", "end"),
+    ]
+    assert [(message.split(" (")[0], kind) for message, kind in skipped(entries)] == [
+        ("a.csv, line 5: has 1 field, and the header has 2", "not CSV"),
+        ("a.csv, line 6: has 3 fields, and the header has 2", "not CSV"),
+        ("a.csv, line 7: is not CSV", "not CSV"),
+        ("a.csv, line 8: has no text", "without text"),
+        ("a.csv, line 9: its text is not UTF-8", "not UTF-8"),
+    ]
+    with pytest.raises(
+        UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"
+    ):
+        read(file)
+
+
+def test_csv_with_a_quotation_mark_that_is_not_closed(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('id,text\n1,one\n2,"two\n3,three\n')
+    with pytest.raises(DamagedFileError, match=r"a\.csv, line 3: is damaged: a quotation mark"):
+        read(file)
+
+
+def test_tsv(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\tone, "two"\n2\t"three\t3"\n')
+    assert texts(read(tmp_path)) == ['one, "two"', "three\t3"]
 
 
 @pytest.mark.parametrize("packed", ["", ".gz", ".zst"])

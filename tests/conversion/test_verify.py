@@ -305,7 +305,7 @@ def test_an_unfinished_conversion_names_what_is_missing(output: Path) -> None:
     (output / "conversion.started").write_text(json.dumps(started))
     (output / "units" / "b.json").write_text("{}")
     with pytest.raises(
-        UserError, match=r"4 work units are missing \(file 0; file 2; file 3 and others\); run data_prep/convert"
+        UserError, match=r"4 work units are missing \(file 0; file 2; file 3 and others\); run `biphasic convert`"
     ):
         verify(str(output))
 

@@ -19,13 +19,13 @@ from buckets import bucket_for, smallest_limit, upload
 from conftest import Write
 from outputs import same_bytes
 from texts import sentences, write_parquet
-from tiny import LENGTH, ROOT, config_of, launch, losses, train
+from tiny import LENGTH, config_of, launch, losses, train
 
 UNITS = 5
 
 
 def start(name: str, *arguments: str) -> warm.Job:
-    return warm.start_script(ROOT / "data_prep" / f"{name}.py", list(arguments), dict(os.environ))
+    return warm.start([name, *arguments], 1, dict(os.environ), module="biphasic")
 
 
 def run(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -67,11 +67,11 @@ def test_conversion_to_training_through_a_bucket(
     }
     too_early = launch(write_yaml("early", **{**remote, "tokenizer": str(tokenizer_folder)}))
     assert too_early.returncode != 0
-    assert f"{out}: its conversion is not finished; run data_prep/verify.py on it" in too_early.stderr
+    assert f"{out}: its conversion is not finished; run `biphasic verify` on it" in too_early.stderr
     missing = run("verify", out)
     assert missing.returncode == 2
     assert f"{out}: is an unfinished conversion: {UNITS - finished} work unit" in missing.stderr
-    assert f"{text}/{UNITS - 1}.parquet); run data_prep/convert.py again" in missing.stderr
+    assert f"{text}/{UNITS - 1}.parquet); run `biphasic convert` again" in missing.stderr
 
     # Resumed: what is finished is kept, and all is as if nothing had happened.
     resumed = run("convert", str(path))

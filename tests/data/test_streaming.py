@@ -221,7 +221,7 @@ def test_an_unfinished_conversion_is_named(s3: Path, tmp_path: Path) -> None:
     (made / "index.json").unlink()
     (tmp_path / "made" / "conversion.started").write_text("")
     remote = upload(tmp_path / "made", bucket, "out")
-    message = "its conversion is not finished; run data_prep/verify.py on it to see which work units are missing"
+    message = "its conversion is not finished; run `biphasic verify` on it to see which work units are missing"
     with pytest.raises(UserError, match=f"^{tmp_path / 'made'}: {message}"):
         open_rows(data(made))
     with pytest.raises(UserError, match=f"^{remote}: {message}"):

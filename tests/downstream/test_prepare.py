@@ -54,7 +54,7 @@ def config_of(sets: dict[str, str], output: Path | str, *more: str) -> TasksConf
 
 
 def run(arguments: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "data_prep" / "tasks.py"), *arguments]
+    command = [sys.executable, "-m", "biphasic", "tasks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
 
 

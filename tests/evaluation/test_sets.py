@@ -189,7 +189,7 @@ def test_judgments_of_missing_documents_are_kept(tmp_path: Path) -> None:
     assert split_of(read(write_set(tmp_path / "my-set", qrels=more)))["qrels"]["q1"] == {"d1": 2, "gone": 1}
 
 
-def test_a_set_of_data_prep(tmp_path: Path) -> None:
+def test_a_set_of_the_tasks_command(tmp_path: Path) -> None:
     folder = make_sets(tmp_path, {"train": 4, "validation": 5, "test": 6}) / "msmarco"
     task = read(folder)
     for split, count in (("validation", 10), ("test", 12)):

@@ -11,8 +11,8 @@ import torch
 from safetensors.torch import load_file
 
 from biphasic.checkpointing.resume import local_checkpoint
+from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.export import __main__ as command
 from buckets import bucket_for, client, flip_a_bit, upload
 from stored_checkpoints import checkpoint_of, network
 
@@ -32,7 +32,7 @@ def run(dataset: Path, tmp_path: Path) -> Path:
 def exported(path: str, out: Path) -> float:
     """The batch of the exported weights; nothing else was written beside the export."""
     before = {file.name for file in out.parent.iterdir()}
-    assert command.main([path, str(out)]) == 0
+    assert main(["export", path, str(out)]) == 0
     assert {file.name for file in out.parent.iterdir()} - before == {out.name}
     return float(load_file(out / "model.safetensors")["model.norm.weight"][0])
 
@@ -69,13 +69,13 @@ def test_damaged_checkpoints_in_a_bucket_are_refused(
         ("", "can't be used (it holds no complete checkpoint; ba60: it has no ba60.json, so it was not finished)"),
     ):
         path = f"{address}/{name}".rstrip("/")
-        assert command.main([path, str(tmp_path / "out")]) == 2
+        assert main(["export", path, str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith(f"checkpoint {path}: ")
         assert message in error
         assert sorted(tmp_path.iterdir()) == before, name
     for path in (f"s3://{bucket}/nothing", "s3://there-is-no-such-bucket/run"):
-        assert command.main([path, str(tmp_path / "out")]) == 2
+        assert main(["export", path, str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"checkpoint {path}: can't be used (")
         assert error.count("\n") == 1

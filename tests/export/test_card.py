@@ -13,9 +13,9 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
+from biphasic.commands import main
 from biphasic.config.load import dump
 from biphasic.errors import UserError
-from biphasic.export import __main__ as command
 from biphasic.export.card import finetuned_card, pretrained_card, untrained_card
 from biphasic.export.folder import EXPORT_FILE
 from biphasic.export.metadata import hub_id, parse_card
@@ -383,11 +383,11 @@ def test_results_and_license_for_an_exported_folder(
     folder.mkdir()
     (folder / EXPORT_FILE).write_text("{}")
     (folder / "README.md").write_text(pretrained_card(record, "mine"))
-    assert command.main([str(folder), "--results", str(results), "--license", "cc-by-4.0", "--language", "de"]) == 0
+    assert main(["export", str(folder), "--results", str(results), "--license", "cc-by-4.0", "--language", "de"]) == 0
     card = (folder / "README.md").read_text()
     assert set(entries(card)) >= {"NQ"}
     assert (ModelCard(card).data.license, ModelCard(card).data.language) == ("cc-by-4.0", ["de"])
-    assert command.main([str(folder), "--license", "No License"]) == 2
+    assert main(["export", str(folder), "--license", "No License"]) == 2
     assert (folder / "README.md").read_text() == card
     for arguments, message in (
         ([str(folder)], "is an export: add --onnx"),
@@ -399,7 +399,7 @@ def test_results_and_license_for_an_exported_folder(
         ([str(folder), "--dry-run"], "belong to --push"),
     ):
         capsys.readouterr()
-        assert command.main(arguments) == 2
+        assert main(["export", *arguments]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from biphasic.commands import main
 from biphasic.config.load import dump
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export import __main__ as command
 from biphasic.export.card import model_name, pretrained_card
 from biphasic.export.write import export_encoder
 from biphasic.model.backbone import load_language_model
@@ -35,7 +35,7 @@ def test_export_of_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path:
 
     folder = train(config_of(write_yaml()))
     checkpoint, out = folder / "checkpoints" / "ba12-rank0.pt", tmp_path / "out"
-    assert command.main([str(checkpoint), str(out)]) == 0
+    assert main(["export", str(checkpoint), str(out)]) == 0
     card = ModelCard.load(out / "README.md")
     data = card.data.to_dict()
     assert (data["license"], data["library_name"]) == ("apache-2.0", "transformers")
@@ -49,20 +49,20 @@ def test_export_of_a_run_s_checkpoint_with_its_card(write_yaml: Write, tmp_path:
         assert torch.equal(weight, exported.state_dict()[name]), name
     # Another run can start from the folder, and its checkpoint can be exported in turn.
     again = train(config_of(write_yaml("again", model={"init_from": str(out)}, max_duration="8ba")))
-    assert command.main([str(again / "checkpoints" / "ba4-rank0.pt"), str(tmp_path / "second")]) == 0
+    assert main(["export", str(again / "checkpoints" / "ba4-rank0.pt"), str(tmp_path / "second")]) == 0
     first, second = (json.loads((folder / "config.json").read_text()) for folder in (out, tmp_path / "second"))
     assert first == second
     assert "\n# again-4\n" in (tmp_path / "second" / "README.md").read_text()
     # An export is replaced only with --force, and anything else never.
-    assert command.main([str(checkpoint), str(out)]) == 2
-    assert command.main([str(checkpoint), str(out), "--force"]) == 0
-    assert command.main([str(checkpoint), str(tmp_path), "--force"]) == 2
+    assert main(["export", str(checkpoint), str(out)]) == 2
+    assert main(["export", str(checkpoint), str(out), "--force"]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path), "--force"]) == 2
 
 
 def test_initial_weights_are_those_of_the_run(write_yaml: Write, tmp_path: Path) -> None:
     path = write_yaml(optimizer__lr=1e-30, optimizer__weight_decay=0.0, max_duration="8ba")
     folder = train(config_of(path, seed=8))
-    assert command.main(["--initial", str(path), str(tmp_path / "out"), "seed=8"]) == 0
+    assert main(["export", "--initial", str(path), str(tmp_path / "out"), "seed=8"]) == 0
     trained, initial = (
         load_language_model(str(folder / "checkpoints" / "ba8-rank0.pt")),
         load_language_model(str(tmp_path / "out")),
@@ -103,7 +103,7 @@ def test_unusable_checkpoints_are_an_error_of_one_line(tmp_path: Path, capsys: p
         ("other.pt", "not written by"),
         ("tensor.pt", "not written by"),
     ):
-        assert command.main([str(tmp_path / name), str(tmp_path / "out")]) == 2
+        assert main(["export", str(tmp_path / name), str(tmp_path / "out")]) == 2
         error = capsys.readouterr().err
         assert message in error
         assert error.count("\n") == 1

@@ -159,13 +159,13 @@ def test_half_precision_and_empty_texts(out: Path, family: str) -> None:
 
 def test_export_of_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A run starts from an exported decoder, and its checkpoint is exported."""
-    from biphasic.export import __main__ as command
+    from biphasic.commands import main
 
     export_language_model(decoder("qwen3"), tokenizer, tmp_path / "start")
     changes = {"schedule": {}, "objective": {"phases": [{"name": "mlm"}]}, "max_duration": "2ba"}
     folder = train(config_of(write_yaml(model={"init_from": str(tmp_path / "start")}, **changes)))
     checkpoint, out = folder / "checkpoints" / "ba2-rank0.pt", tmp_path / "trained-qwen3"
-    assert command.main([str(checkpoint), str(out)]) == 0
+    assert main(["export", str(checkpoint), str(out)]) == 0
     assert "trust_remote_code=True" in (out / "README.md").read_text()
     expected = packed(load_encoder(str(checkpoint)).backbone)
     tokens, mask = padded()

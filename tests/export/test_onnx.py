@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
+from biphasic.commands import main
 from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export import __main__ as command
 from biphasic.export import onnx as module
 from biphasic.export.onnx import GRAPH, WEIGHTS, export_onnx
 from biphasic.export.write import export_encoder
@@ -156,12 +156,12 @@ def test_the_command_writes_the_graph_with_an_export_or_later(
     write_yaml: Write, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint = train(config_of(write_yaml(max_duration="8ba"))) / "checkpoints" / "ba8-rank0.pt"
-    assert command.main([str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 0
+    assert main(["export", str(checkpoint), str(tmp_path / "out"), "--onnx"]) == 0
     assert "onnx/model.onnx: largest difference from the model" in capsys.readouterr().out
     graph = tmp_path / "out" / "onnx" / GRAPH
     first = graph.read_bytes()
     shutil.rmtree(graph.parent)
-    assert command.main([str(tmp_path / "out"), "--onnx"]) == 0
+    assert main(["export", str(tmp_path / "out"), "--onnx"]) == 0
     assert graph.read_bytes() == first
 
 

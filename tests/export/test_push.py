@@ -13,8 +13,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard
 
+from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.export import __main__ as command
 from biphasic.export.card import finetuned_card
 from biphasic.export.folder import EXPORT_FILE
 from biphasic.export.push import files_of, push
@@ -60,7 +60,7 @@ def run(
     environment: dict[str, str], folder: Path, *arguments: str, token: str | None = WRITES
 ) -> subprocess.CompletedProcess[str]:
     tokens = {} if token is None else {"HF_TOKEN": token}
-    command = [sys.executable, "-m", "biphasic.export", str(folder), "--push", *arguments]
+    command = [sys.executable, "-m", "biphasic", "export", str(folder), "--push", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env={**environment, **tokens}, timeout=120)
 
 
@@ -199,5 +199,5 @@ def test_a_push_is_checked_before_the_export(
         (["--push", "org/encoder", "--dry-run"], "no such file"),
         (["--results", str(tmp_path)], "there are no results of mteb"),
     ):
-        assert command.main([missing, out, *arguments]) == 2
+        assert main(["export", missing, out, *arguments]) == 2
         assert message in capsys.readouterr().err

@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForMaskedLM, LlamaConfig
 
+from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export import __main__ as command
 from biphasic.export import weights as weights_module
 from biphasic.export.weights import Weights, write_weights
 from biphasic.model.checkpoint import read_checkpoint, read_record, read_weights, weight_shapes
@@ -41,10 +41,10 @@ def test_shards_hold_the_same_weights_as_one_file(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch, sharded: bool, dtype: str
 ) -> None:
     checkpoint = str(checkpoint_of(network(), tmp_path, tokenizer, sharded))
-    assert command.main([checkpoint, str(tmp_path / "whole"), "--dtype", dtype]) == 0
+    assert main(["export", checkpoint, str(tmp_path / "whole"), "--dtype", dtype]) == 0
     monkeypatch.setattr(weights_module, "SHARD_BYTES", 6_000)
     monkeypatch.setattr(weights_module, "PORTION_BYTES", 3_000)
-    assert command.main([checkpoint, str(tmp_path / "cut"), "--dtype", dtype]) == 0
+    assert main(["export", checkpoint, str(tmp_path / "cut"), "--dtype", dtype]) == 0
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     assert len(files) > 3
     assert files[1].name == f"model-00002-of-{len(files):05d}.safetensors"
@@ -87,7 +87,7 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, tokenizer: Path, caps
         state = {**model.state_dict(), **{name.replace("__", "."): value for name, value in changes.items()}}
         kept = {name: value for name, value in state.items() if value is not None}
         checkpoint = str(checkpoint_of(model, tmp_path, tokenizer, sharded=False, weights=kept))
-        assert command.main([checkpoint, str(tmp_path / "out")]) == 2
+        assert main(["export", checkpoint, str(tmp_path / "out")]) == 2
         assert capsys.readouterr().err == f"checkpoint {checkpoint}: {message}\n"
         assert not (tmp_path / "out").exists()
 
@@ -115,7 +115,7 @@ def test_shapes_and_some_weights_of_a_run_s_checkpoints(write_yaml: Write, tmp_p
         assert all(torch.equal(weights[name], complete.weights[name]) for name in some)
         assert read_record(str(checkpoint)) == complete.record
         out = tmp_path / f"out-{checkpoint.name}"
-        assert command.main([str(checkpoint), str(out)]) == 0
+        assert main(["export", str(checkpoint), str(out)]) == 0
         written = load_file(out / "model.safetensors")
         assert torch.equal(written["model.norm.weight"], complete.weights["backbone.norm.weight"])
 
@@ -146,7 +146,7 @@ def test_a_truncated_sharded_checkpoint_is_refused(
     checkpoint = checkpoint_of(network(), tmp_path, tokenizer, sharded=True)
     for file in checkpoint.glob("*.distcp"):
         file.write_bytes(file.read_bytes()[: file.stat().st_size // 3])
-    assert command.main([str(checkpoint), str(tmp_path / "out")]) == 2
+    assert main(["export", str(checkpoint), str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"checkpoint {checkpoint}: is damaged or incomplete (")
     assert error.count("\n") == 1
@@ -180,7 +180,7 @@ MEASURE = """
 import sys
 import biphasic.export.write, biphasic.export.card, torch.distributed.checkpoint.state_dict_loader, torch._dynamo
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.export import __main__ as command
+from biphasic.commands import main
 from biphasic.export import weights
 from biphasic.export.write import choose_format
 from pathlib import Path
@@ -195,7 +195,7 @@ weights.PORTION_BYTES = int(sys.argv[5])
 # From here on, and of this program alone: getrusage knows only the highest ever, its parent's included.
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")
-assert command.main([*sys.argv[1:3], "--dtype", sys.argv[4]]) == 0
+assert main(["export", *sys.argv[1:3], "--dtype", sys.argv[4]]) == 0
 print(resident("VmHWM") - before)
 """
 

@@ -37,9 +37,9 @@ def test_credentials_are_in_no_file_and_no_output(s3: Path, write_yaml: Write, t
         ("main", [str(path)], {}, 0),
         ("main", [str(path), "run_name=other"], wrong_secret, 2),
         ("main", [str(path), "max_duration=13ba", "checkpoint.resume_overrides=[schedule]"], {}, 0),
-        ("biphasic.export", [checkpoint, str(tmp_path / "export")], {}, 0),
-        ("biphasic.runs", [f"s3://{bucket}/run"], {}, 0),
-        ("biphasic.preflight", [str(path)], wrong_secret, 2),
+        ("biphasic", ["export", checkpoint, str(tmp_path / "export")], {}, 0),
+        ("biphasic", ["runs", f"s3://{bucket}/run"], {}, 0),
+        ("biphasic", ["preflight", str(path)], wrong_secret, 2),
     ]
     environment = {**os.environ, **CANARIES, "CUDA_VISIBLE_DEVICES": ""}
     # The imports see the credentials, too.

@@ -212,7 +212,7 @@ def test_the_preflight_runs_first_and_its_failure_ends_the_job(node: Node) -> No
     assert node.run(YAML, "optimizer.lr=1e-4 ", BIPHASIC_PREFLIGHT="1", **KUBERNETES) == 0
     place = multi(8, 16, 1, "biphasic-0.biphasic", 7501)[:-2]
     arguments = [YAML, "optimizer.lr=1e-4 "]
-    assert node.launches() == [[*place, "-m", "biphasic.preflight", *arguments], [*place, MAIN, *arguments]]
+    assert node.launches() == [[*place, "-m", "biphasic", "preflight", *arguments], [*place, MAIN, *arguments]]
     node.log.unlink()
     assert node.run(BIPHASIC_PREFLIGHT="1", STATUSES="2") == 2
     assert len(node.launches()) == 1
@@ -243,6 +243,26 @@ def test_restarts_by_exit_status(
     assert node.run(STATUSES=statuses, **variables) == status
     assert len(node.launches()) == launches
     assert all(launch == node.launches()[0] for launch in node.launches()), "nodes meet at the same address again"
+
+
+def test_help_starts_nothing(node: Node) -> None:
+    assert node.run("--help") == 0
+    assert "recipes/launch/node.sh FILE.yaml [key=value ...]" in node.output and "Exit status" in node.output
+    assert "set -e" not in node.output
+    assert node.run("--plan") == 2 and node.output.startswith("usage: ")
+    assert not node.launches()
+
+
+def test_a_closed_pipe_ends_the_job(node: Node, tmp_path: Path) -> None:
+    """As `node.sh FILE.yaml | head`: the reader ends, and no attempt could write any more."""
+    with (tmp_path / "err").open("w") as errors:
+        process = subprocess.Popen(
+            [str(LAUNCH / "node.sh"), YAML], env={**node.environment, "STATUSES": "1"}, stdout=subprocess.PIPE, stderr=errors
+        )  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.close()
+        assert process.wait(15) in (-signal.SIGPIPE, 141)
+    assert len(node.launches()) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT])

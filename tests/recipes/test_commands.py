@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.base import JobConfig
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.load import Config, load
+from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from tiny import ROOT
 
@@ -25,7 +26,7 @@ ARGUMENTS = {
 @pytest.fixture
 def commands(tmp_path: Path) -> Path:
     """A folder of programs that only write down how they were called."""
-    for name in ("python", "composer"):
+    for name in ("python", "composer", "biphasic"):
         program = tmp_path / "bin" / name
         program.parent.mkdir(exist_ok=True)
         program.write_text(f'#!/bin/bash\nprintf "%q " {name} "$@" >>{tmp_path}/log; echo >>{tmp_path}/log\n')
@@ -54,13 +55,13 @@ def test_the_commands_fit_together(
     assert train is not None
     assert train.remote or train.local == f"{conversion.output}/train"
     assert conversion.sequence_length == pretraining.data.sequence_length
-    [exported] = [call for call in calls if "biphasic.export" in call and "--initial" not in call]
-    assert exported[3] == pretraining.checkpoint_destination
+    [exported] = [call for call in calls if call[:2] == ["biphasic", "export"] and "--initial" not in call]
+    assert exported[2] == pretraining.checkpoint_destination
 
 
-def config_of(call: list[str]) -> Config:
+def config_of(call: list[str]) -> JobConfig:
     at = next(index for index, part in enumerate(call) if part.endswith(".yaml"))
-    assert call[1] == "-m" or (ROOT / call[1]).is_file()
+    assert call[0] == "biphasic" or (ROOT / call[1]).is_file()
     return load(ROOT / call[at], [part for part in call[at + 1 :] if "=" in part])
 
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from transformers import AutoModel, AutoTokenizer
 
+from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.convert import convert
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.export.__main__ import main as export
 from biphasic.model.backbone import load_language_model
 from decoders import saved_decoder
 from texts import sentences, write_parquet, write_tokenizer
@@ -85,7 +85,7 @@ def test_a_decoder_without_a_mask_token_becomes_an_encoder(tmp_path: Path) -> No
     values = losses(folder)
     assert len(values) == BATCHES and values[-1] < values[0]
 
-    assert export([last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
+    assert main(["export", last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "encoder")
     assert tokenizer.mask_token_id == mask
     encoder = AutoModel.from_pretrained(tmp_path / "encoder").eval()
@@ -110,6 +110,6 @@ def test_a_model_goes_on_with_longer_rows(data: Path, tmp_path: Path) -> None:
     saved_decoder("eurobert", tmp_path / "model", max_position_embeddings=LENGTH // 2)
     longer = {"model.max_position_embeddings": LENGTH}
     folder = train(small("long_context", tmp_path, tmp_path / "model", data, **longer))
-    assert export([last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
+    assert main(["export", last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
     config = AutoModel.from_pretrained(tmp_path / "encoder").config
     assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (LENGTH, 250_000.0)

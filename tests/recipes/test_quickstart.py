@@ -45,7 +45,7 @@ def change(file: Path, values: dict[str, Any]) -> None:
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
     """A folder with the quickstart's files, for little text and few batches."""
-    for name in ("src", "data_prep", "requirements.lock"):
+    for name in ("src", "requirements.lock"):
         (tmp_path / name).symlink_to(ROOT / name)
     for name in ("recipes/quickstart", "yamls"):
         shutil.copytree(ROOT / name, tmp_path / name)

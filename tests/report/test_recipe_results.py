@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.__main__ import main
 from biphasic.report.recipe_results import CheckedNumber, MeasuredNumber, read_results, results_page
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +50,7 @@ def write_run(folder: Path, loss: float = 3.25, score: Any = 0.8) -> Path:
 def test_the_committed_page_is_what_the_command_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     assert results_page("recipes") == (ROOT / "recipes" / "RESULTS.md").read_text(encoding="utf-8"), (
-        "run: python -m biphasic.report --results recipes"
+        "run: biphasic report --results recipes"
     )
 
 
@@ -59,7 +59,7 @@ def test_the_page_has_a_row_for_each_recipe(tmp_path: Path) -> None:
     nested = tmp_path / "recipes" / "mini" / "runs"
     nested.mkdir()
     (nested / "results.json").write_text("{}")  # not a recipe's
-    assert main(["--results", str(tmp_path / "recipes")]) == 0
+    assert main(["report", "--results", str(tmp_path / "recipes")]) == 0
     page = (tmp_path / "recipes" / "RESULTS.md").read_text(encoding="utf-8")
     assert "| mini | 2026-01-31 | `0123456` | 2 cores \\| x86 | 0.75 | n/a | 15,000 | n/a |" in page
     assert "## mini\n\n    make mini\n" in page
@@ -68,7 +68,7 @@ def test_the_page_has_a_row_for_each_recipe(tmp_path: Path) -> None:
 
 def test_a_run_within_the_tolerances(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe, run = write_recipe(tmp_path), write_run(tmp_path, loss=3.3, score=0.79)
-    assert main(["--check", str(recipe), str(run)]) == 0
+    assert main(["report", "--check", str(recipe), str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split() for line in lines[3:6]] == [
         ["tokens/s", "15000", "none", "not", "checked"],
@@ -92,7 +92,7 @@ def test_a_run_that_differs(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], loss: float, score: Any, verdicts: list[str]
 ) -> None:
     recipe, run = write_recipe(tmp_path), write_run(tmp_path, loss, score)
-    assert main(["--check", str(recipe), str(run)]) == 1
+    assert main(["report", "--check", str(recipe), str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[-1] for line in lines[4:6]] == verdicts
     assert lines[-1] == "1 of 3 numbers are not within the tolerance"
@@ -100,7 +100,7 @@ def test_a_run_that_differs(
 
 def test_an_empty_folder_is_missing_everything(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = write_recipe(tmp_path)
-    assert main(["--check", str(recipe), str(tmp_path / "absent")]) == 1
+    assert main(["report", "--check", str(recipe), str(tmp_path / "absent")]) == 1
     assert "2 of 3 numbers are not within the tolerance" in capsys.readouterr().out
 
 
@@ -130,13 +130,11 @@ def test_a_wrong_results_file_is_reported(tmp_path: Path, changes: dict[str, Any
 
 
 def test_a_recipe_without_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--check", str(tmp_path), str(tmp_path)]) == 2
+    assert main(["report", "--check", str(tmp_path), str(tmp_path)]) == 2
     assert "has no results.json: no run of this recipe is recorded" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("arguments", [[], ["a", "--results", "b"], ["--results", "b", "--out", "c"]])
 def test_arguments_that_do_not_fit(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as raised:
-        main(arguments)
-    assert raised.value.code == 2
+    assert main(["report", *arguments]) == 2
     assert "error: " in capsys.readouterr().err

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.__main__ import main
 from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders, compare_scores, read_reference
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_models import facets_of_name
@@ -122,7 +122,7 @@ def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.Captur
         return value, value
 
     write_sweep(tmp_path / "sweep", list(gain), score)
-    assert main([str(tmp_path / "sweep"), "--against", str(PAPER)]) == 0
+    assert main(["report", str(tmp_path / "sweep"), "--against", str(PAPER)]) == 0
     page = capsys.readouterr().out
     assert "| 610m-mlm40-42k | SC | 87.00 (second-hand) | 85.15 ± 0.37 (3) | -1.85 |" in page
     assert "4 of 68 published scores have a measured one; 64 don't." in page
@@ -134,5 +134,5 @@ def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.Captur
         ("IR", "610m-mlm40-42k", "yes"),
     ]
     assert len(list(csv.DictReader(io.StringIO((report / "against.csv").read_text())))) == 68
-    assert main([str(tmp_path / "sweep")]) == 0
+    assert main(["report", str(tmp_path / "sweep")]) == 0
     assert not any((report / name).exists() for name in COMPARISON_FILES)

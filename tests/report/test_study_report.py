@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.__main__ import main
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_folder import read_study
 from biphasic.report.study_layouts import FIGURES
@@ -30,7 +30,7 @@ def study(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A study's folder with its report."""
     folder = tmp_path_factory.mktemp("study")
     write_study(folder)
-    assert main([str(folder)]) == 0
+    assert main(["report", str(folder)]) == 0
     return folder
 
 
@@ -117,7 +117,7 @@ def test_the_same_records_give_the_same_bytes_in_one_folder_or_two(study: Path, 
     shutil.copytree(study, logs, ignore=shutil.ignore_patterns("report"))
     records.mkdir()
     shutil.move(logs / "sweep", records / "sweep")
-    assert main([str(records), str(logs), "--out", str(tmp_path / "report")]) == 0
+    assert main(["report", str(records), str(logs), "--out", str(tmp_path / "report")]) == 0
     for file in (study / "report").iterdir():
         assert (tmp_path / "report" / file.name).read_bytes() == file.read_bytes(), file.name
     shutil.copytree(records / "sweep", logs / "sweep")
@@ -131,7 +131,7 @@ def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pyt
     write_evaluation(tmp_path / "elsewhere", "x")
     (tmp_path / "report").mkdir()
     (tmp_path / "report" / "clm-share.png").write_bytes(b"of an earlier report")
-    assert main([str(tmp_path)]) == 0
+    assert main(["report", str(tmp_path)]) == 0
     page = capsys.readouterr().out
     assert {file.stem for file in (tmp_path / "report").glob("*.png")} == {"objective-by-size"}
     left_out = page.split("## Left out\n", 1)[1]
@@ -166,9 +166,9 @@ def test_configurations_that_are_not_used(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "it is not a sweep's output, nor a study's" in capsys.readouterr().err
     write_run(tmp_path, "610m-clm-400")
     open_store(str(tmp_path)).write("610m-clm-400/scores.json", b"[]")
-    assert main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "610m-clm-400/scores.json: is not an evaluation's result" in capsys.readouterr().err

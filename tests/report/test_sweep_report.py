@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from biphasic.report.__main__ import main
+from biphasic.commands import main
 from biphasic.report.sweep_report import report_files
 from biphasic.report.sweep_scores import collect_scores
 from biphasic.storage import open_store
@@ -131,9 +131,9 @@ def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path) -> None
             write_record(open_store(str(folder)), record)
         write_grid(open_store(str(folder)), grid)
         if not reports:
-            assert main([str(folder)]) == 0
+            assert main(["report", str(folder)]) == 0
         else:
-            command = [sys.executable, "-m", "biphasic.report", "."]
+            command = [sys.executable, "-m", "biphasic", "report", "."]
             ran = subprocess.run(command, capture_output=True, env={**os.environ, "PYTHONHASHSEED": "1"}, cwd=folder)
             assert ran.returncode == 0, ran.stderr
         reports.append({file.name: file.read_bytes() for file in (folder / "report").iterdir()})
@@ -168,14 +168,14 @@ def test_rates_near_the_best_are_those_within_a_point() -> None:
 
 
 def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "has no sweep.json: it is not a sweep's output" in capsys.readouterr().err
     grid = grid_of()
     write_grid(open_store(str(tmp_path)), grid)
     (tmp_path / "trials").mkdir()
     (tmp_path / "trials" / f"{next(iter(grid.trials))}.json").write_text("{}")
-    assert main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "is not a trial's record" in capsys.readouterr().err
     (tmp_path / "sweep.json").write_text("{")
-    assert main([str(tmp_path)]) == 2
+    assert main(["report", str(tmp_path)]) == 2
     assert "can't be read" in capsys.readouterr().err

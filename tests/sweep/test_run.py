@@ -69,7 +69,7 @@ def test_failed_killed_and_duplicate_trials(
     assert copy.about["copy_of"] == records["good"].trial and copy.results == records["good"].results
     assert Counter(read_log(log, "trained")) == {"sst2-good-1e-05-0": 1, "sst2-dies-1e-05-0": 1}
     output = capsys.readouterr().out
-    assert "3 of 5 trials done, 2 failed, 0 left" in output and f"python -m biphasic.report {config.output}" in output
+    assert "3 of 5 trials done, 2 failed, 0 left" in output and f"biphasic report {config.output}" in output
     assert "dies lr 1e-05 seed 0: its worker died; another worker runs the trial" in output
 
     started = len(read_log(log, "started"))

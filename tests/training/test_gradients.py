@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +11,11 @@ import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from biphasic.commands import main
 from biphasic.errors import UserError
 from biphasic.training.loggers import read_metrics
 from conftest import Write
-from tiny import ROOT, add_callback, config_of, losses, train, weights
+from tiny import add_callback, config_of, losses, train, weights
 
 
 class Spoil(Callback):
@@ -89,13 +89,12 @@ def test_a_spike_is_logged_with_its_rows(write_yaml: Write, spoil: Any, capsys: 
     assert line["what"] == "spike" and line["batch"] == 30
     assert line["loss"] > 1.5 * line["median"]
     assert len(set(line["rows"])) == 8
-    show = runpy.run_path(str(ROOT / "data_prep" / "show.py"))["main"]
     capsys.readouterr()
-    assert show([str(path), *map(str, line["rows"])]) == 0
+    assert main(["show", str(path), *map(str, line["rows"])]) == 0
     text = capsys.readouterr().out
     assert text.count("=== row ") == 8 and all(f"=== row {row}: " in text for row in line["rows"])
     assert "--- segment 1: " in text and "<|eos|>" in text
-    assert show([str(path), "99999"]) == 2
+    assert main(["show", str(path), "99999"]) == 2
     assert capsys.readouterr().err.startswith("row 99999: expected an id from 0 to ")
     assert [entry["batch"] for entry in read_metrics(folder / "metrics.jsonl") if "loss/spike" in entry] == [31]
 

@@ -65,7 +65,7 @@ def start_attempt(config: PretrainConfig) -> Attempt:
     Raises:
         UserError: another run holds the lock, or the folder can't be read or written.
     """
-    # Composer takes seconds to import, and `python -m biphasic.runs` only reads records.
+    # Composer takes seconds to import, and `biphasic runs` only reads records.
     from biphasic.checkpointing.resume import find_resume_point
     from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 

@@ -8,13 +8,18 @@ from pathlib import Path
 from typing import Annotated
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from typing_extensions import Doc
 
 KeyProblems = Iterator[tuple[list[str], str]]
 """Problems found by a check: for each, the affected keys (the most relevant first) and a message."""
 
 
 class Section(BaseModel):
-    """Base class of YAML sections. Unknown keys are errors, values are not converted, and sections are immutable."""
+    """Base class of YAML sections. Unknown keys are errors, values are not converted, and sections are immutable.
+
+    Each key has a docstring with what it is, its unit, and the source of its default. With the class's docstring, the types
+    and the defaults it becomes the reference (`biphasic.config.reference`); a type's `Doc` is how the reference names it.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False, allow_inf_nan=False)
 
@@ -33,7 +38,8 @@ _SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(b|kb|mb|gb|tb|pb)", re.IGNORECASE)
 _SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
 
 
-def _bytes(value: object) -> object:
+def parse_size(value: object) -> int:
+    """Return the bytes of a size such as `200gb`, or of an integer; raise a ValueError for anything else."""
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
     if match is not None:
         return int(float(match[1].replace("_", "")) * _SIZE_UNITS[match[2].lower()])
@@ -42,7 +48,7 @@ def _bytes(value: object) -> object:
     raise ValueError(f"expected a size such as 200gb; got {value!r}")
 
 
-Size = Annotated[int, BeforeValidator(_bytes), Field(gt=0, lt=2**63)]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=2**63), Doc("size in bytes, such as `200gb`")]
 """A number of bytes, as an integer or with a decimal unit: `200gb` is 200 * 10**9."""
 
 
@@ -52,7 +58,7 @@ def _name(text: str) -> str:
     return text
 
 
-Name = Annotated[str, AfterValidator(_name)]
+Name = Annotated[str, AfterValidator(_name), Doc("name")]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
 
 
@@ -67,11 +73,11 @@ def _address(text: str, *schemes: str) -> str:
     return text
 
 
-Address = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf"))]
+Address = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf")), Doc("path or URL")]
 """A local path, or a URL that `biphasic.storage` reads and writes."""
-RemoteAddress = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "oci", "hf"))]
+RemoteAddress = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "oci", "hf")), Doc("path or URL")]
 """A URL from which Streaming downloads shards. `az://` is excluded because Streaming's form of it differs from ours."""
-LocalPath = Annotated[str, AfterValidator(_address)]
+LocalPath = Annotated[str, AfterValidator(_address), Doc("local path")]
 """A local folder or file."""
 
 
@@ -87,7 +93,9 @@ class RunConfig(JobConfig):
     """Base class of the schemas of jobs that write to a run folder."""
 
     job: str
+    """The kind of job."""
     run_name: Name
+    """Name of the run, and of its folder."""
     output: LocalPath = "runs"
     """The run writes to `<output>/<run_name>`."""
 

@@ -3,43 +3,35 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from biphasic.config.base import JobConfig, secret_problems
-from biphasic.config.messages import translate
+from biphasic.config.jobs import schema_of
+from biphasic.config.messages import nearest, translate
 from biphasic.errors import ConfigError, Problem
 
-T = TypeVar("T", bound=JobConfig)
 
-
-def check(
-    content: dict[Any, Any],
-    schema: TypeAdapter[T],
-    jobs: dict[str, type[BaseModel]],
-    source: Callable[[str], str],
-    ranks: int,
-) -> T:
+def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str], str], ranks: int) -> JobConfig:
     """Return the checked configuration.
 
     Args:
         content: keys and values. A key with a problem is removed from it.
-        schema: what the content has to be.
-        jobs: the schema's classes by their value of `job`.
+        jobs: the allowed values of `job`.
         source: function that returns where a key was written.
         ranks: processes of the run.
 
     Raises:
         ConfigError: with every unknown key, wrong type and impossible combination.
     """
-    problems, config = _validate(content, schema, jobs, source)
+    problems, config = _validate(content, jobs, source)
     broken = {problem.key for problem in problems}
     if problems:
         # The other keys are checked without the broken ones, so that one call reports everything.
         for key in sorted(broken, key=len, reverse=True):
             _remove(content, key.split("."))
-        more, config = _validate(content, schema, jobs, source)
+        more, config = _validate(content, jobs, source)
         if more:
             raise ConfigError(sorted(problems))
     assert config is not None
@@ -52,14 +44,19 @@ def check(
 
 
 def _validate(
-    content: dict[Any, Any], schema: TypeAdapter[T], jobs: dict[str, type[BaseModel]], source: Callable[[str], str]
-) -> tuple[list[Problem], T | None]:
+    content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str], str]
+) -> tuple[list[Problem], JobConfig | None]:
     if "job" not in content:
         return [Problem(source(""), "job", f"is missing; expected one of {', '.join(jobs)}")], None
+    job = content["job"]
+    if job not in jobs:
+        message = f"got {job!r}, expected one of {', '.join(jobs)}{nearest(job, list(jobs))}"
+        return [Problem(source("job"), "job", message)], None
+    schema = schema_of(job)
     try:
-        return [], schema.validate_python(content)
+        return [], schema.model_validate(content)
     except ValidationError as error:
-        return translate(error, jobs.get(str(content["job"])), content, source), None
+        return translate(error, schema, content, source), None
 
 
 def _remove(content: Any, keys: list[str]) -> None:

@@ -17,9 +17,11 @@ def _compression(value: str) -> str:
 
 
 class FilesSource(Section):
-    """Parquet, JSONL or plain text files. JSONL and text files may be compressed (`.gz`, `.zst`)."""
+    """Parquet, JSONL, CSV, TSV or plain text files. All but Parquet may be compressed (`.gz`, `.zst`). CSV and TSV files
+    begin with a line of column names."""
 
     kind: Literal["files"]
+    """The kind of source."""
     paths: Annotated[list[Address], Field(min_length=1)]
     """Files, folders or glob patterns: local, `s3://…`, `gs://…`, `az://…` or `oci://…`. They are read in sorted order."""
     text_files: Literal["file", "line", "paragraph"] = "file"
@@ -30,10 +32,13 @@ class HubSource(Section):
     """A dataset on the Hugging Face hub."""
 
     kind: Literal["hub"]
+    """The kind of source."""
     path: str
+    """Name of the dataset, e.g. `HuggingFaceFW/fineweb-edu`, or a local folder with the same layout."""
     name: str | None = None
     """Name of the dataset's configuration, e.g. `sample-100BT`."""
     split: str = "train"
+    """Split of the dataset."""
     revision: str | None = None
     """Commit or tag. Default: the newest commit when the conversion starts, which is recorded."""
 
@@ -45,11 +50,15 @@ class FilterConfig(Section):
     """Keep the documents whose value in `column` meets every given condition. A null value meets none."""
 
     column: str
+    """Name of the column."""
     min: float | None = None
     """Smallest value to keep: `min: 3` keeps an `int_score` of at least 3."""
     max: float | None = None
+    """Largest value to keep."""
     any_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
+    """Keep only these values."""
     none_of: Annotated[list[Scalar], Field(min_length=1)] | None = None
+    """Leave these values out."""
 
 
 class SegmentsConfig(Section):
@@ -80,8 +89,11 @@ class ConvertConfig(JobConfig):
     """`job: convert`: tokenize text, pack it into rows, and write them as MDS shards."""
 
     job: Literal["convert"]
+    """The kind of job."""
     source: Annotated[FilesSource | HubSource, Field(discriminator="kind")]
+    """The text: files, or a dataset on the hub."""
     text_column: str = "text"
+    """Column, or JSON key, with the text."""
     id_column: str | None = "id"
     """Column with the document ids. Null: use a hash of the text as the id."""
     filters: list[FilterConfig] = []
@@ -91,10 +103,13 @@ class ConvertConfig(JobConfig):
     tokenizer: Address
     """Folder or hub id of a `tokenizers` tokenizer. It is copied to the output; a mask token is added if it has none."""
     sequence_length: Annotated[int, Field(ge=16, lt=2**31)] = 2048
+    """Number of tokens in a row. Default: the paper's context length (appendix, table 1)."""
     segments: SegmentsConfig = SegmentsConfig()
+    """How documents are packed into rows."""
     add_bos: bool = False
+    """Whether to add the BOS token before each document. Default: as EuroBERT's code."""
     add_eos: bool = True
-    """The default adds EOS after each document and no BOS, as EuroBERT's code does."""
+    """Whether to add the EOS token after each document. Default: as EuroBERT's code."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Share of the documents to write to `validation/`. They are chosen by a hash of their id."""
     max_tokens: Positive | None = None
@@ -102,7 +117,7 @@ class ConvertConfig(JobConfig):
     max_text_characters: Positive = 16_777_216
     """A longer document counts as a bad document."""
     on_bad_document: Literal["skip", "stop"] = "skip"
-    """A bad document has no text, is not valid UTF-8 or JSON, or is too long. `skip`: leave out and count bad documents."""
+    """A bad document has no text, is not valid UTF-8, JSON or CSV, or is too long. `skip`: leave out and count them."""
     on_bad_file: Literal["stop", "skip"] = "stop"
     """`stop`: convert the other files, but publish the output only once the damaged file is repaired. `skip`: convert the
     documents before the damage; leave out and count the rest."""
@@ -110,6 +125,7 @@ class ConvertConfig(JobConfig):
     """Bytes of text in a work unit. After an interruption, unfinished work units are converted again. Small files are
     grouped; a large Parquet file is divided by its row groups."""
     cluster: ConvertCluster = ConvertCluster()
+    """Where it runs."""
     seed: Seed = 42
     """Random seed for the segment lengths with `stream`."""
     shard_bytes: Annotated[int, Field(gt=0, lt=2**32)] = 64 * 2**20

@@ -57,10 +57,12 @@ class DataConfig(Section):
     epoch_rows: Positive | None = None
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
     validation: StreamConfig | None = None
+    """The validation split, for `evaluation`. Null: no validation."""
     start_at: Duration = Duration(0, "ba")
     """Where in the order of rows the run begins, in batches, rows or tokens (padding counts), rounded up to whole batches. A
     run that continues another model's training gives what that run has read. Beyond the last row it is in a later epoch."""
     shuffle: bool = True
+    """Whether to shuffle the rows, in another order in each epoch."""
     shuffle_block_size: Positive = 1 << 18
     """Number of rows that are shuffled together."""
     num_canonical_nodes: Positive = 64

@@ -43,11 +43,13 @@ class EvaluateConfig(RunConfig):
     """`job: evaluate`: score an encoder with mteb. mteb's result files of official tasks are in the run's `results/`."""
 
     job: Literal["evaluate"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The kind of job."""
     cache: LocalPath = "runs/cache"
     """Local folder for embeddings and downloads from buckets, shared by all runs."""
     cache_limit: Size = 100 * 10**9
     """Maximum size of the cached embeddings, such as 100gb. The least recently used are deleted first."""
     model: EvaluatedModel
+    """The encoder to score."""
     tasks: list[str] = []
     """Names of mteb tasks: MSMARCO, NQ, MultiLongDocRetrieval, …"""
     benchmarks: list[str] = []

@@ -29,7 +29,7 @@ class _TaskConfig(Section):
     name: Name
     """Name of the task in records and tables."""
     data: Address
-    """Folder or bucket prefix of the dataset, written by `data_prep/tasks.py`."""
+    """Folder or bucket prefix of the dataset, written by `biphasic tasks`."""
     max_length: Positive | Share = 0.99
     """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
     are truncated."""
@@ -53,6 +53,7 @@ class ClassificationConfig(_ScoredConfig):
     """Classify a text or a pair of texts: mean pooling, EuroBERT's two-layer head, cross-entropy."""
 
     kind: Literal["classification"]
+    """The kind of task."""
     text: str = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metric: Literal["accuracy", "f1"] = "accuracy"
@@ -63,12 +64,14 @@ class TokensConfig(_ScoredConfig):
     """Label each word at its first token: cross-entropy, entity-level F1."""
 
     kind: Literal["tokens"]
+    """The kind of task."""
 
 
 class QuestionAnsweringConfig(_ScoredConfig):
     """Find the span of a context that answers a question: cross-entropy of its start and end, exact match and token F1."""
 
     kind: Literal["question_answering"]
+    """The kind of task."""
     text: str = "{question}{separator}"
     """Template of the text before the context. `{separator}` is the tokenizer's separator token, or else its EOS token."""
     stride: Count = 128
@@ -86,9 +89,13 @@ class RetrievalConfig(_TaskConfig):
     """
 
     kind: Literal["retrieval"]
+    """The kind of task."""
     query_prompt: str = "Query: "
+    """Text before each query."""
     document_prompt: str = "Document: "
+    """Text before each document."""
     temperature: Annotated[float, Field(gt=0)] = 0.05
+    """Temperature of InfoNCE: cosine similarities are divided by it."""
     hard_negatives: Count = 0
     """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
     scored_on: dict[Name, Address] = {}
@@ -104,12 +111,15 @@ class FinetuneConfig(RunConfig):
     """`job: finetune`: fine-tune an encoder on a task and score it."""
 
     job: Literal["finetune"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The kind of job."""
     cache: LocalPath = "runs/cache"
     """Local folder for tokenized data and downloads from buckets, shared by all runs."""
     seed: Seed = 0
     """Random seed for the head's initial weights, the order of examples, and dropout."""
     model: EncoderConfig
+    """The encoder to fine-tune."""
     task: TaskConfig
+    """What it is fine-tuned and scored on."""
     max_duration: Duration = Duration(1000, "ba")
     """The run ends here or after one epoch, whichever comes first (the paper's protocol). `ep` allows several epochs."""
     batch_size: Positive = 32
@@ -118,12 +128,15 @@ class FinetuneConfig(RunConfig):
     """Approximate number of tokens in a forward pass of a rank. It affects only memory: in-batch negatives use the complete
     batch."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
+    """`amp_bf16`: weights in fp32, matrix products in bf16. `fp32`: everything in fp32."""
     warmup: Duration = Duration(0.1, "dur")
     """Length of the linear warmup. After it, the learning rate decays linearly to 0."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-5)
+    """The optimizer. Give `lr` beside any other of its keys."""
     save_model: bool = True
     """Whether to write the fine-tuned model to `<output>/<run_name>/model`."""
     logging: LoggingConfig = LoggingConfig(tensorboard=False)
+    """Where metrics are logged."""
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values for a run of `ranks` processes."""

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, Field, TypeAdapter
+from pydantic import BaseModel
 
 from biphasic.config.check import check
-from biphasic.config.convert import ConvertConfig
-from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.finetune import FinetuneConfig
-from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.jobs import JOBS
 from biphasic.config.read import escape_interpolations, read_tree
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
-from biphasic.config.sweep import SweepConfig
-from biphasic.config.tasks import TasksConfig
+from biphasic.errors import ConfigError, Problem
 
-Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
-_ADAPTER: TypeAdapter[Config] = TypeAdapter(Annotated[Config, Field(discriminator="job")])
-_JOBS: dict[str, type[BaseModel]] = {
-    "pretrain": PretrainConfig,
-    "finetune": FinetuneConfig,
-    "evaluate": EvaluateConfig,
-    "convert": ConvertConfig,
-    "tasks": TasksConfig,
-    "sweep": SweepConfig,
-    "study": StudyConfig,
-}
+if TYPE_CHECKING:
+    from biphasic.config.convert import ConvertConfig
+    from biphasic.config.evaluate import EvaluateConfig
+    from biphasic.config.finetune import FinetuneConfig
+    from biphasic.config.pretrain import PretrainConfig
+    from biphasic.config.study import StudyConfig
+    from biphasic.config.sweep import SweepConfig
+    from biphasic.config.tasks import TasksConfig
+
+    Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
+
+_BASES = "base"
+"""Name of the folders whose YAMLs are only for the `defaults:` of others."""
 
 
 def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Config:
@@ -45,10 +42,28 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
             study, also those of its models.
     """
     tree = read_tree(file, overrides or [])
-    config = check(tree.content(), _ADAPTER, _JOBS, tree.source, ranks)
-    if isinstance(config, StudyConfig):
+    try:
+        config: Config = check(tree.content(), JOBS, tree.source, ranks)  # pyright: ignore[reportAssignmentType]
+    except ConfigError:
+        if Path(file).parent.name == _BASES:
+            raise ConfigError([_base_problem(Path(file))]) from None
+        raise
+    if config.job == "study":
+        from biphasic.config.study_models import expand
+
         expand(config, tree, ranks)
     return config
+
+
+def _base_problem(file: Path) -> Problem:
+    """Return the problem of a base that is run by itself. It names YAMLs that build on it."""
+    name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
+    yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
+    users = [str(path) for path in yamls if name.search(path.read_text(encoding="utf-8", errors="replace"))]
+    advice = (
+        f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in another YAML's `defaults:`"
+    )
+    return Problem(str(file), "", f"is a base, which lacks keys and isn't run by itself; {advice}")
 
 
 def dump(config: BaseModel) -> str:

@@ -51,13 +51,13 @@ class _Message:
 
 
 def translate(
-    error: ValidationError, model: type[BaseModel] | None, content: dict[Any, Any], source: Callable[[str], str]
+    error: ValidationError, model: type[BaseModel], content: dict[Any, Any], source: Callable[[str], str]
 ) -> list[Problem]:
     """Return one problem for each key in a validation error.
 
     Args:
         error: pydantic's errors about `content`.
-        model: schema class of the job, or None if the job is unknown.
+        model: schema class of the job.
         content: the validated keys and values.
         source: function that returns where a key was written.
     """
@@ -79,7 +79,7 @@ def _join(messages: list[_Message]) -> str:
     return "; or ".join(dict.fromkeys(message.text for message in messages))
 
 
-def _message(detail: ErrorDetails, model: type[BaseModel] | None, content: dict[Any, Any]) -> _Message:
+def _message(detail: ErrorDetails, model: type[BaseModel], content: dict[Any, Any]) -> _Message:
     keys = _keys(detail["loc"], content, detail["type"] == "missing")
     key, kind, value, context = ".".join(keys), detail["type"], detail["input"], detail.get("ctx", {})
     if kind == "extra_forbidden":
@@ -102,12 +102,12 @@ def _message(detail: ErrorDetails, model: type[BaseModel] | None, content: dict[
         tag_value = value.get(tag) if isinstance(value, dict) else value
         allowed = [word.strip(" '") for word in str(context["expected_tags"]).split(",")]
         key = f"{key}.{tag}" if key else tag
-        return _Message(key, f"got {tag_value!r}, expected one of {', '.join(allowed)}{_nearest(tag_value, allowed)}")
+        return _Message(key, f"got {tag_value!r}, expected one of {', '.join(allowed)}{nearest(tag_value, allowed)}")
     if kind == "value_error":
         return _Message(key, detail["msg"].removeprefix("Value error, "))
     if kind == "literal_error":
         expected = context["expected"]
-        expected += _nearest(value, [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")])
+        expected += nearest(value, [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")])
     elif kind in _TYPES:
         expected = _TYPES[kind]
     else:
@@ -175,6 +175,7 @@ def _same_name_elsewhere(name: str, model: type[BaseModel] | None) -> list[str]:
     return [f"{top}.{name}" for top, section in sections if name in section.model_fields][:1]
 
 
-def _nearest(value: object, allowed: list[str]) -> str:
+def nearest(value: object, allowed: list[str]) -> str:
+    """Return a question that names the allowed value nearest to a wrong one, or nothing."""
     near = difflib.get_close_matches(str(value), allowed, 1, 0.4)
     return f" (did you mean `{near[0]}`?)" if near else ""

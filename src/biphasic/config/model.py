@@ -21,9 +21,13 @@ class ModelConfig(Section):
     vocab_size: Positive | None = None
     """Number of rows of the embedding. Default: the preset's 128,256. Required with explicit dimensions."""
     hidden_size: Positive | None = None
+    """Width of the residual stream. With `preset`, the preset's."""
     intermediate_size: Positive | None = None
+    """Width of the SwiGLU layers. With `preset`, the preset's."""
     num_layers: Positive | None = None
+    """Number of layers. With `preset`, the preset's."""
     num_heads: Positive | None = None
+    """Number of attention heads, a divisor of `hidden_size`. With `preset`, the preset's."""
     num_kv_heads: Positive | None = None
     """Default: `num_heads` (no grouped-query attention)."""
     head_dim: Positive | None = None
@@ -34,6 +38,7 @@ class ModelConfig(Section):
     """The longest sequence that the model is for, recorded in its configuration; rotary positions need no weights for it.
     Default: `data.sequence_length`; with `init_from` the model's own, which must be at least `data.sequence_length`."""
     rms_norm_eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the mean square in RMSNorm (EuroBERT's code)."""
     initializer_range: Annotated[float, Field(gt=0)] = 0.02
     """Standard deviation of every weight matrix and embedding at initialization."""
     trust_remote_code: bool = False

@@ -80,6 +80,10 @@ class Plan:
     warnings: list[str]
     start: StartPlan | None = None
     """None if nothing was looked up."""
+    missing: tuple[str, ...] = ()
+    """What has to be made before the run can start."""
+    problems: tuple[str, ...] = ()
+    """What would stop the run: rows, tokenizer or a checkpoint that don't fit the YAML."""
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
@@ -165,6 +169,8 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
     if plan.start is not None:
         lines.append("  start          " + _start(plan.start, plan.batches, about))
     lines += [f"  WARNING        {warning}" for warning in plan.warnings]
+    lines += [f"  MISSING        {missing}" for missing in plan.missing]
+    lines += [f"  PROBLEM        {problem}" for problem in plan.problems]
     return "\n".join(lines)
 
 

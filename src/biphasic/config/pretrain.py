@@ -28,15 +28,22 @@ class EvaluationConfig(Section):
     batch_size: Positive | None = None
     """Number of rows in a validation batch, over all ranks. Default: the training batch size."""
     masking_ratio: Share = 0.4
+    """Masking ratio of the MLM loss. It is the same in every run, so that they compare. Default: as the paper's biphasic
+    runs."""
 
 
 class OptimizerConfig(Section):
-    """AdamW. The defaults are from EuroBERT and the paper's appendix. Weight decay applies to every parameter."""
+    """AdamW. The defaults are those of the paper's appendix, table 1, and of EuroBERT's code. Weight decay applies to every
+    parameter."""
 
     lr: Annotated[float, Field(gt=0)] = 5e-4
+    """Peak learning rate. In pretraining, the default is the paper's (appendix, table 1)."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]
+    """Decay rates of Adam's two moving averages (the paper, appendix, table 1)."""
     eps: Annotated[float, Field(gt=0)] = 1e-5
+    """Added to the denominator of Adam's update (the paper, appendix, table 1)."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """Decoupled weight decay, multiplied by the learning rate in each step (the paper, appendix, table 1)."""
     max_skipped_batches: Count = 0
     """Maximum number of batches of a run that are skipped because of NaN or Inf in their loss or gradient. One more such
     batch ends the run, with the weights from before that batch."""
@@ -51,6 +58,7 @@ class CheckpointConfig(Section):
     """Local folder or bucket prefix (`s3://…`, `gs://…`, `az://…`, `oci://…`). Default: `checkpoints` in the run's folder,
     which also keeps the newest checkpoint of a run that saves to a bucket."""
     interval: Duration = Duration(1000, "ba")
+    """Time between checkpoints. One is also saved at the end, at every switch, where the decay begins, and at `keep_at`."""
     keep: Annotated[int, Field(ge=-1, lt=2**63)] = -1
     """Number of complete checkpoints to keep. -1: all. Older checkpoints are deleted once a newer one is complete, except
     those at a phase switch, at the start of the decay and at `keep_at`."""
@@ -102,14 +110,18 @@ class WandBConfig(Section):
     """Weights & Biases (`uv pip install '.[loggers]'`). The API key is read from the environment."""
 
     project: str
+    """Name of the project."""
     entity: str | None = None
+    """User or team that owns the project. Default: that of the API key."""
 
 
 class MLflowConfig(Section):
     """MLflow (`uv pip install '.[loggers]'`). Credentials are read from the environment."""
 
     experiment: str
+    """Name of the experiment, created if it is missing."""
     tracking_uri: str | None = None
+    """Address of the tracking server. Default: MLflow's, from `MLFLOW_TRACKING_URI`."""
 
 
 class LoggingConfig(Section):
@@ -118,42 +130,60 @@ class LoggingConfig(Section):
     jsonl: bool = True
     """Write `metrics.jsonl` in the run's folder, with a line of JSON for each batch."""
     tensorboard: bool = True
+    """Write TensorBoard's event files to the run's folder."""
     wandb: WandBConfig | None = None
+    """Log to Weights & Biases. Null: don't."""
     mlflow: MLflowConfig | None = None
+    """Log to MLflow. Null: don't."""
     loss_spike: Annotated[float, Field(gt=1)] | None = 1.5
     """Log the row ids of a batch whose loss is more than this many times the running median. Null: no detection."""
     progress_bar: bool = True
+    """Show Composer's progress bar on the terminal."""
 
 
 class PretrainConfig(RunConfig):
     """`job: pretrain`: train a model with CLM and MLM phases on converted data."""
 
     job: Literal["pretrain"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The kind of job."""
     seed: Seed = 42
+    """Random seed for initial weights, order of rows and masks. Default: EuroBERT's code."""
     tokenizer: Address
-    """Folder, bucket prefix or hub id of the tokenizer with which the data was converted. Default: the `tokenizer/` of
-    `data.folder`."""
+    """Folder, bucket prefix or hub id of the tokenizer with which the data was converted. May be left out with
+    `data.folder`, whose `tokenizer/` is then used."""
     start_from: Address | None = None
     """Another run's folder, the bucket prefix it saves to, or one of its checkpoints. This run starts from the newest
     complete checkpoint there whose past is its own past, and ends with the same weights as if it had trained those batches
     itself. Not used once the run has checkpoints of its own."""
     max_duration: Duration
+    """Length of the run, in batches, tokens, rows or epochs. The paper's runs have 42,000 batches."""
     global_batch_size: Positive
     """Number of rows in an optimizer step, over all ranks."""
     microbatch_size: Positive | Literal["auto"] = "auto"
     """Number of rows in one forward pass of a rank. `auto`: on GPUs, as many as fit, measured at the start and recorded in
     the run's folder; on CPUs, a rank's complete batch."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
+    """`amp_bf16`: weights in fp32, matrix products in bf16 (the paper's runs). `fp32`: everything in fp32."""
     model: ModelConfig
+    """The model to train."""
     data: DataConfig
+    """The training and validation data."""
     objective: ObjectiveConfig
+    """What is trained when: CLM, MLM, and the switch between them."""
     optimizer: OptimizerConfig = OptimizerConfig()
+    """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
+    """The learning rate over the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
+    """Validation during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
+    """Saving and resuming."""
     parallelism: ParallelismConfig = ParallelismConfig()
+    """How ranks share the model."""
     compute: ComputeConfig = ComputeConfig()
+    """Kernels and recomputation."""
     logging: LoggingConfig = LoggingConfig()
+    """Where metrics are logged."""
 
     @model_validator(mode="before")
     @classmethod
@@ -197,7 +227,7 @@ class PretrainConfig(RunConfig):
         elif isinstance(microbatch, int) and (size // ranks) % microbatch:
             rank_batch = f"{size} rows / {ranks} ranks = {size // ranks}"
             message = f"expected a divisor of a rank's batch ({rank_batch}); got {microbatch}"
-            yield ["microbatch_size", "global_batch_size"], message
+            yield ["microbatch_size", "global_batch_size"], f"{message}; auto fits any number of ranks"
         evaluation = self.evaluation
         if evaluation.batch_size is not None and evaluation.batch_size % ranks:
             message = f"expected a multiple of the number of ranks ({ranks}); got {evaluation.batch_size}"

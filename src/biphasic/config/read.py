@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -48,9 +49,22 @@ class KeyTree:
         assert isinstance(content, dict)
         return content
 
+    def merge(self, content: DictConfig) -> None:
+        """Merge a file's keys. Sections merge, except those whose kind differs; a list replaces a list."""
+        self._drop_replaced("", OmegaConf.to_container(content, resolve=False))
+        merged = OmegaConf.merge(self.merged, content)
+        assert isinstance(merged, DictConfig)
+        self.merged = merged
+
     def update(self, key: str, value: Any, where: Mapping[str, str]) -> None:
         """Merge `value` into a dotted key. `where` is the place of the key and of keys below it."""
         with _errors_reported(lambda _: where.get(key, str(self.file)), key):
+            plain = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+            section, _, name = key.rpartition(".")
+            if section and name == _kind_key(section):
+                # The section is replaced, except its other keys on the command line: their order does not matter.
+                self._drop_replaced(section, {name: plain}, keep=_COMMAND_LINE)
+            self._drop_replaced(key, plain)
             OmegaConf.update(self.merged, key, value, force_add=True)
         if not isinstance(value, Mapping):
             self.forget_below(key)
@@ -61,6 +75,29 @@ class KeyTree:
         tree = KeyTree(self.file)
         tree.merged, tree.where = self.merged.copy(), dict(self.where)
         return tree
+
+    def _drop_replaced(self, key: str, value: Any, keep: str = "") -> None:
+        """Remove the keys of each section whose kind differs in `value`, which will be merged into `key`.
+
+        Keys that were written at `keep` stay.
+        """
+        if not isinstance(value, dict):
+            return
+        section = OmegaConf.select(self.merged, key, throw_on_resolution_failure=False) if key else self.merged
+        if not isinstance(section, DictConfig):
+            return
+        kind_key = _kind_key(key)
+        if isinstance(value.get(kind_key), str):
+            old = OmegaConf.to_container(section, resolve=False)
+            assert isinstance(old, dict)
+            if isinstance(old.get(kind_key), str) and old[kind_key] != value[kind_key]:
+                for name in [name for name in old if not keep or self.source(f"{key}.{name}") != keep]:
+                    section.pop(name)
+                    self.where.pop(f"{key}.{name}", None)
+                    self.forget_below(f"{key}.{name}")
+                return
+        for name, child in value.items():
+            self._drop_replaced(f"{key}.{name}" if key else str(name), child)
 
     def forget_below(self, key: str) -> None:
         """Forget where the keys below `key` were written."""
@@ -99,7 +136,8 @@ def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
         raise _config_error(name, "", f"is not UTF-8 text: {error.reason} at byte {error.start}") from None
     except (OSError, ValueError) as error:
         user = f" (named in `defaults:` of {tree.file})" if including else ""
-        raise _config_error(name, "", f"can't be read: {getattr(error, 'strerror', None) or error}{user}") from None
+        reason = f"can't be read: {getattr(error, 'strerror', None) or error}{user}{_similar_file(file)}"
+        raise _config_error(name, "", reason) from None
     nodes, content = _parse(text, name)
     with _errors_reported(lambda _: name, "defaults"):
         value = content.pop("defaults", None)
@@ -109,11 +147,20 @@ def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
     for base in names:
         _read(file.parent / base, tree, (*including, file.resolve()))
     with _errors_reported(lambda _: name):
-        merged = OmegaConf.merge(tree.merged, content)
-    assert isinstance(merged, DictConfig)
-    tree.merged = merged
+        tree.merge(content)
     if nodes is not None:
         _record(nodes, "", name, tree)
+
+
+def _similar_file(file: Path) -> str:
+    """Return a question that names the existing YAML with the nearest name, or nothing."""
+    with suppress(OSError, ValueError):
+        names = [other.name for other in file.parent.iterdir() if other.suffix in (".yaml", ".yml")]
+        same = [name for name in names if Path(name).stem == file.stem]
+        near = same or difflib.get_close_matches(file.name, names, 1, 0.7)
+        if not file.exists() and near:
+            return f"; did you mean {file.parent / near[0]}?"
+    return ""
 
 
 def _parse(text: str, name: str) -> tuple[yaml.Node | None, DictConfig]:
@@ -164,8 +211,22 @@ def _override(text: str, tree: KeyTree) -> None:
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         _require_shallow(value, _COMMAND_LINE)
         parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
-    tree.update(key, parsed, {key: _COMMAND_LINE})
-    tree.forget_below(key)
+    tree.update(key, parsed, {name: _COMMAND_LINE for name in _keys_below(key, parsed)})
+
+
+def _keys_below(key: str, value: Any) -> Iterator[str]:
+    """Yield a dotted key and the dotted keys of the sections and lists in its value."""
+    yield key
+    if OmegaConf.is_config(value):
+        plain = OmegaConf.to_container(value, resolve=False)
+        names = plain if isinstance(plain, dict) else range(len(plain)) if isinstance(plain, list) else ()
+        for name in names:
+            yield from _keys_below(f"{key}.{name}", value._get_node(name))
+
+
+def _kind_key(section: str) -> str:
+    """Return the key that says of which kind a section is: a phase's `name`, and the `kind` of the others."""
+    return "name" if re.fullmatch(r"objective\.phases\.\d+", section) else "kind"
 
 
 def _config_error(where: str, key: str, message: str) -> ConfigError:

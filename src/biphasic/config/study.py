@@ -25,6 +25,7 @@ class LocalExecutor(Section):
     """Train the runs on this machine, one after another, with Composer's launcher."""
 
     kind: Literal["local"]
+    """The kind of executor."""
     processes: Positive | None = None
     """Number of processes of a run. Default: Composer's, one for each GPU."""
 
@@ -33,15 +34,18 @@ class SlurmExecutor(Section):
     """Submit each run with `sbatch`. A run waits for the run that it starts from (`--dependency=afterok`)."""
 
     kind: Literal["slurm"]
+    """The kind of executor."""
     options: list[str] = []
     """Options of sbatch, such as `--nodes=4`."""
     script: LocalPath = "recipes/launch/slurm.sbatch"
+    """The batch script, which gets the run's YAML as its argument."""
 
 
 class CommandExecutor(Section):
     """Submit each run that is ready with a command, for SkyPilot, Kubernetes and others."""
 
     kind: Literal["command"]
+    """The kind of executor."""
     command: str
     """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its resolved YAML on this machine;
     `{base}` and `{overrides}` give the same run to a machine that has only the repository: the path in the study's `base`,
@@ -77,6 +81,7 @@ class StudyConfig(JobConfig):
     """`job: study`: pretrain models that share the beginnings of their histories, then export, fine-tune and score them."""
 
     job: Literal["study"]
+    """The kind of job."""
     folder: Address
     """Local folder or bucket prefix of all checkpoints: `<folder>/<model>`."""
     output: LocalPath = "runs"
@@ -89,8 +94,11 @@ class StudyConfig(JobConfig):
     `continues: NAME` starts from the final weights of another model, with a new optimizer, schedule and history; the model
     section of `base` is then not used. Add models at the end: where runs start from depends on the order."""
     executor: Executor = LocalExecutor(kind="local")
+    """How the runs are started. Default: on this machine."""
     cost: StudyCostConfig | None = None
+    """What `--plan` needs for hours and dollars. Null: FLOPs only."""
     stages: StagesConfig = StagesConfig()
+    """What follows pretraining."""
 
     @property
     def local_folder(self) -> str:

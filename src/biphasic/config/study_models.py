@@ -8,8 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
-
 from biphasic.config.base import Section
 from biphasic.config.check import check
 from biphasic.config.durations import Duration
@@ -17,8 +15,6 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.read import KeyTree, escape_interpolations, read_tree
 from biphasic.config.study import CONTINUES, StudyConfig
 from biphasic.errors import ConfigError, Problem
-
-_PRETRAIN = TypeAdapter(PretrainConfig)
 
 
 def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -> dict[str, PretrainConfig]:
@@ -89,7 +85,8 @@ def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, rank
     own = {"run_name": name, "output": study.local_folder, "checkpoint.folder": study.checkpoints_of(name)}
     for key, value in own.items():
         tree.update(key, escape_interpolations(value), {key: place[""]})
-    config = check(tree.content(), _PRETRAIN, {"pretrain": PretrainConfig}, tree.source, ranks)
+    config = check(tree.content(), ("pretrain",), tree.source, ranks)
+    assert isinstance(config, PretrainConfig)
     problems = [
         Problem(
             tree.source(key), key, f"expected batches, rows or tokens, so that runs can be compared; got {duration}"

@@ -62,6 +62,7 @@ class SweepConfig(JobConfig):
     """`job: sweep`: fine-tune and score every combination of model, task, learning rate and seed."""
 
     job: Literal["sweep"]
+    """The kind of job."""
     output: Address
     """Local folder or bucket prefix for the trials' records."""
     models: Annotated[dict[Name, SweepModel], Field(min_length=1)]
@@ -69,11 +70,15 @@ class SweepConfig(JobConfig):
     tasks: Annotated[dict[Name, LocalPath], Field(min_length=1)]
     """Paths of fine-tuning YAMLs by task name, relative to the working directory."""
     learning_rates: Annotated[list[Rate], Field(min_length=1)]
+    """Peak learning rates. The paper: 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4."""
     seeds: Annotated[list[Seed], Field(min_length=1)]
+    """Random seeds. The paper: 0 to 4."""
     overrides: list[str] = []
     """Overrides `key=value` of the fine-tuning YAMLs, applied to every trial."""
     cluster: SweepCluster = SweepCluster()
+    """Where the trials run."""
     cost: CostConfig | None = None
+    """Prices for the estimate of `--plan`. Null: no dollars."""
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values. The tasks' YAMLs are checked by `biphasic.sweep.grid`."""

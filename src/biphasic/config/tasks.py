@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator, model_validator
 
 from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Section, Seed, Share
 
@@ -26,11 +26,26 @@ class DatasetConfig(Section):
     """Files of each split: patterns within `path`, or without `path` local `.parquet`, `.jsonl`, `.json`, `.csv` or `.tsv`
     files, also compressed (`.gz`, `.zst`)."""
 
+    @field_validator("files", mode="before")
+    @classmethod
+    def _require_splits(cls, files: object) -> object:
+        if isinstance(files, str | list):
+            raise ValueError(f"expected the files of each split, such as {{train: [train.jsonl]}}; got {files!r}")
+        return files
+
 
 class TableConfig(DatasetConfig):
-    """One split of a dataset."""
+    """One split of a dataset. `files` may also be a list, which is that split's."""
 
     split: str = "train"
+    """Split of the dataset."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_split(cls, content: Any) -> Any:
+        if isinstance(content, dict) and isinstance(content.get("files"), list):
+            return {**content, "files": {content.get("split", "train"): content["files"]}}
+        return content
 
 
 class _SupervisedSet(Section):
@@ -39,7 +54,9 @@ class _SupervisedSet(Section):
     license: str
     """License of the dataset. It is recorded beside the data."""
     homepage: str | None = None
+    """Page that describes the dataset. It is recorded beside the data."""
     source: DatasetConfig
+    """Where the dataset is read from."""
     splits: dict[str, str] = {"train": "train", "test": "validation"}
     """Source split for each split to write. Without `validation`, a part of `train` is used for it."""
     id_column: str | None = None
@@ -50,9 +67,13 @@ class ClassificationSet(_SupervisedSet):
     """A dataset with a label for each text or pair of texts."""
 
     kind: Literal["classification"]
+    """The kind of task."""
     text_column: str
+    """Column with the text."""
     text_pair_column: str | None = None
+    """Column with the second text. Null: single texts."""
     label_column: str = "label"
+    """Column with the label, a number or a name."""
     label_names: Columns | None = None
     """In the order of the label numbers. Default: the dataset's own names."""
 
@@ -61,8 +82,11 @@ class TokensSet(_SupervisedSet):
     """A dataset with a label for each word (BIO)."""
 
     kind: Literal["tokens"]
+    """The kind of task."""
     tokens_column: str = "tokens"
+    """Column with the words."""
     labels_column: str
+    """Column with a label for each word."""
     label_names: Columns | None = None
     """In the order of the label numbers. Default: the dataset's own names."""
 
@@ -71,7 +95,9 @@ class QuestionAnsweringSet(_SupervisedSet):
     """A dataset of questions with answer spans in a context. A question without a span has no answer in its context."""
 
     kind: Literal["question_answering"]
+    """The kind of task."""
     question_column: str = "question"
+    """Column with the questions."""
     context_column: str = "context"
     """Column of the contexts. The answers are in a column `answers`, with `{text: [...], answer_start: [...]}` as in SQuAD,
     or with texts only, which are then located in the context."""
@@ -81,7 +107,9 @@ class PairsConfig(TableConfig):
     """A table of training pairs: each query with a relevant document."""
 
     query_column: str = "query"
+    """Column with the queries' texts."""
     positive_column: str = "positive"
+    """Column with the texts of the relevant documents."""
     negatives_column: str | None = None
     """Column with hard negatives: a text or a list of texts."""
 
@@ -90,7 +118,9 @@ class CorpusConfig(TableConfig):
     """A table of the documents to search."""
 
     id_column: str = "_id"
+    """Column with the documents' ids."""
     text_columns: Columns = ["text"]
+    """Columns of a document's text, such as title and text, which are joined."""
     separator: str = ". "
     """Separator between the texts of several columns. Empty texts are left out."""
 
@@ -99,13 +129,16 @@ class QueriesConfig(TableConfig):
     """A table of queries with their ids."""
 
     id_column: str = "_id"
+    """Column with the queries' ids."""
     text_column: str = "text"
+    """Column with the queries' texts."""
 
 
 class QrelsConfig(TableConfig):
     """A table of relevance judgments for pairs of a query and a document."""
 
     query_column: str = "query-id"
+    """Column with the query id."""
     document_column: str = "corpus-id"
     """Column with the document id. With `list_column`: the key of the id in each element of the list."""
     score_column: str | None = "score"
@@ -120,11 +153,17 @@ class RetrievalSet(Section):
     """A retrieval dataset: a corpus, queries, relevance judgments, and optionally training pairs."""
 
     kind: Literal["retrieval"]
+    """The kind of task."""
     license: str
+    """License of the dataset. It is recorded beside the data."""
     homepage: str | None = None
+    """Page that describes the dataset. It is recorded beside the data."""
     train: PairsConfig | None = None
+    """Training pairs. Null: the dataset is only for evaluation."""
     corpus: CorpusConfig
+    """The documents to search."""
     queries: Annotated[list[QueriesConfig], Field(min_length=1)]
+    """Tables of queries, which are joined."""
     qrels: Annotated[dict[str, QrelsConfig], Field(min_length=1)]
     """Relevance judgments by split."""
     min_score: int = 1
@@ -145,6 +184,7 @@ class TasksConfig(JobConfig):
     """`job: tasks`: download downstream datasets and write them in one schema for each kind of task."""
 
     job: Literal["tasks"]
+    """The kind of job."""
     output: Address
     """Local folder or bucket prefix. Each dataset is written to its own folder."""
     validation_fraction: Share = 0.05
@@ -154,6 +194,7 @@ class TasksConfig(JobConfig):
     max_invalid_share: Annotated[float, Field(ge=0, lt=1)] = 0.001
     """Maximum share of invalid rows in a split that are left out. If there are more, preparing the dataset fails."""
     tasks: Annotated[dict[Name, DownstreamSet], Field(min_length=1)]
+    """The datasets to write, by name."""
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values."""

@@ -21,19 +21,25 @@ class RampConfig(Section):
     """A masking ratio that changes linearly from `start` to `end` during its phase."""
 
     start: Share
+    """Masking ratio of the phase's first batch."""
     end: Share
+    """Masking ratio at the end of the phase."""
 
 
 class ReplacementConfig(Section):
     """How selected tokens are replaced; the shares add up to 1. Default: always by the mask token, as in EuroBERT's code."""
 
     mask: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Share that becomes the mask token."""
     random: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share that becomes a random token of the vocabulary, special tokens excluded. BERT: 0.1."""
     keep: Annotated[float, Field(ge=0, le=1)] = 0.0
+    """Share that stays as it is, and is predicted. BERT: 0.1."""
 
 
 class _Phase(Section):
     name: str
+    """The objective."""
     until: Duration | None = None
     """End of the phase, counted from the start of the run. Omit it for the last phase, which ends with the run."""
     reset_optimizer: bool = False
@@ -44,15 +50,19 @@ class CLMPhase(_Phase):
     """Causal language modeling: each token predicts the next token of its segment."""
 
     name: Literal["clm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The objective."""
 
 
 class MLMPhase(_Phase):
     """Masked language modeling: masked tokens are predicted from the tokens on both sides in their segment."""
 
     name: Literal["mlm"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    """The objective."""
     masking_ratio: Share | RampConfig = 0.4
-    """Probability with which each token is selected, independently. The paper compares 0.2, 0.3, 0.4 and 0.5."""
+    """Probability with which each token is selected, independently. The paper compares 0.2, 0.3, 0.4 and 0.5 (0.4 in its
+    biphasic runs)."""
     replacement: ReplacementConfig = ReplacementConfig()
+    """What stands in place of the selected tokens."""
     target: Literal["same", "next"] = "same"
     """`same`: predict a masked token at its own position. `next`: predict it at the previous position, as in CLM, so that
     the head's offset stays the same when the objective changes (masked next-token prediction)."""
@@ -65,15 +75,18 @@ class ObjectiveConfig(Section):
     """The phases of training, in order."""
 
     phases: Annotated[list[Phase], Field(min_length=1)]
+    """The phases. Each but the last needs `until`."""
 
 
 class ScheduleConfig(Section):
     """Warmup-stable-decay (WSD) schedule: the learning rate rises from 0, stays constant, and falls at the end."""
 
     warmup: Duration = Duration(0, "ba")
+    """Length of the linear warmup from 0. The paper: 2,000 batches."""
     decay: Duration = Duration(0, "ba")
     """Length of the decay at the end of the run. 0ba: no decay, for a trunk from which other runs branch off."""
     decay_shape: Literal["linear", "1-sqrt", "cosine"] = "linear"
+    """Course of the decay. The paper: linear."""
     final_lr: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """Learning rate at the end of the decay, as a share of `optimizer.lr`."""
 

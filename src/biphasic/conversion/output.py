@@ -80,7 +80,7 @@ def require_record(output: str) -> dict[str, Any]:
     missing = [description for name, description in units.items() if unit_record_file(name) not in files]
     some = "; ".join(missing[:_NAMED_UNITS]) + (" and others" if len(missing) > _NAMED_UNITS else "")
     state = f"{len(missing)} work units are missing ({some})" if missing else "all work units are done, but not merged"
-    raise UserError(f"{output}: is an unfinished conversion: {state}; run data_prep/convert.py again to finish it")
+    raise UserError(f"{output}: is an unfinished conversion: {state}; run `biphasic convert` again to finish it")
 
 
 def require_same(record: dict[str, Any], context: ConversionContext, files: list[SourceFile]) -> None:

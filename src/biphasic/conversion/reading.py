@@ -1,10 +1,12 @@
-"""Read documents from Parquet (by row group, only the needed columns), JSONL and plain text (by line)."""
+"""Read documents from Parquet (by row group, only the needed columns), and from JSONL, CSV and plain text (by line)."""
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -86,11 +88,13 @@ def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document 
         DamagedFileError: the file can't be read to its end. The message says how far it was read.
         UserError: the file lacks a column, a text is not a string, or the file can't be reached any more.
     """
-    if file.path.endswith(".parquet"):
-        return _read_parquet(file, options)
-    if ".txt" in file.path.rpartition("/")[2]:
-        return _read_text(file, options)
-    return _read_jsonl(file, options)
+    readers = {"parquet": _read_parquet, "txt": _read_text, "csv": _read_csv, "tsv": _read_csv}
+    return readers.get(_kind(file.path), _read_jsonl)(file, options)
+
+
+def _kind(path: str) -> str:
+    """Return the suffix of a file's name without a compression's: `jsonl` for `a.jsonl.gz`."""
+    return path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
 
 
 def passes(values: dict[str, Any], filters: Sequence[FilterConfig]) -> bool:
@@ -229,6 +233,68 @@ def _json_document(line: bytes, where: str, options: ReadOptions) -> Document | 
         # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
         text = text.encode("utf-8", "replace").decode()
     return _document(text, values, where, options)
+
+
+def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+    # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
+    lines = (line.decode("utf-8-sig" if not at else "utf-8", "surrogateescape") for at, line in enumerate(_lines(file)))
+    csv.field_size_limit(sys.maxsize)
+    rows = csv.reader(lines, delimiter="\t" if _kind(file.path) == "tsv" else ",", strict=True)
+    header: list[str] | None = None
+    numbers = _number_columns(options.filters)
+    while True:
+        where = f"{file.path}, line {rows.line_num + 1}"
+        try:
+            row = next(rows)
+        except StopIteration:
+            return
+        except csv.Error as error:
+            if "unexpected end" in str(error):
+                message = "is damaged: a quotation mark in this line, or in one after it, is not closed"
+                raise DamagedFileError(f"source {where}: {message}") from None
+            yield Skipped("not CSV", where, f"is not CSV ({first_line(error)})")
+            continue
+        if not row:
+            continue
+        if header is None:
+            header = row
+            for column in options.columns:
+                if column not in header:
+                    raise UserError(f"source {where}: {missing_column_message(column, header)}")
+        elif len(row) != len(header):
+            fields = f"{len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
+            yield Skipped("not CSV", where, f"has {fields}")
+        else:
+            values: dict[str, Any] = dict(zip(header, row, strict=True))
+            text = values[options.text_column]
+            values |= {column: _scalar(values[column]) for column in numbers}
+            values |= {filter.column: values[filter.column] or None for filter in options.filters}
+            yield _document(_utf8_or_bytes(text), values, where, options)
+
+
+def _number_columns(filters: Sequence[FilterConfig]) -> set[str]:
+    """Return the columns that filters compare with numbers or with true and false. A CSV file holds texts only."""
+    compared = [
+        (filter.column, value)
+        for filter in filters
+        for value in (filter.min, filter.max, *(filter.any_of or []), *(filter.none_of or []))
+    ]
+    return {column for column, value in compared if value is not None and not isinstance(value, str)}
+
+
+def _scalar(text: str) -> float | bool | str:
+    try:
+        return float(text)
+    except ValueError:
+        return {"true": True, "false": False}.get(text.lower(), text)
+
+
+def _utf8_or_bytes(text: str) -> str | bytes:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-8", "surrogateescape")
+    return text
 
 
 def _read_text(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:

@@ -13,8 +13,12 @@ from biphasic.config.convert import FilesSource, HubSource
 from biphasic.conversion.reading import ReadOptions, SourceFile, missing_column_message
 from biphasic.errors import UserError
 from biphasic.storage import filesystem, first_line, is_remote, open_store
+from biphasic.storage.hub import hub_errors, is_local_path
 
-_SUFFIXES = (".parquet", *(kind + packed for kind in (".jsonl", ".txt") for packed in ("", ".gz", ".zst")))
+_SUFFIXES = (
+    ".parquet",
+    *(kind + packed for kind in (".jsonl", ".csv", ".tsv", ".txt") for packed in ("", ".gz", ".zst")),
+)
 _THREADS = 16
 
 
@@ -105,6 +109,8 @@ def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
 
     name = source.path if source.name is None else f"{source.path}, {source.name}"
     try:
+        if is_local_path(source.path) and not Path(source.path).is_dir():
+            raise UserError(f"source {name}: there is no such folder")
         commit = None if Path(source.path).is_dir() else hub_commit(source.path, source.revision)
         builder = datasets.load_dataset_builder(source.path, source.name, revision=commit)
         splits = dict(builder.config.data_files or {})
@@ -118,7 +124,8 @@ def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
             return find_files(FilesSource(kind="files", paths=paths)), None
         prefix = f"hf://datasets/{source.path}@{commit}/"
         inside = [path.removeprefix(prefix) for path in paths]
-        infos = HfApi().get_paths_info(source.path, inside, revision=commit, repo_type="dataset")
+        with hub_errors():
+            infos = HfApi().get_paths_info(source.path, inside, revision=commit, repo_type="dataset")
         sizes = {info.path: info for info in infos if isinstance(info, RepoFile)}
         files = [SourceFile(prefix + path, sizes[path].size, sizes[path].blob_id) for path in inside]
     except (DatasetsError, HfHubHTTPError, OSError, ValueError, KeyError) as error:
@@ -135,7 +142,8 @@ def hub_commit(path: str, revision: str | None) -> str:
     """
     from huggingface_hub import HfApi
 
-    commit = HfApi().dataset_info(path, revision=revision).sha
+    with hub_errors():
+        commit = HfApi().dataset_info(path, revision=revision).sha
     assert commit is not None
     return commit
 

@@ -53,7 +53,7 @@ class CheckedStream(Stream):
             if str(error).startswith("Checksum failure"):
                 cache = f" (or {folder} is the cache of other data: empty it)" if self.remote is not None else ""
                 message = f"is damaged: its {self.validate_hash} is not the one in {folder / INDEX}"
-                check = f"check the conversion with data_prep/verify.py and put the shard right{cache}"
+                check = f"check the conversion with `biphasic verify` and put the shard right{cache}"
                 raise ShardError(f"shard {name}: {message}; nothing of it was used; {check}") from error
             raise ShardError(f"shard {name}: can't be read into {folder} ({first_line(error)})") from error
 
@@ -133,9 +133,9 @@ def _require_dataset(dataset: str, local: str) -> None:
     except OSError as error:
         raise UserError(f"dataset {dataset}: can't be opened ({first_line(error)})") from error
     if unfinished:
-        advice = "run data_prep/verify.py on it to see which work units are missing"
+        advice = "run `biphasic verify` on it to see which work units are missing"
         raise UserError(
-            f"{conversion}: its conversion is not finished; {advice}, and data_prep/convert.py again to finish it"
+            f"{conversion}: its conversion is not finished; {advice}, and `biphasic convert` again to finish it"
         )
     raise UserError(f"no dataset in {dataset} (it has no {INDEX}): convert one first, see docs/data.md")
 

@@ -13,6 +13,7 @@ import tokenizers
 
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, open_store
+from biphasic.storage.hub import why_missing
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _ROLES = ("pad", "bos", "eos", "mask")
@@ -126,8 +127,8 @@ def _download(path: str, folder: Path) -> None:
 
 
 def _load_from_hub(path: str, revision: str | None) -> Any:
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise UserError(f"tokenizer {path}: there is no such folder")
+    if (reason := why_missing(path, revision)) is not None:
+        raise UserError(f"tokenizer {path}: {reason}")
     from transformers import AutoTokenizer
 
     try:

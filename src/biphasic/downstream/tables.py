@@ -13,6 +13,7 @@ from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
 from biphasic.errors import UserError
 from biphasic.storage import first_line
+from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
 _COMPRESSED = (".gz", ".zst")
@@ -102,6 +103,8 @@ def open_table(config: DatasetConfig, split: str) -> Table:
             options: dict[str, Any] = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
             rows = datasets.load_dataset(builder, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, **options)
         else:
+            if is_local_path(config.path) and not Path(config.path).is_dir():
+                raise UserError(f"{source}: there is no such folder")
             commit = None if Path(config.path).is_dir() else hub_commit(config.path, config.revision)
             files = None if config.files is None else {_ONLY_SPLIT: config.files[split]}
             name = split if files is None else _ONLY_SPLIT

@@ -32,7 +32,7 @@ class TaskFolder:
             self.record: dict[str, Any] = json.loads(open_store(path).read(TASK_RECORD))
             recorded_kind = self.record["kind"]
         except FileNotFoundError:
-            advice = "make it with data_prep/tasks.py (a folder without this file isn't complete)"
+            advice = "make it with `biphasic tasks` (a folder without this file isn't complete)"
             raise UserError(f"{path}: has no {TASK_RECORD}: {advice}") from None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}/{TASK_RECORD}: can't be read ({first_line(error)})") from None
@@ -48,7 +48,7 @@ class TaskFolder:
         """
         names = self.record.get("label_names")
         if not names:
-            raise UserError(f"{self.path}/{TASK_RECORD}: names no labels; make it again with data_prep/tasks.py")
+            raise UserError(f"{self.path}/{TASK_RECORD}: names no labels; make it again with `biphasic tasks`")
         return list(names)
 
     def content_hash(self, table: str) -> str:

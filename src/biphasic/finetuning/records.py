@@ -38,7 +38,13 @@ class TrialResult:
 
 @dataclass(frozen=True)
 class TrialCost:
-    """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown."""
+    """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown.
+
+    `parameters` has no language-model head; `train_tokens` counts four characters as a token.
+    """
 
     flops: float | None
     bytes: int | None
+    parameters: int | None = None
+    steps: int = 0
+    train_tokens: float = 0.0

@@ -24,7 +24,7 @@ from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
 from biphasic.training.composer_model import mean_over_global_batch
 from biphasic.training.gradients import Gradients
-from biphasic.training.loggers import loggers
+from biphasic.training.loggers import hide_configuration, loggers
 from biphasic.training.optimizer import WarmupStableDecay, adamw
 
 
@@ -100,7 +100,7 @@ def _build_trainer(
         get_num_samples_in_batch=lambda batch: len(batch["row_ids"]),  # pyright: ignore
         get_num_tokens_in_batch=lambda batch: sum(sum(part["lengths"]) for part in batch.get("parts", [batch])),  # pyright: ignore
     )
-    return Trainer(
+    trainer = Trainer(
         model=model,
         run_name=config.run_name,
         seed=config.seed,
@@ -126,3 +126,5 @@ def _build_trainer(
         progress_bar=logging.progress_bar,
         auto_log_hparams=False,
     )
+    hide_configuration(trainer)
+    return trainer

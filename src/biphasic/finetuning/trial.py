@@ -137,21 +137,22 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     Raises:
         UserError: the model or the data is missing.
     """
-    architecture = _architecture(config.model)
-    if architecture is None:
-        return TrialCost(None, None)
     task = build_task(config.model, config.task, config.cache)
     rows, characters = task.data.rows("train"), task.data.characters("train")
     special = len(task.text_tokenizer.prefix) + len(task.text_tokenizer.suffix)
     tokens_each = min(characters / 4 / rows + special, task.max_length)
-    train_tokens = count_steps(config, max(rows, config.batch_size)) * config.batch_size * tokens_each
+    steps = count_steps(config, max(rows, config.batch_size))
+    train_tokens = steps * config.batch_size * tokens_each
+    architecture = _architecture(config.model)
+    if architecture is None:
+        return TrialCost(None, None, None, steps, train_tokens)
     scored_tokens = sum(folder.characters(table) / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
     parameters = architecture.parameters - architecture.head_parameters
     microbatch = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
     activations = architecture.activation_bytes(microbatch, 2 if config.precision == "amp_bf16" else 4)
     # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
-    return TrialCost(flops, 16 * parameters + activations + (2 << 30))
+    return TrialCost(flops, 16 * parameters + activations + (2 << 30), parameters, steps, train_tokens)
 
 
 def _architecture(model: EncoderConfig) -> Architecture | None:

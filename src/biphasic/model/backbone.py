@@ -18,6 +18,7 @@ from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packing_probe import packing_problem
 from biphasic.storage import first_line
+from biphasic.storage.hub import why_missing
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -193,8 +194,9 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
-    if not Path(path).is_dir() and (path.startswith((".", "/", "~")) or path.count("/") > 1):
-        raise UserError(f"model {path}: can't be loaded (there is no such checkpoint or folder)")
+    if (reason := why_missing(path, revision)) is not None:
+        reason = reason.replace("no such folder", "no such checkpoint or folder")
+        raise UserError(f"model {path}: can't be loaded ({reason})")
     try:
         content = _config_content(path, revision)
         if not _is_decoder_export(content):

@@ -132,8 +132,8 @@ def results_page(recipes: str) -> str:
     results = {folder: read_results(join(recipes, folder)) for folder in folders}
     lines = [
         *["# Results of the recipes", ""],
-        f"Made by `python -m biphasic.report --results recipes` from each recipe's `{RESULTS_FILE}`; every row was run.",
-        "`python -m biphasic.report --check recipes/NAME RUN` compares a new run with its row (docs/report.md).",
+        f"Made by `biphasic report --results recipes` from each recipe's `{RESULTS_FILE}`; every row was run.",
+        "`biphasic report --check recipes/NAME RUN` compares a new run with its row (docs/report.md).",
         "",
     ]
     if not results:

@@ -31,17 +31,15 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     """Export the final weights of each trained model that has no export. Return the exit status.
 
     Raises:
-        UserError: the study's folder can't be read.
+        UserError: the study's folder can't be read, or a checkpoint can't be exported.
     """
-    from biphasic.export.__main__ import main
+    from biphasic.export.run import export_checkpoint
 
     configs, states = expand(study), read_states(study)
     waiting = [name for name in study.models if not states[name].is_done(configs[name])]
     new = [name for name in study.models if name not in waiting and not _is_exported(study, name)]
     for name in new[:limit]:
-        status = main([study.checkpoints_of(name), str(encoder_folder(study, name)), "--name", name])
-        if status:
-            return status
+        export_checkpoint(study.checkpoints_of(name), encoder_folder(study, name), name=name)
     _print_waiting("not trained yet", waiting)
     return 0
 

@@ -242,7 +242,7 @@ def _print_summary(output: str, driver: Driver, seconds: float) -> int:
         more = f"  and {len(failures) - _SHOWN_FAILURES} more; " if len(failures) > _SHOWN_FAILURES else "  "
         print(f"{more}tracebacks are in their records in {TRIALS_FOLDER}/; --retry-failed runs them again")
     if counts["done"]:
-        print(f"report: python -m biphasic.report {output}")
+        print(f"report: biphasic report {output}")
     return 1 if failures else 0
 
 

@@ -29,7 +29,7 @@ class Gradients(Algorithm):
     After a NaN or Inf on any rank, all ranks skip the batch: weights and optimizer state don't change, and data and learning
     rate advance. After `max_skipped` such batches in a run, the next one ends the run on all ranks, with the weights as they
     were before it. A loss above `spike` times the median of the last 100 batches of the same objective is logged. In both
-    cases the ids of the batch's rows are written to `odd_batches.jsonl`; `data_prep/show.py FILE.yaml ID ...` prints their
+    cases the ids of the batch's rows are written to `odd_batches.jsonl`; `biphasic show FILE.yaml ID ...` prints their
     text.
 
     Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`.

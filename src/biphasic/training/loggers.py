@@ -7,8 +7,9 @@ import time
 from pathlib import Path
 from typing import Any, TextIO
 
+from composer import Trainer
 from composer.core import State
-from composer.loggers import Logger, LoggerDestination, TensorboardLogger
+from composer.loggers import Logger, LoggerDestination, ProgressBarLogger, TensorboardLogger
 from composer.utils import dist
 
 from biphasic.config.pretrain import LoggingConfig
@@ -41,6 +42,13 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
     except ImportError as error:
         raise UserError(f"logging: {error.name or error} isn't installed: uv pip install '.[loggers]'") from None
     return destinations
+
+
+def hide_configuration(trainer: Trainer) -> None:
+    """Keep Composer's progress bar from printing Composer's settings. Ours are in the run folder's `config.yaml`."""
+    for destination in trainer.logger.destinations:
+        if isinstance(destination, ProgressBarLogger):
+            destination.hparams_already_logged_to_console = True
 
 
 class JSONLLogger(LoggerDestination):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
-from composer.core import Algorithm, Callback, Evaluator, Event, State
+from composer.core import Algorithm, Callback, Evaluator, Event, State, TimeUnit
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 from torch.cuda import is_available as has_gpu
 
@@ -37,7 +38,7 @@ from biphasic.training.checkpoint_schedule import checkpoint_schedule
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import AutoMicrobatch, require_precision, set_up
 from biphasic.training.gradients import Gradients
-from biphasic.training.loggers import loggers
+from biphasic.training.loggers import hide_configuration, loggers
 from biphasic.training.meters import Meters
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule
 from biphasic.training.optimizer import WarmupStableDecay, adamw
@@ -71,6 +72,8 @@ def run(config: PretrainConfig) -> Path:
         if trainer.state.max_duration is not None and trainer.state.timestamp >= trainer.state.max_duration:
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
+            if config.compute.compile is True or (config.compute.compile == "auto" and has_gpu()):
+                _print(f"{config.run_name}: the first batch of each objective takes longer, since layers are compiled")
             trainer.fit()
         trainer.close()
     attempt.end("finished")
@@ -82,18 +85,22 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     reproducibility.seed_all(config.seed)
     folder, rank = config.run_folder, dist.get_global_rank()
     rows_per_rank = config.global_batch_size // dist.get_world_size()
+    begin = time.monotonic()
+    _print(f"{config.run_name}: reading {config.tokenizer} and the records of the data")
     tokenizer = load_tokenizer(config.tokenizer)
     data_record = conversion_record(config, tokenizer)
     start, branch_point = _starting_checkpoint(config, attempt)
 
     # Model and optimizer
+    _print(f"{config.run_name}: building the model")
     model, strategy = _build_model(config, tokenizer, start, attempt.ranks)
     computing = set_up(model, config.compute)
-    if rank == 0:
-        print(f"{config.run_name}: {computing}")
+    _print(f"{config.run_name}: {computing}")
     optimizer = adamw(model, config.optimizer)
 
     # Data
+    datasets = ", ".join(stream.remote or stream.local for stream in config.data.streams.values())
+    _print(f"{config.run_name}: opening {datasets}")
     first_row = config.data.first_row(config.global_batch_size)
     batches = build_loader(
         config.data, config.data.streams, rows_per_rank, config.seed, train=True, first_row=first_row
@@ -147,7 +154,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
     dist.barrier()
 
-    return Trainer(
+    trainer = Trainer(
         model=PretrainModel(model),
         run_name=config.run_name,
         seed=config.seed,
@@ -165,6 +172,25 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         load_path=start,
         auto_log_hparams=False,
     )
+    hide_configuration(trainer)
+    position, seconds = _position(trainer), f"{time.monotonic() - begin:.1f} s"
+    if attempt.resume is not None:
+        _print(f"{config.run_name}: resuming at {position} from {start}, {seconds}")
+    else:
+        _print(f"{config.run_name}: starting at {position}, {seconds}")
+    return trainer
+
+
+def _position(trainer: Trainer) -> str:
+    """Return the batch that comes next, and how many there are, or the run's length in its own unit."""
+    batch, end = int(trainer.state.timestamp.batch), trainer.state.max_duration
+    assert end is not None
+    return f"batch {batch:,} of {end.value:,}" if end.unit == TimeUnit.BATCH else f"batch {batch:,} (length: {end})"
+
+
+def _print(line: str) -> None:
+    if dist.get_global_rank() == 0:
+        print(line, flush=True)
 
 
 def _starting_checkpoint(config: PretrainConfig, attempt: Attempt) -> tuple[str | None, BranchPoint | None]:
@@ -181,8 +207,7 @@ def _starting_checkpoint(config: PretrainConfig, attempt: Attempt) -> tuple[str 
         branch_point, start = fetch_branch_point(config, attempt.ranks)
         batch, tokens = branch_point.manifest.batch, branch_point.manifest.run["tokens"]
         attempt.lock.record_start(batch, tokens)
-        if dist.get_global_rank() == 0:
-            print(f"{config.run_name}: starts from batch {batch}, {branch_point.path}")
+        _print(f"{config.run_name}: starts from batch {batch}, {branch_point.path}")
     else:
         return None, None
     require_safe_checkpoint(start)

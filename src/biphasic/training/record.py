@@ -13,14 +13,13 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.config.conversion_record import read_stream_record
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import spans
+from biphasic.data.conversion_checks import read_conversions, row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
-from biphasic.storage import join
 from biphasic.training.objective_schedule import elapsed
 from biphasic.training.prepared_batch import PreparedBatch
 
@@ -91,22 +90,11 @@ def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str,
         UserError: a stream was converted with another tokenizer or sequence length.
     """
     streams: dict[str, dict[str, Any]] = {}
-    for key, stream in config.data.streams.items():
-        conversion = read_stream_record(stream)
-        if conversion is None:
-            continue
-        record, length = conversion.record, conversion.record["sequence_length"]
-        sha256 = record["tokenizer"]["sha256"]
-        if sha256 != tokenizer.sha256:
-            raise UserError(
-                f"tokenizer: {config.tokenizer} is not the one that {key}, {conversion.folder}, was converted with "
-                f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]}): use {join(conversion.folder, 'tokenizer')}"
-            )
-        if length != config.data.sequence_length:
-            raise UserError(
-                f"data.sequence_length is {config.data.sequence_length}, but {key}, {conversion.folder}, was converted with "
-                f"sequence_length: {length}"
-            )
+    conversions = read_conversions(config)
+    if problems := row_problems(config, conversions, tokenizer):
+        raise UserError("\n".join(problems))
+    for key, conversion in conversions.items():
+        record = conversion.record
         counts = {name: conversion.split[name] for name in ("tokens", "rows", "documents") if name in conversion.split}
         source, commit = record.get("config", {}).get("source"), record.get("source", {}).get("commit")
         if isinstance(source, dict) and commit is not None:

@@ -1,43 +1,27 @@
-"""`python -m biphasic.export CHECKPOINT OUT`: write a checkpoint as a folder that other libraries load.
+"""Write a checkpoint as a folder that other libraries load: biphasic export CHECKPOINT OUT
 
-`python -m biphasic.export FOLDER --onnx`, `--results`, `--push`: further steps for an exported folder.
+Further steps for an exported folder: biphasic export FOLDER --onnx, --results, --push.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from biphasic.errors import ConfigError, UserError
+from biphasic.errors import UserError
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status: 0 after success, 2 after a user error."""
-    args = _parser().parse_intermixed_args(arguments)
-    try:
-        _check(args)
-        if args.out is not None:
-            _export(args)
-        _further_steps(args, args.out or Path(args.checkpoint))
-    except (ConfigError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m biphasic.export", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `biphasic export`."""
     parser.add_argument(
         "checkpoint",
+        metavar="CHECKPOINT",
         help="a run's checkpoint, local or in a bucket: a .pt file, the folder of a sharded one, or a run's checkpoint "
         "folder, for its newest; or an exported folder, without OUT",
     )
-    parser.add_argument("out", type=Path, nargs="?", help="the folder to write")
+    parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to write")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --initial: replace a value of the YAML")
     export = parser.add_argument_group("the export")
     export.add_argument("--initial", action="store_true", help="CHECKPOINT is a pretraining YAML: its initial weights")
@@ -56,7 +40,21 @@ def _parser() -> argparse.ArgumentParser:
     push.add_argument("--revision", metavar="BRANCH", help="to a branch, created if it is missing; default: main")
     push.add_argument("--private", action="store_true", help="create a private repository, if it is new")
     push.add_argument("--dry-run", action="store_true", help="print what would be uploaded, without any request")
-    return parser
+
+
+def run(options: argparse.Namespace) -> int:
+    """Export, take the further steps, and return the exit status."""
+    _check(options)
+    if options.out is not None:
+        from biphasic.export.run import export_checkpoint, export_initial
+
+        export = partial(export_initial, overrides=options.overrides) if options.initial else export_checkpoint
+        export(
+            options.checkpoint, options.out, name=options.name, dtype=options.dtype or "fp32",
+            tokenizer=options.tokenizer, force=options.force,
+        )  # fmt: skip
+    _further_steps(options, options.out or Path(options.checkpoint))
+    return 0
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -96,52 +94,6 @@ def _check(args: argparse.Namespace) -> None:
         require_onnx()
 
 
-def _export(args: argparse.Namespace) -> None:
-    from biphasic.export.write import require_free
-
-    require_free(args.out, args.force)
-    # Files from a bucket are downloaded beside `out`. If an export is killed, the next one reuses its undamaged downloads.
-    downloads = args.out.resolve().with_name(f".{args.out.name}.download")
-    try:
-        _write(args, downloads)
-    finally:
-        shutil.rmtree(downloads, ignore_errors=True)
-
-
-def _write(args: argparse.Namespace, downloads: Path) -> None:
-    import torch
-    import yaml
-
-    from biphasic.checkpointing.resume import local_checkpoint
-    from biphasic.config.load import load
-    from biphasic.config.pretrain import PretrainConfig
-    from biphasic.data.tokenizer import load_tokenizer
-    from biphasic.export.card import pretrained_card, untrained_card
-    from biphasic.export.weights import Weights
-    from biphasic.export.write import choose_format, write_language_model
-    from biphasic.model.backbone import build_language_model, hf_config_from_json
-    from biphasic.model.checkpoint import read_record
-
-    if args.initial:
-        config = load(args.checkpoint, args.overrides)
-        if not isinstance(config, PretrainConfig):
-            raise UserError(f"{args.checkpoint}: expected a job: pretrain YAML")
-        tokenizer = load_tokenizer(args.tokenizer or config.tokenizer)
-        model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
-        fmt, weights = choose_format(model.config, tokenizer), Weights.in_memory(model.state_dict())
-        card = untrained_card(config.model_dump(mode="json"), args.name, remote_code=bool(fmt.files))
-    else:
-        checkpoint = local_checkpoint(args.checkpoint, downloads)
-        record = read_record(checkpoint)
-        tokenizer = load_tokenizer(args.tokenizer or yaml.safe_load(record["config"])["tokenizer"])
-        fmt = choose_format(hf_config_from_json(record["backbone"]), tokenizer)
-        weights = Weights.from_checkpoint(checkpoint)
-        card = pretrained_card(record, args.name, remote_code=bool(fmt.files))
-    dtype = torch.bfloat16 if args.dtype == "bf16" else torch.float32
-    count = write_language_model(fmt, weights, tokenizer, args.out, card, dtype=dtype, force=args.force)
-    print(f"{args.out}: {count:,} parameters in {args.dtype or 'fp32'}, {fmt.name} format")
-
-
 def _further_steps(args: argparse.Namespace, folder: Path) -> None:
     if args.license or args.language or args.results is not None:
         from biphasic.export.folder import CARD_FILE, read_card, write_card
@@ -163,7 +115,3 @@ def _further_steps(args: argparse.Namespace, folder: Path) -> None:
         from biphasic.export.push import push
 
         push(folder, args.push, revision=args.revision, private=args.private, dry_run=args.dry_run)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

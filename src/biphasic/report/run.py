@@ -1,60 +1,23 @@
-"""Write the report of a sweep or a study, or the results of recipes.
-
-python -m biphasic.report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv]
-python -m biphasic.report --results recipes
-python -m biphasic.report --check recipes/NAME RUN
-"""
+"""Write the report of a sweep or a study, or the results of recipes, and check a run against its recipe."""
 
 from __future__ import annotations
 
-import argparse
-import sys
 from collections.abc import Mapping
 
-from biphasic.errors import ConfigError, UserError
+from biphasic.errors import UserError
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command. Return 0, 1 if a checked run differs from its recipe, or 2 if something can't be read or written."""
-    parser = argparse.ArgumentParser(
-        prog="python -m biphasic.report", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument(
-        "folders",
-        metavar="RESULTS",
-        nargs="*",
-        help="a sweep's output, or a study's folder or folders (its bucket's prefix, and its output on this machine)",
-    )
-    parser.add_argument(
-        "--out",
-        help="the folder to write; default: report in the first local RESULTS, or ./report when all are in buckets",
-    )
-    parser.add_argument(
-        "--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"
-    )
-    parser.add_argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json")
-    parser.add_argument(
-        "--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run's folder with the recipe's results.json"
-    )
-    options = parser.parse_args(arguments)
-    if sum((bool(options.folders), options.results is not None, options.check is not None)) != 1:
-        parser.error("expected one of RESULTS, --results and --check")
-    if not options.folders and (options.out is not None or options.against is not None):
-        parser.error("--out and --against are for the report of RESULTS")
-    try:
-        if options.results is not None:
-            _write_results_page(options.results)
-        elif options.check is not None:
-            return _check(*options.check)
-        else:
-            _write_report(options.folders, options.out, options.against)
-    except (ConfigError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    return 0
+def write_report(folders: list[str], out: str | None = None, against: str | None = None) -> None:
+    """Write the report of a sweep or a study, and print its tables.
 
+    Args:
+        folders: a sweep's output, or a study's folder or folders.
+        out: folder to write; None takes `report` in the first local folder.
+        against: published scores to compare with, a CSV.
 
-def _write_report(folders: list[str], out: str | None, against: str | None) -> None:
+    Raises:
+        UserError: something can't be read or written.
+    """
     from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
     from biphasic.report.study_folder import is_study, read_study
     from biphasic.report.study_scores import rows_of_sweep, score_table
@@ -88,13 +51,23 @@ def _write_report(folders: list[str], out: str | None, against: str | None) -> N
     _write(out or join(local, "report"), files)
 
 
-def _write_results_page(recipes: str) -> None:
+def write_results_page(recipes: str) -> None:
+    """Write RESULTS.md in the folder `recipes` from the recipes' results.
+
+    Raises:
+        UserError: something can't be read or written.
+    """
     from biphasic.report.recipe_results import PAGE, results_page
 
     _write(recipes, {PAGE: results_page(recipes).encode()})
 
 
-def _check(recipe: str, run: str) -> int:
+def check_recipe(recipe: str, run: str) -> bool:
+    """Compare a run with its recipe's results, print the comparison, and return whether all are within the tolerances.
+
+    Raises:
+        UserError: something can't be read.
+    """
     from biphasic.report.recipe_results import check_run, check_table, read_results
 
     results = read_results(recipe)
@@ -107,7 +80,7 @@ def _check(recipe: str, run: str) -> int:
         if failed
         else "\nwithin the tolerances"
     )
-    return 1 if failed else 0
+    return not failed
 
 
 def _write(folder: str, files: Mapping[str, bytes | None]) -> None:
@@ -123,7 +96,3 @@ def _write(folder: str, files: Mapping[str, bytes | None]) -> None:
     except OSError as error:
         raise UserError(f"{folder}: can't be written ({first_line(error)})") from None
     print("\n".join(join(folder, name) for name, content in files.items() if content is not None))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

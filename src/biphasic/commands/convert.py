@@ -1,0 +1,41 @@
+"""Convert text to MDS shards of packed rows. The same command resumes an interrupted conversion."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+from biphasic.commands.parser import add_file
+from biphasic.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `biphasic convert`."""
+    add_file(parser, "job: convert")
+    parser.add_argument(
+        "--plan", action="store_true", help="print what would be done: files, tokens, bytes, hours, peak disk"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Convert, or print the plan, and return the exit status."""
+    from biphasic.config.convert import ConvertConfig
+    from biphasic.config.load import load
+
+    config = load(options.file, options.overrides)
+    if not isinstance(config, ConvertConfig):
+        raise UserError(f"{options.file}: job: {config.job}: this command needs job: convert")
+    from biphasic.conversion.describe import describe_plan, describe_record
+
+    if options.plan:
+        print(describe_plan(config))
+        return 0
+    from biphasic.conversion.convert import convert
+
+    try:
+        record = convert(config)
+    except KeyboardInterrupt:
+        print("interrupted: finished work units are kept; the same command resumes", file=sys.stderr)
+        raise
+    print(describe_record(config.output, record))
+    return 0

@@ -1,0 +1,42 @@
+"""How every command line of this repository is parsed: those of `biphasic` and that of src/main.py."""
+
+from __future__ import annotations
+
+import argparse
+from functools import partial
+from typing import NoReturn
+
+from biphasic.errors import UserError
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose errors are raised, so that a job of several ranks shows them once. Abbreviations are errors."""
+
+    def __init__(self, **options: object):
+        layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
+        defaults = {"allow_abbrev": False, "formatter_class": layout}
+        super().__init__(**{**defaults, **options})  # pyright: ignore[reportArgumentType]
+
+    def error(self, message: str) -> NoReturn:
+        """Raise a UserError with the usage and the message."""
+        raise UserError(f"{self.format_usage()}{self.prog}: error: {message}")
+
+
+def positive(text: str) -> int:
+    """Parse a number of at least 1."""
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text!r}")
+    return int(text)
+
+
+def add_file(parser: argparse.ArgumentParser, job: str) -> None:
+    """Add the YAML and the overrides of its keys, which `biphasic.config.load` reads."""
+    parser.add_argument("file", metavar="FILE.yaml", help=f"the YAML of {job}")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value, e.g. seed=1")
+
+
+def count(text: str) -> int:
+    """Parse a number of at least 0."""
+    if not text.isdigit():
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0; got {text!r}")
+    return int(text)

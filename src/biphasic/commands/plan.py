@@ -1,0 +1,125 @@
+"""Check a YAML and print what its job would do, without starting it. `python src/main.py FILE.yaml --plan` does the same."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING
+
+from biphasic.commands.parser import add_file, positive
+from biphasic.errors import UserError
+from biphasic.faults import REFUSED
+
+if TYPE_CHECKING:
+    from biphasic.config.load import Config
+    from biphasic.config.pretrain import PretrainConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of `biphasic plan`."""
+    add_file(parser, "any job")
+    add_plan_options(parser, "")
+
+
+def add_plan_options(parser: argparse.ArgumentParser, condition: str) -> None:
+    """Add the options that `biphasic plan` and src/main.py share; `condition` stands before their help."""
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    parser.add_argument("--json", action="store_true", help=f"{condition}print JSON")
+    parser.add_argument("--ranks", type=positive, default=ranks, help=f"{condition}number of processes of the run")
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help=f"studies, {condition}draw the tree of runs")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Print the plan and return the exit status."""
+    from biphasic.config.load import load
+
+    return print_plan(load(options.file, options.overrides, options.ranks), options)
+
+
+def print_plan(config: Config, options: argparse.Namespace) -> int:
+    """Print the plan of a job; the options are those of `add_plan_options`.
+
+    Returns:
+        The exit status: 2 if something that can't be made good by other commands would stop the job.
+
+    Raises:
+        UserError: the plan can't be made, or an option does not fit the job.
+    """
+    from biphasic.config.convert import ConvertConfig
+    from biphasic.config.evaluate import EvaluateConfig
+    from biphasic.config.finetune import FinetuneConfig
+    from biphasic.config.pretrain import PretrainConfig
+    from biphasic.config.study import StudyConfig
+    from biphasic.config.sweep import SweepConfig
+    from biphasic.config.tasks import TasksConfig
+
+    if options.draw and not isinstance(config, StudyConfig):
+        raise UserError(f"--draw is for studies; this is job: {config.job}")
+    if isinstance(config, PretrainConfig):
+        return _print_pretraining(config, options.ranks, options.json)
+    if isinstance(config, SweepConfig):
+        from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
+
+        sweep_plan = plan_sweep(config)
+        print(as_json(sweep_plan) if options.json else describe_plan(sweep_plan))
+    elif isinstance(config, StudyConfig):
+        from biphasic.study.plan import as_json, describe_plan, plan_study
+
+        study_plan = plan_study(config)
+        print(as_json(study_plan) if options.json else describe_plan(study_plan, config.cost))
+        if options.draw:
+            from biphasic.study.draw import draw_study
+
+            options.draw.write_text(draw_study(config), encoding="utf-8")
+    elif isinstance(config, FinetuneConfig | EvaluateConfig):
+        from biphasic.evaluation.plan import plan_evaluation
+        from biphasic.finetuning.plan import plan_finetuning
+
+        job_plan = plan_finetuning(config, options.ranks) if config.job == "finetune" else plan_evaluation(config)
+        print(job_plan.to_json() if options.json else job_plan.describe())
+        return REFUSED if job_plan.problems else 0
+    elif options.json:
+        print(config.model_dump_json(indent=2))
+    elif isinstance(config, ConvertConfig):
+        from biphasic.conversion.describe import describe_plan
+
+        print(describe_plan(config))
+    elif isinstance(config, TasksConfig):
+        from biphasic.downstream.describe import describe_plan
+
+        print(describe_plan(config, list(config.tasks)))
+    return 0
+
+
+def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> int:
+    from biphasic.checkpointing.start import plan_start
+    from biphasic.config.data_plan import PLAN_SECONDS
+    from biphasic.config.plan import StartPlan, describe, plan
+    from biphasic.data.conversion_checks import RowChecks, check_rows
+
+    deadline, starts, rows = time.monotonic() + PLAN_SECONDS, list[StartPlan](), list[RowChecks]()
+    # Daemon threads, because a bucket may not answer.
+    threads = [
+        Thread(target=lambda: starts.append(plan_start(config)), daemon=True),
+        Thread(target=lambda: rows.append(check_rows(config)), daemon=True),
+    ]
+    for thread in threads:
+        thread.start()
+    run_plan = plan(config, ranks)
+    for thread in threads:
+        thread.join(max(0.0, deadline - time.monotonic()))
+    unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
+    start, checks = (starts or [unknown])[0], (rows or [RowChecks()])[0]
+    run_plan = replace(
+        run_plan,
+        start=start,
+        warnings=[*run_plan.warnings, *checks.warnings],
+        missing=tuple(checks.missing),
+        problems=tuple(checks.problems),
+    )
+    print(run_plan.to_json() if as_json else describe(run_plan, config))
+    return REFUSED if run_plan.problems else 0

@@ -1,0 +1,86 @@
+"""Describe a conversion as text: its plan, and what it wrote."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from typing import Any
+
+from biphasic.config.convert import ConvertConfig, FilesSource
+from biphasic.conversion.estimate import estimate
+from biphasic.storage import is_remote
+from biphasic.storage.hub import why_missing
+
+
+def describe_plan(config: ConvertConfig) -> str:
+    """Return what a conversion reads and writes, with an estimate of tokens, bytes, hours and peak disk.
+
+    If the tokenizer or a source is not there yet, the plan names it instead of the estimate.
+
+    Raises:
+        UserError: the sources or the tokenizer can't be used.
+    """
+    source, segments = config.source, config.segments
+    if isinstance(source, FilesSource):
+        text = f"files: {', '.join(source.paths)}"
+    else:
+        text = ", ".join(filter(None, ["hub dataset " + source.path, source.name, source.split, source.revision]))
+    ends = [name for name, added in (("BOS before", config.add_bos), ("EOS after", config.add_eos)) if added]
+    if segments.kind == "single":
+        cut = f"one document a row; longer ones {'cut off' if segments.longer == 'truncate' else 'in several rows'}"
+    elif segments.kind == "stream":
+        longest = config.sequence_length - segments.shortest
+        cut = f"documents joined, cut at random lengths of {segments.shortest} to {longest} tokens (seed {config.seed})"
+    else:
+        cut = f"a segment is a document; best-fit packing among {segments.window:,} waiting ones"
+    share = config.validation_fraction
+    splits = f"train/ and validation/ ({100 * share:g}% of documents, by id)" if share else "train/ only"
+    limit = "all documents" if config.max_tokens is None else f"until train/ has {config.max_tokens:,} tokens"
+    limit += f", {len(config.filters)} filter{'s' * (len(config.filters) > 1)}" if config.filters else ""
+    lines = {
+        "reads": f"{text} (column {config.text_column}), {limit}",
+        "tokenizer": f"{config.tokenizer}; {' and '.join(ends) or 'nothing added to'} each document",
+        "rows": f"{config.sequence_length} tokens: {2 * config.sequence_length:,} bytes before compression with up to "
+        f"65,536 words, else {4 * config.sequence_length:,}",
+        "segments": cut,
+        "writes": f"{config.output}: {splits}, tokenizer/, conversion.json; shards of {config.shard_bytes / 2**20:g} MiB, "
+        f"{config.compression or 'not compressed'}",
+    }
+    missing = "\n".join(f"{'MISSING':<10} {line}" for line in _missing(config))
+    return f"{_lines(lines)}\n{missing}" if missing else _lines(lines | estimate(config))
+
+
+def _missing(config: ConvertConfig) -> Iterator[str]:
+    if (reason := why_missing(config.tokenizer)) is not None:
+        yield f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)"
+    for path in config.source.paths if isinstance(config.source, FilesSource) else ():
+        if not is_remote(path) and not glob.glob(path, recursive=True):
+            yield f"source.paths {path}: there is no such file or folder"
+
+
+def describe_record(output: str, record: dict[str, Any]) -> str:
+    """Return the counts of a finished conversion's record as text."""
+    lines = [
+        f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens in {split['rows']:,} rows of "
+        f"{record['sequence_length']} ({100 * split['fill']:.2f}% filled), {len(split['shards'])} shards, "
+        f"{split['bytes'] / 1e6:,.1f} MB"
+        for name, split in record["splits"].items()
+    ]
+    documents = record["documents"]
+    remarks = [f"{documents['filtered']:,} left out by filters"] if documents["filtered"] else []
+    remarks += [f"{count:,} skipped ({kind})" for kind, count in documents["skipped"].items()]
+    remarks += [f"{documents['repeated']:,} with the id of an earlier one"] if documents["repeated"] else []
+    if remarks:
+        lines.append(f"documents: {documents['read']:,} read, {', '.join(remarks)}")
+    lines += [f"left out: {message}" for message in record["source"]["left_out"]]
+    tokens = max(sum(split["tokens"] for split in record["splits"].values()), 1)
+    stored = sum(split["bytes"] for split in record["splits"].values())
+    lines.append(
+        f"{stored / tokens:.2f} bytes stored a token, {record['text_bytes'] / tokens:.2f} bytes of text a token, "
+        f"{tokens / max(record['cpu_seconds'], 1e-9):,.0f} tokens/s a core"
+    )
+    return "\n".join([*lines, f"{output}: {record['seconds']:.1f} s"])
+
+
+def _lines(lines: dict[str, str]) -> str:
+    return "\n".join(f"{name:<10} {line}" for name, line in lines.items())

@@ -1,0 +1,140 @@
+"""Train a byte-level BPE tokenizer on the text that a conversion reads."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from biphasic.config.convert import ConvertConfig
+from biphasic.conversion.convert import source_files
+from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.reading import Document, ReadOptions, SourceFile, read_documents
+from biphasic.errors import UserError
+
+SPECIAL_TOKENS = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
+"""The default special tokens by their role. MLM needs `mask`, conversion `eos` (or `bos`), and batches need `pad`."""
+ROLES = (*SPECIAL_TOKENS, "unk", "cls", "sep")
+"""The roles that transformers knows."""
+BYTES = 256
+"""Byte-level BPE begins with one token for each byte, so that no text needs an unknown token."""
+
+
+@dataclass(frozen=True)
+class TrainedTokenizer:
+    """Where a tokenizer was written, its tokens, and what it was trained on."""
+
+    folder: Path
+    tokens: int
+    documents: int
+    text_bytes: int
+
+
+def train_tokenizer(
+    config: ConvertConfig,
+    folder: Path,
+    *,
+    size: int,
+    special_tokens: Mapping[str, str] = SPECIAL_TOKENS,
+    added_tokens: tuple[str, ...] = (),
+    max_bytes: int | None = None,
+    force: bool = False,
+) -> TrainedTokenizer:
+    """Train on the documents that `config` converts into the training split.
+
+    The same text and options give the same files. The special tokens have the first ids, then come `added_tokens`.
+
+    Args:
+        config: the conversion, whose source, columns, filters and validation split decide which documents are read.
+        folder: local folder to write, as transformers reads it.
+        size: number of tokens, special tokens and the 256 bytes included. A small text may give fewer.
+        special_tokens: token by role, e.g. `{"mask": "<mask>"}`.
+        added_tokens: further tokens that are never split, e.g. for markup.
+        max_bytes: bytes of text (UTF-8) to read at most: from each file its share. None reads all.
+        force: replace an earlier tokenizer in `folder`.
+
+    Raises:
+        UserError: the source can't be read, the size is too small, or the folder exists.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    special = [*special_tokens.values(), *added_tokens]
+    if len(set(special)) < len(special):
+        raise UserError(f"special tokens: expected different ones; got {', '.join(special)}")
+    if size < len(special) + BYTES:
+        raise UserError(f"--size: expected at least {len(special) + BYTES} ({BYTES} bytes and {len(special)} special "
+                        f"tokens); got {size}")  # fmt: skip
+    _require_free(folder, force)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=sys.stderr.isatty(),
+    )
+    text = _TrainingText(config, max_bytes)
+    tokenizer.train_from_iterator(text, trainer)
+    if not text.documents:
+        raise UserError("source: no document of the training split has text: a tokenizer can't be trained")
+    partial = folder.with_name(f".{folder.name}.partial")
+    names = {f"{role}_token": token for role, token in special_tokens.items()}
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names
+    ).save_pretrained(partial)
+    if folder.exists():
+        shutil.rmtree(folder)
+    partial.rename(folder)
+    return TrainedTokenizer(folder, tokenizer.get_vocab_size(), text.documents, text.bytes)
+
+
+def _require_free(folder: Path, force: bool) -> None:
+    if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
+        return
+    if not (folder / "tokenizer.json").is_file():
+        raise UserError(f"{folder}: exists and is no tokenizer: name another folder to write")
+    if not force:
+        raise UserError(f"{folder}: there is a tokenizer already, which data may have been converted with: "
+                        "add --force to replace it")  # fmt: skip
+
+
+class _TrainingText:
+    """The texts of the training split, and how much was read of them."""
+
+    def __init__(self, config: ConvertConfig, max_bytes: int | None):
+        self._config, self._max_bytes = config, max_bytes
+        self._options = ReadOptions.from_config(config)
+        self._files, _ = source_files(config)
+        self.documents = self.bytes = 0
+
+    def __iter__(self) -> Iterator[str]:
+        from tqdm import tqdm
+
+        stored = sum(file.bytes for file in self._files) or 1
+        with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
+            for file in self._files:
+                limit = None if self._max_bytes is None else self._max_bytes * file.bytes // stored
+                for text, size in self._texts(file, limit):
+                    self.documents += 1
+                    self.bytes += size
+                    progress.update(size)
+                    yield text
+
+    def _texts(self, file: SourceFile, limit: int | None) -> Iterator[tuple[str, int]]:
+        """Yield a file's texts and their bytes, at most `limit` bytes."""
+        total = 0
+        for document in read_documents(file, self._options):
+            if not isinstance(document, Document):
+                continue
+            if in_validation(document_number(document.id), self._config.validation_fraction):
+                continue
+            size = len(document.text.encode("utf-8", "surrogatepass"))
+            total += size
+            if limit is not None and total > limit:
+                return
+            yield document.text, size

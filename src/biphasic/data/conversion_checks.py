@@ -1,0 +1,96 @@
+"""Compare a pretraining run with the records of the conversions that it reads, in the run and in its plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from biphasic.config.conversion_record import StreamRecord, read_stream_record
+from biphasic.config.model import architecture_of
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.errors import UserError
+from biphasic.storage import is_remote, join
+from biphasic.storage.hub import is_local_path
+
+_MAX_UNUSED = 0.1
+"""Share of a model's vocabulary without tokens that is not worth a warning. Sizes are often rounded up."""
+
+
+@dataclass
+class RowChecks:
+    """What a plan finds out about rows and tokenizer.
+
+    Attributes:
+        problems: what would stop the run.
+        missing: what has to be made first.
+        warnings: what is probably a mistake.
+    """
+
+    problems: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+
+def row_problems(
+    config: PretrainConfig, conversions: dict[str, StreamRecord], tokenizer: Tokenizer | None
+) -> list[str]:
+    """Return why the run can't read rows: another tokenizer or sequence length than the conversion's.
+
+    Args:
+        config: the run.
+        conversions: the conversion record of each stream that has one, by key.
+        tokenizer: the run's tokenizer; None if it isn't known.
+    """
+    problems = []
+    for key, conversion in conversions.items():
+        sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]
+        if tokenizer is not None and sha256 != tokenizer.sha256:
+            problems.append(
+                f"tokenizer: {config.tokenizer} is not the one that {key}, {conversion.folder}, was converted with "
+                f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]}): use {join(conversion.folder, 'tokenizer')}"
+            )
+        if length != config.data.sequence_length:
+            problems.append(
+                f"data.sequence_length is {config.data.sequence_length}, but {key}, {conversion.folder}, was converted with "
+                f"sequence_length: {length}"
+            )
+    return problems
+
+
+def read_conversions(config: PretrainConfig) -> dict[str, StreamRecord]:
+    """Return the conversion records of the training streams that have one, by key."""
+    records = {key: read_stream_record(stream) for key, stream in config.data.streams.items()}
+    return {key: record for key, record in records.items() if record is not None}
+
+
+def check_rows(config: PretrainConfig) -> RowChecks:
+    """Check a run's rows and tokenizer for its plan. A tokenizer in a bucket or on the hub is not downloaded."""
+    checks, tokenizer = RowChecks(), None
+    conversions = {key: found for key, found in read_conversions(config).items() if "tokenizer" in found.record}
+    if Path(config.tokenizer).is_dir():
+        try:
+            tokenizer = load_tokenizer(config.tokenizer)
+        except UserError as error:
+            checks.problems.append(str(error))
+    elif is_local_path(config.tokenizer):
+        checks.missing.append(f"tokenizer {config.tokenizer}: there is no such folder")
+    for key, stream in config.data.splits.items():
+        if stream.remote is None and not Path(stream.local).is_dir():
+            checks.missing.append(f"{key}.local {stream.local}: there is no such folder")
+    source = config.model.init_from
+    if source is not None and not is_remote(source) and is_local_path(source) and not Path(source).exists():
+        checks.missing.append(f"model.init_from {source}: there is no such checkpoint or folder")
+    checks.problems += row_problems(config, conversions, tokenizer)
+    architecture = architecture_of(config.model)
+    sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
+    tokens = max([*sizes, *([] if tokenizer is None else [tokenizer.vocab_size])], default=None)
+    if architecture is not None and tokens is not None:
+        rows = architecture.vocab_size
+        if tokens > rows:
+            checks.problems.append(f"model.vocab_size is {rows:,}, but the tokenizer has {tokens:,} tokens")
+        elif rows > tokens * (1 + _MAX_UNUSED):
+            advice = f"expected {tokens:,}, or a little more"
+            message = f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens"
+            checks.warnings.append(f"{message}: the other rows of embedding and head are never used ({advice})")
+    return checks

@@ -1,0 +1,98 @@
+"""Write a checkpoint, or the initial weights of a run, as a folder that other libraries load."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import yaml
+
+from biphasic.checkpointing.resume import local_checkpoint
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.errors import UserError
+from biphasic.export.card import pretrained_card, untrained_card
+from biphasic.export.weights import Weights
+from biphasic.export.write import choose_format, require_free, write_language_model
+from biphasic.model.backbone import build_language_model, hf_config_from_json
+from biphasic.model.checkpoint import read_record
+
+Precision = Literal["fp32", "bf16"]
+
+
+def export_checkpoint(
+    checkpoint: str,
+    out: Path,
+    *,
+    name: str | None = None,
+    dtype: Precision = "fp32",
+    tokenizer: str | None = None,
+    force: bool = False,
+) -> None:
+    """Export a run's checkpoint, and print what was written.
+
+    Args:
+        checkpoint: local or in a bucket: a file, a sharded checkpoint's folder, or a run's checkpoint folder for its newest.
+        out: folder to write.
+        name: the model's name on its card.
+        dtype: of the weights on disk.
+        tokenizer: folder or hub id; None takes the run's.
+        force: replace an earlier export in `out`.
+
+    Raises:
+        UserError: `out` is not free, or the checkpoint can't be read or exported.
+    """
+    require_free(out, force)
+    # Files from a bucket are downloaded beside `out`. If an export is killed, the next one reuses its undamaged downloads.
+    downloads = out.resolve().with_name(f".{out.name}.download")
+    try:
+        local = local_checkpoint(checkpoint, downloads)
+        record = read_record(local)
+        loaded = load_tokenizer(tokenizer or yaml.safe_load(record["config"])["tokenizer"])
+        fmt = choose_format(hf_config_from_json(record["backbone"]), loaded)
+        card = pretrained_card(record, name, remote_code=bool(fmt.files))
+        _write(fmt, Weights.from_checkpoint(local), loaded, out, card, dtype, force)
+    finally:
+        shutil.rmtree(downloads, ignore_errors=True)
+
+
+def export_initial(
+    file: str,
+    out: Path,
+    *,
+    overrides: list[str] | None = None,
+    name: str | None = None,
+    dtype: Precision = "fp32",
+    tokenizer: str | None = None,
+    force: bool = False,
+) -> None:
+    """Export the initial weights of a pretraining YAML, and print what was written. For the other arguments: `export_checkpoint`.
+
+    Args:
+        file: the YAML.
+        out: folder to write.
+        overrides: `key=value` for each value of the YAML that is replaced.
+
+    Raises:
+        UserError: `out` is not free, or the model can't be built or exported.
+    """
+    require_free(out, force)
+    config = load(file, overrides)
+    if not isinstance(config, PretrainConfig):
+        raise UserError(f"{file}: expected a job: pretrain YAML")
+    loaded = load_tokenizer(tokenizer or config.tokenizer)
+    model = build_language_model(config.model, config.data.sequence_length, config.seed, loaded.vocab_size)
+    fmt = choose_format(model.config, loaded)
+    card = untrained_card(config.model_dump(mode="json"), name, remote_code=bool(fmt.files))
+    _write(fmt, Weights.in_memory(model.state_dict()), loaded, out, card, dtype, force)
+
+
+def _write(
+    fmt: Any, weights: Weights, tokenizer: Tokenizer, out: Path, card: Any, dtype: Precision, force: bool
+) -> None:
+    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
+    count = write_language_model(fmt, weights, tokenizer, out, card, dtype=torch_dtype, force=force)
+    print(f"{out}: {count:,} parameters in {dtype}, {fmt.name} format")

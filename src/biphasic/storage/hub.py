@@ -1,0 +1,68 @@
+"""Ask the Hugging Face hub whether a model is there, before libraries that retry for a minute are called."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import lru_cache
+from pathlib import Path
+
+from biphasic.storage.paths import first_line, is_remote
+
+_OWN_FOLDERS = ("runs", "data")
+"""Folders that the YAMLs write to. A path into them is never a hub id."""
+_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
+_TIMEOUT = 10.0
+
+
+def is_local_path(path: str) -> bool:
+    """Return whether a path can only be local: `./x`, `~/x`, `/x`, `x/`, `a/b/c`, or a path into `runs/` or `data/`."""
+    if is_remote(path):
+        return False
+    is_written = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1
+    return is_written or path.split("/")[0] in _OWN_FOLDERS
+
+
+def why_missing(path: str, revision: str | None = None) -> str | None:
+    """Return why a model or tokenizer can't be loaded, or None if it is a folder here, in the hub's cache or on the hub.
+
+    The hub is asked once, without retries.
+    """
+    if Path(path).is_dir() or is_remote(path):
+        return None
+    if is_local_path(path):
+        return "there is no such folder"
+    reason = _why_not_on_hub(path, revision)
+    return None if reason is None else f"no such folder here, and from the hub: {reason}"
+
+
+@lru_cache(maxsize=256)
+def _why_not_on_hub(path: str, revision: str | None) -> str | None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+
+    try:
+        if any(isinstance(try_to_load_from_cache(path, file, revision=revision), str) for file in _FILES):
+            return None
+        with hub_errors():
+            get_hf_file_metadata(hf_hub_url(path, _FILES[0], revision=revision), timeout=_TIMEOUT)
+    except EntryNotFoundError:
+        return None
+    except GatedRepoError:
+        return "access is restricted: accept its terms on the hub, and log in (hf auth login)"
+    except RepositoryNotFoundError:
+        return "there is no such model, or it is private and you are not logged in (hf auth login)"
+    except (OSError, ValueError) as error:
+        return first_line(error)
+    return None
+
+
+@contextmanager
+def hub_errors() -> Iterator[None]:
+    """Raise the errors of the hub client's HTTP library, such as an unknown host, as OSErrors."""
+    try:
+        yield
+    except Exception as error:
+        if type(error).__module__.partition(".")[0].startswith("httpx") and not isinstance(error, OSError):
+            raise OSError(first_line(error)) from error
+        raise

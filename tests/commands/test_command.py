@@ -1,0 +1,98 @@
+"""The command `biphasic`: what it imports for help, its exit statuses, closed pipes, Ctrl-C and completion."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from biphasic.commands import COMMANDS, main
+from tiny import ROOT
+
+BIPHASIC = [sys.executable, "-m", "biphasic"]
+
+
+def test_help_of_every_command_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, contextlib, io\n"
+        "from biphasic.commands import COMMANDS, main\n"
+        "for arguments in [['--help'], *([name, '--help'] for name in COMMANDS)]:\n"
+        "    text = io.StringIO()\n"
+        "    with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):\n"
+        "        main(arguments)\n"
+        "    assert text.getvalue().startswith('usage: biphasic'), arguments\n"
+        "assert main([]) == main(['unknown']) == main(['verify']) == main(['runs', 'a', '--bogus']) == 2\n"
+        "sys.path.insert(0, 'src')\n"
+        "import main as script\n"
+        "with contextlib.redirect_stdout(text), contextlib.suppress(SystemExit):\n"
+        "    script.main(['--help'])\n"
+        "heavy = {'torch', 'composer', 'streaming', 'transformers', 'numpy', 'ray', 'pydantic', 'omegaconf', 'yaml'}\n"
+        "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    assert "Traceback" not in ran.stderr and "invalid choice: 'unknown'" in ran.stderr
+
+
+def test_the_scripts_of_data_prep_call_the_commands() -> None:
+    for script in (ROOT / "data_prep").glob("*.py"):
+        name = {"train_tokenizer": "tokenizer"}.get(script.stem, script.stem)
+        ran = subprocess.run([sys.executable, script, "--help"], capture_output=True, text=True)
+        assert ran.stdout.startswith(f"usage: biphasic {name} "), ran.stderr
+
+
+def test_a_closed_pipe_ends_without_a_traceback(tmp_path: Path) -> None:
+    """Also if the output is short, so that it is written only when Python ends."""
+    for arguments in (["tasks", str(ROOT / "yamls/data/tasks.yaml"), "--plan"], ["runs", "--help"]):
+        read, write = os.pipe()
+        os.close(read)
+        ran = subprocess.run([*BIPHASIC, *arguments], stdout=write, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
+        os.close(write)
+        assert ran.stderr == "" and ran.returncode in (0, 141)
+
+
+def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
+    fifo = tmp_path / "wait.yaml"
+    os.mkfifo(fifo)
+    started = subprocess.Popen([*BIPHASIC, "plan", str(fifo)], stderr=subprocess.PIPE, text=True)
+    writer = os.open(fifo, os.O_WRONLY)  # Returns when the command has opened the file to read it.
+    time.sleep(0.05)
+    started.send_signal(signal.SIGINT)
+    _, errors = started.communicate(timeout=30)
+    os.close(writer)
+    assert started.returncode == 130 and errors == ""
+
+
+def completions(line: str, shell: str = "bash") -> set[str]:
+    """What a shell offers for an unfinished command line."""
+    environment = {
+        **os.environ, "_ARGCOMPLETE": "1", "_ARGCOMPLETE_SHELL": shell, "_ARGCOMPLETE_IFS": "\n", "COMP_TYPE": "9",
+        "COMP_LINE": line, "COMP_POINT": str(len(line)), "_ARGCOMPLETE_STDOUT_FILENAME": "/dev/stdout",
+        "_ARGCOMPLETE_COMP_WORDBREAKS": "", "COMP_WORDBREAKS": "",
+    }  # fmt: skip
+    ran = subprocess.run(BIPHASIC, capture_output=True, text=True, env=environment, cwd=ROOT)
+    assert ran.returncode == 0, ran.stderr
+    return {word.split(":")[0].strip() for word in ran.stdout.split("\n")}
+
+
+def test_completion_of_commands_and_options() -> None:
+    assert completions("biphasic ") - {"-h", "--help"} == set(COMMANDS)
+    assert completions("biphasic ver") == {"verify"}
+    assert completions("biphasic verify --s") == {"--sample", "--split"}
+    assert completions("biphasic completion ", "zsh") >= {"bash", "zsh"}
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_completion_scripts(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", shell]) == 0
+    script = capsys.readouterr().out
+    assert "biphasic" in script
+    if shutil.which(shell):
+        checked = subprocess.run([shell, "-n"], input=script, text=True, capture_output=True)
+        assert checked.returncode == 0, checked.stderr

@@ -1,0 +1,87 @@
+"""How sections of files and overrides merge, and messages about the file itself."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.config.convert import ConvertConfig, FilesSource
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+FINEWEB = ROOT / "yamls" / "data" / "fineweb_edu_100bt.yaml"
+QUICKSTART = ROOT / "yamls" / "quickstart.yaml"
+FILES = FilesSource(kind="files", paths=["my_text/"])
+
+
+def convert(*overrides: str, file: Path = FINEWEB) -> ConvertConfig:
+    config = load(file, list(overrides))
+    assert isinstance(config, ConvertConfig)
+    return config
+
+
+def problems(file: Path, *overrides: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load(file, list(overrides))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["source={kind: files, paths: [my_text/]}"],
+        ["source.kind=files", "source.paths=[my_text/]"],
+        ["source.paths=[my_text/]", "source.kind=files"],
+    ],
+)
+def test_an_override_with_another_kind_replaces_the_section(overrides: list[str]) -> None:
+    assert convert(*overrides).source == FILES
+
+
+def test_a_file_with_another_kind_replaces_the_section(tmp_path: Path) -> None:
+    path = tmp_path / "own.yaml"
+    path.write_text(
+        f"defaults: {FINEWEB}\nsource: {{kind: files, paths: [my_text/]}}\nsegments: {{kind: documents}}\noutput: out\n"
+    )
+    config = convert(file=path)
+    assert config.source == FILES
+    assert config.segments.kind == "documents" and config.segments.is_default("shortest")
+
+
+def test_the_same_kind_merges() -> None:
+    source: Any = convert("source={split: test}", "segments={kind: stream}").source
+    assert (source.split, source.name, source.path) == ("test", "sample-100BT", "HuggingFaceFW/fineweb-edu")
+    assert convert("segments={kind: stream}").segments.shortest == 12
+
+
+def test_a_phase_with_another_name_is_replaced() -> None:
+    config = load(QUICKSTART, ["objective.phases.1={name: clm}"])
+    assert isinstance(config, PretrainConfig)
+    assert [phase.name for phase in config.objective.phases] == ["clm", "clm"]
+
+
+def test_a_message_places_a_key_where_it_was_written() -> None:
+    message = problems(FINEWEB, "source={spilt: train}", "source.revision=3")
+    assert "command line: source.spilt: unknown key; did you mean `source.split`?" in message
+    assert "command line: source.revision: " in message
+    message = problems(QUICKSTART, "data={shufle: true}", "data.sequence_length=16", "model={head_dim: 3}")
+    assert f"{QUICKSTART}:" not in message
+    line = QUICKSTART.read_text().splitlines().index("  num_heads: 2") + 1
+    assert f"{QUICKSTART}:{line}: model.num_heads: " in problems(QUICKSTART, "model={hidden_size: 129}")
+
+
+def test_a_base_says_that_it_is_one() -> None:
+    for name, user in {"paper": "1b_biphasic", "paper_rows": "data/own_text", "finetune": "finetune/sst2"}.items():
+        message = problems(ROOT / "yamls" / "base" / f"{name}.yaml")
+        assert "is a base" in message and "\n" not in message
+        assert name == "finetune" or str(ROOT / "yamls" / f"{user}.yaml") in message
+
+
+def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
+    for name in ("210m_biphasic.yml", "210_biphasic.yaml"):
+        assert f"did you mean {ROOT / 'yamls' / '210m_biphasic.yaml'}?" in problems(ROOT / "yamls" / name)
+    assert "did you mean" not in problems(tmp_path / "run.yaml")

@@ -1,0 +1,89 @@
+"""What a pretraining plan compares: rows, tokenizer and vocabulary against the YAML."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.conversion_checks import RowChecks, check_rows
+from biphasic.data.tokenizer import load_tokenizer
+from texts import write_tokenizer
+from tiny import ROOT
+
+QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
+WORDS = 300
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A conversion's record and tokenizer: rows of 512 tokens."""
+    folder = tmp_path_factory.mktemp("data")
+    tokenizer = load_tokenizer(str(write_tokenizer(folder / "tokenizer", words=WORDS)))
+    splits = {}
+    for split in ("train", "validation"):
+        (folder / split).mkdir()
+        splits[split] = {"rows": 4000, "tokens": 4000 * 510}
+    record = {
+        "sequence_length": 512,
+        "splits": splits,
+        "tokenizer": {"sha256": tokenizer.sha256, "vocab_size": tokenizer.vocab_size},
+    }
+    (folder / "conversion.json").write_text(json.dumps(record))
+    return folder
+
+
+def overrides_of(data: Path) -> list[str]:
+    streams = [f"data.{split}.local={data / split}" for split in ("train", "validation")]
+    return [*streams, f"tokenizer={data / 'tokenizer'}", f"model.vocab_size={WORDS}"]
+
+
+def checks_of(data: Path, *overrides: str) -> RowChecks:
+    config = load(QUICKSTART, [*overrides_of(data), *overrides])
+    assert isinstance(config, PretrainConfig)
+    return check_rows(config)
+
+
+def test_rows_that_fit(data: Path) -> None:
+    assert checks_of(data) == RowChecks()
+
+
+def test_another_row_length(data: Path) -> None:
+    [problem] = checks_of(data, "data.sequence_length=256").problems
+    assert problem.startswith("data.sequence_length is 256, but data.train, ")
+    assert problem.endswith("was converted with sequence_length: 512")
+
+
+def test_another_tokenizer(data: Path, tmp_path: Path) -> None:
+    other = write_tokenizer(tmp_path / "other", words=290)
+    [problem] = checks_of(data, f"tokenizer={other}").problems
+    assert f"is not the one that data.train, {data}, was converted with" in problem
+    assert problem.endswith(f"use {data / 'tokenizer'}")
+
+
+def test_a_vocabulary_of_another_size(data: Path) -> None:
+    checks = checks_of(data, "model.vocab_size=256")
+    assert checks.problems == [f"model.vocab_size is 256, but the tokenizer has {WORDS} tokens"]
+    [warning] = checks_of(data, "model.vocab_size=8192").warnings
+    assert warning.startswith(f"model.vocab_size is 8,192, but the tokenizer has only {WORDS} tokens")
+    assert checks_of(data, "model.vocab_size=320") == RowChecks()
+
+
+def test_what_is_missing(data: Path) -> None:
+    missing = checks_of(data, "tokenizer=runs/nothing", "data.validation.local=runs/nowhere").missing
+    assert missing == [
+        "tokenizer runs/nothing: there is no such folder",
+        "data.validation.local runs/nowhere: there is no such folder",
+    ]
+
+
+def test_the_command_prints_them_and_fails(data: Path) -> None:
+    command = [sys.executable, str(ROOT / "src" / "main.py"), QUICKSTART, "--plan", *overrides_of(data)]
+    run = subprocess.run([*command, "data.sequence_length=256"], capture_output=True, text=True)
+    assert run.returncode == 2 and not run.stderr
+    assert "\n  PROBLEM        data.sequence_length is 256, but data.train" in run.stdout

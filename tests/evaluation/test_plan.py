@@ -1,0 +1,33 @@
+"""The plan of an evaluation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from biphasic.config.evaluate import EvaluateConfig
+from biphasic.config.job_plan import JobPlan
+from biphasic.config.load import load
+from biphasic.evaluation.plan import plan_evaluation
+from tiny import ROOT
+
+
+def plan_of(name: str, *overrides: str) -> JobPlan:
+    config = load(ROOT / "yamls" / "evaluate" / f"{name}.yaml", list(overrides))
+    assert isinstance(config, EvaluateConfig)
+    return plan_evaluation(config)
+
+
+def test_tasks_by_name(tmp_path: Path) -> None:
+    job_plan = plan_of("retrieval", f"model.path={tmp_path}")
+    assert not job_plan.missing and not job_plan.problems
+    assert job_plan.lines["tasks"] == "3: MSMARCO, NQ, MultiLongDocRetrieval"
+    assert job_plan.lines["documents"] == "complete corpora and judged documents"
+    [problem] = plan_of("quick", f"model.path={tmp_path}", "benchmarks=[]", "tasks=[MSMARKO]").problems
+    assert problem.startswith("tasks: mteb has none of this name: ")
+
+
+def test_what_is_missing() -> None:
+    assert plan_of("own", "sets=[runs/nothing]").missing == [
+        "model.path runs/encoder: there is no such folder",
+        "sets runs/nothing: there is no such folder",
+    ]

@@ -1,0 +1,54 @@
+"""The plan of a fine-tuning: what it finds, and what is missing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from biphasic.config.finetune import FinetuneConfig
+from biphasic.config.load import load
+from biphasic.finetuning.plan import plan_finetuning
+from tiny import ROOT
+from toy_sets import SIZES
+
+SST2 = ROOT / "yamls" / "finetune" / "sst2.yaml"
+
+
+def config_of(*overrides: str) -> FinetuneConfig:
+    config = load(SST2, ["precision=fp32", *overrides])
+    assert isinstance(config, FinetuneConfig)
+    return config
+
+
+def test_everything_is_there(toy: Path, tmp_path: Path) -> None:
+    keys = [
+        f"model.path={toy / 'start'}",
+        f"task.data={toy / 'tasks' / 'sst2'}",
+        f"output={tmp_path}",
+        "max_duration=2ep",
+    ]
+    job_plan = plan_finetuning(config_of(*keys), 1)
+    assert not job_plan.missing and not job_plan.problems
+    lines = job_plan.lines
+    assert lines["length"].startswith(f"{2 * (SIZES['train'] // 32)} batches of 32; ")
+    assert f"train {SIZES['train']}" in lines["data"] and "test 80" in lines["data"]
+    assert "parameters" in lines["model"] and "GB a rank" in lines["memory"]
+    assert float(lines["FLOPs"].split(",")[0]) > 1e9
+    assert lines["writes"].startswith(f"{tmp_path}/sst2: record.json")
+    assert json.loads(job_plan.to_json())["lines"] == lines
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_missing(tmp_path: Path) -> None:
+    job_plan = plan_finetuning(config_of(f"task.data={tmp_path}"), 1)
+    assert job_plan.missing == [
+        "model.path runs/encoder: there is no such folder",
+        f"data {tmp_path}: there is no task.json: prepare it with biphasic tasks",
+    ]
+    assert "\n  MISSING        model.path runs/encoder" in job_plan.describe()
+
+
+def test_data_of_another_kind(toy: Path) -> None:
+    data = toy / "tasks" / "squad"
+    job_plan = plan_finetuning(config_of(f"model.path={toy / 'start'}", f"task.data={data}"), 1)
+    assert job_plan.problems == [f"{data}: holds a question_answering set; this task needs a classification one"]
