@@ -69,7 +69,7 @@ def export_initial(
     tokenizer: str | None = None,
     force: bool = False,
 ) -> None:
-    """Export the initial weights of a pretraining YAML, and print what was written. For the other arguments: `export_checkpoint`.
+    """Export the initial weights of a pretraining YAML, and print what was written. Other arguments: `export_checkpoint`.
 
     Args:
         file: the YAML.
