@@ -32,11 +32,15 @@ COLOR = {
 }
 NEXT = """## What next
 
-- **Your own text**: the README's section "Data" converts it. Then train on it with this model or a larger one:
-  `composer src/main.py yamls/quickstart.yaml run_name=mine data.folder=data/mine data.train=null data.validation=null`.
-- **A GPU**: `composer src/main.py yamls/210m_biphasic.yaml --plan`, then without `--plan`: the paper's smallest model.
-  `make bench-gpu` measures the throughput.
-- **The study**: this comparison with all of the paper's models, budgets and tasks: `recipes/paper/README.md`, and
+- **Your own text**, in English with this tokenizer; for another language: `recipes/your_language/README.md`.
+
+      biphasic convert yamls/data/own_text.yaml 'source.paths=[my_text/]' tokenizer=runs/quickstart/tokenizer \\
+          sequence_length=256 output=data/mine
+      composer src/main.py yamls/quickstart.yaml run_name=mine data.folder=data/mine data.train=null data.validation=null
+
+- **A GPU**: the paper's smallest model, `python src/main.py yamls/210m_biphasic.yaml --plan`, then
+  `composer src/main.py yamls/210m_biphasic.yaml`. `make bench-gpu` measures the throughput.
+- **The study**: this comparison with all of the paper's models, budgets and tasks, `recipes/paper/README.md` and
   `python src/main.py recipes/paper/study.yaml --plan`.
 """
 
