@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test test-all faults mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run lock clean
+	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
 define stop
@@ -73,7 +73,8 @@ mutants: env
 test-slurm: env
 	recipes/launch/test_slurm.sh
 
-lint: env
+# With the links of the documentation; those to other hosts are not followed.
+lint: env docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
@@ -127,6 +128,16 @@ bench-gpu:
 # A real run through the switch on this machine's GPUs, killed once and resumed. Needs Composer.
 bench-gpu-run:
 	PYTHONPATH=src $$(test -x $(BIN)/python && echo $(BIN)/python || echo $(PYTHON)) benchmarks/gpu_run.py
+
+# The documentation as a site in site/: open site/index.html. SERVE=1 shows it on 127.0.0.1:8000 and follows changes.
+docs: export NO_MKDOCS_2_WARNING := 1
+docs: env
+ifdef SERVE
+	$(BIN)/mkdocs serve
+else
+	$(BIN)/mkdocs build --strict
+	@echo "documentation: site/index.html"
+endif
 
 # Resolves again; needed when pyproject.toml changes. UPGRADE=1 takes the newest versions that it allows (docs/versions.md).
 lock: env

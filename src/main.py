@@ -3,7 +3,7 @@
 composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
-python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--limit N]
+python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
 python src/main.py --keys [SECTION]
 """
 
@@ -15,6 +15,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from biphasic.commands.next_step import after_run, after_stage
 from biphasic.commands.parser import Parser, add_file, positive
 from biphasic.commands.plan import add_plan_options, print_plan
 from biphasic.errors import UserError
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from biphasic.config.sweep import SweepConfig
 
 _STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+_SAME_COMMAND = "next: the same command, for those that --limit has left out"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -51,13 +53,11 @@ def _main(arguments: list[str] | None) -> int:
     options = parser.parse_intermixed_args(arguments)
     # Imported here because these imports take most of the time that a usage message takes.
     from biphasic.config.load import load
-    from biphasic.config.study import StudyConfig
-    from biphasic.config.sweep import SweepConfig
 
     config = load(options.file, options.overrides, options.ranks)
-    if (options.stage or options.draw) and not isinstance(config, StudyConfig):
+    if (options.stage or options.draw) and config.job != "study":
         raise UserError(f"--stage and --draw are for studies; {options.file} is job: {config.job}")
-    starts_workers = isinstance(config, StudyConfig | SweepConfig)
+    starts_workers = config.job in ("study", "sweep")
     if not starts_workers and (options.limit is not None or options.retry_failed):
         raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
     if starts_workers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
@@ -65,12 +65,19 @@ def _main(arguments: list[str] | None) -> int:
     if options.draw and not options.plan:
         raise UserError("--draw belongs to --plan")
     if options.plan:
-        return print_plan(config, options)
-    if isinstance(config, StudyConfig):
+        return print_plan(_planned_stage(config, options.stage), options)
+    if config.job == "study":
         return _study(config, options)
-    if isinstance(config, SweepConfig):
-        return _sweep(config, options)
-    print(f"written to {_run(config)}")
+    if config.job == "sweep":
+        status = _sweep(config, options)
+        if status == 1:
+            print(f"next: python src/main.py {options.file} --retry-failed")
+        elif status == 0:
+            print(_SAME_COMMAND if options.limit else after_run(config, options.file))
+        return status
+    folder = _run(config)
+    if os.environ.get("RANK", "0") == "0":
+        print(f"written to {folder}\n{after_run(config, options.file)}")
     return 0
 
 
@@ -100,6 +107,17 @@ def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
     return status
 
 
+def _planned_stage(config: Config, stage: str | None) -> Config:
+    """The configuration that `--plan` describes: the study's own, or its sweep for `--stage finetune`."""
+    if stage in (None, "pretrain") or config.job != "study":
+        return config
+    if stage == "finetune":
+        from biphasic.study.stages import sweep_config
+
+        return sweep_config(config)
+    raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
+
+
 def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     stage = options.stage or "pretrain"
     if options.retry_failed and stage != "finetune":
@@ -107,7 +125,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if stage == "pretrain":
         from biphasic.study.run import pretrain
 
-        return pretrain(config, options.limit)
+        return _after_stage(pretrain(config, options.limit), options, stage)
     if stage == "report":
         from biphasic.report.run import write_report
 
@@ -119,13 +137,22 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     from biphasic.study.stages import evaluate, export, sweep_config
 
     if stage == "finetune":
-        return _sweep(sweep_config(config), options)
-    return {"export": export, "evaluate": evaluate}[stage](config, options.limit)
+        return _after_stage(_sweep(sweep_config(config), options), options, stage)
+    return _after_stage({"export": export, "evaluate": evaluate}[stage](config, options.limit), options, stage)
+
+
+def _after_stage(status: int, options: argparse.Namespace, stage: str) -> int:
+    """Print what follows a stage that has ended well, and return its status."""
+    if status == 0:
+        print(_SAME_COMMAND if options.limit else after_stage(options.file, stage))
+    return status
 
 
 def _run(config: Config) -> Path:
     # Imported here because torch and Composer take seconds to import, and a plan or an error does not need them.
-    if config.job in ("pretrain", "finetune", "evaluate") and os.environ.get("RANK", "0") == "0":
+    from biphasic.config.base import RunConfig
+
+    if isinstance(config, RunConfig) and os.environ.get("RANK", "0") == "0":
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
         from biphasic.training.pretrain import run as job

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from biphasic import runs
 from biphasic.checkpointing.run_lock import KILLED
+from biphasic.commands import main
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, train
 
@@ -29,7 +29,7 @@ def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.Ca
     cut = folder / "checkpoints" / "ba4-rank0.pt"
     cut.write_bytes(cut.read_bytes()[:100])
     capsys.readouterr()
-    assert runs.main([str(folder)]) == 0
+    assert main(["runs", str(folder)]) == 0
     output = capsys.readouterr().out
     lines = {int(line.split()[0].replace(",", "")): line for line in output.splitlines() if "B  " in line}
     assert "not usable: ba4-rank0.pt has 100 bytes instead of" in lines[4]
@@ -43,7 +43,7 @@ def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.Ca
 
 @pytest.mark.parametrize("where", ["nothing", "s3://no-such-bucket-here/x"])
 def test_folder_without_a_run(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str], s3: Any) -> None:
-    assert runs.main([where if "://" in where else str(tmp_path / where)]) == 2
+    assert main(["runs", where if "://" in where else str(tmp_path / where)]) == 2
     error = capsys.readouterr().err
     assert "no checkpoints and no attempts" in error or "can't be read" in error
 
@@ -54,11 +54,11 @@ def test_local_checkpoints_are_shown_when_the_bucket_cannot_be_read(
     folder = tmp_path / "run"
     (folder / "checkpoints").mkdir(parents=True)
     (folder / "config.yaml").write_text("checkpoint: {folder: s3://no-such-bucket-here/x}\n")
-    assert runs.main([str(folder)]) == 2
+    assert main(["runs", str(folder)]) == 2
     printed = capsys.readouterr()
     assert "no checkpoints on this machine" in printed.out
     (folder / "checkpoints" / "ba12-rank0.pt").write_bytes(b"0" * 2000)
-    assert runs.main([str(folder)]) == 2
+    assert main(["runs", str(folder)]) == 2
     printed = capsys.readouterr()
     assert "12       2 KB  on this machine; its manifest is in the bucket" in printed.out
     assert printed.err.startswith("s3://no-such-bucket-here/x: ")

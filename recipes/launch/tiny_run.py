@@ -3,6 +3,7 @@
 PYTHONPATH=tests python recipes/launch/tiny_run.py write FOLDER BATCHES     # prints the YAML's path
 PYTHONPATH=tests python recipes/launch/tiny_run.py check FOLDER BATCHES     # status 1, and why
 PYTHONPATH=tests python recipes/launch/tiny_run.py study FOLDER BATCHES     # prints the path of a study's YAML
+PYTHONPATH=tests python recipes/launch/tiny_run.py check-study FOLDER BATCHES     # status 1, and why
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 import yaml
 
@@ -35,21 +37,57 @@ def write(folder: Path, batches: int) -> Path:
 
 
 def write_study(folder: Path, batches: int) -> Path:
-    """A run, and a second one that shares its first half, for Slurm's partition `low`."""
+    """A trunk, and two branches that share a third and two thirds of it, for Slurm's partition `low`."""
     base = yaml.safe_load(write(folder, batches).read_text())
     for key in ("job", "run_name", "output"):
         del base[key]
-    objective = {"phases": [{"name": "mlm", "until": f"{batches // 2}ba"}, {"name": "clm"}]}
+    base["checkpoint"]["interval"] = f"{batches // 10}ba"
+
+    def switch_at(batch: int) -> dict[str, object]:
+        return {"objective": {"phases": [{"name": "mlm", "until": f"{batch}ba"}, {"name": "clm"}]}}
+
     content = {
         "job": "study",
         "folder": str(folder / "study"),
         "base": base,
-        "models": {"whole": {}, "branch": {"objective": objective}},
+        "models": {"trunk": {}, "early": switch_at(batches // 3), "late": switch_at(2 * batches // 3)},
         "executor": {"kind": "slurm", "options": ["--partition=low", f"--output={folder}/%x-%j.out"]},
     }
     path = folder / "study.yaml"
     path.write_text(yaml.safe_dump(content, sort_keys=False))
     return path
+
+
+def attempts_of(run: Path) -> list[dict[str, Any]]:
+    """The run's attempts, which are printed."""
+    attempts = [json.loads(path.read_text()) for path in sorted((run / "checkpoints" / "attempts").glob("*.json"))]
+    for attempt in attempts:
+        print(run.name, {key: attempt.get(key) for key in ("attempt", "ranks", "from", "batch", "reason")})
+    return attempts
+
+
+def study_problems(folder: Path, batches: int) -> list[str]:
+    """What is not as it should be: a trunk that was preempted and killed, and branches that train their own batches only."""
+    problems = []
+    study = folder / "study"
+    attempts = attempts_of(study / "trunk")
+    if len(attempts) != 3:
+        problems.append(
+            f"the trunk had {len(attempts)} attempts: expected one each until preempted, killed and finished"
+        )
+    elif not 0 < attempts[0]["batch"] <= attempts[2]["from"]["batch"] < batches:
+        problems.append(
+            f"the trunk's last attempt began at {attempts[2]['from']}, the first ended at {attempts[0]['batch']}"
+        )
+    for name, first in (("early", batches // 3), ("late", 2 * batches // 3)):
+        attempts = attempts_of(study / name)
+        if [attempt["from"]["batch"] for attempt in attempts] != [first]:
+            problems.append(f"{name} did not begin at batch {first}, or not once")
+        lines = [json.loads(line) for line in (study / name / "metrics.jsonl").read_text().splitlines()]
+        trained = [line["batch"] for line in lines if "loss/train/total" in line]
+        if trained != list(range(first + 1, batches + 1)):
+            problems.append(f"{name} trained {len(trained)} batches, not those from {first + 1} to {batches}")
+    return problems
 
 
 def problems(folder: Path, batches: int) -> list[str]:
@@ -61,9 +99,7 @@ def problems(folder: Path, batches: int) -> list[str]:
     found = []
     if trained != list(range(1, batches + 1)):
         found.append(f"{len(trained)} batches were trained, {len(set(trained))} different ones, of {batches}")
-    attempts = [json.loads(path.read_text()) for path in sorted((run / "checkpoints" / "attempts").glob("*.json"))]
-    for one in attempts:
-        print({key: one.get(key) for key in ("attempt", "ranks", "from", "batch", "reason")})
+    attempts = attempts_of(run)
     saved = sorted(int(path.stem[2:]) for path in (run / "checkpoints").glob("ba*.json"))
     if len(saved) != 2 or not 0 < saved[0] < saved[-1] == batches:
         found.append(f"checkpoints at {saved}: expected the preemption's and the last, {batches}")
@@ -82,8 +118,8 @@ def main(command: str, folder: str, batches: str) -> int:
         make = write if command == "write" else write_study
         print(make(Path(folder), int(batches)))
         return 0
-    found = problems(Path(folder), int(batches))
-    print("\n".join(found) or f"each of the {batches} batches was trained once")
+    found = (study_problems if command == "check-study" else problems)(Path(folder), int(batches))
+    print("\n".join(found) or f"each of the {batches} batches was trained as expected")
     return bool(found)
 
 

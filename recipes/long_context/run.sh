@@ -11,6 +11,10 @@ cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 model=$1 name=$2
 shift 2
 
-biphasic convert recipes/long_context/data.yaml
+# An exported folder has its tokenizer; otherwise data.yaml names the paper's.
+tokenizer=()
+if [[ -e $model/tokenizer.json ]]; then tokenizer=(tokenizer="$model"); fi
+
+biphasic convert recipes/long_context/data.yaml "${tokenizer[@]}"
 composer src/main.py recipes/long_context/pretrain.yaml run_name="$name" model.init_from="$model" "$@"
 biphasic export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name"

@@ -88,8 +88,23 @@ tiny.add_callback(Signal())
     run = launch(path, code=code)
     assert run.returncode == 75, run.stderr[-3000:]
     assert "saved at batch 10" in run.stdout
-    assert launch(path).returncode == 0
+    resumed = launch(path, "logging.progress_bar=true")
+    assert resumed.returncode == 0
+    assert_says_what_it_does(resumed.stdout, resumed.stderr, runs / "stopped")
     assert losses(runs / "stopped") == losses(runs / "uninterrupted")
+
+
+def assert_says_what_it_does(out: str, err: str, folder: Path) -> None:
+    """A resumed run's lines before the first batch and after the last, and no settings of Composer's around its bar."""
+    lines = [line.removeprefix("stopped: ") for line in out.splitlines()]
+    assert [line.split()[0] for line in lines[:4]] == ["importing", "reading", "building", "layers"]
+    checkpoint = folder / "checkpoints" / "ba10-rank0.pt"
+    assert re.fullmatch(rf"resuming at batch 10 of 20 from {checkpoint}, \d+\.\d s", lines[5])
+    assert lines[-2:] == [
+        f"written to {folder}",
+        f"next: biphasic export {folder / 'checkpoints'} {folder / 'encoder'}",
+    ]
+    assert "train" in err and "Config:" not in err + out
 
 
 def test_a_second_signal_ends_the_run_at_once(write_yaml: Write, s3: Path) -> None:

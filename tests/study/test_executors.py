@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import yaml
 
+from biphasic.checkpointing.manifest import Manifest
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
+from biphasic.config.study_models import expand
+from biphasic.errors import UserError
 from biphasic.study.run import pretrain
+from biphasic.study.state import RunState
 
 ROOT = Path(__file__).parents[2]
 MORE = "{continues: clm, objective.phases: [{name: mlm}], schedule: {warmup: 0ba, decay: 40ba}, max_duration: "
@@ -47,7 +54,9 @@ def test_commands_for_slurm(
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.setenv("LOG", str(log))
     study = study_of(tmp_path, "{kind: slurm, options: ['--nodes=2', '--time=1:00:00']}")
-    monkeypatch.setenv("QUEUE", "77 study.clm-mlm-440\n78 other")
+    monkeypatch.setenv(
+        "QUEUE", "77|Dependency|study.clm-mlm-440\n76|DependencyNeverSatisfied|study.biphasic\n78|None|other"
+    )
     assert pretrain(study, limit=3) == 0
     folder, script = tmp_path / "study", "recipes/launch/slurm.sbatch"
     options = ["--nodes=2", "--time=1:00:00", script]
@@ -63,6 +72,62 @@ def test_commands_for_slurm(
     assert isinstance(config, PretrainConfig) and config.start_from == str(folder / "clm" / "checkpoints")
 
 
+def trained(study: StudyConfig, name: str, *batches: int) -> RunState:
+    """The state of a run with these checkpoints."""
+    config, newest = expand(study)[name], max(batches)
+    counts = {"rows": 16 * newest, "tokens": 4096 * newest, "last_batch": [newest - 1, 16 * (newest - 1), 4096, 0]}
+    content = {"name": name, "config": config.model_dump(mode="json"), "overridden": [], **counts}
+    return RunState(frozenset(batches), Manifest(newest, f"ba{newest}-rank0.pt", {}, content))
+
+
+@pytest.mark.parametrize(
+    ("batches", "start", "dependency"),
+    [
+        # The checkpoint that `biphasic` starts from is there already, although the other run's job goes on.
+        ((100, 110), "clm", None),
+        # It isn't, and the job will save it.
+        ((40, 60), "clm", "--dependency=afterok:77"),
+        # The other run was trained before this one was added, and kept nothing that both share.
+        ((360, 400), None, None),
+    ],
+)
+def test_a_run_waits_only_for_a_checkpoint_that_is_missing(
+    batches: tuple[int, ...], start: str | None, dependency: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).write_text(SCHEDULER)
+        (tmp_path / name).chmod(0o755)
+    log = tmp_path / "log"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(log))
+    monkeypatch.setenv("QUEUE", "77|None|study.clm")
+    study = study_of(tmp_path, "{kind: slurm}")
+    states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", *batches)}
+    monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
+    assert pretrain(study, limit=1) == 0
+    submitted = json.loads(log.read_text().splitlines()[-1])
+    assert submitted[-1] == f"{tmp_path}/study/biphasic/run.yaml"
+    assert [word for word in submitted if "dependency" in word] == ([] if dependency is None else [dependency])
+    config = load(submitted[-1])
+    place = None if start is None else study.checkpoints_of(start)
+    assert isinstance(config, PretrainConfig) and config.start_from == place
+
+
+def test_a_command_that_fails_ends_the_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study = study_of(tmp_path, "{kind: command, command: \"bash -c 'exit 7' {file}\"}")
+    states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", 100, 400)}
+    monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
+    assert pretrain(study) == 7
+    assert capfd.readouterr().out.count("submitted") == 1
+    (tmp_path / "squeue").write_text("#!/bin/bash\necho slurm is down >&2; exit 1\n")
+    (tmp_path / "squeue").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    with pytest.raises(UserError, match=r"executor: squeue .* failed: slurm is down"):
+        pretrain(study_of(tmp_path, "{kind: slurm}"))
+
+
 def test_a_command_for_each_ready_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = "printf '%s|' launch {name} --env 'FILE={file}'"
     study = study_of(tmp_path, f'{{kind: command, command: "{command}"}}')
@@ -70,6 +135,95 @@ def test_a_command_for_each_ready_run(tmp_path: Path, capfd: pytest.CaptureFixtu
     out = capfd.readouterr().out
     assert f"launch|clm|--env|FILE={tmp_path}/study/clm/run.yaml|" in out
     assert "biphasic: waits for clm" in out and "clm-mlm-600: waits for clm" in out
+
+
+def paper_by(program: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> StudyConfig:
+    """The paper's study in a bucket, with the documented command that contains `program`, which is replaced by a log."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("BUCKET", "s3://bucket/prefix")
+    monkeypatch.setenv("PATH", f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}")
+    code = "import json, os, sys\ntext = '' if sys.argv[0].endswith('sky') else sys.stdin.read()\n"
+    code += "log = [sys.argv, os.environ['BUCKET'], text]"
+    (folder / program).write_text(f"#!/usr/bin/env python3\n{code}\nprint('LOG', json.dumps(log))\n")
+    (folder / program).chmod(0o755)
+    blocks = re.findall(r"```yaml\n(executor:.*?)```", (ROOT / "docs/study.md").read_text(), re.DOTALL)
+    [executor] = [yaml.safe_load(block)["executor"] for block in blocks if f"{program} " in block]
+    config = load("recipes/paper/study.yaml", [f"executor={json.dumps(executor)}", f"output={folder}/runs"])
+    assert isinstance(config, StudyConfig)
+    return config
+
+
+NAME = "610m-clm-42k"
+"""Other runs start from it, so it has a list with brackets and quotes among its overrides."""
+
+
+def logged(study: StudyConfig, capfd: pytest.CaptureFixture[str]) -> tuple[list[str], str, str]:
+    """How the program was called for the run `NAME`: arguments, BUCKET, and standard input."""
+    # Without a bucket: none of the runs has a checkpoint.
+    states = dict.fromkeys(study.models, RunState())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("biphasic.study.run.read_states", lambda _: states)
+        assert pretrain(study) == 0
+    out = capfd.readouterr().out
+    assert out.count("submitted, ") == 15 and "610m-clm-10k-mlm40-42k: waits for 610m-clm-42k" in out
+    logs = [json.loads(line.removeprefix("LOG ")) for line in out.splitlines() if line.startswith("LOG ")]
+    assert len(logs) == 15
+    [log] = [log for log in logs if NAME in log[0] or f"name: biphasic-{NAME}\n" in log[2]]
+    return log
+
+
+def require_the_run(study: StudyConfig, words: list[str]) -> None:
+    """What node.sh gets is the run of the study."""
+    config = load(words[0], words[1:])
+    assert config == load(Path(study.local_folder) / NAME / "run.yaml")
+    assert isinstance(config, PretrainConfig)
+    assert len(config.checkpoint.keep_at) == 13 and config.checkpoint.folder == f"s3://bucket/prefix/paper/{NAME}"
+    assert config.data.folder == "s3://bucket/prefix/fineweb-edu-100bt"
+
+
+def test_the_documented_command_for_skypilot(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study = paper_by("sky", tmp_path, monkeypatch)
+    arguments, bucket, _ = logged(study, capfd)
+    assert bucket == "s3://bucket/prefix"
+    file = "recipes/launch/skypilot.yaml"
+    assert arguments[1:8] == ["jobs", "launch", "--yes", "--detach-run", "--name", NAME, file]
+    options = list(pairwise(arguments))
+    assert ("--env", "BUCKET") in options
+    given = dict(word.split("=", 1) for option, word in options if option == "--env" and "=" in word)
+    task = yaml.safe_load(Path(file).read_text())
+    assert given.keys() <= task["envs"].keys()
+    # The file's own command, with a replacement for node.sh, in a folder with a file that an unquoted bracket could match.
+    script = task["run"].replace("recipes/launch/node.sh", "printf '%s\\n'").replace("exec ", "")
+    environment = {**task["envs"], **given, "PATH": os.environ["PATH"]}
+    [keep_at] = [word for word in given["OVERRIDES"].split() if word.startswith("checkpoint.keep_at")]
+    (tmp_path / f"{keep_at.partition('[')[0]}b").touch()
+    words = subprocess.run(
+        ["bash", "-c", script], env=environment, cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    require_the_run(study, words.stdout.splitlines())
+
+
+def test_the_documented_command_for_kubernetes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    study = paper_by("kubectl", tmp_path, monkeypatch)
+    arguments, _, manifests = logged(study, capfd)
+    assert arguments[1:] == ["apply", "-f", "-"]
+    service, job = yaml.safe_load_all(manifests)
+    written_service, written = yaml.safe_load_all((ROOT / "recipes/launch/kubernetes.yaml").read_text())
+    name = f"biphasic-{NAME}"
+    assert service["metadata"]["name"] == job["metadata"]["name"] == service["spec"]["selector"]["job-name"] == name
+    pod = job["spec"]["template"]["spec"]
+    variables = {variable["name"]: variable.get("value") for variable in pod["containers"][0]["env"]}
+    assert (pod["subdomain"], variables["MASTER_ADDR"]) == (name, f"{name}-0.{name}")
+    assert variables["BUCKET"] == "s3://bucket/prefix"
+    require_the_run(study, pod["containers"][0]["args"])
+    # The rest is as in the file.
+    assert service["spec"]["ports"] == written_service["spec"]["ports"]
+    assert {**job["spec"], "template": None} == {**written["spec"], "template": None}
+    assert pod["volumes"] == written["spec"]["template"]["spec"]["volumes"]
 
 
 LAUNCHER = """

@@ -17,7 +17,7 @@ from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
-from biphasic.study.plan import plan_study
+from biphasic.study.plan import describe_plan, plan_study
 from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, export
 from biphasic.study.state import read_states
@@ -125,6 +125,7 @@ def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: 
     assert len(warnings) == 4 and all(
         "optimizer.lr: 0.005 in its checkpoints, 0.001 in the study" in line for line in warnings
     )
+    assert "WARNING clm: optimizer.lr: 0.005 in its checkpoints" in describe_plan(plan_study(changed), None)
     assert pretrain(changed, train=note) == 0 and len(started) == 4
 
 

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 from itertools import takewhile
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from biphasic.checkpointing.manifest import Manifest
+from biphasic.config.load import load
+from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
+from biphasic.study.state import RunState, read_states, starting_run
 from biphasic.study.tree import StudyRun, build_tree
+
+ROOT = Path(__file__).parents[2]
 
 
 def tree_of(histories: dict[str, str], **continues: str) -> dict[str, StudyRun]:
@@ -64,6 +71,34 @@ def test_two_models_with_one_history() -> None:
         UserError, match=r"models.b: expected another history than that of models.a: both train the same 2"
     ):
         tree_of({"a": "xy", "b": "xy"})
+
+
+def test_a_run_starts_from_the_nearest_run_above_that_kept_a_checkpoint() -> None:
+    tree = tree_of({"trunk": "aaaaaa", "branch": "aaaabbb", "twig": "aaaabbcc"})
+    assert starts(tree) == {"trunk": (None, 0), "branch": ("trunk", 4), "twig": ("branch", 6)}
+
+    def start(trunk: set[int], branch: set[int]) -> str | None:
+        states = {"trunk": RunState(frozenset(trunk)), "branch": RunState(frozenset(branch))}
+        return starting_run(tree["twig"], tree, states)
+
+    assert start({4}, {6}) == "branch"
+    assert start({4}, {7}) == "trunk"
+    # Both share only four batches with the trunk.
+    assert start({5}, {7}) is None
+
+
+def test_a_checkpoint_without_a_manifest_does_not_count(tmp_path: Path) -> None:
+    study = load(ROOT / "tests/config/study.yaml", [f"folder={tmp_path}"])
+    assert isinstance(study, StudyConfig)
+    folder = tmp_path / "clm" / "checkpoints"
+    folder.mkdir(parents=True)
+    (folder / "ba10.json").write_bytes(Manifest(10, "ba10-rank0.pt", {}, {}).to_bytes())
+    (folder / "ba20-rank0.pt").touch()
+    state = read_states(study)["clm"]
+    assert (state.batches, state.trained) == ({10}, 10)
+    (folder / "ba10.json").write_bytes(b"{")
+    with pytest.raises(UserError, match=r"clm/checkpoints: ba10.json is not a manifest"):
+        read_states(study)
 
 
 @settings(max_examples=200, deadline=None)

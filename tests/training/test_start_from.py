@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.errors import UserError
 from biphasic.storage import open_store
+from buckets import bucket_for, upload
 from conftest import Write
 from tiny import config_of, content_of, launch, losses, release_streaming, train, weights, write_rows
 
@@ -55,6 +58,11 @@ def trunks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str,
     return runs
 
 
+def start_of(run: Path) -> int:
+    """The batch at which a run's first attempt began."""
+    return read_attempts(open_store(str(run / "checkpoints")))[0]["from"]["batch"]
+
+
 def assert_equal(branch: Path, whole: Path, first: int) -> None:
     assert losses(branch) == losses(whole)[first:]
     expected = weights(whole, LAST)
@@ -62,13 +70,33 @@ def assert_equal(branch: Path, whole: Path, first: int) -> None:
         assert weight.equal(expected[name]), name
 
 
+def keys_of(name: str) -> dict[str, Any]:
+    _, _, phases, schedule = BRANCHES[name]
+    return {"max_duration": f"{LAST}ba", "objective__phases": phases, "schedule": schedule}
+
+
 @pytest.mark.parametrize("name", BRANCHES)
 def test_a_branch_equals_the_whole_run(trunks: dict[str, Path], write_yaml: Write, name: str) -> None:
-    trunk, first, phases, schedule = BRANCHES[name]
-    keys: dict[str, Any] = {"max_duration": f"{LAST}ba", "objective__phases": phases, "schedule": schedule}
+    trunk, first, *_ = BRANCHES[name]
+    keys = keys_of(name)
     whole = train(config_of(write_yaml("whole", **keys, checkpoint__interval=f"{LAST}ba")))
     branch = train(config_of(write_yaml("branch", **keys, start_from=str(trunks[trunk]), checkpoint__interval="5ba")))
-    assert read_attempts(open_store(str(branch / "checkpoints")))[0]["from"]["batch"] == first
+    assert start_of(branch) == first
+    assert_equal(branch, whole, first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", BRANCHES)
+def test_a_branch_from_a_bucket_equals_the_whole_run(
+    trunks: dict[str, Path], s3: Path, write_yaml: Write, name: str
+) -> None:
+    """The short form, of a decay, is in tests/checkpointing/test_save.py."""
+    trunk, first, *_ = BRANCHES[name]
+    keys = {**keys_of(name), "checkpoint__interval": f"{LAST}ba"}
+    place = upload(trunks[trunk] / "checkpoints", bucket_for(s3, f"branch {name}"), "trunk")
+    whole = train(config_of(write_yaml("whole", **keys)))
+    branch = train(config_of(write_yaml("branch", **keys, start_from=place)))
+    assert start_of(branch) == first
     assert_equal(branch, whole, first)
 
 
@@ -90,14 +118,37 @@ def test_other_rows_and_another_past_are_refused(trunks: dict[str, Path], write_
         train(config_of(write_yaml("seed", **keys, seed=8)))
 
 
-def test_two_fsdp2_ranks_start_from_another_run(write_yaml: Write) -> None:
-    keys: dict[str, Any] = {"parallelism__strategy": "fsdp", "data__num_workers": 0, "checkpoint__interval": "6ba"}
-    trunk = write_yaml("trunk", **keys, max_duration="7ba", objective__phases=CLM, schedule={"warmup": "3ba"})
-    phases = [{"name": "clm", "until": "6ba"}, {"name": "mlm", "reset_optimizer": True}]
-    whole = write_yaml("whole", **keys, objective__phases=phases)
-    runs = Path(config_of(trunk).output)
-    branch = write_yaml("branch", **keys, objective__phases=phases, start_from=str(runs / "trunk"))
-    for path in (trunk, whole, branch):
-        run = launch(path, processes=2)
-        assert run.returncode == 0, run.stderr[-3000:]
-    assert_equal(runs / "branch", runs / "whole", 6)
+@pytest.fixture(scope="module")
+def sharded_trunks(dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Returns the folder of a trunk that two FSDP2 ranks have trained."""
+    folder = tmp_path_factory.mktemp("sharded")
+    shutil.copytree(dataset, folder / "data")
+
+    @cache
+    def trunk(name: str) -> Path:
+        path = folder / f"{name}.yaml"
+        keys = {**TRUNKS[name], "parallelism": {"strategy": "fsdp"}}
+        path.write_text(yaml.safe_dump({**content_of(name, folder / "runs", folder / "data"), **keys}))
+        return train_on_two_ranks(path)
+
+    return trunk
+
+
+def train_on_two_ranks(path: Path) -> Path:
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return config_of(path).run_folder
+
+
+@pytest.mark.parametrize(
+    "name", [name if "resets" in name else pytest.param(name, marks=pytest.mark.slow) for name in BRANCHES]
+)
+def test_two_fsdp2_ranks_start_from_another_run(
+    sharded_trunks: Callable[[str], Path], write_yaml: Write, name: str
+) -> None:
+    trunk, first, *_ = BRANCHES[name]
+    keys = {**keys_of(name), "parallelism__strategy": "fsdp", "checkpoint__interval": f"{LAST}ba"}
+    whole = train_on_two_ranks(write_yaml("whole", **keys))
+    branch = train_on_two_ranks(write_yaml("branch", **keys, start_from=str(sharded_trunks(trunk))))
+    assert start_of(branch) == first
+    assert_equal(branch, whole, first)

@@ -30,6 +30,7 @@ def run(options: argparse.Namespace) -> int:
     if options.plan:
         print(describe_plan(config))
         return 0
+    from biphasic.commands.next_step import after_conversion
     from biphasic.conversion.convert import convert
 
     try:
@@ -38,4 +39,5 @@ def run(options: argparse.Namespace) -> int:
         print("interrupted: finished work units are kept; the same command resumes", file=sys.stderr)
         raise
     print(describe_record(config.output, record))
+    print(after_conversion(config.output, record))
     return 0

@@ -54,6 +54,10 @@ def run(options: argparse.Namespace) -> int:
             tokenizer=options.tokenizer, force=options.force,
         )  # fmt: skip
     _further_steps(options, options.out or Path(options.checkpoint))
+    if options.out is not None and options.push is None:
+        from biphasic.commands.next_step import after_export
+
+        print(after_export(options.out))
     return 0
 
 

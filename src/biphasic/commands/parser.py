@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from biphasic.errors import UserError
 
@@ -32,7 +32,22 @@ def positive(text: str) -> int:
 def add_file(parser: argparse.ArgumentParser, job: str) -> None:
     """Add the YAML and the overrides of its keys, which `biphasic.config.load` reads."""
     parser.add_argument("file", metavar="FILE.yaml", help=f"the YAML of {job}")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="replace a value, e.g. seed=1")
+    overrides: Any = parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="replace a value, e.g. seed=1; `biphasic keys` lists the keys"
+    )
+    overrides.completer = _complete_key
+
+
+def _complete_key(parsed_args: argparse.Namespace, **_: object) -> list[str]:
+    """Return the keys of the YAML's job, for a shell's completion."""
+    from biphasic.config.jobs import JOBS
+    from biphasic.config.read import read_tree
+    from biphasic.config.reference import sections_of
+
+    job = str(read_tree(parsed_args.file, []).content().get("job"))
+    sections = sections_of(job) if job in JOBS else []
+    keys = (f"{section.key}.{key.name}".lstrip(".") for section in sections for key in section.keys)
+    return [f"{key}=" for key in dict.fromkeys(keys) if not {"N", "NAME"} & set(key.split("."))]
 
 
 def count(text: str) -> int:

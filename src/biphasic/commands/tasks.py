@@ -47,4 +47,8 @@ def run(options: argparse.Namespace) -> int:
     if failed:
         print(f"{len(failed)} of {len(names)} tasks failed ({', '.join(failed)}); the same command tries them again",
               file=sys.stderr)  # fmt: skip
-    return 1 if failed else 0
+        return 1
+    from biphasic.commands.next_step import after_tasks
+
+    print(after_tasks(config, names))
+    return 0

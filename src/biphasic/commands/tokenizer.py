@@ -6,6 +6,7 @@ The text is the source of the job: convert YAML, read as `biphasic convert` read
 from __future__ import annotations
 
 import argparse
+import shlex
 from pathlib import Path
 
 from biphasic.commands.parser import add_file, positive
@@ -53,10 +54,8 @@ def run(options: argparse.Namespace) -> int:
           f"{format_bytes(trained.text_bytes)} of text")  # fmt: skip
     if trained.tokens < options.size:
         print(f"the text has no more pairs to merge: {trained.tokens:,} tokens instead of {options.size:,}")
-    override = "" if str(folder) == config.tokenizer else f" tokenizer={folder}"
-    words = [*options.overrides, *override.split()]
-    print(f"next: biphasic convert {' '.join([options.file, *words])}; in the pretraining YAML: "
-          f"model.vocab_size: {trained.tokens}")  # fmt: skip
+    override = [] if str(folder) == config.tokenizer else [f"tokenizer={folder}"]
+    print(f"next: {shlex.join(['biphasic', 'convert', options.file, *options.overrides, *override])}")
     return 0
 
 

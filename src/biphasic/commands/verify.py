@@ -39,6 +39,10 @@ def run(options: argparse.Namespace) -> int:
         for line in _sample(options.output, options.split, options.sample):
             print(line)
     print(f"{options.output}: complete, and as its record says")
+    from biphasic.commands.next_step import after_conversion
+    from biphasic.conversion.output import require_record
+
+    print(after_conversion(options.output, require_record(options.output)))
     return 0
 
 

@@ -210,7 +210,11 @@ def _compare(
             continue
         time = overlap.start if overrides else _first_differing_time(overlap, ends, shape)
         if time is not None and is_trained(time):
-            yield difference(key, texts, [time])
+            # The stretch may end before this time if its end is on another clock, and the pieces that follow differ.
+            ends_before = [
+                piece.start for piece in overlap.nexts if time != overlap.start and piece.start.clock != time.clock
+            ]
+            yield difference(key, texts, [time, *filter(is_trained, ends_before)])
             return
     assert overlap is not None
     # The order of the next two boundaries is unknown.

@@ -135,9 +135,9 @@ def _keys(location: tuple[int | str, ...], content: Any, missing: bool) -> list[
     return keys
 
 
-def _sections_at(model: type[BaseModel] | None, keys: list[str], content: Any) -> list[type[BaseModel]]:
+def _sections_at(model: type[BaseModel], keys: list[str], content: Any) -> list[type[BaseModel]]:
     """Return the sections that the schema allows at a key, given the kinds of its parent sections in `content`."""
-    types_here: list[Any] = [model] if model else []
+    types_here: list[Any] = [model]
     value = content
     for key in keys:
         sections = [section for section in _sections(types_here) if _has_kind(section, value)]
@@ -167,11 +167,9 @@ def _union_members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
-def _same_name_elsewhere(name: str, model: type[BaseModel] | None) -> list[str]:
+def _same_name_elsewhere(name: str, model: type[BaseModel]) -> list[str]:
     """Return the first key with this name in a top-level section: for `lr`, `optimizer.lr`."""
-    sections = (
-        [(top, section) for top in model.model_fields for section in _sections_at(model, [top], {})] if model else []
-    )
+    sections = [(top, section) for top in model.model_fields for section in _sections_at(model, [top], {})]
     return [f"{top}.{name}" for top, section in sections if name in section.model_fields][:1]
 
 

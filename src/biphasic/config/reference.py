@@ -134,8 +134,10 @@ def _type(annotation: Any, metadata: list[Any]) -> str:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is list:
         return f"list{_length(metadata)} of {_type(arguments[0], [])}"
+    if origin is dict and arguments[1] is Any:
+        return "keys with values"
     if origin is dict:
-        return f"names{_length(metadata)}, each with {_type(arguments[1], [])}"
+        return f"{_type(arguments[1], [])} for each name{_length(metadata)}"
     if annotation is Duration:
         return "length, such as `1000ba`"
     if inspect.isclass(annotation) and issubclass(annotation, Section):
@@ -178,7 +180,11 @@ def _default(field: FieldInfo, name: str, section: Section | None) -> str:
 def _yaml(value: Any) -> str:
     if isinstance(value, float):
         return f"`{value:g}`"
-    text = yaml.safe_dump(value, default_flow_style=True, width=1000).removesuffix("\n").removesuffix("\n...")
+    text = (
+        yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
+        .removesuffix("\n")
+        .removesuffix("\n...")
+    )
     return f"`{text}`"
 
 

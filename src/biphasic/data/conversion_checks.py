@@ -83,7 +83,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
         checks.missing.append(f"model.init_from {source}: there is no such checkpoint or folder")
     checks.problems += row_problems(config, conversions, tokenizer)
     architecture = architecture_of(config.model)
-    sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
+    sizes: list[int] = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
     tokens = max([*sizes, *([] if tokenizer is None else [tokenizer.vocab_size])], default=None)
     if architecture is not None and tokens is not None:
         rows = architecture.vocab_size

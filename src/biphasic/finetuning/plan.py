@@ -10,7 +10,7 @@ from biphasic.config.job_plan import JobPlan
 from biphasic.downstream.prepare import TASK_RECORD
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.storage import first_line, open_store
+from biphasic.storage import first_line, is_remote, open_store
 from biphasic.storage.hub import why_missing
 
 
@@ -22,7 +22,11 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
     job_plan, task = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}"), config.task
     lines = job_plan.lines
     lines["model"] = config.model.path
-    if not Path(config.model.path).exists() and (reason := why_missing(config.model.path, config.model.revision)):
+    if is_remote(config.model.path):
+        job_plan.problems.append(
+            f"model.path {config.model.path}: a model in a bucket is not read here: copy it to a folder"
+        )
+    elif not Path(config.model.path).exists() and (reason := why_missing(config.model.path, config.model.revision)):
         job_plan.missing.append(f"model.path {config.model.path}: {reason}")
     for path in dict.fromkeys([task.data, *getattr(task, "scored_on", {}).values()]):
         _add_data(job_plan, path, config)

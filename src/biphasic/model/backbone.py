@@ -17,7 +17,7 @@ from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packing_probe import packing_problem
-from biphasic.storage import first_line
+from biphasic.storage import first_line, is_remote
 from biphasic.storage.hub import why_missing
 
 if TYPE_CHECKING:
@@ -194,6 +194,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
+    if is_remote(path):
+        raise UserError(f"model {path}: can't be loaded (a model in a bucket is not read here: copy it to a folder)")
     if (reason := why_missing(path, revision)) is not None:
         reason = reason.replace("no such folder", "no such checkpoint or folder")
         raise UserError(f"model {path}: can't be loaded ({reason})")

@@ -39,7 +39,7 @@ def why_missing(path: str, revision: str | None = None) -> str | None:
 @lru_cache(maxsize=256)
 def _why_not_on_hub(path: str, revision: str | None) -> str | None:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, GatedRepoError, HfHubHTTPError, RepositoryNotFoundError
 
     try:
         if any(isinstance(try_to_load_from_cache(path, file, revision=revision), str) for file in _FILES):
@@ -53,6 +53,8 @@ def _why_not_on_hub(path: str, revision: str | None) -> str | None:
     except RepositoryNotFoundError:
         return "there is no such model, or it is private and you are not logged in (hf auth login)"
     except (OSError, ValueError) as error:
+        if isinstance(error, HfHubHTTPError) and error.response.status_code in (429, *range(500, 600)):
+            return None  # The hub is there, so the libraries' retries may help.
         return first_line(error)
     return None
 

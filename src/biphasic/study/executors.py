@@ -84,15 +84,15 @@ def submit_to_slurm(command: Sequence[str]) -> str:
 
 
 def jobs_in_slurm() -> dict[str, str]:
-    """Return the ids of this user's jobs that wait or run, by job name.
+    """Return the ids of this user's jobs that wait or run, by job name, without those whose dependency has failed.
 
     Raises:
         UserError: Slurm is not installed or doesn't answer.
     """
-    lines = [
-        line.split(maxsplit=1) for line in _output(["squeue", "--me", "--noheader", "--format=%i %j"]).splitlines()
-    ]
-    return {line[1].strip(): line[0] for line in lines if len(line) == 2}
+    lines = _output(["squeue", "--me", "--noheader", "--format=%i|%r|%j"]).splitlines()
+    jobs = [line.strip().split("|", 2) for line in lines if line.count("|") >= 2]
+    # Slurm removes such a job soon, because of --kill-on-invalid-dep.
+    return {name: job for job, reason, name in jobs if reason != "DependencyNeverSatisfied"}
 
 
 def _output(command: Sequence[str]) -> str:

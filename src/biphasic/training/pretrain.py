@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
-from composer.core import Algorithm, Callback, Evaluator, Event, State, TimeUnit
+from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 from torch.cuda import is_available as has_gpu
 
@@ -20,7 +20,7 @@ from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 from biphasic.checkpointing.store import Uploader
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.load import dump
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
@@ -173,7 +173,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         auto_log_hparams=False,
     )
     hide_configuration(trainer)
-    position, seconds = _position(trainer), f"{time.monotonic() - begin:.1f} s"
+    position, seconds = _position(trainer, config.max_duration), f"{time.monotonic() - begin:.1f} s"
     if attempt.resume is not None:
         _print(f"{config.run_name}: resuming at {position} from {start}, {seconds}")
     else:
@@ -181,11 +181,10 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     return trainer
 
 
-def _position(trainer: Trainer) -> str:
+def _position(trainer: Trainer, end: Duration) -> str:
     """Return the batch that comes next, and how many there are, or the run's length in its own unit."""
-    batch, end = int(trainer.state.timestamp.batch), trainer.state.max_duration
-    assert end is not None
-    return f"batch {batch:,} of {end.value:,}" if end.unit == TimeUnit.BATCH else f"batch {batch:,} (length: {end})"
+    batch = int(trainer.state.timestamp.batch)
+    return f"batch {batch:,} of {int(end.value):,}" if end.unit == "ba" else f"batch {batch:,} (length: {end})"
 
 
 def _print(line: str) -> None:

@@ -1,0 +1,103 @@
+"""What comes next: the last line that a command prints."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from posixpath import basename
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from biphasic.config.load import Config
+    from biphasic.config.tasks import TasksConfig
+
+_PRETRAIN = "yamls/210m_biphasic.yaml"
+_PAPER_LENGTH, _PAPER_VOCABULARY = 2048, 128_256
+"""What `_PRETRAIN` has; only other values are named."""
+_FINETUNE = Path("yamls/finetune")
+_EXAMPLES = {
+    "classification": "sst2",
+    "tokens": "conll2003",
+    "question_answering": "squad",
+    "retrieval": "own_retrieval",
+}
+"""A fine-tuning YAML for each kind of task."""
+_STAGES = {"pretrain": "export", "export": "finetune", "finetune": "evaluate", "evaluate": "report"}
+
+
+def after_conversion(output: str, record: Mapping[str, Any]) -> str:
+    """Return the pretraining command that reads a finished conversion."""
+    if not record["splits"].get("validation", {}).get("rows"):
+        return "next: pretraining needs a validation split: convert to another output with validation_fraction=0.001"
+    output = output.rstrip("/")
+    words = [f"run_name={basename(output)}", f"data.folder={output}"]
+    if record["sequence_length"] != _PAPER_LENGTH:
+        words.append(f"data.sequence_length={record['sequence_length']}")
+    tokens = record["tokenizer"]["vocab_size"]
+    if not 0.99 * _PAPER_VOCABULARY <= tokens <= _PAPER_VOCABULARY:
+        words.append(f"model.vocab_size={tokens}")
+    return f"next: composer src/main.py {_PRETRAIN} {' '.join(words)}"
+
+
+def after_tasks(config: TasksConfig, names: list[str]) -> str:
+    """Return the fine-tuning command for the first prepared task that has training data."""
+    from biphasic.config.tasks import RetrievalSet
+    from biphasic.storage import join
+
+    trained = [name for name in names if getattr(config.tasks[name], "train", True) is not None]
+    if not trained:
+        folder = join(config.output, names[0])
+        return f"next: python src/main.py yamls/evaluate/own.yaml model.path=ENCODER 'sets=[{folder}]'"
+    name = next((name for name in trained if (_FINETUNE / f"{name}.yaml").is_file()), trained[0])
+    task, data = config.tasks[name], join(config.output, name)
+    own = (_FINETUNE / f"{name}.yaml").is_file()
+    words = ["model.path=ENCODER"]
+    words += [] if own else [f"task.name={name}"]
+    words += [] if own and data == f"data/tasks/{name}" else [f"task.data={data}"]
+    if isinstance(task, RetrievalSet) and not own:
+        words.append(f"'task.scored_on={{{name}: {data}}}'")
+    file = _FINETUNE / f"{name if own else _EXAMPLES[task.kind]}.yaml"
+    return f"next: composer src/main.py {file} {' '.join(words)}"
+
+
+def after_export(folder: Path) -> str:
+    """Return how to load an exported folder, and what to do with it here."""
+    return (
+        f'load it: AutoModel.from_pretrained("{folder}") or SentenceTransformer("{folder}"); its README.md says more\n'
+        f"next: composer src/main.py {_FINETUNE}/sst2.yaml model.path={folder}"
+    )
+
+
+def after_run(config: Config, file: str) -> str:
+    """Return what follows a pretraining run, a fine-tuning, an evaluation or a sweep without failures.
+
+    Args:
+        config: the job.
+        file: its YAML, as on the command line.
+    """
+    if config.job == "pretrain":
+        return f"next: biphasic export {config.checkpoint_destination} {config.run_folder / 'encoder'}"
+    if config.job == "finetune":
+        model = config.run_folder / "model"
+        if config.task.kind == "retrieval" and config.save_model:
+            return f"next: python src/main.py yamls/evaluate/quick.yaml model.path={model}"
+        how = (
+            f"{model}/README.md says how to load it"
+            if config.save_model
+            else f"scores: {config.run_folder}/record.json"
+        )
+        return f"next: {how}; other learning rates and seeds: python src/main.py yamls/sweep/paper.yaml --plan"
+    if config.job == "evaluate":
+        table = f"next: the table is in {config.run_folder}/scores.md"
+        if not Path(config.model.path).is_dir():
+            return table
+        return f"{table}; onto the model's card: biphasic export {config.model.path} --results {config.run_folder}"
+    if config.job == "sweep":
+        report = f"biphasic report {config.output} --against FILE.csv"
+        return f"next: the tables are in {config.output}/report; {report} compares them with published ones"
+    return f"next: python src/main.py {file} --plan"
+
+
+def after_stage(file: str, stage: str) -> str:
+    """Return what follows a finished stage of a study."""
+    return f"next: python src/main.py {file} --stage {_STAGES[stage]}"

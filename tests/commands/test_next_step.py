@@ -1,0 +1,92 @@
+"""The last line of each command: what it names can be run, with the folders that it names."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.commands import main
+from biphasic.commands.next_step import after_conversion, after_run, after_tasks
+from biphasic.config.finetune import FinetuneConfig
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.tasks import TasksConfig
+from texts import sentences, write_parquet, write_tokenizer
+from tiny import ROOT
+
+
+@pytest.fixture(autouse=True)
+def here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def load_line(line: str) -> Any:
+    """Load the YAML of a printed command."""
+    words = shlex.split(line.removeprefix("next: "))
+    assert words[:2] in (["composer", "src/main.py"], ["python", "src/main.py"])
+    return load(words[2], [word for word in words[3:] if not word.startswith("--")])
+
+
+def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet(tmp_path / "text.parquet", sentences(60))
+    tokenizer, out = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "mine"
+    keys = [f"source.paths=[{tmp_path / 'text.parquet'}]", f"tokenizer={tokenizer}", f"output={out}", "id_column=id"]
+    keys += ["sequence_length=64", "validation_fraction=0.2", "cluster.workers=1"]
+    assert main(["convert", "yamls/data/own_text.yaml", *keys]) == 0
+    line = capsys.readouterr().out.splitlines()[-1]
+    config = load_line(line)
+    assert isinstance(config, PretrainConfig)
+    assert (config.run_name, config.data.folder, config.data.sequence_length) == ("mine", str(out), 64)
+    assert config.model.vocab_size == 300
+    assert main(["verify", str(out)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+def test_without_a_validation_split() -> None:
+    for splits in ({"train": {}}, {"train": {}, "validation": {"rows": 0}}):
+        assert "validation_fraction=" in after_conversion("out", {"splits": splits})
+
+
+def test_rows_of_the_paper_need_no_keys() -> None:
+    splits = {"train": {}, "validation": {"rows": 1}}
+    record = {"splits": splits, "sequence_length": 2048, "tokenizer": {"vocab_size": 128_003}}
+    line = after_conversion("s3://bucket/web/", record)
+    assert line == "next: composer src/main.py yamls/210m_biphasic.yaml run_name=web data.folder=s3://bucket/web"
+
+
+@pytest.mark.parametrize(
+    ("file", "names", "task", "data"),
+    [
+        ("tasks", ["mnli"], "mnli", "data/tasks/mnli"),
+        ("tasks", ["nq", "mldr", "squad"], "squad", "data/tasks/squad"),
+        ("own_retrieval", ["mine"], "mine", "data/tasks/mine"),
+    ],
+)
+def test_tasks_name_the_fine_tuning(file: str, names: list[str], task: str, data: str) -> None:
+    config = load(f"yamls/data/{file}.yaml")
+    assert isinstance(config, TasksConfig)
+    finetune = load_line(after_tasks(config, names))
+    assert isinstance(finetune, FinetuneConfig)
+    assert (finetune.task.name, finetune.task.data, finetune.model.path) == (task, data, "ENCODER")
+    other = load_line(after_tasks(config.model_copy(update={"output": "s3://bucket"}), names))
+    assert other.task.data == f"s3://bucket/{task}"
+
+
+def test_tasks_without_training_data() -> None:
+    config = load("yamls/data/tasks.yaml")
+    assert isinstance(config, TasksConfig)
+    assert load_line(after_tasks(config, ["nq"])).sets == ["data/tasks/nq"]
+
+
+def test_runs_name_what_follows() -> None:
+    pretrain = load("yamls/quickstart.yaml")
+    folder = "runs/quickstart/quickstart-pretrain"
+    assert after_run(pretrain, "x.yaml") == f"next: biphasic export {folder}/checkpoints {folder}/encoder"
+    retrieval = load("yamls/finetune/own_retrieval.yaml")
+    assert load_line(after_run(retrieval, "x.yaml")).model.path == "runs/own-retrieval/model"
+    assert "runs/sst2/model/README.md" in after_run(load("yamls/finetune/sst2.yaml"), "x.yaml")
+    assert "runs/evaluate/quick/scores.md" in after_run(load("yamls/evaluate/quick.yaml"), "x.yaml")
+    assert "biphasic report runs/sweep" in after_run(load("yamls/sweep/paper.yaml"), "x.yaml")

@@ -1,0 +1,104 @@
+"""The command that trains a tokenizer: what it reads, its special tokens, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import AutoTokenizer
+
+from biphasic.commands import main
+from biphasic.conversion.packing import document_number, in_validation
+from biphasic.data.tokenizer import load_tokenizer
+from texts import sentences, write_parquet
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A conversion's YAML, with two files and a validation split."""
+    records = sentences(200)
+    (tmp_path / "text").mkdir()
+    write_parquet(tmp_path / "text" / "a.parquet", records[:100])
+    write_parquet(tmp_path / "text" / "b.parquet", records[100:])
+    keys = {
+        "job": "convert",
+        "source": {"kind": "files", "paths": [str(tmp_path / "text")]},
+        "tokenizer": str(tmp_path / "tokenizer"),
+        "output": str(tmp_path / "out"),
+        "validation_fraction": 0.3,
+        "sequence_length": 64,
+    }
+    path = tmp_path / "data.yaml"
+    path.write_text(yaml.safe_dump(keys))
+    return path
+
+
+def vocabulary(folder: Path) -> dict[str, int]:
+    return json.loads((folder / "tokenizer.json").read_text())["model"]["vocab"]
+
+
+def test_training_and_the_next_command(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenizer", str(file), f"source.paths=[{tmp_path / 'text'}]", "--size", "320"]) == 0
+    output = capsys.readouterr().out
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
+    training = [r for r in sentences(200) if not in_validation(document_number(r["id"]), 0.3)]
+    assert tokenizer.vocab_size == 320 and f"320 tokens, trained on {len(training)} documents" in output
+    assert tokenizer.role_ids == {"pad": 0, "bos": 1, "eos": 2, "mask": 3}
+    text = "Grüße, 世界 \x00\n"
+    [ids] = tokenizer.encode([text])
+    assert tokenizer.tokenizer.decode(ids) == text
+    words = shlex.split(output.splitlines()[-1])
+    assert words[:2] == ["next:", "biphasic"] and main(words[2:]) == 0
+
+
+def test_special_tokens_and_a_folder_of_its_own(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "own"
+    arguments = ["--special", "mask=[MASK]", "--special", "unk=[UNK]", "--add", "<ref>", "--out", str(out)]
+    assert main(["tokenizer", str(file), "--size", "100000", *arguments]) == 0
+    output = capsys.readouterr().out
+    assert "instead of 100,000" in output and f"tokenizer={out}" in output.splitlines()[-1]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert (tokenizer.mask_token, tokenizer.unk_token, tokenizer.pad_token) == ("[MASK]", "[UNK]", "<|pad|>")
+    assert tokenizer.tokenize("a<ref>b") == ["a", "<ref>", "b"]
+    assert tokenizer.convert_tokens_to_ids(["<|pad|>", "<|bos|>", "<|eos|>", "[MASK]", "[UNK]", "<ref>"]) == [*range(6)]
+
+
+def test_the_limit_takes_text_from_every_file(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_parquet(tmp_path / "text" / "b.parquet", [{"id": f"z{n}", "text": "zweite zweite"} for n in range(3000)])
+    assert main(["tokenizer", str(file), "--size", "300", "--max-text", "8kb"]) == 0
+    read = capsys.readouterr().out.partition(" of text")[0].rpartition(", ")[2]
+    assert 6 < float(read.removesuffix(" KB")) <= 8
+    words = {word.strip("Ġ") for word in vocabulary(tmp_path / "tokenizer")}
+    assert "zw" in words or "zwei" in words or "zweite" in words
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--size", "100"], "--size: expected at least 260 (256 bytes and 4 special tokens); got 100"),
+        (["--special", "masked=x"], "--special: expected ROLE=TOKEN with a role of pad, bos, eos, mask"),
+        (["--special", "mask=<|eos|>"], "special tokens: expected different ones"),
+        (["--max-text", "much"], "--max-text: expected a size such as 200gb; got 'much'"),
+        (["tokenizer=EuroBERT/EuroBERT-210m"], "is no folder on this machine: name the folder to write with --out"),
+        (["--out", "text"], "text: exists and is no tokenizer"),
+        (["source.paths=[absent]"], "source absent: there is no such file"),
+    ],
+)
+def test_refused(
+    file: Path, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(file.parent)
+    assert main(["tokenizer", str(file), *arguments]) == 2
+    assert message in capsys.readouterr().err
+    assert not (file.parent / "tokenizer").exists()
+
+
+def test_an_earlier_tokenizer_is_kept(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tokenizer", str(file), "--size", "280"]) == 0
+    assert main(["tokenizer", str(file), "--size", "300"]) == 2
+    assert "there is a tokenizer already" in capsys.readouterr().err
+    assert main(["tokenizer", str(file), "--size", "300", "--force"]) == 0
+    assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 300

@@ -1,0 +1,137 @@
+"""The commands of pages run in their order, in a small working directory (small_repository.py): in every run of the tests
+most of README's; with the slow tests all of README's, and then the other pages'."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import small_repository
+from documented_commands import OURS, ROOT, Call, calls, pages
+
+# Parts of README's commands that only the slow test runs: they start Ray or trace a graph, or repeat what another shows.
+SLOW = ("run_name=210m-3e-4", "yamls/sweep/paper.yaml", "biphasic report", "--onnx")
+# What is never run here, by how the command begins, and why.
+NOT_RUN = {
+    "make": "other tests run what these start",
+    "recipes/": "tests/recipes runs the scripts' commands",
+    "composer --world_size": "several machines",
+    "composer -m biphasic preflight": "tests/test_preflight.py",
+    "biphasic preflight": "tests/test_preflight.py",
+    "python -m pytest": "tests",
+    "biphasic plan FILE.yaml": "a name in a sentence",
+    "python src/main.py FILE.yaml": "a name in a sentence",
+    "composer src/main.py FILE.yaml": "a name in a sentence",
+    "biphasic runs runs/NAME": "a name in a sentence",
+}
+RUN = "runs/210m-clm-21k-mlm40-42k"
+# Pages whose commands run after README's, in the same directory: what replaces parts of their commands, and parts of those
+# commands that are not run.
+PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
+    "docs/checkpoints.md": (
+        {"model.preset=null": " ".join(f"model.{key}=null" for key in small_repository.SIZE),
+         "runs/210m-clm/": "runs/210m-42k/"},
+        (),
+    ),
+    "docs/data.md": (
+        {"data/mine": "data/mine-again", "VALUE": "data/mine", " OUT": " data/mine"},
+        ("cluster.address=auto", "biphasic tokenizer"),
+    ),
+    "docs/evaluate.md": (
+        {"'sets=[my-set]'": "sets=[my-set]", "610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k"},
+        ("msmarco", "retrieval.yaml", "SciFact"),
+    ),
+    "docs/export.md": (
+        {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
+         "CHECKPOINT": f"{RUN}/checkpoints/ba42000-rank0.pt", "runs/evaluate/x": "runs/evaluate/quick",
+         "--results-of MODEL": "", "OUT --push org/name --private": "OUT --push org/name --dry-run --private"},
+        ("ep0-ba42000",),
+    ),
+    "docs/finetune.md": ({}, ("retrieval.yaml",)),
+    "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "--check", "FOLDER", "s3://")),
+    "docs/resuming.md": ({"runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"}, ()),
+    "docs/sweeps.md": ({}, ()),
+    "docs/tokenizer.md": ({"data/mine": "data/tokenized", "run_name=mine": "run_name=tokenized"}, ()),
+}  # fmt: skip
+# Pages whose commands are read (test_commands.py) and not run, and why.
+READ_ONLY = {
+    "docs/architecture.md": "names commands of make",
+    "docs/comparison.md": "has none",
+    "docs/configuration.md": "usage lines",
+    "docs/index.md": "repeats the other pages' first commands",
+    "docs/parallelism.md": "has none",
+    "docs/recipes.md": "repeats the recipes' commands",
+    "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",
+    "docs/study.md": "38 models; tests/study runs small studies",
+    "docs/tasks.md": "the hub; tests/downstream runs them on small files",
+    "docs/throughput.md": "GPUs and minutes of measurement",
+    "docs/versions.md": "other environments",
+    "CONTRIBUTING.md": "names commands of make",
+    "recipes/RESULTS.md": "is made by the command that it names",
+    "recipes/clm_detour/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
+    "recipes/continue_decoder/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
+    "recipes/launch/README.md": "clusters; tests/launch and `make test-slurm` run the scripts",
+    "recipes/long_context/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
+    "recipes/paper/README.md": "38 models; tests/study runs small studies",
+    "recipes/your_language/README.md": "minutes; tests/recipes runs its steps",
+}
+
+
+def run_page(page: str, folder: Path, reading: Path, replaced: dict[str, str], left_out: tuple[str, ...]) -> list[Call]:
+    """Run a page's commands in their order, and return those that ran."""
+    reading.mkdir()
+    done = []
+    for call in calls(ROOT / page, reading):
+        command = " ".join(call.words)
+        only_named = len(call.words) == 2  # `biphasic convert`, in a sentence
+        if call.words[0] not in OURS or only_named or any(command.startswith(begin) for begin in NOT_RUN):
+            continue
+        if any(part in command for part in left_out):
+            continue
+        words = list(call.words)
+        for old, new in replaced.items():
+            words = "\0".join(words).replace(old.replace(" ", "\0"), new.replace(" ", "\0")).split("\0")
+        small_repository.run(tuple(word for word in words if word), folder, call.bucket)
+        done.append(call)
+    return done
+
+
+def make_directory(folder: Path) -> Path:
+    small_repository.make(folder)
+    # README trains before it explains where the rows come from.
+    small_repository.run(("biphasic", "convert", "yamls/data/fineweb_edu_100bt.yaml"), folder, "")
+    return folder
+
+
+def test_readme_from_top_to_bottom(tmp_path: Path) -> None:
+    folder = make_directory(tmp_path / "small")
+    done = run_page("README.md", folder, tmp_path / "reading", {}, ("yamls/1b_biphasic.yaml", *SLOW))
+    assert len(done) >= 11
+    assert (folder / "bucket/210m-clm-21k-mlm40-42k/checkpoints/ba21.json").exists()
+    assert (folder / "bucket/mine/checkpoints/ba21.json").exists()
+    assert (folder / "my-encoder/model.safetensors").exists()
+    assert (folder / "runs/sst2/record.json").exists()
+    assert (folder / "runs/evaluate/quick/scores.md").exists()
+
+
+@pytest.fixture(scope="module")
+def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The working directory after all of README's commands."""
+    folder = make_directory(tmp_path_factory.mktemp("pages") / "small")
+    run_page("README.md", folder, folder / "reading", {}, ("yamls/1b_biphasic.yaml",))
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_after_readme(page: str, after_readme: Path, tmp_path: Path) -> None:
+    assert (after_readme / "runs/sweep/report/report.md").exists()
+    assert (after_readme / "my-encoder/onnx/model.onnx").exists()
+    assert run_page(page, after_readme, tmp_path / "reading", *PAGES[page])
+
+
+def test_every_page_is_run_or_has_a_reason() -> None:
+    names = {page.relative_to(ROOT).as_posix() for page in pages() if page.suffix == ".md"}
+    names = {name for name in names if not name.startswith("docs/reference/")}
+    assert names == {"README.md", *PAGES, *READ_ONLY}

@@ -1,0 +1,95 @@
+"""The recipes' run.sh, whole: real commands, with a stand-in for the hub, tiny models and short texts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from biphasic.data.tokenizer import load_tokenizer
+from decoders import saved_decoder
+from hub_server import Repository, serve_hub
+from texts import sentences, write_parquet, write_tokenizer
+from tiny import ROOT, losses
+
+COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
+CARD = """---
+configs:
+- config_name: sample-100BT
+  data_files:
+  - split: train
+    path: sample/100BT/*
+---
+"""
+SMALL = {
+    "global_batch_size": 2,
+    "precision": "fp32",
+    "max_duration": "3ba",
+    "schedule": {"warmup": "1ba", "decay": "1ba"},
+    "data.num_workers": 0,
+    "data.num_canonical_nodes": 2,
+    "evaluation": {"interval": "3ba", "batches": 1},
+    "logging": {"tensorboard": False, "progress_bar": False},
+}
+"""Overrides of the recipes' pretrain.yaml."""
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """A repository of links, so that outputs are below `tmp_path`, and a hub with a little FineWeb-Edu."""
+    repository = tmp_path / "repository"
+    repository.mkdir()
+    for name in ("src", "data_prep", "yamls", "recipes"):
+        (repository / name).symlink_to(ROOT / name)
+    folder = tmp_path / "fineweb"
+    (folder / "sample" / "100BT").mkdir(parents=True)
+    (folder / "README.md").write_text(CARD)
+    texts = [*sentences(1000, seed=1), *sentences(30, seed=2, longest=20_000)]
+    records = [{**record, "token_count": len(record["text"].split())} for record in texts]
+    write_parquet(folder / "sample" / "100BT" / "000.parquet", records)
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    more = {"PATH": path, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
+    with serve_hub({"HuggingFaceFW/fineweb-edu": Repository({COMMIT: folder})}, tmp_path / "home") as hub:
+        yield {**hub, **more, "BUCKET": str(tmp_path / "bucket")}
+
+
+def run(environment: dict[str, str], script: str, *arguments: str, **changes: Any) -> None:
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, **changes}.items()]
+    repository = Path(environment["BUCKET"]).parent / "repository"
+    command = [*script.split(), *arguments, *overrides]
+    done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
+
+
+@pytest.mark.slow
+def test_a_decoder_then_a_detour_then_longer_rows(environment: dict[str, str], tmp_path: Path) -> None:
+    """A tiny decoder becomes an encoder, which takes the CLM detour, and is trained on rows of 8,192 tokens."""
+    decoder, encoders = tmp_path / "decoder", tmp_path / "repository" / "encoders"
+    special = {"bos": "<|bos|>", "eos": "<|eos|>"}
+    words = load_tokenizer(str(write_tokenizer(decoder, special))).tokenizer.get_vocab_size() - 1
+    saved_decoder("llama", decoder, vocab_size=words, max_position_embeddings=2048)
+
+    run(environment, "recipes/continue_decoder/run.sh", str(decoder), "2000")
+    first = encoders / "decoder-mlm40-2k"
+    assert AutoConfig.from_pretrained(first).vocab_size == words + 1  # the mask token
+
+    phases = [{"name": "clm", "until": "2ba"}, {"name": "mlm", "masking_ratio": 0.4}]
+    data = f"data.folder={tmp_path}/bucket/fineweb-edu-decoder"
+    detour = ("run_name=detour", f"model.init_from={first}", data)
+    script = "composer src/main.py recipes/clm_detour/pretrain.yaml"
+    run(environment, script, *detour, **{"objective.phases": phases})
+
+    run(environment, "recipes/long_context/run.sh", str(first), "longer")
+    config = AutoConfig.from_pretrained(encoders / "longer")
+    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 250_000.0)
+    # The same command again trains and converts nothing, and exports again.
+    run(environment, "recipes/long_context/run.sh", str(first), "longer")
+    for name in ("decoder-mlm40-2k", "detour", "longer"):
+        assert len(losses(tmp_path / "repository" / "runs" / name)) == 3
