@@ -52,11 +52,11 @@ quickstart: env
 # COVERAGE=1 also prints which lines of src/ ran, in subprocesses too.
 test: env
 	@# One thread a process: tiny models are slower with more.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope -m "not slow" $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
 
 # Also the long forms: many kills, whole benchmarks, thousands of generated inputs. CONTRIBUTING.md says when to run them.
 test-all: env
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env

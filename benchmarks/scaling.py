@@ -18,10 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from agreement import Agreement, Disagreement
 from tables import save
 from workload import (
-    Agreement,
-    Disagreement,
     Run,
     Shape,
     add_options,

@@ -19,11 +19,10 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from agreement import Agreement, Disagreement
 from tables import save
 from workload import (
     PHASES,
-    Agreement,
-    Disagreement,
     Run,
     Shape,
     add_options,

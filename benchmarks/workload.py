@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from argparse import ArgumentParser, Namespace
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -29,8 +29,6 @@ PHASES = ("clm", "mlm")
 MASKING_RATIO = 0.4
 PAD, BOS, EOS, MASK = range(4)
 SPECIAL = {"pad_token": "<pad>", "bos_token": "<bos>", "eos_token": "<eos>", "mask_token": "<mask>"}
-AGREE = 1e-4
-"""Nats by which two losses of the same step may differ."""
 
 
 @dataclass(frozen=True)
@@ -314,52 +312,6 @@ def run_bare_loop(path: Path, name: str, shape: Shape, ranks: int = 1, seed: int
     return Run(started=started, **json.loads(out.read_text(encoding="utf-8")))
 
 
-class Disagreement(Exception):
-    """Two runs that should train the same model do not."""
-
-
-def require_same(first: Run, second: Run, label: str) -> float:
-    """Compare the losses of every step.
-
-    Returns:
-        The largest difference, in nats.
-
-    Raises:
-        Disagreement: at some step they differ by more than `AGREE`, or a run has fewer steps.
-    """
-    if len(first.losses) != len(second.losses):
-        raise Disagreement(f"{label}: {len(first.losses)} steps against {len(second.losses)}")
-    largest = 0.0
-    for step, (first_loss, second_loss) in enumerate(zip(first.losses, second.losses, strict=True), 1):
-        # In this form a NaN counts as a difference.
-        if not abs(first_loss - second_loss) <= AGREE:
-            raise Disagreement(
-                f"{label}: at step {step} the losses are {first_loss:.6f} and {second_loss:.6f}, more than {AGREE} apart: "
-                "they don't train the same model on the same batches, so their times can't be compared"
-            )
-        largest = max(largest, abs(first_loss - second_loss))
-    return largest
-
-
-class Agreement:
-    """Compares each run's losses with the first run's as soon as it ends, so that a wrong benchmark stops early."""
-
-    def __init__(self) -> None:
-        self.largest = 0.0
-        """Largest difference so far, in nats."""
-        self._first: Run | None = None
-
-    def __call__(self, run: Run, label: str) -> Run:
-        """Returns the run if its losses agree.
-
-        Raises:
-            Disagreement: they don't.
-        """
-        self._first = self._first or run
-        self.largest = max(self.largest, require_same(self._first, run, label))
-        return run
-
-
 def rates(runs: list[Run], shape: Shape) -> dict[str, dict[str, float]]:
     """For each phase, over the timed steps of all rounds: the median seconds of a step, and its real tokens per second.
 
@@ -394,15 +346,10 @@ def raw(runs: list[Run]) -> list[dict[str, Any]]:
 def take_turns(rounds: int, starters: dict[str, Callable[[int], Run]]) -> dict[str, list[Run]]:
     """Run each in turn, `rounds` times, so that a slow minute of the machine affects all of them."""
     runs: dict[str, list[Run]] = {name: [] for name in starters}
-    for round_, name in _turns(rounds, list(starters)):
-        runs[name].append(starters[name](round_))
-    return runs
-
-
-def _turns(rounds: int, names: list[str]) -> Iterator[tuple[int, str]]:
     for round_ in range(rounds):
-        for name in names:
-            yield round_, name
+        for name, start in starters.items():
+            runs[name].append(start(round_))
+    return runs
 
 
 def say(text: str) -> None:

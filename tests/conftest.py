@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -15,6 +17,22 @@ import yaml
 from s3_server import KEY, SECRET, serve_s3
 
 # `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put modules with few tests first: their tests are the longest, and two workers then end at the same time."""
+    counts = Counter(item.path for item in items)
+    items.sort(key=lambda item: counts[item.path])
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of every later garbage collection."""
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_sessionfinish() -> None:
+    gc.unfreeze()  # extension modules report objects that are left at the end
 
 
 @pytest.fixture(scope="session")

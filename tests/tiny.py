@@ -27,6 +27,8 @@ from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.training.loggers import read_metrics
 
+warm.remember_machine()
+
 ROOT = Path(__file__).parents[1]
 WORDS, LENGTH = 64, 32
 PAD, BOS, EOS, MASK = range(4)

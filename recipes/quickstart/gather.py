@@ -37,10 +37,11 @@ from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.prepare import TASK_RECORD
-from biphasic.storage import json_bytes, open_store
+from biphasic.storage import json_bytes, open_store, write_parquet
 
 YAML = Path(__file__).parents[2] / "yamls" / "data" / "quickstart.yaml"
 """The conversion of this text."""
+_ROWS_PER_GROUP = 5000
 PACKAGES = (
     "composer",
     "datasets",
@@ -103,9 +104,10 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
     train, test = pairs(documents, validation_fraction)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gathered.json").unlink(missing_ok=True)
-    _write(folder / "documents.parquet", _document_columns(documents))
+    write_parquet(folder / "documents.parquet", _document_columns(documents), _ROWS_PER_GROUP)
     for name, columns in (("train", train), ("test", test)):
-        _write(folder / "pairs" / f"{name}.parquet", {**columns, "negatives": _none(len(columns["id"]))})
+        columns = {**columns, "negatives": _none(len(columns["id"]))}
+        write_parquet(folder / "pairs" / f"{name}.parquet", columns, _ROWS_PER_GROUP)
     rows = {"train": len(train["id"]), "test": len(test["id"])}
     record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": rows}
     open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))
@@ -253,16 +255,6 @@ def _none(count: int) -> Any:
     import pyarrow as pa
 
     return pa.array([[]] * count, pa.list_(pa.string()))
-
-
-def _write(file: Path, columns: dict[str, Any]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=5000)
-    partial.replace(file)
 
 
 def main(arguments: list[str] | None = None) -> int:

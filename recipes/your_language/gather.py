@@ -21,13 +21,14 @@ import sys
 from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.prepare import TASK_RECORD
 from biphasic.errors import UserError
-from biphasic.storage import json_bytes, open_store
+from biphasic.storage import json_bytes, open_store, write_parquet
 
 YAML = Path(__file__).parent / "data.yaml"
 PLACES = (Path("/usr/share"), Path(sys.prefix))
@@ -36,6 +37,7 @@ JOINED = 1000
 """Characters of a document that is made of short messages."""
 _FIRST_SENTENCE = re.compile(r"(.{20,120}?[.:!?])\s+(\S.{40,})", re.DOTALL)
 _MIN_CHARACTERS = 200_000
+_ROWS_PER_GROUP = 1000
 
 
 def messages(language: str, places: tuple[Path, ...] = PLACES) -> Iterator[tuple[str, str]]:
@@ -116,11 +118,11 @@ def gather(
             f"language {language}: the message catalogues on this machine have {characters:,} characters; expected "
             f"at least {_MIN_CHARACTERS:,}: choose another folder of /usr/share/locale, or set source.paths in {YAML.name}"
         )
-    _write(folder / "documents.parquet", {"id": [i for i, _ in texts], "text": [text for _, text in texts]})
+    columns: dict[str, Any] = {"id": [i for i, _ in texts], "text": [text for _, text in texts]}
+    write_parquet(folder / "documents.parquet", columns, _ROWS_PER_GROUP)
     columns = {name: [pair[at] for pair in train] for at, name in enumerate(("id", "query", "positive"))}
-    _write(
-        folder / "pairs" / "train.parquet", {**columns, "negatives": pa.array([[]] * len(train), pa.list_(pa.string()))}
-    )
+    columns["negatives"] = pa.array([[]] * len(train), pa.list_(pa.string()))
+    write_parquet(folder / "pairs" / "train.parquet", columns, _ROWS_PER_GROUP)
     record = {"task": "sentences", "kind": "retrieval", "license": "of the programs", "rows": {"train": len(train)}}
     open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))
     _write_test_set(folder / "sentences", test)
@@ -134,16 +136,6 @@ def _write_test_set(folder: Path, pairs: list[tuple[str, str, str]]) -> None:
         store.write(f"{name}.jsonl", "".join(f"{line}\n" for line in lines).encode())
     judgments = "".join(f"{pair[0]}\t{pair[0]}\t1\n" for pair in pairs)
     store.write("qrels/test.tsv", f"query-id\tcorpus-id\tscore\n{judgments}".encode())
-
-
-def _write(file: Path, columns: dict[str, object]) -> None:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{file.name}.partial")
-    pq.write_table(pa.table(columns), partial, compression="zstd", row_group_size=1000)
-    partial.replace(file)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -109,15 +109,15 @@ def test_loops_that_train_different_models_are_refused(results_folder: Path, mon
 
 
 def test_a_late_difference_a_nan_and_a_missing_step_are_refused() -> None:
-    workload = module("workload")
+    workload, agreement = module("workload"), module("agreement")
     one = workload.Run(started=0, began=0, ends=[1, 2, 3], losses=[3.0, 2.0, 1.0], tokens=[1, 1, 1])
     near = dataclasses.replace(one, losses=[3.0, 2.00009, 1.0])
-    assert workload.require_same(one, near, "these") == pytest.approx(9e-5)
+    assert agreement.require_same(one, near, "these") == pytest.approx(9e-5)
     for losses in ([3.0, 2.0, 1.0002], [3.0, float("nan"), 1.0]):
-        with pytest.raises(workload.Disagreement, match=r"these: at step [23]"):
-            workload.require_same(one, dataclasses.replace(one, losses=losses), "these")
-    with pytest.raises(workload.Disagreement, match="3 steps against 2"):
-        workload.require_same(one, dataclasses.replace(one, losses=[3.0, 2.0]), "these")
+        with pytest.raises(agreement.Disagreement, match=r"these: at step [23]"):
+            agreement.require_same(one, dataclasses.replace(one, losses=losses), "these")
+    with pytest.raises(agreement.Disagreement, match="3 steps against 2"):
+        agreement.require_same(one, dataclasses.replace(one, losses=[3.0, 2.0]), "these")
 
 
 def test_rates_leave_out_the_first_steps_of_each_phase() -> None:

@@ -11,14 +11,19 @@ import pytest
 
 from biphasic.checkpointing.manifest import (
     Manifest,
+    abandoned_files,
     batch_of,
+    batch_of_rank_manifest,
     delete_checkpoint,
     list_checkpoints,
+    newest_batch,
     newest_complete,
     outdated_checkpoints,
+    rank_manifest_name,
+    rank_of,
 )
 from biphasic.checkpointing.store import Uploader
-from biphasic.storage import Store, file_hash, open_store
+from biphasic.storage import Store, StoredFile, file_hash, open_store
 from buckets import bucket_for, flip_a_bit
 
 
@@ -163,3 +168,32 @@ def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path, 5, sharded=True)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest
     assert json.loads(manifest.to_bytes())["run"] == {"name": "run", "tokens": 5, "writers": 1}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "rank", "is_rank_manifest"),
+    [
+        ("ba40.json", 40, 0, False),
+        ("ba40-rank3.pt", 40, 3, False),
+        ("ep2-ba40/__5_0.distcp", 40, 5, False),
+        ("ep2-ba40/.metadata", 40, 0, False),
+        ("ep2-ba40/__12_1.distcp", 40, 12, False),
+        (rank_manifest_name(40, 7), 40, 7, True),
+        ("ba40.json.bak", None, 0, False),
+        ("latest-rank0.pt", None, 0, False),
+        ("attempts/1.rank0.json", None, 0, False),
+    ],
+)
+def test_a_file_s_name_tells_its_batch_and_rank(
+    name: str, batch: int | None, rank: int, is_rank_manifest: bool
+) -> None:
+    assert (batch_of(name), rank_of(name)) == (batch, rank)
+    assert batch_of_rank_manifest(name) == (batch if is_rank_manifest else None)
+
+
+def test_files_without_a_manifest_are_abandoned_before_a_batch() -> None:
+    names = ["ba3-rank0.pt", "ba3.rank0.json", "ba4.json", "ba4-rank0.pt", "ba5-rank0.pt", "ba6-rank0.pt", "notes.txt"]
+    files = dict.fromkeys(names, StoredFile(1, "1"))
+    assert abandoned_files(files, 6) == ["ba3-rank0.pt", "ba3.rank0.json", "ba5-rank0.pt"]
+    assert newest_batch(files) == 4
+    assert newest_batch({name: file for name, file in files.items() if name != "ba4.json"}) == -1

@@ -180,6 +180,6 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
     write_manifests(config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
     longer = plan_start(config_of(write_yaml("share", max_duration="24ba", objective__phases=phases, schedule=STABLE)))
-    assert longer.batch is None and longer.problem is not None
+    assert longer.batch is None and longer.problem is not None and longer.refused
     assert "objective.phases.0.until: 10ba (0.5dur of 20ba) until now, 12ba (0.5dur of 24ba) here" in longer.problem
     assert "a share moves" in longer.problem

@@ -32,7 +32,7 @@ def load_line(line: str) -> Any:
 
 def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_parquet(tmp_path / "text.parquet", sentences(60))
-    tokenizer, out = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "mine"
+    tokenizer, out = write_tokenizer(tmp_path / "tokenizer"), tmp_path / "my text" / "mine"
     keys = [f"source.paths=[{tmp_path / 'text.parquet'}]", f"tokenizer={tokenizer}", f"output={out}", "id_column=id"]
     keys += ["sequence_length=64", "validation_fraction=0.2", "cluster.workers=1"]
     assert main(["convert", "yamls/data/own_text.yaml", *keys]) == 0

@@ -5,10 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from biphasic.config.durations import Duration, Elapsed
@@ -16,8 +17,8 @@ from biphasic.config.history import first_difference
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, learning_rate_factor, phase_problems, schedule_problems, span_at, spans
-from tiny import ROOT
 
+ROOT = Path(__file__).parents[2]
 ROWS, LENGTH = 2, 3
 """Rows in a batch and tokens in a row: small, so that times in different units fall into one batch."""
 
@@ -215,8 +216,18 @@ def test_a_difference_that_another_clock_may_bring_forward() -> None:
         assert {str(time) for time in difference.times} == {"1ep", "1ba"}
 
 
+def warmups(*rates_and_lengths: tuple[float, str], end: str) -> tuple[PretrainConfig, ...]:
+    """Runs that differ in nothing but the highest rate and its warmup."""
+    phases = {"phases": [{"name": "clm"}]}
+    return tuple(
+        config_of({"max_duration": end, "objective": phases, "optimizer": {"lr": rate}, "schedule": {"warmup": warmup}})
+        for rate, warmup in rates_and_lengths
+    )
+
+
 @settings(max_examples=60, **PROFILE)
 @given(pairs(["tok", "dur"]))
+@example(warmups((1e-3, "4tok"), (2e-3, "8tok"), end="9tok"))  # equal until the first warmup ends
 def test_tokens_differ_where_they_can(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
     """In tokens alone, some data makes exactly the reported batch the first that differs."""
     difference = first_difference(*configs)
@@ -306,3 +317,74 @@ def test_rows_of_the_paper_s_length_are_compared_quickly() -> None:
     for first, second in pairs_of_runs * 5:
         first_difference(first, second)
     assert (time.process_time() - start) / (5 * len(pairs_of_runs)) < 0.02
+
+
+def ramp(until: str, start: float, end: float) -> dict[str, Any]:
+    return {"name": "mlm", "masking_ratio": {"start": start, "end": end}, "until": until}
+
+
+CLM, MLM = {"name": "clm"}, {"name": "mlm"}
+RATIO, UNTIL = "objective.phases.0.masking_ratio", "objective.phases.0.until"
+
+
+@pytest.mark.parametrize(
+    ("end", "first", "second", "expected"),
+    [
+        # Which comes first depends on the data; both after the run's end.
+        ("9ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "18tok"}, MLM], (3, UNTIL, "4ba", "18tok", "4ba 18tok")),
+        ("3ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "18tok"}, MLM], None),
+        ("9ba", [{**CLM, "until": "5ba"}, MLM], [{**CLM, "until": "7sp"}, MLM], (4, UNTIL, "5ba", "7sp", "4ba")),
+        ("9ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "7sp"}, MLM], None),
+        # Ramps that begin alike, on each clock, and on two.
+        ("9ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.3), CLM],
+         (1, RATIO, "0.4 to 0.2 at 8ba", "0.4 to 0.3 at 8ba", "1ba")),
+        ("9ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.3, 0.2), CLM],
+         (0, RATIO, "0.4 to 0.2 at 8ba", "0.3 to 0.2 at 8ba", "0ba")),
+        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [{**MLM, "until": "20tok"}, CLM],
+         (1, RATIO, "0.4 to 0.2 at 20tok", "0.4", "1tok")),
+        ("9ba", [ramp("2ep", 0.4, 0.2), CLM], [{**MLM, "until": "2ep"}, CLM], (1, RATIO, "0.4 to 0.2 at 2ep", "0.4", "1ep")),
+        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.2), CLM],
+         (1, RATIO, "0.4 to 0.2 at 20tok", "0.4 to 0.2 at 8ba", "1ba")),
+        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [ramp("8ba", 0.3, 0.2), CLM],
+         (0, RATIO, "0.4 to 0.2 at 20tok", "0.3 to 0.2 at 8ba", "0ba")),
+        ("1ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.3), CLM], None),
+        # An objective, and a reset at a boundary that both have, or one.
+        ("9ba", [CLM], [MLM], (0, "objective.phases.0.name", "clm", "mlm", "0ba")),
+        ("9ba", [MLM], [CLM], (0, "objective.phases.0.name", "mlm", "clm", "0ba")),
+        ("9ba", [{**CLM, "until": "2ba"}, MLM], [{**CLM, "until": "2ba"}, {**MLM, "reset_optimizer": True}],
+         (2, "objective.phases.1.reset_optimizer", "false", "true", "2ba")),
+        ("9ba", [CLM], [{**CLM, "until": "2ba"}, {**CLM, "reset_optimizer": True}], (2, UNTIL, "the end", "2ba", "2ba")),
+    ],
+)  # fmt: skip
+def test_two_objectives_part_by_hand(
+    end: str, first: list[Any], second: list[Any], expected: tuple[Any, ...] | None
+) -> None:
+    runs = [config_of({"max_duration": end, "objective": {"phases": phases}}) for phases in (first, second)]
+    parting = first_difference(*runs)
+    if expected is None:
+        assert parting is None
+        return
+    assert parting is not None
+    times = " ".join(map(str, parting.times))
+    assert (parting.batch, parting.key, parting.first, parting.second, times) == expected
+    assert first_difference(*runs, ["objective"]) is None
+    other = first_difference(*runs, [parting.key])
+    assert other is None or other.key != parting.key
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [("500tok", None), ("9000tok", (167, "1000tok")), ("999tok", None), ("1001tok", (167, "1000tok"))],
+)
+def test_of_many_times_in_tokens_the_first_are_compared(end: str, expected: tuple[int, str] | None) -> None:
+    """Two warmups with equal rates, as far as they go."""
+    parting = first_difference(*warmups((1e-3, "4000tok"), (2e-3, "8000tok"), end=end))
+    assert (None if parting is None else (parting.batch, *map(str, parting.times))) == expected
+
+
+def test_a_difference_is_past_once_a_batch_began_at_its_time() -> None:
+    phases = [[{**CLM, "until": until}, MLM] for until in ("4ba", "18tok")]
+    parting = first_difference(*(config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases))
+    assert parting is not None
+    last = [Elapsed(3, 6, 17, 0), Elapsed(4, 8, 17, 0), Elapsed(3, 6, 18, 0)]
+    assert [parting.is_past(batch) for batch in last] == [False, True, True]

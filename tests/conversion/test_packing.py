@@ -10,10 +10,12 @@ from biphasic.conversion.packing import (
     DocumentPacker,
     Packer,
     Row,
+    SinglePacker,
     StreamCutter,
     cut_position,
     document_number,
     in_validation,
+    mds_columns,
     padded,
     token_dtype,
 )
@@ -132,6 +134,35 @@ def test_packing_reads_no_more_than_its_window_ahead() -> None:
 
     next(iter(pack(DocumentPacker(64, 10), counted_documents())))
     assert read == 11
+
+
+def test_two_pieces_that_fill_the_space_are_better_than_the_longest() -> None:
+    """The row of the oldest document has 6 positions left: 4 and 2 fill them, 5 and the 3 that wait don't."""
+    packer = DocumentPacker(10, 4)
+    texts = [np.full(length, length, np.uint16) for length in (4, 5, 3, 4, 2)]
+    [row] = [row for tokens in texts for row in packer.add(tokens)]
+    assert row.lengths.tolist() == [4, 4, 2] and row.tokens.tolist() == [4] * 8 + [2] * 2
+    # After the last document: the longest first, then what fits.
+    assert [row.lengths.tolist() for row in packer.finish()] == [[5, 3]]
+    # Of equal lengths the oldest is taken.
+    texts = [np.full(5, number, np.uint16) for number in range(3)]
+    packer = DocumentPacker(10, 2)
+    assert [row.tokens.tolist() for tokens in texts for row in packer.add(tokens)] == [[0] * 5 + [1] * 5]
+
+
+@pytest.mark.parametrize(("truncate", "expected"), [(False, [[4], [4, 4, 1], [4, 4], []]), (True, [[4], [4], [4], []])])
+def test_each_document_in_rows_of_its_own(truncate: bool, expected: list[list[int]]) -> None:
+    packer = SinglePacker(4, truncate=truncate)
+    for count, lengths in zip((4, 9, 8, 0), expected, strict=True):
+        rows = packer.add(np.arange(count, dtype=np.uint16))
+        check_rows(rows, 4)
+        assert [row.lengths.tolist() for row in rows] == [[length] for length in lengths]
+        assert tokens_of(rows) == list(range(sum(lengths)))
+    assert packer.finish() == []
+
+
+def test_columns_of_stored_rows() -> None:
+    assert mds_columns(64, "uint16") == {"tokens": "ndarray:uint16:64", "lengths": "ndarray:uint32"}
 
 
 def test_padding_follows_the_last_segment() -> None:

@@ -57,6 +57,7 @@ def test_dense_attention_breaks_the_graph_of_a_compiled_layer() -> None:
         assert (result - reference).norm() < 1e-5 * reference.norm()
 
 
+@pytest.mark.slow  # half a minute of C++; the loss below runs generated code, the tests above compile the layers
 def test_the_real_compiler_gives_the_same_results() -> None:
     torch._dynamo.reset()
     model = backbone("llama", num_hidden_layers=1)

@@ -104,13 +104,14 @@ def write_tasks(folder: Path) -> str:
     sizes = {"train": 200, "validation": 40, "test": 40}
     for number, (split, count) in enumerate(sizes.items()):
         write_parquet(folder / f"{split}.parquet", classification_rows(count, number))
-    source = {"path": "parquet", "files": {split: str(folder / f"{split}.parquet") for split in sizes}}
     task = {
         "kind": "classification",
         "license": "none",
         "text_column": "sentence",
         "id_column": "idx",
-        "source": source,
+        "label_names": ["negative", "positive"],
+        "source": {"files": {split: [str(folder / f"{split}.parquet")] for split in sizes}},
+        "splits": {split: split for split in sizes},
     }
     return write_json(folder / "tasks.yaml", {"job": "tasks", "output": str(folder / "tasks"), "tasks": {"sst2": task}})
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from biphasic.report.statistics import holm, mean_interval
@@ -39,6 +41,15 @@ def test_a_group_without_all_test_sets_has_no_mean() -> None:
     assert table.cell("b", SC).by_seed == {}
     assert (table.has_scores("a"), table.has_scores("b")) == (True, False)
     assert table.cell("b", Column("SC", "sst2", "sst2")).interval == mean_interval([0.8])
+
+
+def test_a_group_with_a_rate_that_may_change_is_not_complete() -> None:
+    rows = rows_of({("a", task, task, seed): 0.9 for task in ("sst2", "qqp") for seed in range(2)})
+    rows += rows_of({("b", task, task, seed): 0.8 for task in ("sst2", "qqp") for seed in range(2)})
+    open_rate = [replace(row, settled=(row.model, row.task) != ("a", "qqp")) for row in rows]
+    table = score_table(open_rate)
+    assert not table.is_complete("a", SC) and not table.cell("a", Column("SC", "qqp", "qqp")).settled
+    assert table.is_complete("a", Column("SC", "sst2", "sst2")) and table.is_complete("b", SC)
 
 
 def test_rows_of_a_sweep_give_its_family_means() -> None:

@@ -71,7 +71,15 @@ def test_a_monolithic_checkpoint_is_loaded_into_fsdp(write_yaml: Write) -> None:
     assert "parallelism.strategy: ddp can't load" in refused.stderr
 
 
-def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write) -> None:
+AOT_EAGER = """
+import functools, torch
+torch.compile = functools.partial(torch.compile, backend="aot_eager")
+"""
+"""torch.compile without code generation: graphs, guards and gradients are real, and no C++ is compiled."""
+
+
+@pytest.mark.parametrize("code", [AOT_EAGER, pytest.param("", marks=pytest.mark.slow)], ids=["aot_eager", "inductor"])
+def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write, code: str) -> None:
     keys: dict[str, Any] = {
         "checkpoint__interval": "100ba",
         "objective__phases": [{"name": "clm"}],
@@ -79,7 +87,7 @@ def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write) -> Non
     }
     computing = {"compile": True, "activation_checkpointing": [1]}
     for name, more in (("plain", {"data__num_canonical_nodes": 4}), ("compiled", {**FSDP, "compute": computing})):
-        run = launch(write_yaml(name, **keys, **more), processes=1 + (name == "compiled"))
+        run = launch(write_yaml(name, **keys, **more), processes=1 + (name == "compiled"), code=code)
         assert run.returncode == 0, run.stderr[-3000:]
         assert name == "plain" or "layers and loss compiled (1 of 2 layers recomputed)" in run.stdout
     runs = Path(config_of(write_yaml("plain", **keys)).output)

@@ -238,6 +238,9 @@ def plan_start(config: PretrainConfig) -> StartPlan:
         if own is not None:
             require_same_past(own, config, own.run["indexes"])
             return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
+    except UserError as error:
+        return StartPlan(problem=str(error), refused=True)
+    try:
         if config.start_from is not None:
             point = find_branch_point(config.start_from, config)
             return StartPlan(point.manifest.batch, point.path, f"of {point.manifest.run['name']}, by start_from")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from posixpath import basename
@@ -36,7 +37,7 @@ def after_conversion(output: str, record: Mapping[str, Any]) -> str:
     tokens = record["tokenizer"]["vocab_size"]
     if not 0.99 * _PAPER_VOCABULARY <= tokens <= _PAPER_VOCABULARY:
         words.append(f"model.vocab_size={tokens}")
-    return f"next: composer src/main.py {_PRETRAIN} {' '.join(words)}"
+    return _next("composer", "src/main.py", _PRETRAIN, *words)
 
 
 def after_tasks(config: TasksConfig, names: list[str]) -> str:
@@ -47,7 +48,7 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     trained = [name for name in names if getattr(config.tasks[name], "train", True) is not None]
     if not trained:
         folder = join(config.output, names[0])
-        return f"next: python src/main.py yamls/evaluate/own.yaml model.path=ENCODER 'sets=[{folder}]'"
+        return _next("python", "src/main.py", "yamls/evaluate/own.yaml", "model.path=ENCODER", f"sets=[{folder}]")
     name = next((name for name in trained if (_FINETUNE / f"{name}.yaml").is_file()), trained[0])
     task, data = config.tasks[name], join(config.output, name)
     own = (_FINETUNE / f"{name}.yaml").is_file()
@@ -55,16 +56,16 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     words += [] if own else [f"task.name={name}"]
     words += [] if own and data == f"data/tasks/{name}" else [f"task.data={data}"]
     if isinstance(task, RetrievalSet) and not own:
-        words.append(f"'task.scored_on={{{name}: {data}}}'")
+        words.append(f"task.scored_on={{{name}: {data}}}")
     file = _FINETUNE / f"{name if own else _EXAMPLES[task.kind]}.yaml"
-    return f"next: composer src/main.py {file} {' '.join(words)}"
+    return _next("composer", "src/main.py", str(file), *words)
 
 
 def after_export(folder: Path) -> str:
     """Return how to load an exported folder, and what to do with it here."""
     return (
         f'load it: AutoModel.from_pretrained("{folder}") or SentenceTransformer("{folder}"); its README.md says more\n'
-        f"next: composer src/main.py {_FINETUNE}/sst2.yaml model.path={folder}"
+        + _next("composer", "src/main.py", f"{_FINETUNE}/sst2.yaml", f"model.path={folder}")
     )
 
 
@@ -76,11 +77,11 @@ def after_run(config: Config, file: str) -> str:
         file: its YAML, as on the command line.
     """
     if config.job == "pretrain":
-        return f"next: biphasic export {config.checkpoint_destination} {config.run_folder / 'encoder'}"
+        return _next("biphasic", "export", config.checkpoint_destination, str(config.run_folder / "encoder"))
     if config.job == "finetune":
         model = config.run_folder / "model"
         if config.task.kind == "retrieval" and config.save_model:
-            return f"next: python src/main.py yamls/evaluate/quick.yaml model.path={model}"
+            return _next("python", "src/main.py", "yamls/evaluate/quick.yaml", f"model.path={model}")
         how = (
             f"{model}/README.md says how to load it"
             if config.save_model
@@ -96,6 +97,10 @@ def after_run(config: Config, file: str) -> str:
         report = f"biphasic report {config.output} --against FILE.csv"
         return f"next: the tables are in {config.output}/report; {report} compares them with published ones"
     return f"next: python src/main.py {file} --plan"
+
+
+def _next(*words: str) -> str:
+    return f"next: {shlex.join(words)}"
 
 
 def after_stage(file: str, stage: str) -> str:

@@ -122,4 +122,4 @@ def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> int
         problems=tuple(checks.problems),
     )
     print(run_plan.to_json() if as_json else describe(run_plan, config))
-    return REFUSED if run_plan.problems else 0
+    return REFUSED if run_plan.problems or start.refused else 0

@@ -47,6 +47,8 @@ _CHANGING = frozenset(
     ("masking_ratio", "optimizer.lr", "schedule.warmup", "schedule.decay", "schedule.decay_shape", "schedule.final_lr")
 )
 """Fields that only affect the value of a piece, which may be equal for some batches although a field differs."""
+_COMPARED_TOKENS = 1000
+"""Number of times in tokens at which two functions are compared; a whole run has too many."""
 
 
 @dataclass(frozen=True)
@@ -243,8 +245,9 @@ def _differing_key(overlap: _Overlap, overrides: Sequence[str]) -> tuple[str | N
 def _first_differing_time(overlap: _Overlap, ends: list[Time], shape: BatchShape) -> Time | None:
     """Return when the values of two differing pieces first differ; None if they don't.
 
-    Functions of batches are evaluated batch by batch. Functions of tokens are evaluated at the first two times only, since a
-    batch can begin at any of them. Where the values can't be compared, the overlap's start is returned.
+    Functions of batches are evaluated batch by batch. Functions of tokens are evaluated at the first `_COMPARED_TOKENS`
+    times, since a batch can begin at any of them; if they are equal there, they may differ from the next time on. Where the
+    values can't be compared, the overlap's start is returned.
     """
     first, second = overlap.pieces
     start, clocks = overlap.start, {piece.clock for piece in overlap.pieces if piece.clock is not None}
@@ -260,8 +263,9 @@ def _first_differing_time(overlap: _Overlap, ends: list[Time], shape: BatchShape
     if not bounds:
         return start
     stop = min(bounds)
-    for value in range(start.value, min(stop, start.value + 2) if clock == TOKENS else stop):
+    compared = min(stop, start.value + _COMPARED_TOKENS) if clock == TOKENS else stop
+    for value in range(start.value, compared):
         elapsed = Time(clock, value).elapsed(shape)
         if first.value(elapsed) != second.value(elapsed):
             return Time(clock, value)
-    return start if clock == TOKENS and stop > start.value + 2 else None
+    return Time(clock, compared) if compared < stop else None

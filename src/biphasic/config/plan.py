@@ -45,13 +45,15 @@ class RatePoint:
 class StartPlan:
     """Where a run will start: the first batch that it trains, and the checkpoint or the weights that it starts from.
 
-    `problem` says why it can't start, or why that isn't known; `batch` is None then.
+    `problem` says why it can't start, or why that isn't known; `batch` is None then. `refused` says that its own checkpoint
+    was trained with another configuration, so that the run would stop.
     """
 
     batch: int | None = None
     checkpoint: str | None = None
     source: str = ""
     problem: str | None = None
+    refused: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
 
 def _start(start: StartPlan, batches: int | None, about: str) -> str:
     if start.batch is None:
-        return f"WARNING: {start.problem}"
+        return f"{'PROBLEM' if start.refused else 'WARNING'}: {start.problem}"
     source = f"{start.checkpoint}, {start.source}" if start.checkpoint is not None else start.source
     if batches is None:
         return f"batch {start.batch:,}, from {source}"

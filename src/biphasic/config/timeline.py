@@ -101,14 +101,13 @@ class Span:
     end: Duration
 
     def masking_ratio(self, elapsed: Elapsed) -> float:
-        """Return the MLM masking ratio at `elapsed`. A ramp reaches its `end` at the end of the phase."""
+        """Return the MLM masking ratio at `elapsed`, a time in this phase. A ramp reaches its `end` at the phase's end."""
         assert isinstance(self.phase, MLMPhase)
         ratio = self.phase.masking_ratio
         if not isinstance(ratio, RampConfig):
             return ratio
-        begin = self.start.value if self.start.value else 0.0
-        share = (elapsed.in_unit(self.end.unit) - begin) / (self.end.value - begin)
-        return ratio.start + (ratio.end - ratio.start) * min(max(share, 0.0), 1.0)
+        share = (elapsed.in_unit(self.end.unit) - self.start.value) / (self.end.value - self.start.value)
+        return ratio.start + (ratio.end - ratio.start) * share
 
 
 def spans(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[Span]:
@@ -128,12 +127,11 @@ def span_at(laid_out: list[Span], elapsed: Elapsed) -> Span:
 
 def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
     """Return the time at which the learning rate begins to fall, or `max_duration` without a decay."""
-    decay = schedule.decay.of(max_duration)
-    return Duration(max_duration.value - decay.value, max_duration.unit) if decay.value else max_duration
+    return Duration(max_duration.value - schedule.decay.of(max_duration).value, max_duration.unit)
 
 
 def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: Elapsed) -> float:
-    """Return the factor by which the learning rate is multiplied for the batch that begins at `elapsed`.
+    """Return the factor by which the learning rate is multiplied for the batch that begins at `elapsed`, within the run.
 
     It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then falls
     to `final_lr` at `max_duration`.
@@ -143,9 +141,9 @@ def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elaps
         return elapsed.in_unit(warmup.unit) / warmup.value
     start = decay_start(schedule, max_duration)
     done = elapsed.in_unit(start.unit) - start.value
-    if done <= 0 or start == max_duration:
+    if done <= 0:
         return 1.0
-    share = min(done / (max_duration.value - start.value), 1.0)
+    share = done / (max_duration.value - start.value)
     shapes = {"linear": 1 - share, "1-sqrt": 1 - math.sqrt(share), "cosine": 0.5 * (1 + math.cos(math.pi * share))}
     return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]
 

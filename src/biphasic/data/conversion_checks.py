@@ -84,7 +84,9 @@ def check_rows(config: PretrainConfig) -> RowChecks:
     checks.problems += row_problems(config, conversions, tokenizer)
     architecture = architecture_of(config.model)
     sizes: list[int] = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
-    tokens = max([*sizes, *([] if tokenizer is None else [tokenizer.vocab_size])], default=None)
+    if tokenizer is not None:
+        sizes.append(tokenizer.vocab_size)
+    tokens = max(sizes, default=None)
     if architecture is not None and tokens is not None:
         rows = architecture.vocab_size
         if tokens > rows:

@@ -7,9 +7,10 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile
 
@@ -109,6 +110,15 @@ def atomic_path(file: Path) -> Iterator[Path]:
         os.replace(partial, file)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def write_parquet(file: Path, columns: Mapping[str, Any], rows_per_group: int) -> None:
+    """Write columns, by name, to a Parquet file with zstd compression."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with atomic_path(file) as partial:
+        pq.write_table(pa.table(dict(columns)), partial, compression="zstd", row_group_size=rows_per_group)
 
 
 def _copy(source: Path, target: Path) -> None:

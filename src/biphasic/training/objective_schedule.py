@@ -50,8 +50,8 @@ class ObjectiveSchedule(Algorithm):
         max_duration: Duration,
         vocabulary: Vocabulary,
         seed: int,
-        evaluation_masking_ratio: float = 0.4,
-        attention: str = "auto",
+        evaluation_masking_ratio: float,
+        attention: str,
     ):
         self.spans = spans(phases, max_duration)
         self.vocabulary, self.seed, self.attention = vocabulary, seed, attention

@@ -1,0 +1,205 @@
+"""What the objective schedule and the learning rate do to single batches, without a run."""
+
+from __future__ import annotations
+
+from itertools import starmap
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from composer.core import Event, State, Timestamp
+from composer.devices import DeviceCPU
+from composer.loggers import InMemoryLogger, Logger
+
+from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.pretrain import OptimizerConfig
+from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
+from biphasic.data.streaming import Batch, collate
+from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+from biphasic.training.objective_schedule import ObjectiveSchedule, elapsed
+from biphasic.training.optimizer import WarmupStableDecay, adamw
+from biphasic.training.prepared_batch import PreparedBatch, data_spec
+
+VOCABULARY = Vocabulary(size=50, mask_id=3, special_ids=(0, 1, 2, 3))
+PHASES = [
+    CLMPhase(name="clm", until=Duration(2, "ba"), reset_optimizer=True),
+    MLMPhase(name="mlm", until=Duration(4, "ba"), masking_ratio=0.5, target="next"),
+    MLMPhase(
+        name="mlm",
+        masking_ratio=RampConfig(start=0.2, end=0.6),
+        replacement=ReplacementConfig(mask=0.5, random=0.3, keep=0.2),
+        reset_optimizer=True,
+    ),
+]
+
+
+def raw_batch() -> Batch:
+    """Three rows of 40 positions; the second has padding."""
+    tokens = np.random.default_rng(0).integers(4, 50, (3, 40), dtype=np.uint16)
+    tokens[1, 35:] = 0
+    lengths = [[25, 15], [20, 10, 5], [40]]
+    rows = zip((7, 11, 5), tokens, lengths, strict=True)
+    return collate([{"row_id": row, "tokens": ids, "lengths": np.array(cut, np.uint32)} for row, ids, cut in rows])
+
+
+class Run:
+    """A run's state, on which an algorithm acts; it has taken one step, so that the optimizer has a state."""
+
+    def __init__(self) -> None:
+        module = torch.nn.Linear(2, 2)
+        optimizer = torch.optim.AdamW(module.parameters())
+        module(torch.ones(2)).sum().backward()
+        optimizer.step()
+        self.state = State(module, 0, "run", DeviceCPU(), optimizers=optimizer)
+        self.logged = InMemoryLogger()
+        self.logger = Logger(self.state, [self.logged])
+
+    def apply(self, algorithm: Any, event: Event, **time: int) -> Any:
+        """Run the algorithm at a timestamp, if it runs at this event; returns the batch."""
+        self.state.timestamp = Timestamp(**time)
+        self.state.batch = raw_batch()
+        if algorithm.match(event, self.state):
+            algorithm.apply(event, self.state, self.logger)
+        return self.state.batch
+
+    def last_metrics(self) -> dict[str, float]:
+        """What was logged last, by name."""
+        now = self.state.timestamp
+        return {name: entries[-1][1] for name, entries in self.logged.data.items() if entries[-1][0] == now}
+
+
+def schedule() -> ObjectiveSchedule:
+    return ObjectiveSchedule(PHASES, Duration(8, "ba"), VOCABULARY, 9, 0.3, "sdpa")
+
+
+def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inputs: Any, targets: Any) -> None:
+    raw = raw_batch()
+    assert (batch.objective, batch.phase, batch.causal) == (objective, phase, objective == "clm")
+    assert torch.equal(batch.inputs, inputs) and torch.equal(batch.targets, targets)
+    assert torch.equal(batch.row_ids, raw["row_ids"]) and batch.lengths == raw["lengths"]
+    assert batch.targets_per_rank.dtype == torch.float32 and batch.targets_per_rank == (targets >= 0).sum()
+    assert (batch.rows_per_rank, batch.attention) == (3, "sdpa")
+
+
+def masked(**keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    raw = raw_batch()
+    return mlm_inputs_and_targets(
+        raw["tokens"], raw["segment_ids"], raw["row_ids"], VOCABULARY, **{"seed": 9, "epoch": 0, **keys}
+    )
+
+
+def test_a_batch_gets_the_objective_of_its_phase() -> None:
+    run, objective, raw = Run(), schedule(), raw_batch()
+    assert objective.phase_name == "clm"
+    for batch in (0, 1):
+        prepared = run.apply(objective, Event.BATCH_START, batch=batch)
+        assert_prepared(prepared, "clm", 0, raw["tokens"], clm_targets(raw["tokens"], raw["segment_ids"]))
+        assert run.last_metrics() == {"objective/phase": 0}
+    prepared = run.apply(objective, Event.BATCH_START, batch=2, epoch=5)
+    assert_prepared(prepared, "mlm", 1, *masked(epoch=5, masking_ratio=0.5, target="next"))
+    assert run.last_metrics() == {"objective/phase": 1, "objective/masking_ratio": 0.5}
+    assert objective.phase_name == "mlm"
+    prepared = run.apply(objective, Event.BATCH_START, batch=6)
+    assert_prepared(prepared, "mlm", 2, *masked(masking_ratio=0.4, random_share=0.3, keep_share=0.2))
+    assert run.last_metrics() == {"objective/phase": 2, "objective/masking_ratio": pytest.approx(0.4)}
+
+
+def test_other_events_leave_the_batch_as_it_is() -> None:
+    run, objective = Run(), schedule()
+    for event in (Event.BEFORE_FORWARD, Event.BATCH_END, Event.EVAL_BATCH_END):
+        assert isinstance(run.apply(objective, event, batch=2), dict)
+
+
+def test_validation_has_its_own_masks_and_changes_nothing() -> None:
+    run, objective, raw = Run(), schedule(), raw_batch()
+    run.apply(objective, Event.BATCH_START, batch=1)
+    logged = {name: len(entries) for name, entries in run.logged.data.items()}
+    run.state.set_dataloader([], "mlm")
+    prepared = run.apply(objective, Event.EVAL_BATCH_START, batch=3, epoch=2)
+    assert_prepared(prepared, "mlm", None, *masked(masking_ratio=0.3))
+    run.state.set_dataloader([], "clm")
+    prepared = run.apply(objective, Event.EVAL_BATCH_START, batch=3, epoch=2)
+    assert_prepared(prepared, "clm", None, raw["tokens"], clm_targets(raw["tokens"], raw["segment_ids"]))
+    assert objective.last_batch == Elapsed(1, 0, 0, 0) and objective.phase_name == "clm"
+    assert {name: len(entries) for name, entries in run.logged.data.items()} == logged
+
+
+def test_the_optimizer_is_reset_where_a_phase_begins_that_asks_for_it() -> None:
+    def resets(*batches: int, objective: ObjectiveSchedule | None = None) -> list[bool]:
+        objective, cleared = objective or schedule(), []
+        for batch in batches:
+            run = Run()
+            run.apply(objective, Event.BATCH_START, batch=batch)
+            cleared.append(not run.state.optimizers[0].state)
+        return cleared
+
+    # Neither in a run's first batch, nor at the second phase.
+    assert resets(0, 1, 2, 3, 4, 5) == [False, False, False, False, True, False]
+    assert resets(5, 6) == [False, False]
+    # Nor after a resume within the phase, but after one from the batch before it.
+    for last, expected in ((3, True), (4, False)):
+        before, after = schedule(), schedule()
+        Run().apply(before, Event.BATCH_START, batch=last, sample=3, token=115, epoch=1)
+        after.load_state_dict(before.state_dict())
+        assert after.last_batch == Elapsed(last, 3, 115, 1)
+        assert resets(last + 1, objective=after) == [expected]
+
+
+def test_a_run_that_has_trained_nothing_has_no_last_batch() -> None:
+    objective = schedule()
+    state = objective.state_dict()
+    assert state["last_batch"] is None
+    Run().apply(objective, Event.BATCH_START, batch=1)
+    objective.load_state_dict(state)
+    assert objective.last_batch is None
+
+
+def test_elapsed_has_composer_s_counts() -> None:
+    assert elapsed(Timestamp(epoch=1, batch=2, sample=3, token=4)) == Elapsed(2, 3, 4, 1)
+
+
+def test_a_batch_without_targets_counts_as_one() -> None:
+    """The loss is divided by the count."""
+    batch = raw_batch()
+    phase = MLMPhase(name="mlm")
+    batch["segment_ids"].zero_()
+    assert schedule().prepare(batch, phase, 1, 0, 0.4).targets_per_rank == 1
+
+
+def test_microbatches_have_the_batch_s_rows_in_order() -> None:
+    batch = schedule().prepare(raw_batch(), PHASES[0], 0, 0, None)
+    spec = data_spec([])
+    parts: Any = spec.split_batch(batch, 2)
+    assert [part.row_ids.tolist() for part in parts] == [[7, 11], [5]]
+    assert [part.lengths for part in parts] == [batch.lengths[:2], batch.lengths[2:]]
+    assert torch.equal(torch.cat([part.inputs for part in parts]), batch.inputs)
+    assert torch.equal(torch.cat([part.targets for part in parts]), batch.targets)
+    assert all((part.rows_per_rank, part.targets_per_rank) == (3, batch.targets_per_rank) for part in parts)
+    assert parts[0].segment_lengths == [25, 15, 20, 10, 5, 5] and parts[1].segment_lengths == [40]
+    # Composer counts the rows, and the tokens without padding, before and after the objective.
+    for counted in (raw_batch(), batch):
+        assert (spec.get_num_samples_in_batch(counted), spec.get_num_tokens_in_batch(counted)) == (3, 115)
+
+
+def test_each_batch_gets_its_learning_rate() -> None:
+    run = Run()
+    schedule = ScheduleConfig(warmup=Duration(4, "ba"), decay=Duration(2, "ba"), final_lr=0.5)
+    algorithm = WarmupStableDecay(schedule, Duration(8, "ba"), 0.4)
+    rates = []
+    for batch in range(8):
+        run.apply(algorithm, Event.BATCH_START, batch=batch)
+        rates.append(run.state.optimizers[0].param_groups[0]["lr"])
+        run.apply(algorithm, Event.BATCH_END, batch=batch + 1)
+        assert run.state.optimizers[0].param_groups[0]["lr"] == rates[-1]
+    assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.3])
+
+
+def test_adamw_has_the_yaml_s_values() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    optimizer = adamw(module, OptimizerConfig(lr=0.1, betas=[0.5, 0.6], eps=0.01, weight_decay=0.2))
+    [group] = optimizer.param_groups
+    assert all(starmap(torch.equal, zip(group["params"], module.parameters(), strict=True)))
+    values = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.01, "weight_decay": 0.2, "fused": torch.cuda.is_available()}
+    assert {name: group[name] for name in values} == values
