@@ -4,8 +4,8 @@ Each page's commands run in bash, where every program is a function that only wr
 loops, quotes and line continuations are bash's own work. A program that is not known here is bash's "command not found".
 
 What counts as a command:
-- in Markdown: blocks that are indented by four spaces or fenced as `bash`, and code within a line that begins with a program
-  and has arguments. Every other fence names another language (`text` for layouts and output).
+- in Markdown: blocks that are indented by four spaces or fenced as `bash` or `sh`, and code within a line that begins
+  with a program and has arguments. Every other fence names another language (`text` for layouts and output).
 - in a YAML's comments: lines indented by five or more spaces after the `#`, and code between backticks.
 """
 
@@ -109,7 +109,7 @@ def markdown_commands(text: str) -> list[tuple[int, str]]:
             while not lines[end].strip().startswith(fence[1]):
                 end += 1
             assert fence[2], f"line {at + 1}: a fence without a language: `bash` for commands, `text` for other text"
-            if fence[2] == "bash":
+            if fence[2] in ("bash", "sh"):
                 commands.append((at + 2, "\n".join(lines[at + 1 : end])))
             end += 1
         elif lines[at].startswith("    ") and (at == 0 or not lines[at - 1].strip()):
@@ -155,7 +155,7 @@ def inline_commands(prose: str) -> list[tuple[int, str]]:
 def expand(command: str) -> str:
     """Write out the notation of usage lines: `[--option]`, `[key=value ...]`, `one|another`, `N`, `<words>` and `…`."""
     command = command.replace("[key=value ...]", "")
-    command = re.sub(r"\[(-[^][]*)\]", r"\1", command)
+    command = re.sub(r"(?<!: )\[(-[^][,]*)\]", r"\1", command)  # not YAML's `key: [-…]`
     command = re.sub(r"(?<= )N\b", "1", command)
     command = re.sub(r"<[a-z][^<>\n]*>", "VALUE", command)
     command = re.sub(r"(?<= )… ", "", command)

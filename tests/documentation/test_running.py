@@ -39,11 +39,13 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
         ("cluster.address=auto", "biphasic tokenizer"),
     ),
     "docs/evaluate.md": (
-        {"'sets=[my-set]'": "sets=[my-set]", "610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k"},
+        {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder"},
         ("msmarco", "retrieval.yaml", "SciFact"),
     ),
     "docs/export.md": (
         {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
+         "checkpoints OUT": "checkpoints newest", "biphasic.yaml OUT": "biphasic.yaml untrained",
+         "CHECKPOINT OUT": "CHECKPOINT with-onnx",
          "CHECKPOINT": f"{RUN}/checkpoints/ba42000-rank0.pt", "runs/evaluate/x": "runs/evaluate/quick",
          "--results-of MODEL": "", "OUT --push org/name --private": "OUT --push org/name --dry-run --private"},
         ("ep0-ba42000",),
@@ -62,6 +64,7 @@ READ_ONLY = {
     "docs/index.md": "repeats the other pages' first commands",
     "docs/parallelism.md": "has none",
     "docs/recipes.md": "repeats the recipes' commands",
+    "docs/reproduce.md": "38 models; tests/study runs small studies",
     "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",
     "docs/study.md": "38 models; tests/study runs small studies",
     "docs/tasks.md": "the hub; tests/downstream runs them on small files",
