@@ -123,9 +123,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if options.retry_failed and stage != "finetune":
         raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
     if stage == "pretrain":
-        from biphasic.study.run import pretrain
-
-        return _after_stage(pretrain(config, options.limit), options, stage)
+        return _after_stage(_pretrain_study(config, options.limit), options, stage)
     if stage == "report":
         from biphasic.report.run import write_report
 
@@ -139,6 +137,20 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if stage == "finetune":
         return _after_stage(_sweep(sweep_config(config), options), options, stage)
     return _after_stage({"export": export, "evaluate": evaluate}[stage](config, options.limit), options, stage)
+
+
+def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
+    """Train the runs that are not done. When all are done, print what was trained in all."""
+    from biphasic.study.compute import describe_compute, trained_compute
+    from biphasic.study.plan import plan_study
+    from biphasic.study.run import pretrain
+
+    status = pretrain(config, limit)
+    if status == 0:
+        study_plan = plan_study(config)
+        if all(run.state == "done" for run in study_plan.runs):
+            print(describe_compute(trained_compute(config), study_plan))
+    return status
 
 
 def _after_stage(status: int, options: argparse.Namespace, stage: str) -> int:

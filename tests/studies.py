@@ -9,9 +9,11 @@ from typing import Any
 
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.sweep import SweepConfig
 from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
-from biphasic.sweep.records import Cell, write_grid, write_record
+from biphasic.sweep.grid import build_grid, trial_configs
+from biphasic.sweep.records import Cell, TrialRecord, write_grid, write_record
 from sweeps import MNLI, MSMARCO, SST2, Score, grid_of, records_of
 
 MODELS = (
@@ -111,3 +113,14 @@ def write_study(folder: Path, models: Sequence[str] = MODELS) -> None:
             write_run(folder, name)
     write_sweep(folder / "sweep", models)
     write_evaluation(folder / "evaluate" / models[0], models[0])
+
+
+def fine_tune(sweep: SweepConfig) -> None:
+    """Run a sweep's trials in this process, and write the records that workers write."""
+    from biphasic.finetuning import trial
+
+    configs, store = trial_configs(sweep), open_store(sweep.output)
+    grid = build_grid(sweep, configs, trial)
+    for name, cell in grid.trials.items():
+        write_record(store, TrialRecord(name, cell, "done", tuple(trial.run_trial(configs[cell]).results)))
+    write_grid(store, grid)

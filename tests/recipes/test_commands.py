@@ -15,7 +15,8 @@ from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from tiny import ROOT
 
-SCRIPTS = sorted((ROOT / "recipes").glob("*/run.sh"))
+# A study has a test of its own, in test_mini.py.
+SCRIPTS = sorted(path for path in (ROOT / "recipes").glob("*/run.sh") if not (path.parent / "study.yaml").is_file())
 ARGUMENTS = {
     "continue_decoder": ["org/decoder", "2000", "seed=3"],
     "long_context": ["encoders/model", "longer", "seed=3"],

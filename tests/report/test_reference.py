@@ -10,7 +10,14 @@ import pytest
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders, compare_scores, read_reference
+from biphasic.report.reference import (
+    COLUMNS,
+    COMPARISON_FILES,
+    compare_orders,
+    compare_scores,
+    in_place_of,
+    read_reference,
+)
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_models import facets_of_name
 from biphasic.report.study_scores import ScoreRow, ScoreTable, score_table
@@ -111,6 +118,35 @@ def test_orders(tmp_path: Path) -> None:
     other = orders["1b-clm-42k", "610m-mlm40-42k"]
     assert (other.agrees, other.clear, other.same_budget) == (False, True, False)
     assert other.measured.mean == pytest.approx(-0.049)
+
+
+def test_models_at_another_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file says which measured model takes the place of a published one; the pages show both."""
+    names = {"1m-clm-100": 0.0, "1m-mlm40-100": 0.05}
+
+    def score(cell, name):
+        value = 0.5 + names[cell.model] + 0.001 * cell.seed * (1 + 10 * names[cell.model])
+        return value, value
+
+    write_sweep(tmp_path / "sweep", list(names), score)
+    models = tmp_path / "models.yaml"
+    models.write_text("610m-clm-42k: 1m-clm-100\n610m-mlm40-42k: 1m-mlm40-100\n")
+    assert main([str(tmp_path / "sweep"), "--against", str(PAPER), "--models", str(models)]) == 0
+    page = capsys.readouterr().out
+    assert "| 610m-mlm40-42k (here 1m-mlm40-100) | SC | 87.00 (second-hand) | 55.15 ± 0.37 (3) | -31.85 |" in page
+    assert "| SC | same size and steps | 1 | 1 | 1 | 0 |" in page
+    rows = list(csv.DictReader(io.StringIO((tmp_path / "sweep" / "report" / "orders.csv").read_text())))
+    assert {(row["first"], row["first_measured"]) for row in rows} == {("610m-mlm40-42k", "1m-mlm40-100")}
+
+    for text, message in (
+        ("99b-clm-42k: a", "99b-clm-42k: expected a model with published scores"),
+        ("610m-clm-42k: a\n610m-mlm40-42k: a", "expected another measured model for each published one"),
+        ("[610m-clm-42k]", "expected lines of `published model: measured model`"),
+        ("{", "can't be read"),
+    ):
+        models.write_text(text)
+        with pytest.raises(UserError, match=message):
+            in_place_of(read_reference(str(PAPER)), str(models))
 
 
 def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,27 @@ import torch
 import yaml
 
 import tiny
+from biphasic.config.architecture import Architecture
+from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import load
+from biphasic.config.model import architecture_of
+from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
+from biphasic.evaluation.run import run as run_evaluation
+from biphasic.model.encoder import load_encoder
+from biphasic.report.run import write_report
+from biphasic.study.compute import describe_compute, trained_compute
 from biphasic.study.plan import describe_plan, plan_study
 from biphasic.study.run import pretrain, resolved
-from biphasic.study.stages import encoder_folder, export
+from biphasic.study.stages import encoder_folder, evaluate, export, scored_models, sweep_config
 from biphasic.study.state import read_states
 from biphasic.study.tree import study_tree
 from buckets import bucket_for
+from studies import fine_tune
+from toy_sets import config_of as toy_task
+from toy_sets import make_sets
 
 ROOT = Path(__file__).parents[2]
 CLM, MLM = {"name": "clm"}, {"name": "mlm", "masking_ratio": 0.4}
@@ -81,11 +93,27 @@ def killed_after(batch: int, file: Path) -> int:
     return 137
 
 
-def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: Path) -> None:
-    """Killed in its first run and stopped after each, a study's models are those of runs trained alone, bit for bit."""
-    study = study_of(tmp_path, data)
+@dataclass
+class Trained:
+    """A study that was killed in its first run, stopped after each run, and resumed."""
+
+    study: StudyConfig
+    place: Path
+    started: list[str]
+    """The runs that were started after the kill."""
+    states: list[str]
+    """The runs' states after the kill."""
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
+    place = tmp_path_factory.mktemp("trained")
+    stages = {"checkpoints": {"clm-mlm": [1, 5]}, "finetune": "sweep.yaml", "evaluate": "evaluate.yaml"}
+    study = study_of(
+        place, data, stages={name: str(place / at) if isinstance(at, str) else at for name, at in stages.items()}
+    )
     assert pretrain(study, train=lambda file: killed_after(2, file)) == 137
-    assert [run.state for run in plan_study(study).runs] == ["at 2", "ready", "waits", "waits"]
+    states = [run.state for run in plan_study(study).runs]
     started: list[str] = []
 
     def note(file: Path) -> int:
@@ -94,39 +122,114 @@ def test_shared_beginnings_give_the_weights_of_whole_runs(tmp_path: Path, data: 
 
     for _ in range(4):
         assert pretrain(study, limit=1, train=note) == 0
-    assert started == ["clm", "clm-mlm", "clm-mlm-8", "clm-mlm-10"]
-    assert pretrain(study, train=note) == 0 and len(started) == 4
+    assert pretrain(study, train=note) == 0
+    return Trained(study, place, started, states)
+
+
+def test_shared_beginnings_give_the_weights_of_whole_runs(trained: Trained) -> None:
+    """A study's models are those of runs trained alone, bit for bit."""
+    study, place = trained.study, trained.place
+    assert trained.states == ["at 2", "ready", "waits", "waits"]
+    assert trained.started == ["clm", "clm-mlm", "clm-mlm-8", "clm-mlm-10"]
     assert {run.state for run in plan_study(study).runs} == {"done"}
 
     # The switch was trained from the shared checkpoint on.
-    switched = tmp_path / "study" / "clm-mlm"
+    switched = place / "study" / "clm-mlm"
     assert len(tiny.losses(switched)) == 4
     config = expand(study)["clm-mlm"]
     own_folder = {
-        "output": str(tmp_path / "alone"),
+        "output": str(place / "alone"),
         "checkpoint": config.checkpoint.model_copy(update={"folder": None}),
     }
     alone = config.model_copy(update=own_folder)
     expected = tiny.weights(tiny.train(alone), 6)
     assert all(torch.equal(expected[name], value) for name, value in tiny.weights(switched, 6).items())
     # Continued runs begin with the final weights of the other run, a new optimizer, and new rows.
-    config = load(tmp_path / "study" / "clm-mlm-10" / "run.yaml")
+    config = load(place / "study" / "clm-mlm-10" / "run.yaml")
     assert isinstance(config, PretrainConfig) and config.data.start_at.value == 6
-    assert config.model.init_from == str(tmp_path / "study" / "clm" / "checkpoints")
+    assert config.model.init_from == str(place / "study" / "clm" / "checkpoints")
 
-    # Each trained model is exported once.
+
+def test_what_was_trained_is_what_was_planned(trained: Trained) -> None:
+    """The records say what the plan does, and the four batches that were trained again after the kill."""
+    plan, compute = plan_study(trained.study), trained_compute(trained.study)
+    again = training_flops(expand(trained.study)["clm"], tiny_architecture(trained.study), 2, 6)
+    assert (compute.batches, compute.without_record) == (plan.shared.batches + 4, ())
+    assert compute.flops is not None and plan.shared.flops is not None
+    assert compute.flops - again == pytest.approx(plan.shared.flops)
+    assert plan.alone.batches == 6 + 6 + 2 + 4 > plan.shared.batches
+    assert f"trained, by the runs' records: {plan.shared.batches + 4} batches" in describe_compute(compute, plan)
+    assert f"each model alone: {plan.alone.batches} batches" in describe_compute(compute, plan)
+
+
+def tiny_architecture(study: StudyConfig) -> Architecture:
+    architecture = architecture_of(expand(study)["clm"].model)
+    assert architecture is not None
+    return architecture
+
+
+def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixture[str]) -> None:
+    """Models and checkpoints are exported, fine-tuned, scored and drawn, each once."""
+    study, place = trained.study, trained.place
+    # The checkpoint at 1 is that of the run that trained the shared beginning.
+    names = ["clm", "clm-mlm", "clm-mlm-1", "clm-mlm-5", "clm-mlm-8", "clm-mlm-10"]
     assert export(study, limit=1) == 0
-    assert [name for name in study.models if (encoder_folder(study, name) / "config.json").is_file()] == ["clm"]
+    assert [name for name in names if (encoder_folder(study, name) / "config.json").is_file()] == ["clm"]
+    assert export(study) == 0
+    assert all((encoder_folder(study, name) / "config.json").is_file() for name in names)
+    assert "not trained yet" not in capsys.readouterr().out
+    assert scored_models(study)["clm-mlm-1"].run == "clm"
+    for name, run, batch in (("clm-mlm-1", "clm", 1), ("clm-mlm-5", "clm-mlm", 5)):
+        exported = load_encoder(str(encoder_folder(study, name))).backbone.state_dict()
+        checkpoint = load_encoder(
+            str(place / "study" / run / "checkpoints" / f"ba{batch}-rank0.pt")
+        ).backbone.state_dict()
+        assert exported and all(torch.equal(value, checkpoint[key]) for key, value in exported.items())
 
-    # A change is a warning that names the key; nothing is trained again.
-    changed = study_of(tmp_path, data)
+    sets = make_sets(place, {"train": 64, "validation": 20, "test": 20})
+    task = toy_task("sst2", sets, Path("none"), place, max_duration="2ba").model_dump(mode="json") | {
+        "model": {"path": "none"}
+    }
+    (place / "task.yaml").write_text(yaml.safe_dump(task))
+    sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3],
+             "seeds": [0, 1], "tasks": {"sst2": str(place / "task.yaml")}}  # fmt: skip
+    (place / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    fine_tune(sweep_config(study))
+
+    evaluation = {"job": "evaluate", "run_name": "x", "model": {"path": "none"}, "sets": [str(sets / "msmarco")],
+                  "cache": str(place / "cache"), "baselines": ["random"]}  # fmt: skip
+    (place / "evaluate.yaml").write_text(yaml.safe_dump(evaluation))
+    scored: list[str] = []
+
+    def score(file: Path) -> int:
+        config = load(file)
+        assert isinstance(config, EvaluateConfig)
+        run_evaluation(config)
+        scored.append(config.run_name)
+        return 0
+
+    for _ in range(2):
+        assert evaluate(study, limit=1, score=score) == 0
+    assert scored == names[:2]
+
+    write_report([study.folder])
+    page = (place / "study" / "report" / "report.md").read_text()
+    assert "| clm-mlm-5 |" in page and "biphasic/clm-mlm" in page
+    for figure in ("learning-curves", "continued-pretraining", "losses"):
+        assert (place / "study" / "report" / f"{figure}.png").is_file(), page
+
+
+def test_a_change_is_a_warning_that_names_the_key(trained: Trained, data: Path) -> None:
+    """Nothing is trained again."""
+    changed = study_of(trained.place, data)
     changed.base["optimizer"]["lr"] = 1e-3  # pyright: ignore[reportIndexIssue]
     warnings = plan_study(changed).warnings
     assert len(warnings) == 4 and all(
         "optimizer.lr: 0.005 in its checkpoints, 0.001 in the study" in line for line in warnings
     )
     assert "WARNING clm: optimizer.lr: 0.005 in its checkpoints" in describe_plan(plan_study(changed), None)
-    assert pretrain(changed, train=note) == 0 and len(started) == 4
+    started: list[Path] = []
+    assert pretrain(changed, train=lambda file: started.append(file) or 1) == 0 and not started
 
 
 def test_a_run_starts_above_a_parent_that_kept_no_checkpoint_for_it(tmp_path: Path, data: Path) -> None:

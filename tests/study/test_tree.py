@@ -14,7 +14,7 @@ from biphasic.config.load import load
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
 from biphasic.study.state import RunState, read_states, starting_run
-from biphasic.study.tree import StudyRun, build_tree
+from biphasic.study.tree import StudyRun, build_tree, keep_scored, owner_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -51,6 +51,16 @@ def test_no_run_is_the_trunk_by_itself() -> None:
     tree = tree_of({"x": "aab", "y": "aac", "z": "aacd"})
     assert starts(tree) == {"x": (None, 0), "y": ("x", 2), "z": ("y", 3)}
     assert tree["y"].kept == ()  # its final checkpoint is always kept
+
+
+def test_a_scored_checkpoint_is_kept_by_the_run_that_trains_its_batch() -> None:
+    tree = tree_of({"clm": "ccccccdd", "late": "ccccmmee", "later": "ccccmnee"})
+    owners = {batch: owner_of(tree, "later", batch) for batch in range(1, 9)}
+    assert owners == {1: "clm", 2: "clm", 3: "clm", 4: "clm", 5: "late", 6: "later", 7: "later", 8: "later"}
+    kept = keep_scored(tree, {"later": [2, 5, 7], "clm": [7]})
+    assert {name: run.scored for name, run in kept.items()} == {"clm": (2, 7), "late": (5,), "later": (7,)}
+    with pytest.raises(UserError, match=r"stages.checkpoints.late: expected batches below 8, the model's end; got 8"):
+        keep_scored(tree, {"late": [8]})
 
 
 def test_a_run_that_another_contains_is_trained_first() -> None:

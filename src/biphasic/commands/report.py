@@ -1,6 +1,6 @@
 """Write the report of a sweep or a study, or the results of recipes.
 
-biphasic report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv]
+biphasic report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv [--models FILE.yaml]]
 biphasic report --results recipes
 biphasic report --check recipes/NAME RUN
 
@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"
     )
+    parser.add_argument(
+        "--models",
+        metavar="YAML",
+        help="with --against: lines of `published model: measured model`, for a study at another scale",
+    )
     parser.add_argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json")
     parser.add_argument(
         "--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run's folder with the recipe's results.json"
@@ -41,6 +46,8 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("biphasic report: error: expected one of RESULTS, --results and --check")
     if not options.folders and (options.out is not None or options.against is not None):
         raise UserError("biphasic report: error: --out and --against are for the report of RESULTS")
+    if options.models is not None and options.against is None:
+        raise UserError("biphasic report: error: --models belongs to --against")
     from biphasic.report.run import check_recipe, write_report, write_results_page
 
     if options.check is not None:
@@ -48,5 +55,5 @@ def run(options: argparse.Namespace) -> int:
     if options.results is not None:
         write_results_page(options.results)
     else:
-        write_report(options.folders, options.out, options.against)
+        write_report(options.folders, options.out, options.against, options.models)
     return 0

@@ -75,6 +75,9 @@ class StagesConfig(Section):
     """A sweep's YAML. The study sets its `models` and `output`."""
     evaluate: LocalPath | None = None
     """An evaluation's YAML. The study sets its `model`, `run_name` and `output`."""
+    checkpoints: dict[Name, Annotated[list[Positive], Field(min_length=1)]] = {}
+    """For learning curves: for each of these models the batches of its run whose checkpoints are exported, fine-tuned and
+    scored as models of their own, named `<model>-<steps>`. The study keeps these checkpoints."""
 
 
 class StudyConfig(JobConfig):
@@ -145,6 +148,9 @@ class StudyConfig(JobConfig):
             yield from self._continues_problems(name)
             if name in STAGE_FOLDERS:
                 yield [f"models.{name}"], "expected another name, because a stage writes to a folder of this name"
+        for name in self.stages.checkpoints:
+            if name not in self.models:
+                yield [f"stages.checkpoints.{name}"], f"expected the name of a model of this study; got {name!r}"
         if isinstance(self.executor, CommandExecutor):
             yield from self._command_problems(self.executor.command)
 

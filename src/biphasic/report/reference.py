@@ -5,8 +5,11 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
+from pathlib import Path
+
+import yaml
 
 from biphasic.errors import UserError
 from biphasic.report.formatting import csv_table, escape, format_interval, format_points, format_signed, markdown_table
@@ -32,6 +35,8 @@ class ReferenceScore:
     second_hand: bool
     """Whether the number was not read in the publication itself."""
     note: str
+    measured_as: str
+    """The measured model that is compared: the same name, unless a study at another scale has a model in its place."""
 
 
 @dataclass(frozen=True)
@@ -100,13 +105,34 @@ def read_reference(path: str) -> list[ReferenceScore]:
     return list(scores.values())
 
 
+def in_place_of(reference: Sequence[ReferenceScore], path: str) -> list[ReferenceScore]:
+    """Return the scores of the published models for which a YAML of `published model: measured model` has an entry.
+
+    Raises:
+        UserError: the file can't be read, names a model without published scores, or a measured model twice.
+    """
+    try:
+        names = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: can't be read ({first_line(error)})") from None
+    if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
+        raise UserError(f"{path}: expected lines of `published model: measured model`")
+    published = {score.model for score in reference}
+    for name in names:
+        if name not in published:
+            raise UserError(f"{path}: {name}: expected a model with published scores")
+    if len(set(names.values())) < len(names):
+        raise UserError(f"{path}: expected another measured model for each published one")
+    return [replace(score, measured_as=names[score.model]) for score in reference if score.model in names]
+
+
 def compare_scores(reference: Sequence[ReferenceScore], table: ScoreTable) -> list[ComparedScore]:
     """Return each published score with the measured one."""
     return [
         ComparedScore(
             score,
-            table.cell(score.model, Column(score.group)).interval,
-            table.is_complete(score.model, Column(score.group)),
+            table.cell(score.measured_as, Column(score.group)).interval,
+            table.is_complete(score.measured_as, Column(score.group)),
         )
         for score in reference
     ]  # fmt: skip
@@ -117,9 +143,9 @@ def compare_orders(reference: Sequence[ReferenceScore], table: ScoreTable) -> li
 
     Models without measured scores with a common seed are left out. P-values are corrected by Holm's method over all.
     """
-    scores = {(score.model, score.group): score for score in reference}
-    models = [model for model in dict.fromkeys(score.model for score in reference) if table.has_scores(model)]
-    budgets = {model: _budget(model) for model in models}
+    scores = {(score.measured_as, score.group): score for score in reference}
+    models = [model for model in dict.fromkeys(score.measured_as for score in reference) if table.has_scores(model)]
+    budgets = {score.model: _budget(score.model) for score in reference}
     orders: list[ComparedOrder] = []
     for compared in differences(table, list(combinations(models, 2))):
         first = scores.get((compared.first, compared.column.group))
@@ -158,7 +184,7 @@ def _scores_section(scores: Sequence[ComparedScore]) -> list[str]:
             continue
         seeds = f"{measured.count}" + ("" if compared.complete else ", not final")
         body.append([
-            *(escape(reference.model), escape(reference.group)),
+            *(_shown_name(reference), escape(reference.group)),
             format_points(reference.score) + (" (second-hand)" if reference.second_hand else ""),
             f"{format_interval(measured, format_points)} ({seeds})",
             format_signed(difference),
@@ -199,7 +225,7 @@ def _orders_section(orders: Sequence[ComparedOrder]) -> list[str]:
     if opposite:
         body = [
             [
-                *(escape(order.first.group), escape(order.first.model), escape(order.second.model)),
+                *(escape(order.first.group), _shown_name(order.first), _shown_name(order.second)),
                 format_signed(order.published),
                 format_interval(order.measured, format_signed),
             ]
@@ -216,10 +242,10 @@ def _scores_csv(scores: Sequence[ComparedScore]) -> bytes:
         reference, measured = compared.reference, compared.measured
         numbers = (measured.mean, measured.half, measured.count) if measured is not None else (None, None, 0)
         rows.append([
-            *(reference.model, reference.group, reference.score, *numbers, compared.difference),
+            *(reference.model, reference.measured_as, reference.group, reference.score, *numbers, compared.difference),
             *("yes" if compared.complete else "no", reference.source, "yes" if reference.second_hand else "no"),
         ])  # fmt: skip
-    columns = "model group published measured half_width seeds difference complete source second_hand"
+    columns = "model measured_model group published measured half_width seeds difference complete source second_hand"
     return csv_table(columns, rows)
 
 
@@ -228,12 +254,15 @@ def _orders_csv(orders: Sequence[ComparedOrder]) -> bytes:
     for order in orders:
         measured = order.measured
         rows.append([
-            *(order.first.group, order.first.model, order.second.model, order.published, measured.mean, measured.half),
+            *(order.first.group, order.first.model, order.second.model, order.first.measured_as, order.second.measured_as),
+            *(order.published, measured.mean, measured.half),
             *(measured.p, order.corrected_p, measured.count),
             *("yes" if answer else "no" for answer in (order.agrees, order.clear, order.same_budget)),
         ])  # fmt: skip
-    columns = "group first second published measured half_width p p_holm seeds agrees clear same_size_and_steps"
-    return csv_table(columns, rows)
+    columns = (
+        "group first second first_measured second_measured published measured half_width p p_holm seeds agrees clear"
+    )
+    return csv_table(f"{columns} same_size_and_steps", rows)
 
 
 def _reference_score(row: dict[str, str], where: str) -> ReferenceScore:
@@ -252,7 +281,16 @@ def _reference_score(row: dict[str, str], where: str) -> ReferenceScore:
     if not 0 <= points <= 100:
         raise UserError(f"{where}: score: expected points from 0 to 100; got {row['score']!r}")
     score = round(points / 100, 10)
-    return ReferenceScore(row["model"], row["group"], score, row["source"], row["second_hand"] == "yes", row["note"])
+    second_hand = row["second_hand"] == "yes"
+    return ReferenceScore(
+        row["model"], row["group"], score, row["source"], second_hand, row["note"], measured_as=row["model"]
+    )
+
+
+def _shown_name(reference: ReferenceScore) -> str:
+    if reference.measured_as == reference.model:
+        return escape(reference.model)
+    return f"{escape(reference.model)} (here {escape(reference.measured_as)})"
 
 
 def _budget(model: str) -> tuple[str, int] | None:

@@ -7,18 +7,21 @@ from collections.abc import Mapping
 from biphasic.errors import UserError
 
 
-def write_report(folders: list[str], out: str | None = None, against: str | None = None) -> None:
+def write_report(
+    folders: list[str], out: str | None = None, against: str | None = None, models: str | None = None
+) -> None:
     """Write the report of a sweep or a study, and print its tables.
 
     Args:
         folders: a sweep's output, or a study's folder or folders.
         out: folder to write; None takes `report` in the first local folder.
         against: published scores to compare with, a CSV.
+        models: with `against`, a YAML of `published model: measured model`, for a study at another scale.
 
     Raises:
         UserError: something can't be read or written.
     """
-    from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
+    from biphasic.report.reference import COMPARISON_FILES, comparison_files, in_place_of, read_reference
     from biphasic.report.study_folder import is_study, read_study
     from biphasic.report.study_scores import rows_of_sweep, score_table
     from biphasic.report.sweep_scores import collect_scores
@@ -27,6 +30,8 @@ def write_report(folders: list[str], out: str | None = None, against: str | None
 
     # A wrong reference must be reported before the report, which takes longer.
     reference = read_reference(against) if against is not None else None
+    if reference is not None and models is not None:
+        reference = in_place_of(reference, models)
     if len(folders) == 1 and not is_study(folders[0]):
         from biphasic.report.sweep_report import report_files as sweep_files
         from biphasic.report.sweep_tables import summary

@@ -45,7 +45,7 @@ def draw_study(study: StudyConfig) -> str:
         UserError: two models have the same history.
     """
     configs = expand(study)
-    return draw_tree(study_tree(configs, study.continues), configs)
+    return draw_tree(study_tree(configs, study.continues, study.stages.checkpoints), configs)
 
 
 def draw_tree(tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]) -> str:

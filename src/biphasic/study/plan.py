@@ -78,7 +78,7 @@ def plan_study(study: StudyConfig) -> StudyPlan:
         UserError: two models have the same history, or the folder can't be read.
     """
     configs = expand(study)
-    tree = study_tree(configs, study.continues)
+    tree = study_tree(configs, study.continues, study.stages.checkpoints)
     states = read_states(study)
     runs = tuple(_plan_run(run, tree, configs, states) for run in tree.values())
     sizes = [run.bytes for run in runs]
@@ -106,7 +106,7 @@ def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
     end = run.length
     switches = [span.start for span in spans(config.objective.phases, config.max_duration)[1:]]
     times = [*switches, decay_start(config.schedule, config.max_duration), *config.checkpoint.keep_at]
-    points = {batches_of(time.of(config.max_duration), config) for time in times} | set(run.kept)
+    points = {batches_of(time.of(config.max_duration), config) for time in times} | {*run.kept, *run.scored}
     points = {batch for batch in points if run.start < batch < end}
     every = batches_of(config.checkpoint.interval.of(config.max_duration), config)
     saved = sorted({*points, *range(every, end, every), end} - set(range(run.start + 1)))

@@ -45,7 +45,7 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Train | None =
         UserError: two models have the same history, the folder can't be read, or the executor can't be used.
     """
     configs = expand(study)
-    tree = study_tree(configs, study.continues)
+    tree = study_tree(configs, study.continues, study.stages.checkpoints)
     states = read_states(study)
     for name, config in configs.items():
         for line in states[name].drift(config):
@@ -60,8 +60,11 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Train | None =
 
 
 def resolved(study: StudyConfig, run: StudyRun, config: PretrainConfig, start: str | None) -> PretrainConfig:
-    """Return the configuration of a run that starts from the run `start` and keeps what other runs start from."""
-    kept = [Duration(batch, "ba") for batch in run.kept]
+    """Return the configuration of a run that starts from the run `start`.
+
+    It keeps the checkpoints from which others start, and those that are scored.
+    """
+    kept = [Duration(batch, "ba") for batch in (*run.kept, *run.scored)]
     keep_at = list(dict.fromkeys([*config.checkpoint.keep_at, *kept]))
     return config.model_copy(
         update={

@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+from biphasic.checkpointing.manifest import Manifest, manifest_name
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump, load
-from biphasic.config.plan import batches_of
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.config.sweep import SweepConfig, SweepModel
 from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.export.folder import EXPORT_FILE
-from biphasic.storage import open_store
+from biphasic.storage import join, open_store
 from biphasic.study.state import read_states
+from biphasic.study.tree import owner_of, study_tree
 
 _MAIN = Path(__file__).parents[2] / "main.py"
 
@@ -27,21 +28,75 @@ def encoder_folder(study: StudyConfig, name: str) -> Path:
     return Path(study.local_folder) / name / "encoder"
 
 
+@dataclass(frozen=True)
+class ScoredModel:
+    """A model that the stages export and score: the end of a run, or one of its checkpoints."""
+
+    name: str
+    run: str
+    """The run whose folder has the checkpoint."""
+    batch: int
+    """The checkpoint's batch, counted from the start of the run's history."""
+    steps: int
+    """All optimizer steps of its pretraining, with those of the models that it continues."""
+
+
+def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
+    """Return the study's models by name, each followed by its checkpoints of `stages.checkpoints`.
+
+    Raises:
+        UserError: two models have the same history, or a checkpoint is not before its model's end, or has a model's name.
+    """
+    configs = expand(study)
+    tree = study_tree(configs, study.continues, study.stages.checkpoints)
+
+    def steps_before(name: str) -> int:
+        continued = study.continues.get(name)
+        return 0 if continued is None else tree[continued].length + steps_before(continued)
+
+    models: dict[str, ScoredModel] = {}
+    for name in study.models:
+        before, length = steps_before(name), tree[name].length
+        models[name] = ScoredModel(name, name, length, before + length)
+        for batch in study.stages.checkpoints.get(name, []):
+            steps = before + batch
+            if f"{name}-{steps}" in study.models:
+                raise UserError(
+                    f"stages.checkpoints.{name}: {batch:,} is named as the model {name}-{steps}: rename that"
+                )
+            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", owner_of(tree, name, batch), batch, steps)
+    return models
+
+
 def export(study: StudyConfig, limit: int | None = None) -> int:
-    """Export the final weights of each trained model that has no export. Return the exit status.
+    """Export each trained model, and checkpoint that is scored, that has no export. Return the exit status.
 
     Raises:
         UserError: the study's folder can't be read, or a checkpoint can't be exported.
     """
     from biphasic.export.run import export_checkpoint
 
-    configs, states = expand(study), read_states(study)
-    waiting = [name for name in study.models if not states[name].is_done(configs[name])]
-    new = [name for name in study.models if name not in waiting and not _is_exported(study, name)]
-    for name in new[:limit]:
-        export_checkpoint(study.checkpoints_of(name), encoder_folder(study, name), name=name)
-    _print_waiting("not trained yet", waiting)
+    configs, states, models = expand(study), read_states(study), scored_models(study)
+
+    def is_trained(model: ScoredModel) -> bool:
+        if model.name in configs:
+            return states[model.name].is_done(configs[model.name])
+        return model.batch in states[model.run].batches
+
+    trained = [model for model in models.values() if is_trained(model)]
+    new = [model for model in trained if not _is_exported(study, model.name)]
+    for model in new[:limit]:
+        export_checkpoint(_checkpoint(study, model), encoder_folder(study, model.name), name=model.name)
+    _print_waiting("not trained yet", [name for name, model in models.items() if model not in trained])
     return 0
+
+
+def _checkpoint(study: StudyConfig, model: ScoredModel) -> str:
+    """Return the place of a model's checkpoint: the run's folder for its newest one."""
+    place = study.checkpoints_of(model.run)
+    if model.name in study.models:
+        return place
+    return join(place, Manifest.from_bytes(open_store(place).read(manifest_name(model.batch))).path)
 
 
 def sweep_config(study: StudyConfig) -> SweepConfig:
@@ -55,25 +110,20 @@ def sweep_config(study: StudyConfig) -> SweepConfig:
     sweep = load(file)
     if not isinstance(sweep, SweepConfig):
         raise ConfigError([Problem(file, "job", f"expected sweep, for stages.finetune; got {sweep.job}")])
-    names = list(_exported(study))
-    configs = expand(study)
-    models = {
-        name: SweepModel(path=str(encoder_folder(study, name)), steps=total_steps(study, configs, name))
-        for name in names
-    }
-    return sweep.model_copy(update={"models": models, "output": study.sweep_output})
+    models, names = scored_models(study), list(_exported(study))
+    swept = {name: SweepModel(path=str(encoder_folder(study, name)), steps=models[name].steps) for name in names}
+    return sweep.model_copy(update={"models": swept, "output": study.sweep_output})
 
 
-def total_steps(study: StudyConfig, configs: dict[str, PretrainConfig], name: str) -> int:
-    """Return the optimizer steps of a model's pretraining, with those of the models that it continues."""
-    own, continued = batches_of(configs[name].max_duration, configs[name]), study.continues.get(name)
-    return own if continued is None else own + total_steps(study, configs, continued)
-
-
-def evaluate(study: StudyConfig, limit: int | None = None) -> int:
+def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path], int] | None = None) -> int:
     """Run the evaluation of `stages.evaluate` for each exported model that has no scores. Return the exit status.
 
     Each model's results are in `<local folder>/evaluate/<model>`.
+
+    Args:
+        study: the checked study.
+        limit: maximum number of evaluations to run.
+        score: runs the evaluation of a YAML and returns its exit status, instead of a process of its own.
 
     Raises:
         ConfigError: the evaluation's YAML can't be used.
@@ -85,11 +135,15 @@ def evaluate(study: StudyConfig, limit: int | None = None) -> int:
     for config in new[:limit]:
         name = f"{config.run_name}.yaml"
         open_store(config.output).write(name, dump(config).encode())
-        # A process of its own: with several GPUs an evaluation replaces its process by Composer's launcher.
-        status = subprocess.run([sys.executable, str(_MAIN), str(Path(config.output) / name)], check=False).returncode
+        status = (score or _score_alone)(Path(config.output) / name)
         if status:
             return status
     return 0
+
+
+def _score_alone(file: Path) -> int:
+    # A process of its own: with several GPUs an evaluation replaces its process by Composer's launcher.
+    return subprocess.run([sys.executable, str(_MAIN), str(file)], check=False).returncode
 
 
 def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
@@ -109,10 +163,11 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
 
 
 def _exported(study: StudyConfig) -> Iterator[str]:
-    names = [name for name in study.models if _is_exported(study, name)]
+    models = scored_models(study)
+    names = [name for name in models if _is_exported(study, name)]
     if not names:
         raise UserError(f"{study.local_folder}: no model of the study is exported yet: --stage export")
-    _print_waiting("not exported yet", [name for name in study.models if name not in names])
+    _print_waiting("not exported yet", [name for name in models if name not in names])
     yield from names
 
 

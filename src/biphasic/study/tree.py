@@ -6,7 +6,7 @@ first run in the order of training that contains it; the runs after it start fro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from biphasic.config.history import first_difference
@@ -31,6 +31,8 @@ class StudyRun:
     """The run with whose final weights this run's history begins."""
     kept: tuple[int, ...] = ()
     """Batches within this run at which other runs start."""
+    scored: tuple[int, ...] = ()
+    """Batches whose checkpoints this run keeps because they are scored (`stages.checkpoints`)."""
 
     @property
     def own_batches(self) -> int:
@@ -43,15 +45,20 @@ class StudyRun:
         return tuple(name for name in (self.parent, self.continues) if name is not None)
 
 
-def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, str]) -> dict[str, StudyRun]:
+def study_tree(
+    configs: Mapping[str, PretrainConfig],
+    continues: Mapping[str, str],
+    checkpoints: Mapping[str, Sequence[int]] | None = None,
+) -> dict[str, StudyRun]:
     """Return the runs by name, in the order of training.
 
     Args:
         configs: the models' configurations.
         continues: the model with whose final weights a model starts, for models that continue another.
+        checkpoints: batches of models whose checkpoints are scored.
 
     Raises:
-        UserError: two models have the same history.
+        UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
     """
     lengths = {name: batches_of(config.max_duration, config) for name, config in configs.items()}
     decays = {
@@ -67,7 +74,34 @@ def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, st
         before = difference.batch - 1
         return before if before in (decays[first], decays[second]) else difference.batch
 
-    return build_tree(lengths, continues, shared)
+    return keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
+
+
+def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
+    """Return the run that trains a batch of a model's history, counted from 1: the model's own, or one above it."""
+    run = tree[name]
+    return name if run.parent is None or batch > run.start else owner_of(tree, run.parent, batch)
+
+
+def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence[int]]) -> dict[str, StudyRun]:
+    """Return the runs with the batches whose checkpoints they keep because they are scored.
+
+    Args:
+        tree: the runs.
+        checkpoints: batches of models' histories, by model.
+
+    Raises:
+        UserError: a batch is not before its model's end.
+    """
+    runs = dict(tree)
+    for name, batches in checkpoints.items():
+        for batch in batches:
+            if batch >= tree[name].length:
+                expected = f"expected batches below {tree[name].length:,}, the model's end"
+                raise UserError(f"stages.checkpoints.{name}: {expected}; got {batch:,}")
+            owner = runs[owner_of(tree, name, batch)]
+            runs[owner.name] = replace(owner, scored=tuple(sorted({*owner.scored, batch})))
+    return runs
 
 
 def build_tree(

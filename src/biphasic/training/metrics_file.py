@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any
+
+_TRAINED = "loss/train/total"
+"""A key of every line that a trained batch writes."""
 
 
 def parse_metrics(text: str) -> list[dict[str, Any]]:
@@ -13,12 +17,21 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
         text: the content of a run's `metrics.jsonl`.
     """
     batches: dict[int, dict[str, Any]] = {}
-    for line in text.splitlines():
-        try:
-            entry = json.loads(line)
-        except json.JSONDecodeError:
-            continue
+    for entry in _entries(text):
         # A validation line is merged into its batch's line and keeps that line's time. A batch trained again replaces both.
-        previous = {} if "loss/train/total" in entry else batches.get(entry["batch"], {})
+        previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
         batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
     return [batches[batch] for batch in sorted(batches)]
+
+
+def trained_batches(text: str) -> list[int]:
+    """Return the batches that all attempts of a run have trained, counted from 1. A batch trained again is there again."""
+    return [entry["batch"] for entry in _entries(text) if _TRAINED in entry]
+
+
+def _entries(text: str) -> Iterator[dict[str, Any]]:
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            continue

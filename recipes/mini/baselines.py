@@ -1,0 +1,117 @@
+"""Score what knows nothing of the order of words on the four tasks: guesses, and bags of words.
+
+    task         chance                                        bag of words
+    package      every text has the same label                 logistic regression on TF-IDF
+    parameters   every word has the most frequent tag          every word has its own most frequent tag
+    questions    a random part of the context of the length    the words after the first occurrence of the parameter's
+                 of a mean answer                              name, of the length of a mean answer
+    retrieval    a random order                                TF-IDF
+
+The scores are those of fine-tuning: accuracy, F1 of entities, F1 of words, NDCG@10.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+from collections import Counter, defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import torch
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+
+from biphasic.evaluation.search import retrieval_scores
+from biphasic.evaluation.squad import squad_scores
+from biphasic.finetuning.tokens import entity_scores
+
+Scores = tuple[float, float]
+"""Of chance, and of the bag of words."""
+
+
+def package(folder: Path) -> Scores:
+    """Return accuracies."""
+    train, test = _read(folder / "train"), _read(folder / "test")
+    most = Counter(train["label"]).most_common(1)[0][0]
+    vectorizer = TfidfVectorizer(sublinear_tf=True)
+    model = LogisticRegression(C=10, max_iter=300).fit(vectorizer.fit_transform(train["text"]), train["label"])
+    predicted = model.predict(vectorizer.transform(test["text"]))
+    labels = np.array(test["label"])
+    return float((labels == most).mean()), float((labels == predicted).mean())
+
+
+def parameters(folder: Path) -> Scores:
+    """Return F1 of entities."""
+    names = json.loads((folder / "task.json").read_text())["label_names"]
+    train, test = _read(folder / "train"), _read(folder / "test")
+    tags: dict[str, Counter[int]] = defaultdict(Counter)
+    for words, labels in zip(train["tokens"], train["labels"], strict=True):
+        for word, label in zip(words, labels, strict=True):
+            tags[word][label] += 1
+    most = sum(tags.values(), Counter[int]()).most_common(1)[0][0]
+    gold = [[names[label] for label in labels] for labels in test["labels"]]
+    by_word = [
+        [names[tags[word].most_common(1)[0][0] if word in tags else most] for word in words] for words in test["tokens"]
+    ]
+    same = [[names[most]] * len(words) for words in test["tokens"]]
+    return entity_scores(gold, same)["f1"], entity_scores(gold, by_word)["f1"]
+
+
+def questions(folder: Path) -> Scores:
+    """Return F1 of words."""
+    train, test = _read(folder / "train"), _read(folder / "test")
+    length = round(sum(len(answers["text"][0].split()) for answers in train["answers"]) / len(train["answers"]))
+    generator, guesses, after = random.Random(0), list[str](), list[str]()
+    for question, context in zip(test["question"], test["context"], strict=True):
+        words = context.split()
+        start = generator.randrange(max(len(words) - length, 0) + 1)
+        guesses.append(" ".join(words[start : start + length]))
+        start = words.index(question) + 1
+        after.append(" ".join(words[start : start + length]))
+    gold = [answers["text"] for answers in test["answers"]]
+    return squad_scores(gold, guesses)["f1"], squad_scores(gold, after)["f1"]
+
+
+def retrieval(folder: Path) -> Scores:
+    """Return NDCG@10."""
+    judged = _read(folder / "qrels" / "test")
+    qrels = {query: {document: 1} for query, document in zip(judged["query-id"], judged["corpus-id"], strict=True)}
+    queries, corpus = _read(folder / "queries"), _read(folder / "corpus")
+    texts = dict(zip(queries["_id"], queries["text"], strict=True))
+    vectorizer = TfidfVectorizer(sublinear_tf=True, max_features=20_000).fit(corpus["text"])
+    embedded = [_dense(vectorizer.transform(part)) for part in ([texts[query] for query in qrels], corpus["text"])]
+    generator = torch.Generator().manual_seed(0)
+    guessed = [torch.randn(len(part), 8, generator=generator) for part in embedded]
+    return tuple(
+        retrieval_scores(list(qrels), found[0], corpus["_id"], found[1], qrels)["ndcg_at_10"]
+        for found in (guessed, embedded)
+    )  # pyright: ignore[reportReturnType]
+
+
+def _dense(matrix: Any) -> torch.Tensor:
+    """Return a sparse matrix of scipy as a dense tensor."""
+    return torch.from_numpy(matrix.toarray().astype(np.float32))
+
+
+def _read(file: Path) -> dict[str, list[Any]]:
+    return pq.read_table(file.with_name(f"{file.name}.parquet")).to_pydict()
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print the scores, in points."""
+    parser = argparse.ArgumentParser(description="Score guesses and bags of words on the mini study's tasks.")
+    parser.add_argument("tasks", type=Path, help="the folder that tasks.yaml writes")
+    folder = parser.parse_args(arguments).tasks
+    print(f"{'test (points)':14} {'chance':>8} {'bag of words':>14}")
+    for task in (package, parameters, questions, retrieval):
+        chance, bag = task(folder / task.__name__)
+        print(f"{task.__name__:14} {100 * chance:>8.1f} {100 * bag:>14.1f}", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

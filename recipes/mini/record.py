@@ -1,0 +1,95 @@
+"""Write results.json of this recipe from a folder that run.sh has finished.
+
+    python recipes/mini/record.py runs/mini --hardware "2 CPU cores"
+
+Afterwards `biphasic report --results recipes` writes recipes/RESULTS.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from biphasic.report.recipe_results import RESULTS_FILE, RecipeResults
+from biphasic.storage import json_bytes, open_store
+from biphasic.training.metrics_file import parse_metrics
+
+HERE = Path(__file__).parent
+MODELS = ("1m-clm-480", "1m-mlm40-480", "1m-clm-240-mlm40-480")
+"""Models whose losses and scores are recorded."""
+SPEED = ("1m-mlm40-480", "throughput/mlm/tokens_per_second")
+LOSS_TOLERANCE, SCORE_TOLERANCE = 0.05, 0.05
+"""Of another run on the same text: nats, and scores from 0 to 1. The scores are of two seeds and 800 examples."""
+_STEP = re.compile(r"\S+ .+: (\d+) s")
+
+
+def results(folder: Path, hardware: str) -> RecipeResults:
+    """Return the recipe's row, from the files of a finished run."""
+    seconds = [
+        int(match[1]) for line in (folder / "times.txt").read_text().splitlines() if (match := _STEP.fullmatch(line))
+    ]
+    commit = subprocess.run(
+        ["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE
+    )
+    groups: dict[str, dict[str, float]] = json.loads((folder / "study" / "report" / "groups.json").read_text())
+    speed = _last(folder, *SPEED)
+    return RecipeResults.model_validate({
+        "command": "recipes/mini/run.sh",
+        "commit": commit.stdout.strip(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "hardware": hardware,
+        "hours": round(sum(seconds) / 3600, 2),
+        "tokens_per_second": speed and {**speed, "value": round(speed["value"])},
+        "losses": dict(_losses(folder)),
+        "scores": {
+            f"{model}: {group}": {
+                "value": round(groups[model][group], 4),
+                "tolerance": SCORE_TOLERANCE,
+                "file": "study/report/groups.json",
+                "key": f"/{model}/{group}",
+            }
+            for model in MODELS
+            for group in groups[model]
+        },
+    })  # fmt: skip
+
+
+def _losses(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    for model in MODELS:
+        for objective in ("clm", "mlm"):
+            number = _last(folder, model, f"metrics/{objective}/loss")
+            if number is not None:
+                value = round(number["value"], 4)
+                yield (
+                    f"{model}: {objective.upper()}, validation",
+                    {**number, "value": value, "tolerance": LOSS_TOLERANCE},
+                )
+
+
+def _last(folder: Path, model: str, key: str) -> dict[str, Any] | None:
+    """Return the last value of a run's metric and its place; None if the run doesn't have it."""
+    file = f"study/{model}/metrics.jsonl"
+    entries = [entry for entry in parse_metrics((folder / file).read_text()) if key in entry]
+    return {"value": entries[-1][key], "file": file, "key": key} if entries else None
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the file."""
+    parser = argparse.ArgumentParser(description="Record the results of a run of the mini study.")
+    parser.add_argument("folder", type=Path, help="the folder of run.sh")
+    parser.add_argument("--hardware", required=True, help="in words, as in `2 CPU cores`")
+    options = parser.parse_args(arguments)
+    row = results(options.folder, options.hardware).model_dump(mode="json")
+    open_store(str(HERE)).write(RESULTS_FILE, json_bytes(row))
+    print(HERE / RESULTS_FILE)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,36 @@
+#!/usr/bin/env bash
+# The paper's study, small, from text to figures: on two CPU cores, under an hour.
+#
+#     recipes/mini/run.sh [FOLDER]
+#
+# FOLDER is runs/mini if it is left out. The same command resumes after an interruption. FOLDER/times.txt has the seconds of each
+# step, FOLDER/study/report the result.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+here=recipes/mini
+export MINI="${1:-runs/mini}"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"  # a process on each core is faster than two threads, for models of this size
+mkdir -p "$MINI"
+
+step() {
+    local name=$1 start=$SECONDS
+    shift
+    echo "== $name: $*"
+    "$@"
+    echo "$(date -u +%FT%TZ) $name: $((SECONDS - start)) s" | tee -a "$MINI/times.txt"
+}
+
+if [[ ! -e $MINI/data/conversion.json ]]; then
+    step text python recipes/quickstart/gather.py "$MINI/text"
+    step examples python $here/make_tasks.py "$MINI/text"
+    step tokenizer biphasic tokenizer $here/data.yaml --size 8192
+fi
+step convert biphasic convert $here/data.yaml
+step tasks biphasic tasks $here/tasks.yaml
+step baselines python $here/baselines.py "$MINI/tasks"
+step plan python src/main.py $here/study.yaml --plan --draw "$MINI/tree.svg"
+step pretrain python src/main.py $here/study.yaml
+step export python src/main.py $here/study.yaml --stage export
+step finetune python src/main.py $here/study.yaml --stage finetune
+step report biphasic report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
+step totals python src/main.py $here/study.yaml
