@@ -51,8 +51,9 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
 class ProgressBar(ProgressBarLogger):
     """Composer's progress bar, without its state in checkpoints and without printing Composer's settings.
 
-    Composer can't load the state of a bar that was saved within a validation (`KeyError: 'n'`), so a run that was stopped there
-    could not be resumed. A resumed run's bar begins at the run's batch. The settings are in the run folder's `config.yaml`.
+    Composer can't load the state of a bar that was saved within a validation (`KeyError: 'n'`), so a run that was stopped
+    there could not be resumed. A resumed run's bar begins at the run's batch. The settings are in the run folder's
+    `config.yaml`.
     """
 
     def __init__(self) -> None:
