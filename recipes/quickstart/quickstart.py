@@ -1,25 +1,42 @@
 """The complete job on this machine's own text: `make quickstart`, or this file.
 
-Eleven steps, each a command that a person could type. A step that is done and unchanged is not repeated. An interrupted step
-continues where it can (pretraining resumes from its newest checkpoint) and otherwise starts again.
+The same number of tokens for masked language modeling (MLM) alone, for causal language modeling (CLM) followed by MLM, and
+for CLM alone; each model, and one that was not pretrained, is fine-tuned alike and scored beside BM25. Every step is a
+command that a person could type. It runs as a fork of this process, which has made the imports, and two steps run side by
+side. A step that is done and unchanged is not repeated. An interrupted step continues where it can (pretraining resumes from
+its newest checkpoint) and otherwise starts again.
+
+    python recipes/quickstart/quickstart.py [--seed N]
+
+Another seed shares the text, the tokenizer and the rows, and has a folder of its own, runs/quickstart/seed-N.
 """
 
 from __future__ import annotations
 
+import argparse
+import gc
 import hashlib
 import json
 import os
+import shlex
 import shutil
-import subprocess
+import signal
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
-from biphasic.checkpointing.manifest import newest_complete
+import forked
+
+from biphasic.amounts import format_seconds
 from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import PREEMPTED
 from biphasic.storage import json_bytes, open_store
+from biphasic.training.metrics_file import parse_metrics
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
@@ -29,9 +46,11 @@ PRETRAIN, FINETUNE, DATA = (
     "yamls/finetune/quickstart_retrieval.yaml",
     "yamls/data/quickstart.yaml",
 )
-TRAINED = RUN / "quickstart-pretrain"
-PYTHON, COMPOSER = Path(sys.executable).name, "composer"
-LAST_CHECKPOINT = "<the last checkpoint>"
+PROGRESS_SECONDS = 20.0
+CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
+CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
+TRAINING = [*CODE, "src/main.py", "src/biphasic/objectives", "src/biphasic/training", "src/biphasic/checkpointing"]
+FINETUNING = [*CODE, "src/main.py", "src/biphasic/downstream", "src/biphasic/finetuning", "src/biphasic/export"]
 
 
 @dataclass(frozen=True)
@@ -45,140 +64,287 @@ class Step:
     reads: list[str]
     after: tuple[str, ...] = ()
     resumes: bool = False
+    folder: Path = RUN
+    """Its record and its log are in `steps/` there."""
+
+    @property
+    def log(self) -> Path:
+        """The file with the command's output."""
+        return self.folder / "steps" / f"{self.name}.log"
 
 
-CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
-CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
-TRAINING = [*CODE, "src/biphasic/objectives", "src/biphasic/training", "src/biphasic/checkpointing"]
-STEPS = [
-    Step(
-        "gather",
-        "real English text: the docstrings of the installed packages, as Parquet in FineWeb-Edu's columns",
-        [PYTHON, f"{HERE}/gather.py"],
-        [RUN / "text"],
-        [f"{HERE}/gather.py", DATA, "requirements.lock"],
-    ),
-    Step(
-        "tokenizer",
-        "a byte-level BPE tokenizer of 8,192 words",
-        [PYTHON, "-m", "biphasic", "tokenizer", DATA, "--size", "8192", "--force"],
-        [RUN / "tokenizer"],
-        ["src/biphasic/conversion/train_tokenizer.py", DATA],
-        ("gather",),
-    ),
-    Step(
-        "convert",
-        "packed rows as MDS shards, training and validation",
-        [PYTHON, "-m", "biphasic", "convert", DATA],
-        [RUN / "data"],
-        [DATA, *CONVERSION],
-        ("gather", "tokenizer"),
-    ),
-    Step(
-        "verify",
-        "every shard is read again and compared with the conversion's record",
-        [PYTHON, "-m", "biphasic", "verify", str(RUN / "data")],
-        [],
-        CONVERSION,
-        ("convert",),
-    ),
-    Step(
-        "pretrain",
-        "causal language modeling first, masked language modeling from the middle",
-        [COMPOSER, "src/main.py", PRETRAIN],
-        [TRAINED],
-        [PRETRAIN, "src/main.py", *TRAINING],
-        ("convert",),
-        resumes=True,
-    ),
-    Step(
-        "export",
-        "the trained encoder as a folder that transformers and sentence-transformers load",
-        [PYTHON, "-m", "biphasic", "export", LAST_CHECKPOINT, str(RUN / "encoder"), "--force"],
-        [RUN / "encoder"],
-        [*CODE, "src/biphasic/export"],
-        ("pretrain",),
-    ),
-    Step(
-        "export-untrained",
-        "the same architecture with its initial weights",
-        [PYTHON, "-m", "biphasic", "export", "--initial", PRETRAIN, str(RUN / "untrained"), "--force"],
-        [RUN / "untrained"],
-        [PRETRAIN, *CODE, "src/biphasic/export"],
-        ("tokenizer",),
-    ),
-    *(
+MLM, CLM = "objective.phases=[{name: mlm, masking_ratio: 0.4}]", "objective.phases=[{name: clm}]"
+
+
+def make_steps(seed: int | None = None) -> list[Step]:
+    """Return the steps in an order in which they can run. Default: the YAMLs' seeds.
+
+    Raises:
+        ConfigError: the pretraining YAML is invalid.
+    """
+    config = load(PRETRAIN)
+    assert isinstance(config, PretrainConfig)
+    switch = config.objective.phases[0].until
+    folder = RUN if seed is None else RUN / f"seed-{seed}"
+    of_seed = [] if seed is None else [f"seed={seed}", f"output={folder}"]
+    shared = [
         Step(
-            f"finetune-{start}",
-            f"retrieval from docstrings' first lines, starting from {RUN / start}",
-            [COMPOSER, "src/main.py", FINETUNE, f"model.path={RUN / start}", f"run_name={start}-finetuned"],
-            [RUN / f"{start}-finetuned"],
-            [
-                FINETUNE,
-                "src/main.py",
-                *CODE,
-                "src/biphasic/downstream",
-                "src/biphasic/finetuning",
-                "src/biphasic/export",
-            ],
-            (before, "gather"),
+            "gather",
+            "real English text: the docstrings of the installed packages, as Parquet in FineWeb-Edu's columns",
+            ["python", f"{HERE}/gather.py"],
+            [RUN / "text"],
+            [f"{HERE}/gather.py", DATA, "requirements.lock"],
+        ),
+        Step(
+            "tokenizer",
+            "a byte-level BPE tokenizer of the text's own",
+            ["biphasic", "tokenizer", DATA, "--size", str(config.model.vocab_size)],
+            [RUN / "tokenizer"],
+            ["src/biphasic/conversion/train_tokenizer.py", DATA],
+            ("gather",),
+        ),
+        Step(
+            "convert",
+            "packed rows as MDS shards, training and validation",
+            ["biphasic", "convert", DATA],
+            [RUN / "data"],
+            [DATA, *CONVERSION],
+            ("gather", "tokenizer"),
+        ),
+        Step(
+            "verify",
+            "every shard is read again and compared with the conversion's record",
+            ["biphasic", "verify", str(RUN / "data")],
+            [],
+            CONVERSION,
+            ("convert",),
+        ),
+    ]
+
+    def pretrain(run_name: str, description: str, overrides: list[str], after: str) -> Step:
+        command = ["composer", "src/main.py", PRETRAIN, f"run_name={run_name}", *overrides, *of_seed]
+        return Step(
+            f"pretrain-{run_name}",
+            description,
+            command,
+            [folder / run_name],
+            [PRETRAIN, *TRAINING],
+            (after,),
+            resumes=True,
+            folder=folder,
         )
-        for start, before in (("encoder", "export"), ("untrained", "export-untrained"))
-    ),
-    Step(
-        "score",
-        "held-out pairs scored with mteb, BM25 beside them",
-        [PYTHON, f"{HERE}/score.py"],
-        [RUN / "scores"],
-        [f"{HERE}/score.py", *CODE, "src/biphasic/evaluation"],
-        ("finetune-encoder", "finetune-untrained"),
-    ),
-    Step(
-        "report",
-        "the report",
-        [PYTHON, f"{HERE}/report.py"],
-        [RUN / "report.md", RUN / "loss.png"],
-        [f"{HERE}/report.py"],
-        ("score", "verify"),
-    ),
-]
+
+    trunk = f"start_from={folder / 'clm-trunk'}"
+    beginning = [f"max_duration={switch}", "schedule.decay=0ba", CLM]
+    pretraining = [
+        pretrain("clm-trunk", "the CLM batches before the switch, which two models share", beginning, "convert"),
+        pretrain("mlm", "MLM alone", [MLM], "convert"),
+        # Before clm-mlm, because it takes longer.
+        pretrain("clm", "CLM alone", [CLM, trunk], "pretrain-clm-trunk"),
+        pretrain("clm-mlm", "CLM up to the switch, then MLM", [trunk], "pretrain-clm-trunk"),
+    ]
+    exports, finetunings = list[Step](), list[Step]()
+    for name in ("untrained", "mlm", "clm-mlm", "clm"):
+        out = folder / name / "encoder"
+        source = ["--initial", PRETRAIN] if name == "untrained" else [str(folder / name / "checkpoints")]
+        initial_seed = of_seed[:1] if name == "untrained" else []
+        exports.append(
+            Step(
+                f"export-{name}",
+                "a folder that transformers and sentence-transformers load",
+                ["biphasic", "export", *source, str(out), *initial_seed, "--force"],
+                [out],
+                [PRETRAIN, *CODE, "src/biphasic/export"],
+                ("tokenizer" if name == "untrained" else f"pretrain-{name}",),
+                folder=folder,
+            )
+        )
+        finetuned = f"{name}-finetuned"
+        finetunings.append(
+            Step(
+                f"finetune-{name}",
+                "retrieval: a docstring's first line finds the rest of it",
+                ["composer", "src/main.py", FINETUNE, f"model.path={out}", f"run_name={finetuned}", *of_seed],
+                [folder / finetuned],
+                [FINETUNE, *FINETUNING],
+                (f"export-{name}", "gather"),
+                folder=folder,
+            )
+        )
+    last = [
+        Step(
+            "score",
+            "held-out pairs scored with mteb, BM25 beside them",
+            ["python", f"{HERE}/score.py", str(folder)],
+            [folder / "scores"],
+            [f"{HERE}/score.py", *CODE, "src/biphasic/evaluation"],
+            tuple(step.name for step in finetunings),
+            folder=folder,
+        ),
+        Step(
+            "report",
+            "the report, with pictures of losses and scores",
+            ["python", f"{HERE}/report.py", str(folder)],
+            [folder / "report.md", folder / "losses.png", folder / "scores.png"],
+            [f"{HERE}/report.py", "src/biphasic/report"],
+            ("score", "verify"),
+            folder=folder,
+        ),
+    ]
+    return [*shared, *pretraining, *exports, *finetunings, *last]
 
 
-def main() -> int:
-    """Run the steps that are missing or changed, in order. Exit status: that of the first step that fails."""
-    os.chdir(ROOT)
-    # The steps run this interpreter's environment, whether or not it is activated.
-    os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    print(f"quickstart: text in, a biphasic encoder out; {len(STEPS)} steps, about 8 minutes on two cores, into {RUN}/")
-    fingerprints: dict[str, str] = {}
-    for number, step in enumerate(STEPS, 1):
-        fingerprints[step.name] = content_hash = fingerprint(step, fingerprints)
-        heading = f"[{number}/{len(STEPS)}] {step.name}"
-        previous = read(step)
-        unchanged = previous.get("fingerprint") == content_hash
-        if unchanged and "seconds" in previous and all(path.exists() for path in step.makes):
-            print(f"{heading}: done before and unchanged ({previous['seconds']:.0f} s)", flush=True)
-            continue
-        if not (step.resumes and unchanged):
+@dataclass
+class Running:
+    """A step's command that runs now."""
+
+    step: Step
+    process: ForkProcess
+    record: dict[str, Any]
+    spent: float
+    """Seconds of interrupted attempts that this one continues."""
+    started: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds up to now."""
+        return self.spent + time.monotonic() - self.started
+
+
+class Schedule:
+    """Runs steps as soon as those before them are done, the first of the list first."""
+
+    def __init__(self, steps: list[Step]):
+        self.steps = steps
+        self.fingerprints: dict[str, str] = {}
+        for step in steps:
+            self.fingerprints[step.name] = fingerprint(step, self.fingerprints)
+        self.done: set[str] = set()
+        self.running: dict[str, Running] = {}
+
+    def run(self) -> int:
+        """Run all steps. Exit status: that of the first step that fails; steps that run beside it are ended."""
+        for step in self.steps:
+            record = read(step)
+            unchanged = record.get("fingerprint") == self.fingerprints[step.name]
+            if unchanged and "seconds" in record and all(path.exists() for path in step.makes):
+                self.done.add(step.name)
+                self.say(step, f"done before and unchanged ({record['seconds']:.0f} s)")
+        imported, shown = False, time.monotonic()
+        try:
+            while len(self.done) < len(self.steps):
+                self.start_ready()
+                if not imported:
+                    forked.import_libraries()  # beside the first step, which needs none of them
+                    imported = True
+                wait([running.process.sentinel for running in self.running.values()], 1.0)
+                if status := self.finish_ended():
+                    return status
+                if time.monotonic() - shown > PROGRESS_SECONDS:
+                    shown = time.monotonic()
+                    print(f"        {'; '.join(map(progress, self.running.values()))}", flush=True)
+        finally:
+            self.end_all()
+        return 0
+
+    def start_ready(self) -> None:
+        """Start steps until as many run as can run side by side."""
+        for step in self.steps:
+            if len(self.running) == forked.AT_ONCE:
+                return
+            if step.name not in self.done and step.name not in self.running and set(step.after) <= self.done:
+                self.running[step.name] = self.start(step)
+
+    def start(self, step: Step) -> Running:
+        """Start a step, after removing what an earlier attempt made, unless the command resumes from it."""
+        previous, content_hash = read(step), self.fingerprints[step.name]
+        resumes = step.resumes and previous.get("fingerprint") == content_hash
+        if not resumes:
             for path in step.makes:
                 shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+            step.log.unlink(missing_ok=True)
         elif any(path.exists() for path in step.makes):
-            print(f"{heading}: was interrupted; it resumes from its newest checkpoint", flush=True)
-        command = [str(last_checkpoint()) if part == LAST_CHECKPOINT else part for part in step.command]
-        print(f"{heading}: {step.description}\n    {' '.join(command)}", flush=True)
-        spent = previous.get("spent", 0.0) if step.resumes and unchanged else 0.0
-        write(step, {"fingerprint": content_hash, "number": number, "command": command, "spent": spent})
-        start = time.monotonic()
-        status = subprocess.run(command).returncode
-        seconds = spent + time.monotonic() - start
-        if status:
-            write(step, {"fingerprint": content_hash, "number": number, "command": command, "spent": seconds})
-            print(f"{heading}: failed (exit status {status}); the same command continues here", file=sys.stderr)
-            return status
-        write(step, {"fingerprint": content_hash, "number": number, "command": command, "seconds": seconds})
-    print((RUN / "scores" / "summary.txt").read_text(encoding="utf-8").rstrip())
-    print(f"report: {RUN / 'report.md'}")
+            self.say(step, "was interrupted; it resumes from its newest checkpoint")
+        self.say(step, f"{step.description}\n        {shlex.join(step.command)}")
+        number = self.steps.index(step) + 1
+        record = {"fingerprint": content_hash, "number": number, "command": step.command}
+        spent = previous.get("spent", 0.0) if resumes else 0.0
+        write(step, {**record, "spent": spent})
+        return Running(step, forked.start(step.command, step.log), record, spent)
+
+    def finish_ended(self) -> int:
+        """Record the steps that have ended. Returns the exit status of one that failed, or 0."""
+        for name, running in list(self.running.items()):
+            status = running.process.exitcode
+            if status is None:
+                continue
+            running.process.join()
+            del self.running[name]
+            if status:
+                write(running.step, {**running.record, "spent": running.seconds})
+                lines = running.step.log.read_text(encoding="utf-8", errors="replace").splitlines()
+                print("\n".join(lines[-30:]), file=sys.stderr)
+                self.say(
+                    running.step,
+                    f"failed (exit status {status}, all of its output: {running.step.log}); the same command continues here",
+                    sys.stderr,
+                )
+                return status if status > 0 else 128 - status
+            write(running.step, {**running.record, "seconds": running.seconds})
+            self.done.add(name)
+            self.say(running.step, f"done, {running.seconds:.0f} s")
+        return 0
+
+    def end_all(self) -> None:
+        """End the steps that still run; pretraining saves a checkpoint first."""
+        for running in self.running.values():
+            running.process.terminate()
+        for running in self.running.values():
+            running.process.join()
+            write(running.step, {**running.record, "spent": running.seconds})
+        self.running.clear()
+
+    def say(self, step: Step, text: str, stream: Any = None) -> None:
+        """Print a line about a step."""
+        number = f"[{self.steps.index(step) + 1}/{len(self.steps)}]"
+        print(f"{number:>7} {step.name}: {text}", file=stream or sys.stdout, flush=True)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the steps that are missing or changed. Exit status: that of the first step that fails."""
+    parser = argparse.ArgumentParser(description="Text in, biphasic encoders out, and what the biphasic recipe gains.")
+    parser.add_argument("--seed", type=int, help="of weights, order and masks; default: the YAMLs'")
+    options = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(PREEMPTED))
+    start, steps = time.monotonic(), make_steps(options.seed)
+    folder = steps[-1].folder
+    print(
+        f"quickstart: text in, encoders out; {len(steps)} commands, {forked.AT_ONCE} at a time, minutes on two "
+        f"cores, into {folder}/"
+    )
+    try:
+        status = Schedule(steps).run()
+    except KeyboardInterrupt:
+        status = 130
+    gc.unfreeze()  # otherwise extension modules report leaks at the end
+    if status:
+        return status
+    print((folder / "scores" / "summary.txt").read_text(encoding="utf-8").rstrip())
+    print(f"report: {folder / 'report.md'} ({format_seconds(time.monotonic() - start)} in all)")
     return 0
+
+
+def progress(running: Running) -> str:
+    """Say how far a step is: of training, the batch and the loss."""
+    text = f"{running.step.name} {running.seconds:.0f} s"
+    for path in running.step.makes:
+        file = path / "metrics.jsonl"
+        metrics = parse_metrics(file.read_text(encoding="utf-8")) if file.is_file() else []
+        if metrics:
+            loss = next((entry["loss/train/total"] for entry in reversed(metrics) if "loss/train/total" in entry), None)
+            text += f", batch {metrics[-1]['batch']:,}" + (f", loss {loss:.2f}" if loss is not None else "")
+    return text
 
 
 def fingerprint(step: Step, earlier: dict[str, str]) -> str:
@@ -191,25 +357,16 @@ def fingerprint(step: Step, earlier: dict[str, str]) -> str:
     return content.hexdigest()
 
 
-def last_checkpoint() -> Path:
-    """The last checkpoint of pretraining."""
-    checkpoint = newest_complete(open_store(str(TRAINED / "checkpoints")), TRAINED / "checkpoints")
-    if checkpoint is None:
-        raise SystemExit(f"{TRAINED / 'checkpoints'} has no checkpoint: remove {TRAINED} and run this again")
-    return TRAINED / "checkpoints" / checkpoint.path
-
-
 def read(step: Step) -> dict[str, Any]:
     """The record of a step's last attempt; empty when there is none."""
-    path = RUN / "steps" / f"{step.name}.json"
+    path = step.folder / "steps" / f"{step.name}.json"
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
 
 
 def write(step: Step, record: dict[str, object]) -> None:
     """Write the record of an attempt; it has `seconds` only when the attempt succeeded."""
-    open_store(str(RUN / "steps")).write(f"{step.name}.json", json_bytes(record))
+    open_store(str(step.folder / "steps")).write(f"{step.name}.json", json_bytes(record))
 
 
 if __name__ == "__main__":
-    load(ROOT / PRETRAIN)  # A broken YAML is reported before any step runs.
     raise SystemExit(main())

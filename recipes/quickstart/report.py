@@ -1,118 +1,194 @@
-"""Write runs/quickstart/report.md and loss.png from the steps' records."""
+"""Write FOLDER/report.md, losses.png and scores.png from the quickstart's records.
+
+python recipes/quickstart/report.py runs/quickstart
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import shlex
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from biphasic.amounts import format_seconds
+from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.report.drawing import COLORS, default_style, make_panels, png
+from biphasic.report.study_losses import loss_events, loss_points
 from biphasic.storage import open_store
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import parse_metrics
 
 RUN = Path("runs/quickstart")
-TRAINED = RUN / "quickstart-pretrain"
-COLORS = {"clm": "#1f6f8b", "mlm": "#c8553d"}
+TRUNK = "clm-trunk"
+RUNS = {"mlm": "MLM", "clm-mlm": "CLM, then MLM", "clm": "CLM"}
+"""The pretraining runs, and their names in tables and pictures."""
+COLOR = {
+    "MLM": COLORS[1],
+    "CLM, then MLM": COLORS[0],
+    "CLM": COLORS[2],
+    "untrained": COLORS[9],
+    "BM25": COLORS[5],
+}
+NEXT = """## What next
+
+- **Your own text**, in English with this tokenizer; for another language: `recipes/your_language/README.md`.
+
+      biphasic convert yamls/data/own_text.yaml 'source.paths=[my_text/]' tokenizer=runs/quickstart/tokenizer \\
+          sequence_length=256 output=data/mine
+      composer src/main.py yamls/quickstart.yaml run_name=mine data.folder=data/mine data.train=null data.validation=null
+
+- **A GPU**: the paper's smallest model, `python src/main.py yamls/210m_biphasic.yaml --plan`, then
+  `composer src/main.py yamls/210m_biphasic.yaml`. `make bench-gpu` measures the throughput.
+- **The study**: this comparison with all of the paper's models, budgets and tasks, `recipes/paper/README.md` and
+  `python src/main.py recipes/paper/study.yaml --plan`.
+"""
 
 
-def main() -> int:
-    """Write the figure, then the report."""
-    metrics = read_metrics(TRAINED / "metrics.jsonl")
-    draw_losses(metrics, RUN / "loss.png", "Quickstart: causal language modeling, then masked")
-    steps = {path.stem: read(path) for path in (RUN / "steps").glob("*.json")}
-    scores = read(RUN / "scores" / "scores.json")
-    last = metrics[-1]
-    parts = [
-        "# Quickstart\n",
-        "Text in, a biphasic encoder out, on this machine. Run it again: `make quickstart`.\n",
-        "## Steps\n",
-        *steps_table(steps),
-        "\n## Pretraining\n",
-        "![loss](loss.png)\n",
-        f"{last['tokens']:,} tokens in {last['batch']:,} batches. Validation at the end: CLM loss "
-        f"{last['metrics/clm/loss']:.3f}, MLM loss {last['metrics/mlm/loss']:.3f} nats per predicted token.\n",
-        *switch(metrics),
-        "## Retrieval\n",
-        *retrieval(scores),
-        "\n## Commands\n",
-        "```",
-        *(shlex.join(record["command"]) for record in in_order(steps)),
-        "```\n",
-    ]
-    open_store(str(RUN)).write("report.md", "\n".join(parts).encode())
-    return 0
+def read_runs(folder: Path) -> dict[str, list[dict[str, Any]]]:
+    """Return the metrics of the pretraining runs. Those that start from the trunk begin with its metrics."""
+    trunk = read_run(folder / TRUNK)
+    runs = {}
+    for run in RUNS:
+        metrics = read_run(folder / run)
+        runs[run] = [entry for entry in trunk if entry["batch"] < metrics[0]["batch"]] + metrics
+    return runs
 
 
-def steps_table(steps: dict[str, dict[str, Any]]) -> list[str]:
-    """Each step with its tokens, seconds and tokens/s; no tokens where a step reads none."""
-    tokens = tokens_of()
-    lines = ["| step | tokens | seconds | tokens/s |", "|-|-:|-:|-:|"]
-    for record in in_order(steps):
-        name, seconds = record["name"], record.get("seconds")
-        count = tokens.get(name)
-        rate = f"{count / seconds:,.0f}" if count and seconds else ""
-        shown = "" if count is None else f"{count:,}"
-        lines.append(f"| {name} | {shown} | {'' if seconds is None else f'{seconds:.1f}'} | {rate} |")
-    lines.append("\nSeconds are those of the complete command, including start-up and validation.")
-    return lines
+def read_run(folder: Path) -> list[dict[str, Any]]:
+    """Return a run's metrics by batch."""
+    return parse_metrics((folder / "metrics.jsonl").read_text(encoding="utf-8"))
 
 
-def tokens_of() -> dict[str, int]:
-    """The tokens that each step processed, from its own record."""
-    splits = read(RUN / "data" / "conversion.json")["splits"]
-    converted = sum(split["tokens"] for split in splits.values())
-    tokens = {"convert": converted, "verify": converted}
-    tokens["pretrain"] = read_metrics(TRAINED / "metrics.jsonl")[-1]["tokens"]
-    for start in ("encoder", "untrained"):
-        tokens[f"finetune-{start}"] = read(RUN / f"{start}-finetuned" / "record.json")["about"]["tokens"]
-    return tokens
+def draw_losses(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> bytes:
+    """Draw the losses of all runs over millions of tokens as PNG: means of bins of batches, and validation as dots."""
+    objectives = ("mlm", "clm")
+    with default_style():
+        titles = [f"{objective.upper()} loss (nats per predicted token)" for objective in objectives]
+        figure, panels = make_panels(titles, columns=2, size=(4.6, 3.4))
+        for run, metrics in runs.items():
+            name, millions = RUNS[run], metrics[-1]["tokens"] / metrics[-1]["batch"] / 1e6
+            points = loss_points(name, metrics, 0)
+            for objective, axes in zip(objectives, panels, strict=True):
+                styles: dict[str, dict[str, Any]] = {
+                    "training": {"linewidth": 1.0, "alpha": 0.45},
+                    "validation": {"linewidth": 1.4, "marker": "o", "markersize": 3.5, "label": name},
+                }
+                for split, style in styles.items():
+                    curve = [point for point in points if (point.split, point.objective) == (split, objective)]
+                    at, losses = [point.step * millions for point in curve], [point.loss for point in curve]
+                    axes.plot(at, losses, color=COLOR[name], **style)
+            for event in loss_events(name, config_of(folder / run), 0):
+                if event.kind == "switch":
+                    for axes in panels:
+                        axes.axvline(event.step * millions, color=COLOR[name], linestyle="--", linewidth=1)
+                        axes.annotate(
+                            "switch", (event.step * millions, 0.96), xycoords=("data", "axes fraction"), fontsize=8,
+                            xytext=(4, 0), textcoords="offset points", color=COLOR[name],
+                        )  # fmt: skip
+        for axes in panels:
+            axes.set_xlabel("millions of tokens")
+            axes.set_xlim(left=0)
+        return png(figure)
 
 
-def in_order(steps: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records of the steps before the report, in the order in which they ran."""
-    named = [{"name": name, **record} for name, record in steps.items() if name != "report"]
-    return sorted(named, key=lambda record: record["number"])
+def config_of(run: Path) -> PretrainConfig:
+    """Return the configuration that a run wrote into its folder."""
+    config = load(run / "config.yaml")
+    assert isinstance(config, PretrainConfig)
+    return config
 
 
-def switch(metrics: list[dict[str, Any]]) -> list[str]:
-    """The validation losses before and after the switch."""
-    validations = [entry for entry in metrics if "metrics/clm/loss" in entry]
-    lines = ["| batch | tokens | CLM loss | MLM loss |", "|-:|-:|-:|-:|"]
-    for entry in validations:
-        clm, mlm = entry["metrics/clm/loss"], entry["metrics/mlm/loss"]
-        lines.append(f"| {entry['batch']:,} | {entry['tokens']:,} | {clm:.3f} | {mlm:.3f} |")
-    return [*lines, ""]
+def draw_scores(scores: dict[str, Any]) -> bytes:
+    """Draw the scores with their intervals as PNG."""
+    with default_style():
+        title = f"NDCG@10 of {scores['queries']:,} held-out queries, 95% intervals"
+        figure, [axes] = make_panels([title], columns=1, size=(6.4, 2.4))
+        names = list(scores["scores"])[::-1]
+        for position, name in enumerate(names):
+            values = scores["scores"][name]
+            score, (low, high) = values["ndcg_at_10"], values["interval"]
+            axes.barh(position, score, height=0.6, color=COLOR[name], alpha=0.75)
+            errors = [[score - low], [high - score]]
+            axes.errorbar(score, position, xerr=errors, color="black", capsize=3, linewidth=1)
+            axes.annotate(
+                f"{score:.3f}", (high, position), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8
+            )
+        axes.set_yticks(range(len(names)), names)
+        axes.set_xlim(0, min(1.0, 1.12 * max(values["interval"][1] for values in scores["scores"].values())))
+        axes.grid(axis="y", visible=False)
+        return png(figure)
 
 
-def retrieval(scores: dict[str, Any]) -> list[str]:
-    """The table of scores, and the gain of pretraining."""
+def comparison(scores: dict[str, Any]) -> list[str]:
+    """Return the tables of scores and differences."""
     lines = [
-        f"{scores['queries']:,} held-out queries over {scores['documents']:,} documents, scored with mteb; 95% bootstrap "
-        "intervals over queries. A docstring's first line should find the rest of it.\n",
+        f"{scores['queries']:,} held-out queries over {scores['documents']:,} documents, scored with mteb: a docstring's "
+        "first line should find the rest of it. The encoders are fine-tuned alike, on pairs from other docstrings. 95% "
+        "bootstrap intervals over the queries.\n",
         "| system | NDCG@10 | interval | MRR@10 | Recall@100 |",
         "|-|-:|-|-:|-:|",
     ]
     for name, values in scores["scores"].items():
         low, high = values["interval"]
         lines.append(
-            f"| {name} | {values['ndcg_at_10']:.4f} | {low:.4f} to {high:.4f} | {values['mrr_at_10']:.4f} | "
-            f"{values['recall_at_100']:.4f} |"
+            f"| {name} | {values['ndcg_at_10']:.3f} | {low:.3f} to {high:.3f} | {values['mrr_at_10']:.3f} | "
+            f"{values['recall_at_100']:.3f} |"
         )
-    gain = scores["gain_of_pretraining"]
-    low, high = gain["interval"]
-    if low > 0:
-        verdict = "Pretraining helps: its gain's interval lies above zero."
-    elif high < 0:
-        verdict = "Pretraining hurts at this size: its gain's interval lies below zero."
-    else:
-        verdict = "At this size pretraining shows no clear gain: the interval contains zero."
+    lines += ["\n| difference, paired by query | NDCG@10 | interval |", "|-|-:|-|"]
+    for difference in scores["differences"]:
+        low, high = difference["interval"]
+        chance = " (may be chance)" if low <= 0 <= high else ""
+        name = f"{difference['first']} over {difference['second']}"
+        lines.append(f"| {name} | {difference['mean']:+.3f} | {low:+.3f} to {high:+.3f}{chance} |")
+    return lines
+
+
+def losses_table(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
+    """Return the table of validation losses at the end."""
+    lines = ["| pretraining | tokens | validation CLM loss | validation MLM loss |", "|-|-:|-:|-:|"]
+    for run, metrics in runs.items():
+        last = metrics[-1]
+        losses = f"{last['metrics/clm/loss']:.2f} | {last['metrics/mlm/loss']:.2f}"
+        lines.append(f"| {RUNS[run]} | {last['tokens']:,} | {losses} |")
+    return lines
+
+
+def steps_table(folder: Path, records: list[dict[str, Any]]) -> list[str]:
+    """Return the table of steps with their tokens and seconds; no tokens where a step reads none."""
+    tokens = tokens_of(folder)
+    lines = ["| step | tokens | seconds | tokens/s |", "|-|-:|-:|-:|"]
+    for record in records:
+        name, seconds, count = record["name"], record["seconds"], tokens.get(record["name"])
+        rate = f"{count / seconds:,.0f}" if count else ""
+        lines.append(f"| {name} | {'' if count is None else f'{count:,}'} | {seconds:.1f} | {rate} |")
+    total = format_seconds(sum(record["seconds"] for record in records))
     lines.append(
-        f"\nBoth fine-tuned alike, pretraining adds {gain['mean']:+.4f} NDCG@10 ({low:+.4f} to {high:+.4f}, paired over "
-        f"queries). {verdict} Mean-pooled embeddings of an untrained network are a bag of words, and a language model "
-        "that was never trained to compare texts may score below them."
+        f"\nThe steps' seconds, validation and saving included, add up to {total}; two steps run side by side."
     )
     return lines
+
+
+def tokens_of(folder: Path) -> dict[str, int]:
+    """Return the tokens that each step processed, from its own record."""
+    splits = read(RUN / "data" / "conversion.json")["splits"]
+    converted = sum(split["tokens"] for split in splits.values())
+    tokens = {"convert": converted, "verify": converted}
+    for run in (TRUNK, *RUNS):
+        metrics = read_run(folder / run)
+        start = metrics[0]["tokens"] * (metrics[0]["batch"] - 1) // metrics[0]["batch"]
+        tokens[f"pretrain-{run}"] = metrics[-1]["tokens"] - start
+    for name in ("untrained", *RUNS):
+        tokens[f"finetune-{name}"] = read(folder / f"{name}-finetuned" / "record.json")["about"]["tokens"]
+    return tokens
+
+
+def read_records(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of the steps before the report, in their order."""
+    files = [*(RUN / "steps").glob("*.json"), *(folder / "steps").glob("*.json")]
+    records = {file.stem: {"name": file.stem, **read(file)} for file in files}
+    before = [record for record in records.values() if "seconds" in record and record["name"] != "report"]
+    return sorted(before, key=lambda record: record["number"])
 
 
 def read(path: Path) -> dict[str, Any]:
@@ -120,50 +196,33 @@ def read(path: Path) -> dict[str, Any]:
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def draw_losses(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Draw training and validation losses over tokens as a PNG, with a line at the switch of the objective."""
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 4.2), dpi=120)
-    for name, color in COLORS.items():
-        trained = [(entry["tokens"], entry[f"loss/train/{name}"]) for entry in metrics if f"loss/train/{name}" in entry]
-        if trained:
-            axes.plot(*zip(*trained, strict=True), color=color, alpha=0.35, linewidth=0.8)
-            axes.plot(
-                *zip(*moving_average(trained), strict=True),
-                color=color,
-                linewidth=1.8,
-                label=f"{name.upper()}, training",
-            )
-        validation = [(e["tokens"], e[f"metrics/{name}/loss"]) for e in metrics if f"metrics/{name}/loss" in e]
-        if validation:
-            style = {"marker": "o", "markersize": 4, "linestyle": ":"}
-            axes.plot(*zip(*validation, strict=True), color=color, label=f"{name.upper()}, validation", **style)
-    phases = [(entry["tokens"], entry["objective/phase"]) for entry in metrics if "objective/phase" in entry]
-    for (at, before), (_, after) in pairwise(phases):
-        if before != after:
-            axes.axvline(at, color="black", linestyle="--", linewidth=1)
-            axes.annotate(
-                "switch", (at, 1), xycoords=("data", "axes fraction"), xytext=(4, -12), textcoords="offset points"
-            )
-    axes.set(xlabel="tokens", ylabel="loss (nats per predicted token)", title=title)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    figure.tight_layout()
-    figure.savefig(path)
-    plt.close(figure)
-
-
-def moving_average(points: list[tuple[float, float]], window: int = 10) -> list[tuple[float, float]]:
-    """The mean of each point and the `window - 1` before it."""
-    means = []
-    for index, (at, _) in enumerate(points):
-        last = [value for _, value in points[max(0, index - window + 1) : index + 1]]
-        means.append((at, sum(last) / len(last)))
-    return means
+def main(arguments: list[str] | None = None) -> int:
+    """Write the pictures, then the report."""
+    parser = argparse.ArgumentParser(description="Write the quickstart's report.")
+    parser.add_argument("folder", type=Path, help="of the runs")
+    folder = parser.parse_args(arguments).folder
+    runs, scores, records = read_runs(folder), read(folder / "scores" / "scores.json"), read_records(folder)
+    store = open_store(str(folder))
+    store.write("losses.png", draw_losses(folder, runs))
+    store.write("scores.png", draw_scores(scores))
+    parts = [
+        "# Quickstart\n",
+        "Text in, encoders out, on this machine: the same tokens for MLM alone, for CLM and then MLM, and for CLM alone.\n",
+        "![scores](scores.png)\n",
+        *comparison(scores),
+        "\n## Pretraining\n",
+        "![losses](losses.png)\n",
+        "Lines with dots are validation; thin lines are training, as means of bins of batches.\n",
+        *losses_table(runs),
+        "\n## Steps\n",
+        *steps_table(folder, records),
+        "\n```",
+        *(shlex.join(record["command"]) for record in records),
+        "```\n",
+        NEXT,
+    ]
+    store.write("report.md", "\n".join(parts).encode())
+    return 0
 
 
 if __name__ == "__main__":

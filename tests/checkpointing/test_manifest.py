@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -148,6 +149,29 @@ def test_outdated_checkpoints_lose_their_manifest_first(tmp_path: Path, monkeypa
     monkeypatch.setattr(type(place), "remove", lambda self, names: removed.extend(names))
     delete_checkpoint(next(outdated_checkpoints(place, place.list(), 1)), place)
     assert removed[0] == "ba2.json"
+
+
+def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
+    for batch in (1, 2, 3):
+        manifest = write_checkpoint(tmp_path, batch)
+        if batch == 2:
+            (tmp_path / manifest.name).write_bytes(replace(manifest, run={**manifest.run, "kept": True}).to_bytes())
+    place = open_store(str(tmp_path))
+    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 0)] == [3, 1]
+    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 1)] == [1]
+
+
+def test_a_manifest_that_cannot_be_read_is_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_checkpoint(tmp_path, 9)
+
+    def read(self: Store, name: str) -> bytes:
+        raise OSError(f"connection lost while reading {name}")
+
+    place = open_store(str(tmp_path))
+    monkeypatch.setattr(type(place), "read", read)
+    [checkpoint] = list_checkpoints(place)
+    assert checkpoint.batch == 9 and checkpoint.manifest is None
+    assert checkpoint.fault == "ba9.json can't be read (connection lost while reading ba9.json)"
 
 
 def test_extra_files_of_outdated_checkpoints_are_deleted(tmp_path: Path) -> None:

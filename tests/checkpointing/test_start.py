@@ -12,7 +12,16 @@ from typing import Any
 import pytest
 
 from biphasic.checkpointing.manifest import Manifest
-from biphasic.checkpointing.start import find_branch_point, plan_start, recorded_config, require_same_past
+from biphasic.checkpointing.start import (
+    BranchPoint,
+    find_branch_point,
+    other_run,
+    overridden_keys,
+    plan_start,
+    recorded_config,
+    require_same_data,
+    require_same_past,
+)
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from conftest import Write
@@ -148,6 +157,72 @@ def test_overrides_let_the_past_differ(write_yaml: Write) -> None:
             require_same_past(manifest, changed, {"data.train.index": "y"})
 
 
+def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
+    """Keys that hold for every batch, and the index of each stream."""
+    folder = write_manifests(config_of(write_yaml()), 4)
+    manifest = Manifest.from_bytes((folder / "ba4.json").read_bytes())
+    changed = config_of(write_yaml(seed=8, data__shuffle_block_size=9))
+    with pytest.raises(UserError) as refused:
+        require_same_past(manifest, changed, {"data.mix.more.index": "y"})
+    keys = ["data.shuffle_block_size", "seed", "data.mix.more.index", "data.train.index"]
+    assert str(refused.value).splitlines() == [
+        "run: its checkpoint ba4-rank0.pt was trained with another configuration:",
+        "  data.shuffle_block_size: 64 until now, 9 here",
+        "  seed: 7 until now, 8 here",
+        "  data.mix.more.index: 'nothing' until now, 'y' here",
+        "  data.train.index: 'x' until now, 'nothing' here",
+        "change that back, choose another run_name (start_from takes what the two share), or let it differ: "
+        f"checkpoint.resume_overrides=[{', '.join(keys)}]",
+    ]
+    manifest.run["overridden"] = ["precision"]
+    assert overridden_keys(manifest, changed, {"data.train.index": "x"}) == [*keys[:1], "precision", "seed"]
+    assert overridden_keys(manifest, changed, {"data.train.index": "y"})[1] == "data.train.index"
+    point = BranchPoint("runs/one", manifest)
+    require_same_data(point, {"data.train.index": "x"})
+    message = "start_from: runs/one/ba4-rank0.pt was trained on other rows: data.train.index is 'x' there, 'y' here"
+    with pytest.raises(UserError, match=f"^{message}$"):
+        require_same_data(point, {"data.train.index": "y"})
+    # Either the name or the configuration makes it the same run.
+    assert other_run(manifest, changed) is None
+    named = changed.model_copy(update={"run_name": "named"})
+    assert other_run(manifest, named) == "it is of another run, run"
+    assert other_run(manifest, recorded_config(manifest).model_copy(update={"run_name": "named"})) is None
+
+
+def test_a_share_that_moves_is_explained(write_yaml: Write) -> None:
+    def lines(**keys: Any) -> list[str]:
+        with pytest.raises(UserError) as refused:
+            require_same_past(manifest, config_of(write_yaml(schedule=STABLE, **keys)), {"data.train.index": "x"})
+        return str(refused.value).splitlines()[1:-1]
+
+    phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
+    folder = write_manifests(config_of(write_yaml(max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
+    manifest = Manifest.from_bytes((folder / "ba15.json").read_bytes())
+    start = "  objective.phases.0.until: 10ba (0.5dur of 20ba) until now, "
+    explained = " (a share moves when max_duration changes: write the first as it was)"
+    assert lines(max_duration="24ba", objective__phases=phases) == [
+        f"{start}12ba (0.5dur of 24ba) here, from batch 10 on{explained}"
+    ]
+    phases = [{"name": "clm", "until": "12ba"}, {"name": "mlm"}]
+    assert lines(max_duration="20ba", objective__phases=phases) == [f"{start}12ba here, from batch 10 on"]
+
+
+def test_many_checkpoints_are_not_all_listed(write_yaml: Write) -> None:
+    keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
+    folder = write_manifests(config_of(write_yaml("trunk", max_duration="30ba", **keys)), *range(12, 18))
+    short = config_of(write_yaml("short", max_duration="12ba", **keys))
+    with pytest.raises(UserError, match=r"checkpoint there: ba17, ba16, ba15, …, ba12$"):
+        branch_point(folder, short)
+    (folder / "ba17.json").unlink()
+    with pytest.raises(UserError, match=r"checkpoint there: ba16, ba15, ba14, ba13, ba12$"):
+        branch_point(folder, short)
+    content = json.loads((folder / "ba16.json").read_text())
+    content["run"]["overridden"] = ["optimizer.lr", "seed"]
+    (folder / "ba16.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"usable checkpoint there \(ba16 \(that run has changed optimizer.lr, seed on"):
+        branch_point(folder / "ba16-rank0.pt", short)
+
+
 def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -> None:
     keys: dict[str, Any] = {"objective__phases": CLM, "schedule": STABLE}
     assert plan_start(config_of(write_yaml("new", **keys))).batch == 0
@@ -165,7 +240,7 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
         [sys.executable, "-c", code, str(path), "--plan"],
         capture_output=True,
         text=True,
-        cwd=ROOT / "src",
+        cwd=ROOT,
         env=environment,
     )
     assert run.returncode == 0, run.stderr

@@ -85,11 +85,11 @@ class Signal(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 tiny.add_callback(Signal())
 """
-    run = launch(path, code=code)
+    run = launch(path, "logging.progress_bar=true", code=code)
     assert run.returncode == 75, run.stderr[-3000:]
     assert "saved at batch 10" in run.stdout
     resumed = launch(path, "logging.progress_bar=true")
-    assert resumed.returncode == 0
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert_says_what_it_does(resumed.stdout, resumed.stderr, runs / "stopped")
     assert losses(runs / "stopped") == losses(runs / "uninterrupted")
 

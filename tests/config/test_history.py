@@ -23,8 +23,13 @@ ROWS, LENGTH = 2, 3
 """Rows in a batch and tokens in a row: small, so that times in different units fall into one batch."""
 
 
+SHARES = ["max_duration=360ba", "objective.phases.0.until=0.5dur", "schedule.warmup=0.05dur", "schedule.decay=0.2dur",
+          "optimizer.lr=2e-3"]  # fmt: skip
+
+
 def quickstart(*overrides: str) -> PretrainConfig:
-    config = load(ROOT / "yamls" / "quickstart.yaml", list(overrides))
+    """The quickstart's configuration, at a rate of 2e-3 and with times as shares of 360 batches."""
+    config = load(ROOT / "yamls" / "quickstart.yaml", [*SHARES, *overrides])
     assert isinstance(config, PretrainConfig)
     return config
 

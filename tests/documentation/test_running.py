@@ -63,6 +63,7 @@ READ_ONLY = {
     "docs/configuration.md": "usage lines",
     "docs/index.md": "repeats the other pages' first commands",
     "docs/parallelism.md": "has none",
+    "docs/quickstart.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "docs/recipes.md": "repeats the recipes' commands",
     "docs/reproduce.md": "38 models; tests/study runs small studies",
     "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",

@@ -55,6 +55,7 @@ class Run:
         self.state = State(module, 0, "run", DeviceCPU(), optimizers=optimizer)
         self.logged = InMemoryLogger()
         self.logger = Logger(self.state, [self.logged])
+        self.logged.init(self.state, self.logger)
 
     def apply(self, algorithm: Any, event: Event, **time: int) -> Any:
         """Run the algorithm at a timestamp, if it runs at this event; returns the batch."""
@@ -67,7 +68,7 @@ class Run:
     def last_metrics(self) -> dict[str, float]:
         """What was logged last, by name."""
         now = self.state.timestamp
-        return {name: entries[-1][1] for name, entries in self.logged.data.items() if entries[-1][0] == now}
+        return {name: entries[-1][1] for name, entries in self.logged.data.items() if entries[-1][0] is now}
 
 
 def schedule() -> ObjectiveSchedule:

@@ -6,6 +6,7 @@ Further steps for an exported folder: biphasic export FOLDER --onnx, --results, 
 from __future__ import annotations
 
 import argparse
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folder, for its newest; or an exported folder, without OUT",
     )
     parser.add_argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to write")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="with --initial: replace a value of the YAML")
     export = parser.add_argument_group("the export")
     export.add_argument("--initial", action="store_true", help="CHECKPOINT is a pretraining YAML: its initial weights")
     export.add_argument("--name", help="the model's name on its card")
@@ -46,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
     if options.out is not None:
         from biphasic.export.run import export_checkpoint, export_initial
 
-        export = export_initial if options.initial else export_checkpoint
+        export = partial(export_initial, overrides=options.overrides) if options.initial else export_checkpoint
         export(
             options.checkpoint, options.out, name=options.name, dtype=options.dtype or "fp32",
             tokenizer=options.tokenizer, force=options.force,
@@ -61,6 +63,8 @@ def run(options: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Raise a UserError for options that can't work, before anything is loaded or written."""
+    if args.overrides and not args.initial:
+        raise UserError(f"{args.overrides[0]}: values can be replaced with --initial only, which reads a YAML")
     if args.push is None and (args.revision or args.private or args.dry_run):
         raise UserError("--revision, --private and --dry-run belong to --push ORG/NAME, which is missing")
     if args.results_of and not args.results:

@@ -63,18 +63,24 @@ def export_initial(
     file: str,
     out: Path,
     *,
+    overrides: list[str] | None = None,
     name: str | None = None,
     dtype: Precision = "fp32",
     tokenizer: str | None = None,
     force: bool = False,
 ) -> None:
-    """Export the initial weights of a pretraining YAML, and print what was written. For the arguments: `export_checkpoint`.
+    """Export the initial weights of a pretraining YAML, and print what was written. Other arguments: `export_checkpoint`.
+
+    Args:
+        file: the YAML.
+        out: folder to write.
+        overrides: `key=value` for each value of the YAML that is replaced.
 
     Raises:
         UserError: `out` is not free, or the model can't be built or exported.
     """
     require_free(out, force)
-    config = load(file)
+    config = load(file, overrides)
     if not isinstance(config, PretrainConfig):
         raise UserError(f"{file}: expected a job: pretrain YAML")
     loaded = load_tokenizer(tokenizer or config.tokenizer)

@@ -24,7 +24,7 @@ from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
 from biphasic.training.composer_model import mean_over_global_batch
 from biphasic.training.gradients import Gradients
-from biphasic.training.loggers import hide_configuration, loggers
+from biphasic.training.loggers import loggers
 from biphasic.training.optimizer import WarmupStableDecay, adamw
 
 
@@ -123,8 +123,7 @@ def _build_trainer(
         precision=config.precision,
         # The batches are already split into microbatches (`parts`).
         device_train_microbatch_size=batches.per_rank,
-        progress_bar=logging.progress_bar,
+        progress_bar=False,  # ours is one of the loggers
         auto_log_hparams=False,
     )
-    hide_configuration(trainer)
     return trainer

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import time
+import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
-from composer import Trainer
 from composer.core import State
 from composer.loggers import Logger, LoggerDestination, ProgressBarLogger, TensorboardLogger
 from composer.utils import dist
@@ -24,6 +24,10 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
         UserError: a logger's package isn't installed.
     """
     destinations: list[LoggerDestination] = []
+    if config.progress_bar:
+        # Composer recommends its own bar, which can't be replaced in another way.
+        warnings.filterwarnings("ignore", "Specifying the ProgressBarLogger")
+        destinations.append(ProgressBar())
     if config.jsonl:
         destinations.append(JSONLLogger(folder / "metrics.jsonl"))
     if config.tensorboard:
@@ -44,11 +48,36 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
     return destinations
 
 
-def hide_configuration(trainer: Trainer) -> None:
-    """Keep Composer's progress bar from printing Composer's settings. Ours are in the run folder's `config.yaml`."""
-    for destination in trainer.logger.destinations:
-        if isinstance(destination, ProgressBarLogger):
-            destination.hparams_already_logged_to_console = True
+class ProgressBar(ProgressBarLogger):
+    """Composer's progress bar, without its state in checkpoints and without printing Composer's settings.
+
+    Composer can't load the state of a bar that was saved within a validation (`KeyError: 'n'`), so a run that was stopped
+    there could not be resumed. A resumed run's bar begins at the run's batch. The settings are in the run folder's
+    `config.yaml`.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(stream="stderr")
+        self.hparams_already_logged_to_console = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return nothing: the run's time is the bar's state."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Load nothing."""
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Build the bar if the run was resumed within an epoch, which Composer does not start again."""
+        if self.train_pbar is None:
+            self.epoch_start(state, logger)
+
+    def _build_pbar(self, state: State, is_train: bool) -> Any:
+        bar = super()._build_pbar(state, is_train)
+        if is_train:
+            # So that the rate counts only batches of this attempt.
+            bar.pbar.initial = bar.pbar.n = bar.pbar.last_print_n = int(getattr(state.timestamp, bar.timestamp_key))
+        return bar
 
 
 class JSONLLogger(LoggerDestination):

@@ -38,7 +38,7 @@ from biphasic.training.checkpoint_schedule import checkpoint_schedule
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import AutoMicrobatch, require_precision, set_up
 from biphasic.training.gradients import Gradients
-from biphasic.training.loggers import hide_configuration, loggers
+from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule
 from biphasic.training.optimizer import WarmupStableDecay, adamw
@@ -168,11 +168,10 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         precision=config.precision,
         device_train_microbatch_size=rows_per_rank if auto_microbatch else config.microbatch_size,
         parallelism_config=parallelism_config(config, strategy, monolithic=start is not None and start.endswith(".pt")),
-        progress_bar=config.logging.progress_bar,
+        progress_bar=False,  # ours is one of the loggers
         load_path=start,
         auto_log_hparams=False,
     )
-    hide_configuration(trainer)
     position, seconds = _position(trainer, config.max_duration), f"{time.monotonic() - begin:.1f} s"
     if attempt.resume is not None:
         _print(f"{config.run_name}: resuming at {position} from {start}, {seconds}")
