@@ -131,7 +131,7 @@ def test_models_at_another_scale(tmp_path: Path, capsys: pytest.CaptureFixture[s
     write_sweep(tmp_path / "sweep", list(names), score)
     models = tmp_path / "models.yaml"
     models.write_text("610m-clm-42k: 1m-clm-100\n610m-mlm40-42k: 1m-mlm40-100\n")
-    assert main([str(tmp_path / "sweep"), "--against", str(PAPER), "--models", str(models)]) == 0
+    assert main(["report", str(tmp_path / "sweep"), "--against", str(PAPER), "--models", str(models)]) == 0
     page = capsys.readouterr().out
     assert "| 610m-mlm40-42k (here 1m-mlm40-100) | SC | 87.00 (second-hand) | 55.15 ± 0.37 (3) | -31.85 |" in page
     assert "| SC | same size and steps | 1 | 1 | 1 | 0 |" in page
