@@ -54,6 +54,7 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tasks": {name: None for name in TASKS} | {"sst2": "yamls/finetune/sst2.yaml"},
         "learning_rates": [1e-3], "seeds": [0],
     },
+    "recipes/paper/study.yaml": {"stages": {"checkpoints": None}},  # plain numbers of batches, which `shorter` doesn't know
     "yamls/evaluate/quick.yaml": {"benchmarks": [], "sets": ["my-set"], "precision": "fp32"},
 }  # fmt: skip
 """What replaces keys of the YAMLs; None removes a key."""

@@ -83,7 +83,7 @@ def test_tasks_without_training_data() -> None:
 
 def test_runs_name_what_follows() -> None:
     pretrain = load("yamls/quickstart.yaml")
-    folder = "runs/quickstart/quickstart-pretrain"
+    folder = "runs/quickstart/clm-mlm"
     assert after_run(pretrain, "x.yaml") == f"next: biphasic export {folder}/checkpoints {folder}/encoder"
     retrieval = load("yamls/finetune/own_retrieval.yaml")
     assert load_line(after_run(retrieval, "x.yaml")).model.path == "runs/own-retrieval/model"

@@ -16,7 +16,8 @@ from biphasic.config.timeline import BatchShape
 ROOT = Path(__file__).parents[2]
 SHAPE = BatchShape(rows=4, row_length=10)
 FAR = 2**62
-SIZES = ["global_batch_size=4", "microbatch_size=auto", "data.sequence_length=10", "optimizer.lr=0.5"]
+SIZES = ["global_batch_size=4", "microbatch_size=auto", "data.sequence_length=10", "optimizer.lr=0.5",
+         "objective.phases.0.until=0.5dur", "schedule.warmup=0.05dur", "schedule.decay=0.2dur"]  # fmt: skip
 
 
 def config_of(*overrides: str) -> PretrainConfig:

@@ -24,6 +24,7 @@ YAMLS = sorted(
     for folder in ("yamls", "recipes")
     for path in (ROOT / folder).rglob("*.yaml")
     if path.parent.name not in ("base", "launch")  # launchers' own files
+    and path.name != "paper_models.yaml"  # for `biphasic report --models`
 )
 
 

@@ -65,7 +65,7 @@ READ_ONLY = {
     "docs/parallelism.md": "has none",
     "docs/quickstart.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "docs/recipes.md": "repeats the recipes' commands",
-    "docs/reproduce.md": "38 models; tests/study runs small studies",
+    "docs/reproduce.md": "38 models; tests/recipes/test_reproduce.py runs them, small",
     "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",
     "docs/study.md": "38 models; tests/study runs small studies",
     "docs/tasks.md": "the hub; tests/downstream runs them on small files",
@@ -77,6 +77,8 @@ READ_ONLY = {
     "recipes/continue_decoder/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
     "recipes/launch/README.md": "clusters; tests/launch and `make test-slurm` run the scripts",
     "recipes/long_context/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
+    "recipes/mini/README.md": "most of an hour; tests/recipes/test_mini.py runs the study, small",
+    "recipes/quickstart/README.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "recipes/paper/README.md": "38 models; tests/study runs small studies",
     "recipes/your_language/README.md": "minutes; tests/recipes runs its steps",
 }
