@@ -320,7 +320,7 @@ def main(arguments: list[str] | None = None) -> int:
     start, steps = time.monotonic(), make_steps(options.seed)
     folder = steps[-1].folder
     print(
-        f"quickstart: text in, encoders out; {len(steps)} commands, {forked.AT_ONCE} at a time, minutes on two "
+        f"quickstart: text in, encoders out; {len(steps)} commands, {forked.AT_ONCE} at a time, 5 minutes on two "
         f"cores, into {folder}/"
     )
     try:
