@@ -1,4 +1,4 @@
-"""Score what knows nothing of the order of words on the four tasks: guesses, and bags of words.
+"""Score two baselines on each of the four tasks: chance, and one that ignores the order of words.
 
     task         chance                                        bag of words
     package      every text has the same label                 logistic regression on TF-IDF

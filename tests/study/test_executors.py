@@ -44,15 +44,20 @@ if sys.argv[0].endswith("sbatch"): print(1000 + sum("sbatch" in line.split(",")[
 """
 
 
+def use_scheduler(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Put `sbatch` and `squeue` that only write down their arguments on PATH; return their log."""
+    for name in ("sbatch", "squeue"):
+        (folder / name).write_text(SCHEDULER)
+        (folder / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("LOG", str(folder / "log"))
+    return folder / "log"
+
+
 def test_commands_for_slurm(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name in ("sbatch", "squeue"):
-        (tmp_path / name).write_text(SCHEDULER)
-        (tmp_path / name).chmod(0o755)
-    log = tmp_path / "log"
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("LOG", str(log))
+    log = use_scheduler(tmp_path, monkeypatch)
     study = study_of(tmp_path, "{kind: slurm, options: ['--nodes=2', '--time=1:00:00']}")
     monkeypatch.setenv(
         "QUEUE", "77|Dependency|study.clm-mlm-440\n76|DependencyNeverSatisfied|study.biphasic\n78|None|other"
@@ -94,12 +99,7 @@ def trained(study: StudyConfig, name: str, *batches: int) -> RunState:
 def test_a_run_waits_only_for_a_checkpoint_that_is_missing(
     batches: tuple[int, ...], start: str | None, dependency: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("sbatch", "squeue"):
-        (tmp_path / name).write_text(SCHEDULER)
-        (tmp_path / name).chmod(0o755)
-    log = tmp_path / "log"
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.setenv("LOG", str(log))
+    log = use_scheduler(tmp_path, monkeypatch)
     monkeypatch.setenv("QUEUE", "77|None|study.clm")
     study = study_of(tmp_path, "{kind: slurm}")
     states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", *batches)}
