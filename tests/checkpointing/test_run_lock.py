@@ -66,6 +66,15 @@ def test_a_held_lock_is_refused_and_its_owner_named(tmp_path: Path) -> None:
     again.release("finished")
 
 
+def test_attempts_of_one_second_are_read_in_their_order(tmp_path: Path) -> None:
+    names = []
+    for _ in range(8):
+        lock = RunLock(str(tmp_path))
+        names.append(lock.acquire(1))
+        lock.release("finished")
+    assert [attempt["attempt"] for attempt in read_attempts(open_store(str(tmp_path)))] == names
+
+
 def test_a_lock_without_heartbeat_expires(tmp_path: Path) -> None:
     write_lock_of_other_machine(tmp_path / "run")
     lock = RunLock(str(tmp_path / "run"))

@@ -122,7 +122,8 @@ class RunLock:
         Raises:
             UserError: another run holds the lock, or the folder can't be written.
         """
-        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
+        # Microseconds: the names sort by time, and a short run ends and starts again within a second.
+        name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}"
         record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),
                   "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
         try:
