@@ -29,7 +29,7 @@ THREADS = max(1, min(4, CORES // AT_ONCE))
 
 def import_libraries() -> None:
     """Import what most commands need. No tensor is computed here, since a fork can't use its parent's threads."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # of this process, until a fork sets its own number
+    os.environ["OMP_NUM_THREADS"] = "1"  # of this process; each fork sets its own number
     import biphasic.export.write
     import biphasic.finetuning.run
     import biphasic.training.pretrain  # noqa: F401
@@ -60,6 +60,7 @@ def _run(command: list[str], log: Path, parent: int) -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
     if os.getppid() != parent:
         os._exit(1)
+    os.environ["OMP_NUM_THREADS"] = str(THREADS)  # for a command that imports torch itself
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(THREADS)
     status: object = 1
