@@ -22,24 +22,30 @@ from studies import config_of
 
 
 def test_training_losses_are_means_over_windows() -> None:
-    count = 5 * MAX_POINTS
     metrics = [
-        {"batch": batch, "loss/train/clm" if batch < 300 else "loss/train/mlm": 1 / batch} for batch in range(1, count)
+        {"batch": batch, "loss/train/clm" if batch <= 300 else "loss/train/mlm": 1 / batch}
+        for batch in range(1, 5 * MAX_POINTS + 1)
     ]
     metrics[9]["loss/train/clm"] = math.nan
     metrics[99] |= {"metrics/clm/loss": 5.0, "metrics/mlm/loss": 6.0}
     points = loss_points("a", metrics, 1000)
     training = {(point.objective, point.step): point for point in points if point.split == "training"}
     assert len(training) == MAX_POINTS
-    window = training["clm", 1007]
-    expected = mean_interval([1 / 5, 1 / 6, 1 / 7, 1 / 8, 1 / 9])
+    window = training["clm", 1003]
+    expected = mean_interval([1 / 1, 1 / 2, 1 / 3, 1 / 4, 1 / 5])
     assert (window.loss, window.half, window.batches) == (expected.mean, expected.half, 5)
-    assert training["clm", 1012.5].batches == 4  # without NaN
-    assert ("mlm", 1302) in training and ("clm", 1302) not in training
+    assert training["clm", 1007.5].batches == 4  # without NaN
+    assert ("mlm", 1303) in training and ("clm", 1303) not in training
     assert [point for point in points if point.split == "validation"] == [
         LossPoint("a", "validation", "clm", 1100, 5.0, None, 1),
         LossPoint("a", "validation", "mlm", 1100, 6.0, None, 1),
     ]
+
+
+@pytest.mark.parametrize(("batches", "expected"), [(10, [5, 5]), (11, [5, 6]), (12, [5, 7]), (13, [5, 5, 3]), (2, [2])])
+def test_a_window_of_few_batches_at_the_end_is_joined(batches: int, expected: list[int]) -> None:
+    points = loss_points("a", [{"batch": batch, "loss/train/mlm": 1.0} for batch in range(1, batches + 1)], 0)
+    assert [point.batches for point in points] == expected
 
 
 def test_switches_and_decays() -> None:

@@ -63,7 +63,11 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
         for entry in metrics:
             step, loss = base_steps + entry["batch"], entry.get(f"loss/train/{objective}")
             if loss is not None and math.isfinite(loss):
-                windows.setdefault(entry["batch"] // width, []).append((step, loss))
+                windows.setdefault((entry["batch"] - 1) // width, []).append((step, loss))
+        # The mean of a few batches would look like a jump at the end of the curve.
+        last = max(windows, default=0)
+        if last - 1 in windows and len(windows[last]) < width / 2:
+            windows[last - 1] += windows.pop(last)
         for window in windows.values():
             interval = mean_interval([loss for _, loss in window])
             middle = sum(step for step, _ in window) / len(window)
