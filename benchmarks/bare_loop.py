@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase
 from biphasic.model.backbone import build_language_model
@@ -127,8 +127,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         dist.init_process_group("gloo")
-    config = load(options.yaml, [])
-    assert isinstance(config, PretrainConfig)
+    config = load_job(PretrainConfig, options.yaml, [])
     from workload import MASK, SPECIAL
 
     vocabulary = Vocabulary(config.model.vocab_size or 0, MASK, tuple(range(len(SPECIAL))))

@@ -44,7 +44,7 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
     import yaml
     from open_dataset import LENGTH, write_rows
 
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
     from biphasic.training.loggers import read_metrics
     from biphasic.training.pretrain import run
@@ -65,8 +65,7 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
         "logging": {"tensorboard": False, "progress_bar": False, "loss_spike": None},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
-    config = load(folder / "run.yaml")
-    assert isinstance(config, PretrainConfig)
+    config = load_job(PretrainConfig, folder / "run.yaml")
     entries = [entry for entry in read_metrics(run(config) / "metrics.jsonl") if "loss/train/total" in entry]
     seconds = {after["batch"]: after["time"] - before["time"] for before, after in pairwise(entries)}
     blocked = [entry["checkpoint/blocked_seconds"] for entry in entries if "checkpoint/blocked_seconds" in entry]

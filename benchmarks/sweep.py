@@ -101,7 +101,7 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
     """Run every `parts`-th trial's loop, starting with `part`, in this process."""
     import torch
 
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
     from biphasic.config.sweep import SweepConfig
     from biphasic.finetuning.batches import GlobalBatches, count_steps, derive_seed
     from biphasic.finetuning.trial import build_task
@@ -111,8 +111,7 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
     from biphasic.sweep.grid import trial_configs
 
     torch.set_num_threads(1)
-    sweep = load(path)
-    assert isinstance(sweep, SweepConfig)
+    sweep = load_job(SweepConfig, path)
     results = []
     for cell, config in list(trial_configs(sweep).items())[part::parts]:
         task = build_task(config.model, config.task, config.cache)

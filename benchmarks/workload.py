@@ -143,7 +143,7 @@ def prepare(folder: Path, shape: Shape) -> Path:
     import torch
     import yaml
 
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
     from biphasic.conversion.packing import DocumentPacker, mds_columns, padded
     from biphasic.data.streaming import build_loader
@@ -162,8 +162,7 @@ def prepare(folder: Path, shape: Shape) -> Path:
     path.write_text(yaml.safe_dump(_content(folder, shape)), encoding="utf-8")
     # From a copy: Streaming allows one job at a time per folder, and this process keeps its dataset.
     shutil.copytree(folder / "train", folder / "copy")
-    config = load(path, [f"data.train.local={folder / 'copy'}", "data.num_workers=0"])
-    assert isinstance(config, PretrainConfig)
+    config = load_job(PretrainConfig, path, [f"data.train.local={folder / 'copy'}", "data.num_workers=0"])
     batches = build_loader(config.data, config.data.streams, shape.rows, config.seed, train=True)
     steps = len(PHASES) * shape.steps
     first = [batch for batch, _ in zip(batches, range(steps), strict=False)]

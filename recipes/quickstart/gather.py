@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.prepare import TASK_RECORD
 from biphasic.storage import json_bytes, open_store, write_parquet
@@ -262,8 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Gather the docstrings of the installed packages as a text corpus.")
     parser.add_argument("folder", nargs="?", type=Path, help="default: where yamls/data/quickstart.yaml reads")
     options = parser.parse_args(arguments)
-    config = load(YAML)
-    assert isinstance(config, ConvertConfig)
+    config = load_job(ConvertConfig, YAML)
     assert isinstance(config.source, FilesSource)
     folder = options.folder or Path(config.source.paths[0]).parent
     counts = gather(folder, config.validation_fraction)

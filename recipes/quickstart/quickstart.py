@@ -32,7 +32,7 @@ from typing import Any
 import forked
 
 from biphasic.amounts import format_seconds
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import PREEMPTED
 from biphasic.storage import json_bytes, open_store
@@ -82,8 +82,7 @@ def make_steps(seed: int | None = None) -> list[Step]:
     Raises:
         ConfigError: the pretraining YAML is invalid.
     """
-    config = load(PRETRAIN)
-    assert isinstance(config, PretrainConfig)
+    config = load_job(PretrainConfig, PRETRAIN)
     switch = config.objective.phases[0].until
     folder = RUN if seed is None else RUN / f"seed-{seed}"
     of_seed = [] if seed is None else [f"seed={seed}", f"output={folder}"]

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_seconds
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.report.drawing import COLORS, default_style, make_panels, png
 from biphasic.report.study_losses import loss_events, loss_points
@@ -94,8 +94,7 @@ def draw_losses(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> bytes:
 
 def config_of(run: Path) -> PretrainConfig:
     """Return the configuration that a run wrote into its folder."""
-    config = load(run / "config.yaml")
-    assert isinstance(config, PretrainConfig)
+    config = load_job(PretrainConfig, run / "config.yaml")
     return config
 
 

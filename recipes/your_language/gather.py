@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.prepare import TASK_RECORD
 from biphasic.errors import UserError
@@ -144,8 +144,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("language", help="as in /usr/share/locale, such as fr, de or pt_BR")
     parser.add_argument("folder", nargs="?", type=Path, help="default: where data.yaml reads")
     options = parser.parse_args(arguments)
-    config = load(YAML)
-    assert isinstance(config, ConvertConfig)
+    config = load_job(ConvertConfig, YAML)
     assert isinstance(config.source, FilesSource)
     folder = options.folder or Path(config.source.paths[0]).parent
     try:

@@ -6,7 +6,6 @@ import argparse
 import sys
 
 from biphasic.commands.parser import add_file
-from biphasic.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,11 +19,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Convert, or print the plan, and return the exit status."""
     from biphasic.config.convert import ConvertConfig
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
 
-    config = load(options.file, options.overrides)
-    if not isinstance(config, ConvertConfig):
-        raise UserError(f"{options.file}: job: {config.job}: this command needs job: convert")
+    config = load_job(ConvertConfig, options.file, options.overrides)
     from biphasic.conversion.describe import describe_plan, describe_record
 
     if options.plan:

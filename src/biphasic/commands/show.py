@@ -20,12 +20,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the rows and return the exit status."""
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
 
-    config = load(options.file)
-    if not isinstance(config, PretrainConfig):
-        raise UserError(f"{options.file}: expected job: pretrain; got {config.job}")
+    config = load_job(PretrainConfig, options.file)
     for line in _texts(config, options.ids):
         print(line)
     return 0

@@ -22,12 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prepare the tasks one after another, and return the exit status."""
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
     from biphasic.config.tasks import TasksConfig
 
-    config = load(options.file, [text for text in options.rest if "=" in text])
-    if not isinstance(config, TasksConfig):
-        raise UserError(f"{options.file}: job: {config.job}: this command needs job: tasks")
+    config = load_job(TasksConfig, options.file, [text for text in options.rest if "=" in text])
     from biphasic.downstream.describe import chosen_tasks, describe_plan, describe_record
 
     names = chosen_tasks(config, [text for text in options.rest if "=" not in text])

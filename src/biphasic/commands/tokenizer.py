@@ -37,11 +37,9 @@ def run(options: argparse.Namespace) -> int:
     """Train, print what was written, and return the exit status."""
     from biphasic.amounts import format_bytes
     from biphasic.config.convert import ConvertConfig
-    from biphasic.config.load import load
+    from biphasic.config.load import load_job
 
-    config = load(options.file, options.overrides)
-    if not isinstance(config, ConvertConfig):
-        raise UserError(f"{options.file}: expected job: convert; got {config.job}")
+    config = load_job(ConvertConfig, options.file, options.overrides)
     special_tokens, max_bytes = _special_tokens(options.special), _bytes(options.max_text)
     folder = options.out or _folder(config.tokenizer)
     from biphasic.conversion.train_tokenizer import train_tokenizer

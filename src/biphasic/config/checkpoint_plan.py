@@ -35,7 +35,7 @@ def branch_points(config: PretrainConfig) -> list[Duration]:
     switches = [span.start for span in spans(config.objective.phases, max_duration)[1:]]
     decay = decay_start(config.schedule, max_duration)
     decays = [decay] if decay != max_duration and decay.value else []
-    return list(dict.fromkeys([*switches, *decays, *(point.of(max_duration) for point in config.checkpoint.keep_at)]))
+    return list(dict.fromkeys([*switches, *decays, *(point.resolve(max_duration) for point in config.checkpoint.keep_at)]))
 
 
 def count_checkpoints(config: PretrainConfig) -> CheckpointCounts | None:
@@ -43,7 +43,7 @@ def count_checkpoints(config: PretrainConfig) -> CheckpointCounts | None:
 
     If durations are given in tokens, padding makes the run a little longer than assumed here.
     """
-    end, every = config.max_duration, config.checkpoint.interval.of(config.max_duration)
+    end, every = config.max_duration, config.checkpoint.interval.resolve(config.max_duration)
     points = branch_points(config)
     if "ep" in (end.unit, every.unit, *(point.unit for point in points)):
         return None

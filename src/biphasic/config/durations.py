@@ -52,7 +52,7 @@ class Duration:
             raise ValueError(f"expected a whole number of {UNITS[unit]}; got {text!r}")
         return cls(value, unit)
 
-    def of(self, total: Duration) -> Duration:
+    def resolve(self, total: Duration) -> Duration:
         """Convert a share (`dur`) to the unit of `total`, rounded up. Return other durations unchanged."""
         if self.unit != "dur":
             return self

@@ -166,7 +166,7 @@ class FinetuneConfig(RunConfig):
             yield ["max_duration"], f"expected a positive length in batches, rows or epochs; got {end}"
         elif warmup.unit not in ("dur", end.unit):
             yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end}); got {warmup}"
-        elif warmup.of(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
+        elif warmup.resolve(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
             yield ["warmup", "max_duration"], f"expected less than max_duration ({end}); got {warmup}"
 
 

@@ -21,6 +21,11 @@ _SCHEMAS = {
 JOBS = tuple(_SCHEMAS)
 
 
+def name_of(schema: type[JobConfig]) -> str:
+    """Return the name of the job whose YAML this class describes."""
+    return next(job for job, name in _SCHEMAS.items() if name == schema.__name__)
+
+
 def schema_of(job: str) -> type[JobConfig]:
     """Return the class of a job's YAML."""
     return getattr(import_module(f"biphasic.config.{job}"), _SCHEMAS[job])

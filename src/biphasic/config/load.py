@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from biphasic.config.check import check
-from biphasic.config.jobs import JOBS
+from biphasic.config.jobs import JOBS, name_of
 from biphasic.config.read import escape_interpolations, read_tree
-from biphasic.errors import ConfigError, Problem
+from biphasic.errors import ConfigError, Problem, UserError
 
 if TYPE_CHECKING:
+    from biphasic.config.base import JobConfig
     from biphasic.config.convert import ConvertConfig
     from biphasic.config.evaluate import EvaluateConfig
     from biphasic.config.finetune import FinetuneConfig
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
     Config = PretrainConfig | FinetuneConfig | EvaluateConfig | ConvertConfig | TasksConfig | SweepConfig | StudyConfig
 
+Job = TypeVar("Job", bound="JobConfig")
 _BASES = "base"
 """Name of the folders whose YAMLs are only for the `defaults:` of others."""
 
@@ -52,6 +54,25 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
         from biphasic.config.study_models import expand
 
         expand(config, tree, ranks)
+    return config
+
+
+def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Job:
+    """Read a YAML of one job, as `load` does.
+
+    Args:
+        schema: the job's class, for example `PretrainConfig`.
+        file: path of the YAML.
+        overrides: `key=value`.
+        ranks: processes of the run.
+
+    Raises:
+        ConfigError: as `load`.
+        UserError: the YAML is of another job.
+    """
+    config = load(file, overrides, ranks)
+    if not isinstance(config, schema):
+        raise UserError(f"{file}: is job: {config.job}; expected job: {name_of(schema)}")
     return config
 
 

@@ -149,7 +149,7 @@ def _masking_ratio(span: Span, elapsed: Elapsed) -> float | None:
 def rate_pieces(config: PretrainConfig) -> list[Piece]:
     """Return warmup, stable part and decay of the learning rate as pieces."""
     schedule, end, shape, lr = config.schedule, config.max_duration, config.batch_shape, config.optimizer.lr
-    warmup, decay, pieces = schedule.warmup.of(end), decay_start(schedule, end), list[Piece]()
+    warmup, decay, pieces = schedule.warmup.resolve(end), decay_start(schedule, end), list[Piece]()
     texts = {
         "optimizer.lr": repr(lr),
         "schedule.warmup": _text(schedule.warmup, end),
@@ -190,4 +190,4 @@ def _learning_rate(config: PretrainConfig, clock: str | None, elapsed: Elapsed) 
 
 
 def _text(duration: Duration, total: Duration) -> str:
-    return f"{duration.of(total)} ({duration} of {total})" if duration.unit == "dur" else str(duration)
+    return f"{duration.resolve(total)} ({duration} of {total})" if duration.unit == "dur" else str(duration)

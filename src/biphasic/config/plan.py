@@ -239,7 +239,7 @@ def _phase(span: Span, config: PretrainConfig) -> PhasePlan:
 def _rate_points(config: PretrainConfig) -> Iterator[RatePoint]:
     schedule, end = config.schedule, config.max_duration
     times = [("start", Duration(0, end.unit))]
-    if (warmup := schedule.warmup.of(end)).value:
+    if (warmup := schedule.warmup.resolve(end)).value:
         times.append(("warmup ends", warmup))
     if (decay := decay_start(schedule, end)) != end:
         times.append(("decay begins", decay))
@@ -256,7 +256,7 @@ def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> d
     counts = count_checkpoints(config)
     return {
         "folder": config.checkpoint_destination,
-        "every_batches": _batch(config.checkpoint.interval.of(config.max_duration), config),
+        "every_batches": _batch(config.checkpoint.interval.resolve(config.max_duration), config),
         "count": None if counts is None else counts.saved,
         "kept": None if counts is None else counts.kept,
         "most": None if counts is None else counts.most,

@@ -263,7 +263,7 @@ class PretrainConfig(RunConfig):
         if not checkpoint.interval.value:
             yield ["checkpoint.interval"], f"expected a positive length; got {checkpoint.interval}"
         for index, time in enumerate(checkpoint.keep_at):
-            if not time.value or (end.unit != "dur" and not self.batch_shape.not_before(end, time.of(end))):
+            if not time.value or (end.unit != "dur" and not self.batch_shape.not_before(end, time.resolve(end))):
                 message = f"expected a time within the run ({end}); got {time}"
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], message
         if checkpoint.keep == 0:

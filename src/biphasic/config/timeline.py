@@ -114,7 +114,7 @@ def spans(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[Spa
     """Return the interval of each phase in a run of `max_duration`. Shares are converted to its unit."""
     spans_so_far, start = [], START
     for index, phase in enumerate(phases):
-        end = max_duration if phase.until is None else phase.until.of(max_duration)
+        end = max_duration if phase.until is None else phase.until.resolve(max_duration)
         spans_so_far.append(Span(index, phase, start, end))
         start = end
     return spans_so_far
@@ -127,7 +127,7 @@ def span_at(laid_out: list[Span], elapsed: Elapsed) -> Span:
 
 def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
     """Return the time at which the learning rate begins to fall, or `max_duration` without a decay."""
-    return Duration(max_duration.value - schedule.decay.of(max_duration).value, max_duration.unit)
+    return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
 
 
 def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: Elapsed) -> float:
@@ -136,7 +136,7 @@ def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elaps
     It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then falls
     to `final_lr` at `max_duration`.
     """
-    warmup = schedule.warmup.of(max_duration)
+    warmup = schedule.warmup.resolve(max_duration)
     if not elapsed.reached(warmup):
         return elapsed.in_unit(warmup.unit) / warmup.value
     start = decay_start(schedule, max_duration)
@@ -200,7 +200,7 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         message = f"expected the unit of max_duration ({max_duration}) or dur, since the decay ends with the run"
         yield ["schedule.decay", "max_duration"], f"{message}; got {schedule.decay}"
         return
-    warmup, decay = schedule.warmup.of(max_duration), schedule.decay.of(max_duration)
+    warmup, decay = schedule.warmup.resolve(max_duration), schedule.decay.resolve(max_duration)
     if batch.not_before(warmup, max_duration):
         message = f"expected less than max_duration ({max_duration}); got {schedule.warmup}"
         yield ["schedule.warmup", "max_duration"], message

@@ -71,7 +71,7 @@ def _phase_names(phases: list[dict[str, Any]], total: Duration) -> list[str]:
     names = []
     for phase in phases:
         ratio = phase.get("masking_ratio")
-        end = Duration.parse(phase["until"]).of(total) if phase.get("until") else total
+        end = Duration.parse(phase["until"]).resolve(total) if phase.get("until") else total
         thousands = end.unit == "ba" and end.value % 1000 == 0
         steps = f"{end.value / 1000:.0f}k" if thousands else str(end).removesuffix("ba")
         names += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]

@@ -10,10 +10,9 @@ import torch
 import yaml
 
 from biphasic.checkpointing.resume import local_checkpoint
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
-from biphasic.errors import UserError
 from biphasic.export.card import pretrained_card, untrained_card
 from biphasic.export.weights import Weights
 from biphasic.export.write import choose_format, require_free, write_language_model
@@ -80,9 +79,7 @@ def export_initial(
         UserError: `out` is not free, or the model can't be built or exported.
     """
     require_free(out, force)
-    config = load(file, overrides)
-    if not isinstance(config, PretrainConfig):
-        raise UserError(f"{file}: expected a job: pretrain YAML")
+    config = load_job(PretrainConfig, file, overrides)
     loaded = load_tokenizer(tokenizer or config.tokenizer)
     model = build_language_model(config.model, config.data.sequence_length, config.seed, loaded.vocab_size)
     fmt = choose_format(model.config, loaded)

@@ -87,7 +87,7 @@ def _build_trainer(
     total = Duration(len(batches), "ba")
     if config.warmup.unit in ("dur", "ep"):
         share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
-        warmup = Duration(share, "dur").of(total)
+        warmup = Duration(share, "dur").resolve(total)
     else:
         warmup = Duration(in_batches(config, config.warmup), "ba")
     schedule = ScheduleConfig(warmup=warmup, decay=Duration(max(total.value - warmup.value, 0), "ba"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from biphasic.config.load import load
+from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError
 from biphasic.report.study_losses import LossEvent, LossPoint, loss_events, loss_points
@@ -152,9 +152,7 @@ def _config(files: Mapping[str, Store], name: str) -> PretrainConfig | None:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "config.yaml"
         file.write_bytes(content)
-        config = load(file)
-    assert isinstance(config, PretrainConfig)
-    return config
+        return load_job(PretrainConfig, file)
 
 
 def _score_rows(files: Mapping[str, Store]) -> list[ScoreRow]:

@@ -106,9 +106,9 @@ def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
     end = run.length
     switches = [span.start for span in spans(config.objective.phases, config.max_duration)[1:]]
     times = [*switches, decay_start(config.schedule, config.max_duration), *config.checkpoint.keep_at]
-    points = {batches_of(time.of(config.max_duration), config) for time in times} | {*run.kept, *run.scored}
+    points = {batches_of(time.resolve(config.max_duration), config) for time in times} | {*run.kept, *run.scored}
     points = {batch for batch in points if run.start < batch < end}
-    every = batches_of(config.checkpoint.interval.of(config.max_duration), config)
+    every = batches_of(config.checkpoint.interval.resolve(config.max_duration), config)
     saved = sorted({*points, *range(every, end, every), end} - set(range(run.start + 1)))
     keep = config.checkpoint.keep
     return saved if keep < 0 else sorted(points | set(saved[-keep:]))

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from biphasic.checkpointing.manifest import Manifest, manifest_name
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.load import dump, load
+from biphasic.config.load import dump, load_job
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.config.sweep import SweepConfig, SweepModel
-from biphasic.errors import ConfigError, Problem, UserError
+from biphasic.errors import UserError
 from biphasic.export.folder import EXPORT_FILE
 from biphasic.storage import join, open_store
 from biphasic.study.state import read_states
@@ -107,9 +107,7 @@ def sweep_config(study: StudyConfig) -> SweepConfig:
         UserError: `stages.finetune` is missing, or no model is exported.
     """
     file = _required(study.stages.finetune, "finetune")
-    sweep = load(file)
-    if not isinstance(sweep, SweepConfig):
-        raise ConfigError([Problem(file, "job", f"expected sweep, for stages.finetune; got {sweep.job}")])
+    sweep = load_job(SweepConfig, file)
     models, names = scored_models(study), list(_exported(study))
     swept = {name: SweepModel(path=str(encoder_folder(study, name)), steps=models[name].steps) for name in names}
     return sweep.model_copy(update={"models": swept, "output": study.sweep_output})
@@ -156,10 +154,7 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
     file = _required(study.stages.evaluate, "evaluate")
     folder = Path(study.local_folder)
     model = f"model.path={encoder_folder(study, name)}"
-    config = load(file, [f"run_name={name}", f"output={folder / 'evaluate'}", model])
-    if not isinstance(config, EvaluateConfig):
-        raise ConfigError([Problem(file, "job", f"expected evaluate, for stages.evaluate; got {config.job}")])
-    return config
+    return load_job(EvaluateConfig, file, [f"run_name={name}", f"output={folder / 'evaluate'}", model])
 
 
 def _exported(study: StudyConfig) -> Iterator[str]:
