@@ -35,7 +35,9 @@ def branch_points(config: PretrainConfig) -> list[Duration]:
     switches = [span.start for span in spans(config.objective.phases, max_duration)[1:]]
     decay = decay_start(config.schedule, max_duration)
     decays = [decay] if decay != max_duration and decay.value else []
-    return list(dict.fromkeys([*switches, *decays, *(point.resolve(max_duration) for point in config.checkpoint.keep_at)]))
+    return list(
+        dict.fromkeys([*switches, *decays, *(point.resolve(max_duration) for point in config.checkpoint.keep_at)])
+    )
 
 
 def count_checkpoints(config: PretrainConfig) -> CheckpointCounts | None:

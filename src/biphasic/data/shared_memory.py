@@ -11,7 +11,7 @@ import re
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing import shared_memory
 from pathlib import Path
 
@@ -27,6 +27,8 @@ from biphasic.versions import require_form
 
 _SHARED_MEMORY, _PROCESSES = Path("/dev/shm"), Path("/proc")
 _STREAMING_NAME = re.compile(r"^\d{6}_\w+$")
+_NAMES = (*SHM_TO_CLEAN, BARRIER_FILELOCK, CACHE_FILELOCK)
+_LOCK_FILE_SECONDS = 60.0
 _CACHE_WAIT_SECONDS = 15.0
 """How long to wait for a cache, because a killed rank's loader processes keep it until they notice its end."""
 _SIZE_WAIT_SECONDS = 30.0
@@ -64,16 +66,20 @@ def wait_for_sizes_of_shared_memory() -> None:
     setattr(memory, name, _SizedSharedMemory)
 
 
-def free_stale_shared_memory(folder: Path = _SHARED_MEMORY, processes: Path = _PROCESSES) -> list[str]:
-    """Remove Streaming's shared memory that no running process on this node has mapped.
+def free_stale_shared_memory(
+    folder: Path = _SHARED_MEMORY, processes: Path = _PROCESSES, locks: Path | None = None
+) -> list[str]:
+    """Remove Streaming's shared memory that no running process on this node has mapped, and lock files of no dataset.
 
     Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. This function removes a
     dataset's names, which start with the same number, only if no process visible to this user has mapped any of them.
+    Streaming never removes its lock files, in the folder for temporary files (`locks`).
 
     Returns:
-        The removed names.
+        The removed names in shared memory.
     """
     paths = sorted(path for path in folder.glob("*_*") if _STREAMING_NAME.match(path.name))
+    _remove_old_lock_files(locks or Path(tempfile.gettempdir()), {path.name.split("_")[0] for path in paths})
     maps = processes.glob("[0-9]*/maps") if paths else []
     in_use = {name.split("_")[0] for file in maps for name in _mapped_names(file, folder)}
     removed = []
@@ -85,6 +91,20 @@ def free_stale_shared_memory(folder: Path = _SHARED_MEMORY, processes: Path = _P
                 continue
             removed.append(path.name)
     return removed
+
+
+def _remove_old_lock_files(folder: Path, numbers: set[str]) -> None:
+    """Remove this user's lock files of datasets without shared memory that were last locked some time ago.
+
+    A killed job's resource tracker (Python's) may still remove the names of its number, which must not be reused before.
+    """
+    before = time.time() - _LOCK_FILE_SECONDS
+    for path in folder.glob("*_filelock"):
+        if _STREAMING_NAME.match(path.name) and path.name.split("_")[0] not in numbers:
+            with suppress(OSError):
+                about = path.stat()
+                if about.st_uid == os.getuid() and about.st_mtime < before:
+                    path.unlink()
 
 
 @contextmanager
@@ -150,13 +170,10 @@ def _register(streams_local: list[str], streams_remote: list[str | None]) -> tup
 
 
 def _take_free_number(streams_local: list[str], removed: list[str]) -> tuple[int, SharedMemory]:
-    locks = Path(tempfile.gettempdir())
+    # Removed names are not reused, because a killed job's resource tracker (Python's) may still remove them.
+    taken = {*removed, *os.listdir(_SHARED_MEMORY), *os.listdir(tempfile.gettempdir())}
     for number in itertools.count():
-        names = [prefix._get_path(number, name) for name in SHM_TO_CLEAN]
-        files = [_SHARED_MEMORY / name for name in names]
-        files += [locks / prefix._get_path(number, name) for name in (BARRIER_FILELOCK, CACHE_FILELOCK)]
-        # Removed names are not reused, because a killed job's resource tracker (Python's) may still remove them.
-        if any(path.exists() for path in files) or not set(names).isdisjoint(removed):
+        if not taken.isdisjoint(prefix._get_path(number, name) for name in _NAMES):
             continue
         content = prefix._pack_locals(streams_local, number)
         try:
