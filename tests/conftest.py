@@ -31,6 +31,14 @@ def pytest_collection_finish() -> None:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def collections_are_short() -> Iterator[None]:
+    """Leave what a module's tests imported out of the garbage collections of the modules that follow."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # extension modules report objects that are left at the end
 

@@ -80,11 +80,15 @@ def free_stale_shared_memory(
     """
     paths = sorted(path for path in folder.glob("*_*") if _STREAMING_NAME.match(path.name))
     _remove_old_lock_files(locks or Path(tempfile.gettempdir()), {path.name.split("_")[0] for path in paths})
-    maps = processes.glob("[0-9]*/maps") if paths else []
-    in_use = {name.split("_")[0] for file in maps for name in _mapped_names(file, folder)}
+    unused = {path.name.split("_")[0] for path in paths}
+    # This process first: in most cases nobody else's memory maps have to be read, which takes milliseconds a process.
+    for process in [processes / "self", *processes.glob("[0-9]*")] if paths else []:
+        unused -= {name.split("_")[0] for name in _mapped_names(process / "maps", folder)}
+        if not unused:
+            break
     removed = []
     for path in paths:
-        if path.name.split("_")[0] not in in_use:
+        if path.name.split("_")[0] in unused:
             try:
                 path.unlink()
             except OSError:
