@@ -172,7 +172,7 @@ def edit(file: Path, **changes: Any) -> None:
 
 
 def folder_with_pooling(exported: Path, folder: Path, mode: str, legacy: bool) -> Path:
-    """The export with another pooling, written as today's sentence-transformers does or as earlier ones did, and normalized."""
+    """The export with another pooling, as today's sentence-transformers writes it or as earlier ones did, and normalized."""
     shutil.copytree(exported, folder)
     pooling = folder / "1_Pooling" / "config.json"
     flag = {"cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}.get(mode, f"pooling_mode_{mode}")
