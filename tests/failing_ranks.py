@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch.distributed
 
+from biphasic import faults
 from biphasic.errors import UserError
 from biphasic.faults import close_on_fault, run_rank
 
@@ -52,4 +53,6 @@ def job(case: str, reason: Path) -> int:
 
 
 if __name__ == "__main__":
+    if sys.argv[1] != "all":  # where rank 0 fails a second after the others
+        faults._GRACE_SECONDS = 0.5
     sys.exit(run_rank(lambda: job(sys.argv[1], Path(sys.argv[2]))))

@@ -45,9 +45,7 @@ def assert_fault_is_shown_once(case: str, status: int, output: str, reason_file:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case != "killed"])
 def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
-    # In "all", rank 0 fails a second after the others.
-    code = "" if case == "all" else SHORT_GRACE
-    run = warm.run([case, str(tmp_path / "reason")], CASES[case][0], ENVIRONMENT, module="failing_ranks", code=code)
+    run = warm.run([case, str(tmp_path / "reason")], CASES[case][0], ENVIRONMENT, module="failing_ranks")
     assert_fault_is_shown_once(case, run.returncode, run.stdout + run.stderr, tmp_path / "reason")
 
 

@@ -1,6 +1,6 @@
 """A run whose data and checkpoints lie in a bucket of which some requests fail, or which is unavailable for a while.
 
-In `make faults` the bucket is unavailable for two minutes and stalls for 30 s; in the default suite for 5 s and 3 s.
+In `make faults` the bucket is unavailable for two minutes and stalls for 30 s; in the default suite for 3 s and 2 s.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from s3_proxy import KINDS, Proxy
 from tiny import config_of, launch, losses, start, weights
 
 FULL = "BIPHASIC_KILLS" in os.environ
-STALL, UNAVAILABLE = (30.0, 120.0) if FULL else (3.0, 5.0)
+STALL, UNAVAILABLE = (30.0, 120.0) if FULL else (2.0, 3.0)
 Start = Callable[..., Proxy]
 
 
