@@ -167,7 +167,7 @@ def test_configurations_that_are_not_used(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "it is not a sweep's output, nor a study's" in capsys.readouterr().err
+    assert "is no sweep's output (it has no sweep.json), and no study's folder" in capsys.readouterr().err
     write_run(tmp_path, "610m-clm-400")
     open_store(str(tmp_path)).write("610m-clm-400/scores.json", b"[]")
     assert main(["report", str(tmp_path)]) == 2

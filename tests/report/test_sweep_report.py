@@ -169,7 +169,7 @@ def test_rates_near_the_best_are_those_within_a_point() -> None:
 
 def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "has no sweep.json: it is not a sweep's output" in capsys.readouterr().err
+    assert "is no sweep's output (it has no sweep.json)" in capsys.readouterr().err
     grid = grid_of()
     write_grid(open_store(str(tmp_path)), grid)
     (tmp_path / "trials").mkdir()

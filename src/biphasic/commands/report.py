@@ -20,11 +20,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "folders",
         metavar="RESULTS",
         nargs="*",
-        help="a sweep's output, or a study's folder or folders (its bucket's prefix, and its output on this machine)",
+        help="a sweep's output, or a study's folder; several if a study's records and logs are in different places",
     )
     parser.add_argument(
         "--out",
-        help="the folder to write; default: report in the first local RESULTS, or ./report when all are in buckets",
+        help="the folder to write; default: `report` within the first local RESULTS, or ./report if all are in buckets",
     )
     parser.add_argument(
         "--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--models",
         metavar="YAML",
-        help="with --against: lines of `published model: measured model`, for a study at another scale",
+        help="with --against: a file with lines `published model: measured model`, for a study at another scale",
     )
     parser.add_argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json")
     parser.add_argument(

@@ -3,7 +3,7 @@
 A work unit is a few small files, or some row groups of a large one. The output holds its shards, `documents/<unit>.u64`
 and, written last, its record `units/<unit>.json`. The unit's name depends only on its files. The record:
 
-    settings        sha256 of everything except the files that affects the bytes
+    settings        sha256 of what determines the bytes, apart from the files
     files           path, bytes, version and row groups of each file that was read
     stopped_at      number of training tokens at which the unit was stopped; null if it was read to its end
     splits          documents, tokens, rows and bytes of each split, and its shards' entries in the MDS index
@@ -28,13 +28,14 @@ from biphasic.grouping import groups_up_to
 
 UnitRecord = dict[str, Any]
 _COMPRESSED, _COMPRESSION_RATIO = (".gz", ".zst"), 3
-"""Compressed text is estimated at three times its stored size. The true size is known once it has been read."""
+"""Compressed text is estimated at three times its stored size, because its true size is known only after it was read."""
 _FORMAT = 1
 """Version of the row format. Increment it when packing or storage gives other bytes for the same text."""
 FREE_KEYS = ("output", "tokenizer", "cluster", "on_bad_document", "on_bad_file")
-"""Keys that may change between two runs of one conversion. The tokenizer is compared by its hash instead."""
+"""Keys that may change between two starts of one conversion: finished units stay valid. Of the tokenizer only the path may
+change, not the hash."""
 _NO_BYTES_KEYS = (*FREE_KEYS, "max_tokens", "source", "unit_bytes")
-"""Keys that don't affect a unit's bytes, or that its record stores separately."""
+"""Keys that are left out of the settings' hash: they don't affect a unit's bytes, or its record stores them separately."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +127,8 @@ def document_numbers_file(unit: str) -> str:
 def is_valid(record: UnitRecord, unit: WorkUnit, context: ConversionContext) -> bool:
     """Return whether a record describes this unit with the same settings and the same versions of its files.
 
-    A record of a unit that skipped documents or files is valid only if the YAML allows this.
+    If documents were skipped or files read only in part, the record is valid only if the YAML's `on_bad_document` and
+    `on_bad_file` allow it.
     """
     if record.get("settings") != context.settings or record.get("files") != unit.files_as_json:
         return False

@@ -34,7 +34,8 @@ class CardScore:
     """The scores for one subset of a task's split.
 
     Attributes:
-        path: the dataset's name on the hub, for one of mteb's tasks.
+        kind: mteb's type of the task, such as `Retrieval`.
+        path: the dataset's id on the hub; None for a task that is not one of mteb's.
         metrics: scores by mteb's metric names, the main metric first.
     """
 

@@ -34,7 +34,8 @@ def export_checkpoint(
     """Export a run's checkpoint, and print what was written.
 
     Args:
-        checkpoint: local or in a bucket: a file, a sharded checkpoint's folder, or a run's checkpoint folder for its newest.
+        checkpoint: a file, a sharded checkpoint's folder, or a run's checkpoint folder, of which the newest checkpoint is
+            exported; local or in a bucket.
         out: folder to write.
         name: the model's name on its card.
         dtype: of the weights on disk.
@@ -45,7 +46,7 @@ def export_checkpoint(
         UserError: `out` is not free, or the checkpoint can't be read or exported.
     """
     require_free(out, force)
-    # Files from a bucket are downloaded beside `out`. If an export is killed, the next one reuses its undamaged downloads.
+    # Files from a bucket are downloaded beside `out`. After SIGKILL the next export reuses those that are undamaged.
     downloads = out.resolve().with_name(f".{out.name}.download")
     try:
         local = local_checkpoint(checkpoint, downloads)

@@ -14,7 +14,8 @@ from torch.compiler import config as compiler
 from torch.utils.checkpoint import checkpoint
 
 _VARIANTS = 64
-"""Maximum number of compiled versions of a layer, one per layer kind, phase, training or validation, and microbatch size."""
+"""Maximum number of compilations of a layer's forward function. Each combination of layer kind, objective, microbatch size,
+and training or validation needs one."""
 
 
 def compile_layers(backbone: Any) -> None:
@@ -44,8 +45,8 @@ class _RecomputedForward:
 def recompute_layers(backbone: Any, indices: Iterable[int]) -> None:
     """Store only the inputs of the given layers (counted from 0), and recompute the layers in the backward pass.
 
-    transformers' gradient checkpointing is inside the forward function that `compile_layers` compiles, so each recomputed
-    layer would need its own compilation. Call this function after `compile_layers`.
+    Call this function after `compile_layers`: the compiled forward function is recomputed as a whole. transformers' own
+    gradient checkpointing would be compiled with the layer, and each recomputed layer would need its own compilation.
     """
     for index in indices:
         backbone.layers[index].forward = _RecomputedForward(backbone.layers[index])

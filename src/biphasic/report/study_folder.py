@@ -2,7 +2,7 @@
 
 <model>/config.yaml, metrics.jsonl      a pretraining run, as `job: pretrain` leaves it
 <any folder>/sweep.json, trials/        a sweep, as `job: sweep` leaves it; there may be several
-<any folder>/scores.json                an evaluation, as `job: evaluate` leaves it; a folder above has the model's name
+<any folder>/scores.json                an evaluation, as `job: evaluate` leaves it; a folder above it has the model's name
 """
 
 from __future__ import annotations
@@ -34,18 +34,19 @@ EVALUATION_FILE = "scores.json"
 
 @dataclass(frozen=True)
 class EvaluationRow:
-    """A score of an evaluation of a model, or of a baseline beside it."""
+    """One score of a model, or of a baseline that was evaluated beside it."""
 
     model: str
     system: str
+    """The model's name in the evaluation, or the baseline's, such as `bm25`."""
     task: str
     split: str
     documents: str
-    """`full` or `judged`: the corpus that was searched."""
+    """Which documents were searched: `full` (all of the corpus) or `judged`."""
     metric: str
     value: float
     interval: tuple[float, float] | None
-    """95% bootstrap interval of NDCG@10 over queries."""
+    """95% bootstrap interval over queries, for the metric NDCG@10 only."""
 
 
 @dataclass(frozen=True)
@@ -55,10 +56,11 @@ class Study:
     models: dict[str, Facets]
     """Models with a run or scores."""
     unplaced: dict[str, str]
-    """For each model that no figure can show, the reason."""
+    """Models that no figure can show, with the reason."""
     notes: list[str]
-    """Files that could not be used, one line each."""
+    """Warnings, one line for each file that could not be used."""
     rows: list[ScoreRow]
+    """Scores of sweeps."""
     evaluations: list[EvaluationRow]
     losses: list[LossPoint]
     events: list[LossEvent]
@@ -74,13 +76,17 @@ def is_study(folder: str) -> bool:
         return False
     files = _files([folder])
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
-        message = f"has no {GRID_FILE}: it is not a sweep's output, nor a study's, in which folders have runs or sweeps"
+        message = f"is no sweep's output (it has no {GRID_FILE}), and no study's folder: none of its folders has a run or a sweep"
         raise UserError(f"{folder}: {message}")
     return True
 
 
 def read_study(folders: Sequence[str]) -> Study:
-    """Read a study's folders: several if its records are in a bucket, and its logs on a machine.
+    """Read a study.
+
+    Args:
+        folders: the study's folder; or several, for example a bucket's prefix with its records and a local folder with
+            its logs.
 
     Raises:
         UserError: a file can't be read or is in two of the folders, or two sweeps have scores of the same model on the same

@@ -10,7 +10,7 @@ from pathlib import Path
 from biphasic.storage.paths import first_line, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
-"""Folders that the YAMLs write to. A path into them is never a hub id."""
+"""Folders that jobs write to by default. A path into them is never a hub id."""
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _TIMEOUT = 10.0
 
@@ -19,14 +19,15 @@ def is_local_path(path: str) -> bool:
     """Return whether a path can only be local: `./x`, `~/x`, `/x`, `x/`, `a/b/c`, or a path into `runs/` or `data/`."""
     if is_remote(path):
         return False
-    is_written = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1
-    return is_written or path.split("/")[0] in _OWN_FOLDERS
+    looks_local = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1
+    return looks_local or path.split("/")[0] in _OWN_FOLDERS
 
 
 def why_missing(path: str, revision: str | None = None) -> str | None:
     """Return why a model or tokenizer can't be loaded, or None if it is a folder here, in the hub's cache or on the hub.
 
-    The hub is asked once, without retries.
+    The hub is asked once, without retries. Also None for a path in a bucket, which is not checked, and if the hub is
+    overloaded.
     """
     if Path(path).is_dir() or is_remote(path):
         return None
@@ -47,7 +48,7 @@ def _why_not_on_hub(path: str, revision: str | None) -> str | None:
         with hub_errors():
             get_hf_file_metadata(hf_hub_url(path, _FILES[0], revision=revision), timeout=_TIMEOUT)
     except EntryNotFoundError:
-        return None
+        return None  # The repository is there, without this file.
     except GatedRepoError:
         return "access is restricted: accept its terms on the hub, and log in (hf auth login)"
     except RepositoryNotFoundError:

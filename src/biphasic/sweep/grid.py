@@ -22,7 +22,7 @@ from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.sweep.records import Cell, Grid, GridModel, GridTask
 
 TRIAL_MODULE = "biphasic.finetuning.trial"
-"""The module with functions that name, estimate and run trials. Tests replace it by one with smaller trials."""
+"""Name of the module whose functions name trials, estimate their memory, and run them. Tests use one with smaller trials."""
 _QUIET = ("logging.progress_bar=false", "logging.jsonl=false", "logging.tensorboard=false")
 """Overrides that turn off a single run's logging; the sweep's `overrides` can turn it on again."""
 
