@@ -76,8 +76,10 @@ def is_study(folder: str) -> bool:
         return False
     files = _files([folder])
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
-        message = f"is no sweep's output (it has no {GRID_FILE}), and no study's folder: none of its folders has a run or a sweep"
-        raise UserError(f"{folder}: {message}")
+        raise UserError(
+            f"{folder}: is no sweep's output (it has no {GRID_FILE}), and no study's folder (none of its folders has a run "
+            "or a sweep)"
+        )
     return True
 
 
