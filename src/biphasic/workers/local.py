@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -101,18 +102,15 @@ class LocalEngine:
 
     def lost(self, ended: str) -> WorkerLostError:
         """Return the error for a worker that ended unexpectedly, with this exit code, or reason if there is no exit code."""
+        kills = _count_oom_kills()
+        out_of_memory = ended == str(-signal.SIGKILL) and kills > self._oom_kills
+        # Of the counted kills, one was this worker's.
+        self._oom_kills = self._oom_kills + 1 if out_of_memory else kills
         if not ended.lstrip("-").isdigit():
             return WorkerLostError(ended)
-        if (code := int(ended)) >= 0:
-            return WorkerLostError(f"exit status {code}")
-        kills = _count_oom_kills()
-        out_of_memory = code == -signal.SIGKILL and kills > self._oom_kills
-        if out_of_memory:
-            # One of the counted kills was this worker's.
-            self._oom_kills += 1
-        else:
-            self._oom_kills = kills
-        return WorkerLostError(f"signal {-code}, {signal.strsignal(-code)}", out_of_memory)
+        code = int(ended)
+        reason = f"exit status {code}" if code >= 0 else f"signal {-code}, {signal.strsignal(-code)}"
+        return WorkerLostError(reason, out_of_memory)
 
     def _least_loaded_gpu(self) -> str:
         load = {gpu: sum(worker.gpu_share for worker in self._workers if gpu in worker.gpus) for gpu in self._gpus}
@@ -152,7 +150,9 @@ class _LocalWorker:
         other_end.close()
         self._process: int | None = None
         """File descriptor of the process, which becomes readable when it ends; None until it has sent its process id."""
-        self.started = self._pending = _LocalCall(self)
+        self.started = _LocalCall(self)
+        self._pending = deque([self.started])
+        """Calls without an outcome, in the order in which the worker answers them."""
 
     @property
     def handles(self) -> list[Any]:
@@ -167,22 +167,25 @@ class _LocalWorker:
 
     def call(self, method: str, *arguments: Any) -> _LocalCall:
         """Call a method of the worker's object."""
-        self._pending = _LocalCall(self)
+        call = _LocalCall(self)
+        self._pending.append(call)
         self._send((method, arguments))
-        return self._pending
+        return call
 
     def read(self) -> None:
         """Read the messages that have arrived."""
         try:
             # The end of the pipe is not enough: processes that the worker has forked keep it open.
             has_ended = self._process is not None and bool(wait([self._process], 0))
-            while self._pending.outcome is None and self._connection.poll():
+            while self._pending and self._connection.poll():
                 self._take(pickle.loads(self._connection.recv_bytes()))
-            if self._pending.outcome is None and has_ended:
+            if self._pending and has_ended:
                 raise EOFError
         except (EOFError, OSError):
             self.kill()
-            self._pending.outcome = None, self._engine.lost(self._server.how_it_ended(self._number))
+            error = self._engine.lost(self._server.how_it_ended(self._number))
+            while self._pending:
+                self._pending.popleft().outcome = None, error
 
     def kill(self) -> None:
         """Kill the process, and wait until it has ended, if it has sent its process id."""
@@ -206,10 +209,11 @@ class _LocalWorker:
         elif kind == "error":
             error, trace = content
             error.__cause__ = RemoteTraceback(trace)
-            self._pending.outcome = None, error
+            self._pending.popleft().outcome = None, error
         else:
-            value = Location(socket.gethostname(), self.gpus) if self._pending is self.started else content
-            self._pending.outcome = value, None
+            call = self._pending.popleft()
+            value = Location(socket.gethostname(), self.gpus) if call is self.started else content
+            call.outcome = value, None
 
     def _send(self, message: Any) -> None:
         content = pickle.dumps(message)
