@@ -62,6 +62,9 @@ class Total:
             "imported": "this" in sys.modules,
         }
 
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def size(self, content: bytes) -> int:
         return len(content)
 

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -78,14 +79,16 @@ class LocalEngine:
 
     def wait(self, calls: Iterable[Call], seconds: float) -> list[Call]:
         """Wait up to `seconds` for one of the calls to end, and return those that have ended."""
-        local = cast(list[_LocalCall], list(calls))
-        pending = [call for call in local if call.outcome is None]
-        if len(pending) == len(local):
-            ready = set(wait([handle for call in pending for handle in call.worker.handles], seconds))
-            for call in pending:
+        local, end = cast(list[_LocalCall], list(calls)), time.monotonic() + seconds
+        while True:
+            ended = [call for call in local if call.outcome is not None]
+            left = end - time.monotonic()
+            if ended or left < 0:
+                return ended
+            ready = set(wait([handle for call in local for handle in call.worker.handles], left))
+            for call in local:
                 if not ready.isdisjoint(call.worker.handles):
                     call.worker.read()
-        return [call for call in local if call.outcome is not None]
 
     def close(self) -> None:
         """Kill all workers, and wait until they have ended."""
