@@ -109,7 +109,7 @@ class ClusterConfig(Section):
     """Where a job's worker processes run: on this machine, or on a Ray cluster."""
 
     address: str | None = None
-    """Null: run on this machine, without Ray. `auto`: use the Ray cluster that this machine belongs to. Otherwise: an address."""
+    """Null: run on this machine. `auto`: use the Ray cluster that this machine belongs to. Otherwise: an address."""
     shared_folder: bool = False
     """Whether all nodes of the cluster see the same local sources and outputs."""
 

@@ -160,7 +160,7 @@ def open_workers(module: str, output: str, cluster: SweepCluster, estimate_bytes
     threads = str(cluster.cpus_per_trial)
     environment = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     environment["TOKENIZERS_PARALLELISM"] = "true" if cluster.cpus_per_trial > 1 else "false"
-    with open_engine(cluster, output, environment, ("biphasic.sweep.worker", module)) as engine:
+    with open_engine(cluster, output, environment, ("torch", "biphasic.sweep.worker", module)) as engine:
         gpu_bytes = engine.smallest_gpu_bytes() if engine.gpus and cluster.trials_per_gpu == "auto" else None
         estimates = estimate_bytes() if gpu_bytes else {}
         cpus = engine.cpus

@@ -84,7 +84,7 @@ class LocalEngine:
             ended = [call for call in local if call.outcome is not None]
             left = end - time.monotonic()
             if ended or left < 0:
-                return ended
+                return list[Call](ended)
             ready = set(wait([handle for call in local for handle in call.worker.handles], left))
             for call in local:
                 if not ready.isdisjoint(call.worker.handles):
