@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -142,19 +141,3 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.undo()
         server.terminate()
         server.wait(10)
-
-
-@pytest.fixture(scope="module")
-def running_ray() -> Iterator[None]:
-    """One Ray for a module's tests; not for the session, in which other tests start their own."""
-    from biphasic.cluster import ray_session
-
-    with ray_session(None, 2, {"OMP_NUM_THREADS": "1"}):
-        yield
-
-
-@pytest.fixture
-def shared_ray(running_ray: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Conversions and sweeps of this test run on the module's Ray; starting their own takes seconds each."""
-    for module in ("biphasic.conversion.pool", "biphasic.sweep.workers"):
-        monkeypatch.setattr(f"{module}.ray_session", lambda *_: nullcontext())

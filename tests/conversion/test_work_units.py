@@ -20,7 +20,7 @@ from biphasic.conversion import worker
 from biphasic.conversion.convert import convert, source_files
 from biphasic.conversion.merge import count_repeated
 from biphasic.conversion.packing import document_number, in_validation
-from biphasic.conversion.pool import _convert_on_worker
+from biphasic.conversion.pool import UnitWorker
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.conversion.verify import verify
@@ -78,7 +78,6 @@ KEYS: dict[str, Any] = {"validation_fraction": 0.1, "unit_bytes": 400_000, "shar
 ALONE, TWO = {"workers": 1}, {"workers": 2}
 
 
-@pytest.mark.usefixtures("shared_ray")
 def test_the_bytes_are_the_same_however_many_workers(many: Path, config_for: Make, tmp_path: Path) -> None:
     alone = convert(config_for(many, output=str(tmp_path / "alone"), cluster=ALONE, **KEYS))
     assert len(alone["units"]) > 4
@@ -200,7 +199,6 @@ def test_a_budget_of_tokens_is_met_exactly(many: Path, config_for: Make, tmp_pat
     assert verify(str(tmp_path / "out"), again=2, progress=False).faults == []
 
 
-@pytest.mark.usefixtures("shared_ray")
 def test_a_budget_does_not_depend_on_the_workers_or_on_interruptions(
     many: Path, config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -298,7 +296,7 @@ def test_a_very_long_text_is_tokenized_in_parts(config_for: Make, tmp_path: Path
 
 
 def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tmp_path: Path) -> None:
-    """Ray's workers get a pickled copy of the tokenizer, which loses a setting."""
+    """Workers get a pickled copy of the tokenizer, which loses a setting."""
     records = [{"id": str(at), "text": f"{at} the <|mask|> model <|eos|>"} for at in range(40)]
     config = config_for(records, cluster=ALONE)
     record = convert(config)
@@ -310,7 +308,7 @@ def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tm
     )
     copy = pickle.loads(pickle.dumps(context))
     assert not copy.tokenizer.tokenizer.encode_special_tokens
-    result = _convert_on_worker(copy, unit, None, Mock())
+    result = UnitWorker(copy, Mock()).convert(unit, None)
     assert result.record is not None
     hashes = [shard["zip_data"]["hashes"] for shard in result.record["splits"]["train"]["shards"]]
     assert [shard["hash"] for shard in record["splits"]["train"]["shards"]] == [hash["xxh64"] for hash in hashes]

@@ -1,4 +1,4 @@
-"""Sweeps of small trials, and one Ray for all of them."""
+"""Sweeps of small trials."""
 
 from __future__ import annotations
 

@@ -23,12 +23,12 @@ DRIVE = [sys.executable, str(Path(__file__).with_name("drive.py"))]
 
 
 def workers_of(folder: Path) -> list[int]:
-    """The processes that run this test's trials. (Ray's idle workers take a while to notice that Ray is gone.)"""
+    """The processes of this test's sweep, except its driver: the workers, and the process that forks them."""
 
     def is_worker(process: Path) -> bool:
         try:
-            return (process / "cmdline").read_bytes().startswith(b"ray::Worker.run") and (
-                str(folder).encode() in (process / "environ").read_bytes()
+            return str(folder).encode() in (process / "environ").read_bytes() and (
+                b"biphasic.workers.fork_server" in (process / "cmdline").read_bytes()
             )
         except OSError:
             return False
@@ -67,7 +67,7 @@ def test_each_trial_has_one_record_after_sigkill(
     assert isinstance(config, SweepConfig)
     driver = subprocess.Popen([*DRIVE, str(path)], start_new_session=True)
     assert wait_until(lambda: len(read_log(log, "started")) == 4, 60)
-    assert len(workers_of(tmp_path)) == 2
+    assert len(workers_of(tmp_path)) == 3
     driver.kill()
     driver.wait()
     assert wait_until(lambda: workers_of(tmp_path) == [], 1), "a worker outlives its driver"

@@ -1,4 +1,4 @@
-"""A sweep as users run it: real fine-tunings on Ray by `src/main.py`, which ends with the report."""
+"""A sweep as users run it: real fine-tunings by `src/main.py`, which ends with the report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sweeps of small trials on Ray, and the driver by itself."""
+"""Sweeps of small trials, and the driver by itself."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.plan import describe_plan, plan_sweep
 from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
 from biphasic.sweep.run import STOPPED, Driver, run
-from biphasic.sweep.worker import FinishedJob, TrialJob, WorkerLocation
-from biphasic.sweep.workers import Workers, _Slot, choose_layout
+from biphasic.sweep.worker import FinishedJob, TrialJob
+from biphasic.sweep.workers import Workers, choose_layout
+from biphasic.workers.engine import Location
 from buckets import bucket_for
 from small_trials import read_log
 
@@ -41,7 +42,6 @@ def records_of(config: SweepConfig) -> dict[str, TrialRecord]:
     return read_records(folder, read_grid(folder).trials)
 
 
-@pytest.mark.usefixtures("shared_ray")
 def test_failed_killed_and_duplicate_trials(
     sweep: LoadSweep, log: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -86,7 +86,6 @@ def test_failed_killed_and_duplicate_trials(
     assert not (Path(config.output) / "lock.json").exists()
 
 
-@pytest.mark.usefixtures("shared_ray")
 def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     cost = {"dollars_per_hour": 2.0, "flops_per_second": 1e3}
     config = sweep({"a": {"do": "train"}, "b": {"do": "train", "x": 1}}, cluster={"at_once": 1}, cost=cost)
@@ -108,7 +107,6 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     assert missing.faults is not None and "b.model: is not there" in missing.faults
 
 
-@pytest.mark.usefixtures("shared_ray")
 def test_records_in_a_bucket(sweep: LoadSweep, log: Path, s3: Path) -> None:
     output = f"s3://{bucket_for(s3, 'sweeps')}/one"
     config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output=output, cluster={"at_once": 2})
@@ -149,7 +147,6 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     assert records_of(config) == {} and not lock.exists()
 
 
-@pytest.mark.usefixtures("shared_ray")
 def test_a_module_that_cannot_be_imported(sweep: LoadSweep) -> None:
     with pytest.raises(ModuleNotFoundError, match="no_such_trials"):
         run(sweep(cluster={"at_once": 1}), module="no_such_trials")
@@ -174,14 +171,15 @@ def test_layout() -> None:
 
 def test_trials_on_gpus_fit_their_memory() -> None:
     """Without a GPU: only the workers' locations count."""
-    actor = SimpleNamespace(run=SimpleNamespace(remote=lambda job: job), location=SimpleNamespace(remote=lambda: None))
+    process = SimpleNamespace(call=lambda method, job: job, started=object())
+    engine: Any = SimpleNamespace(start=lambda *_, **__: process)
 
     def started(*sizes: int | None) -> int:
-        workers = Workers.__new__(Workers)
-        workers._layout = choose_layout(SweepCluster(), 16, 2, 80 * GIB, [10 * GIB])
-        workers._slots = [_Slot(actor) for _ in range(12)]
-        for index, slot in enumerate(workers._slots):
-            slot.location = WorkerLocation("node", (str(index // 6),))
+        layout = choose_layout(SweepCluster(), 16, 2, 80 * GIB, [10 * GIB])
+        workers = Workers(engine, "", "", SweepCluster(), layout, {})
+        assert workers.size == 12
+        for index, slot in enumerate(workers._group.slots):
+            slot.location, slot.pending = Location("node", (str(index // 6),)), None
         jobs = [TrialJob(str(index), None, None, size and size * GIB) for index, size in enumerate(sizes)]  # pyright: ignore
         return len(workers.start(jobs))
 

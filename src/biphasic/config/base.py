@@ -106,7 +106,7 @@ class RunConfig(JobConfig):
 
 
 class ClusterConfig(Section):
-    """The Ray cluster that runs a job."""
+    """Where a job's worker processes run: on this machine, or on a Ray cluster."""
 
     address: str | None = None
     """Null: run on this machine. `auto`: use the Ray cluster that this machine belongs to. Otherwise: an address."""

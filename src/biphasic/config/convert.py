@@ -77,7 +77,7 @@ class SegmentsConfig(Section):
 
 
 class ConvertCluster(ClusterConfig):
-    """Where work units are converted. A single worker runs in the main process; several workers run on Ray."""
+    """Where work units are converted. On this machine, a single worker runs in the main process."""
 
     workers: Positive | None = None
     """Number of work units to convert at a time. Default: the number of cores (of the cluster)."""

@@ -36,7 +36,7 @@ class SweepModel(EncoderConfig):
 
 
 class SweepCluster(ClusterConfig):
-    """The Ray cluster that runs the trials, and the number of trials at a time."""
+    """Where trials run: on this machine or on a Ray cluster, and how many at a time."""
 
     cpus_per_trial: Positive = 1
     """Number of cores for a trial, which is also its number of threads in PyTorch and in the tokenizer."""

@@ -24,7 +24,7 @@ from typing import Any
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.merge import merge_records, publish
 from biphasic.conversion.output import LockedOutput, lock_output, read_record, require_same, write_error_message
-from biphasic.conversion.pool import InlinePool, RayPool, UnitResult, open_pool
+from biphasic.conversion.pool import InlinePool, UnitResult, WorkerPool, open_pool
 from biphasic.conversion.progress import Progress
 from biphasic.conversion.reading import ReadOptions, SourceFile
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
@@ -128,7 +128,7 @@ class _Driver:
             raise UserError("\n".join([*self.faults, f"{config.output}: {count}; no dataset is published yet"]))
         return selected
 
-    def _convert_all(self, pool: InlinePool | RayPool, waiting: deque[WorkUnit], progress: Progress) -> None:
+    def _convert_all(self, pool: InlinePool | WorkerPool, waiting: deque[WorkUnit], progress: Progress) -> None:
         running, stopping = 0, False
         while True:
             while waiting and running < pool.size and not stopping:

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from biphasic.amounts import format_bytes, format_seconds
-from biphasic.cluster import available_cores
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.packing import token_dtype
@@ -19,6 +18,7 @@ from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.storage import is_remote
+from biphasic.workers.resources import available_cores
 
 _SAMPLES, _SAMPLE_DOCUMENTS = 8, 250
 _SCRATCH_SHARDS = 9

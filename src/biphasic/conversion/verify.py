@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from biphasic.cluster import available_cores
 from biphasic.config.conversion_record import CONVERSION_RECORD
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import source_files
@@ -32,6 +31,7 @@ from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import first_line, join, open_store
+from biphasic.workers.resources import available_cores
 
 _WORTH_PROCESSES = 32
 """Minimum number of shards for which several processes are worth their start-up time."""

@@ -28,6 +28,8 @@ from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokeni
 from biphasic.model.fingerprint import file_stamps, model_fingerprint
 from biphasic.model.heads import initialize_head
 
+WORKER_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
+"""Modules that `run_trial` imports when it is called. A sweep imports them once for all of a machine's workers."""
 _NOT_IN_NAME: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
     "task": {"data": True, "scored_on": True},

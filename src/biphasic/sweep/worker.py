@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import socket
-import sys
 import time
 import traceback
 from dataclasses import dataclass, replace
@@ -42,14 +39,6 @@ class FinishedJob:
     """Why there is no record."""
 
 
-@dataclass(frozen=True)
-class WorkerLocation:
-    """A worker's node and its GPUs on that node."""
-
-    node: str
-    gpus: tuple[str, ...]
-
-
 def failed_record(job: TrialJob, error: BaseException | str, trace: str) -> TrialRecord:
     """Return the record of a failed trial."""
     first_line = str(error).strip().partition("\n")[0]
@@ -59,10 +48,9 @@ def failed_record(job: TrialJob, error: BaseException | str, trace: str) -> Tria
 
 
 class Worker:
-    """A Ray actor that runs trials, one at a time."""
+    """Runs trials in a worker process, one at a time."""
 
     def __init__(self, module: str, output: str, threads: int, per_device: int):
-        _die_with_parent()
         import torch
 
         torch.set_num_threads(threads)
@@ -72,12 +60,6 @@ class Worker:
         # Without freezing, garbage collection after each trial would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
-
-    def location(self) -> WorkerLocation:
-        """Return the node and the GPUs of this process, after the imports in `__init__`."""
-        import ray
-
-        return WorkerLocation(ray.get_runtime_context().get_node_id(), tuple(map(str, ray.get_gpu_ids())))
 
     def run(self, job: TrialJob) -> FinishedJob:
         """Train, score and write the record. A trial whose record is `done` is not run again."""
@@ -110,21 +92,6 @@ class Worker:
             # The trial runs again, and its record replaces the unreadable file.
             return None
         return record if record is not None and record.status == "done" else None
-
-
-def _die_with_parent() -> None:
-    """Ask the kernel to kill this process when its parent dies.
-
-    Ray needs seconds to kill it, in which a trial could write its record while the next driver runs the same trial.
-    """
-    if sys.platform != "linux":
-        return
-    import ctypes
-
-    parent = os.getppid()
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def _is_out_of_gpu_memory(error: BaseException) -> bool:

@@ -1,23 +1,37 @@
-"""A conversion on a Ray cluster that is already running, of two machines."""
+"""Workers, a conversion and a sweep on a Ray cluster that is already running, of two machines."""
 
 from __future__ import annotations
 
+import json
+import os
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
+import yaml
 
+from biphasic.config.base import ClusterConfig
 from biphasic.config.convert import ConvertConfig
+from biphasic.config.load import load
+from biphasic.config.sweep import SweepConfig
 from biphasic.conversion.convert import convert
 from biphasic.errors import UserError
+from biphasic.storage import open_store
+from biphasic.sweep.records import read_grid, read_records
+from biphasic.sweep.run import run
+from biphasic.workers import open_engine
 from outputs import same_bytes
+from small_trials import read_log
 from texts import sentences, write_parquet
+from worker_objects import check_engine
 
 Make = Callable[..., ConvertConfig]
 STORE = 100 * 2**20
+TESTS = str(Path(__file__).parents[1])
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +39,11 @@ def cluster() -> Iterator[Any]:
     from ray.cluster_utils import Cluster
 
     head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE}
-    ray_cluster = Cluster(initialize_head=True, head_node_args=head)
-    ray_cluster.add_node(num_cpus=1, object_store_memory=STORE)
+    with pytest.MonkeyPatch.context() as patch:
+        # Workers import this folder's modules by name.
+        patch.setenv("PYTHONPATH", TESTS, prepend=os.pathsep)
+        ray_cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray_cluster.add_node(num_cpus=1, object_store_memory=STORE)
     ray_cluster.wait_for_nodes()
     yield ray_cluster
     ray_cluster.shutdown()
@@ -44,6 +61,46 @@ def test_auto_without_a_cluster(keys: dict[str, Any], config_for: Make, tmp_path
     """Before the module's cluster starts."""
     with pytest.raises(UserError, match=r"^cluster.address auto: no Ray cluster can be reached \("):
         convert(config_for(tmp_path / "text", **keys, cluster={"address": "auto"}))
+
+
+def test_values_errors_reports_and_a_killed_worker(cluster: Any, tmp_path: Path) -> None:
+    reports: list[tuple[int, int]] = []
+    section = ClusterConfig(address=cluster.address, shared_folder=True)
+    with open_engine(
+        section, str(tmp_path), {"OF_WORKERS": "yes"}, (), lambda *values: reports.append(values)
+    ) as engine:
+        assert (engine.cpus, engine.gpus) == (2, 0)
+        check_engine(engine, reports)
+
+
+def test_a_sweep_on_two_machines(cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One model kills its worker once, one fails, one trains."""
+    log = tmp_path / "log"
+    for name, content in (("good", {"do": "train"}), ("bad", {"do": "fail"}), ("dies", {"do": "die", "times": 1})):
+        (tmp_path / name).write_text(json.dumps({**content, "log": str(log)}))
+    task = {"kind": "classification", "name": "sst2", "data": str(tmp_path / "data")}
+    content = {"job": "finetune", "run_name": "sst2", "model": {"path": "none"}, "task": task}
+    (tmp_path / "sst2.yaml").write_text(yaml.safe_dump(content))
+    sweep = {"job": "sweep", "output": str(tmp_path / "out"), "learning_rates": [1e-5], "seeds": [0],
+             "models": {name: {"path": str(tmp_path / name)} for name in ("good", "bad", "dies")},
+             "tasks": {"sst2": str(tmp_path / "sst2.yaml")},
+             "cluster": {"address": cluster.address, "shared_folder": True}}  # fmt: skip
+    (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    config = load(tmp_path / "sweep.yaml")
+    assert isinstance(config, SweepConfig)
+    assert run(config, module="small_trials") == 1
+    folder = open_store(config.output)
+    records = {record.cell.model: record for record in read_records(folder, read_grid(folder).trials).values()}
+    assert {model: record.status for model, record in records.items()} == {
+        "good": "done",
+        "bad": "failed",
+        "dies": "done",
+    }
+    assert records["bad"].error == "ValueError: no such luck"
+    assert records["dies"].about["attempt"] == 1
+    assert records["good"].about["threads"] == [1, "1", "1", "false"]
+    assert Counter(read_log(log, "trained")) == {"sst2-good-1e-05-0": 1, "sst2-dies-1e-05-0": 1}
+    assert "dies lr 1e-05 seed 0: its worker died; another worker runs the trial" in capsys.readouterr().out
 
 
 def test_two_machines_write_what_one_does(
