@@ -49,10 +49,12 @@ $(READY): requirements.lock pyproject.toml
 quickstart: env
 	$(BIN)/python recipes/quickstart/quickstart.py
 
-# COVERAGE=1 also prints which lines of src/ ran, in subprocesses too.
+# It ends with the lines of src/ that its processes ran; those of commands that it starts are not counted.
 test: env
 	@# One thread a process: tiny models are slower with more.
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder -m "not slow" $(if $(COVERAGE),--cov --cov-report=term:skip-covered)
+	OMP_NUM_THREADS=1 $(BIN)/python -m slipcover --skip-covered --out $(VENV)/coverage.txt -m pytest -n $(WORKERS) --dist loadscope \
+		--no-loadscope-reorder -m "not slow"; status=$$?; echo "coverage of src/ (all files: $(VENV)/coverage.txt):"; \
+		tail -n 1 $(VENV)/coverage.txt; exit $$status
 
 # Also the long forms: many kills, whole benchmarks, thousands of generated inputs. CONTRIBUTING.md says when to run them.
 test-all: env
