@@ -93,7 +93,7 @@ class _PrintKeys(argparse.Action):
         parser.exit()
 
 
-def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
+def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None = None) -> int:
     from biphasic.sweep.run import run
 
     status = run(config, options.limit, options.retry_failed)
@@ -101,7 +101,7 @@ def _sweep(config: SweepConfig, options: argparse.Namespace) -> int:
         from biphasic.report.run import write_report
 
         try:
-            write_report([config.output])
+            write_report([config.output], report)
         except UserError as error:  # The status is the sweep's.
             print(error, file=sys.stderr)
     return status
@@ -135,7 +135,8 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     from biphasic.study.stages import evaluate, export, sweep_config
 
     if stage == "finetune":
-        return _after_stage(_sweep(sweep_config(config), options), options, stage)
+        report = f"{config.local_folder}/sweep/report"
+        return _after_stage(_sweep(sweep_config(config), options, report), options, stage)
     return _after_stage({"export": export, "evaluate": evaluate}[stage](config, options.limit), options, stage)
 
 

@@ -171,7 +171,7 @@ def test_every_command_of_the_page(s3: Path, tmp_path: Path, monkeypatch: pytest
     assert before.count(" ready") == 2 and before.count(" waits") == 1 and " dollars" in before
     assert after.count(" done") == 3 and (tmp_path / "tree.svg").read_text().startswith("<svg")
     assert "nothing" not in outputs[study][0] and "610m-mlm40-12: 12 batches" in outputs[study][0]
-    assert outputs[study][1] == ""
+    assert outputs[study][1].startswith("trained, by the runs' records: ") and "610m" not in outputs[study][1]
     # With Slurm only what is not done is submitted: nothing is left.
     assert (tmp_path / "log").read_text().startswith("squeue") and "sbatch" not in (tmp_path / "log").read_text()
     assert len(list(runs.glob("*/encoder/biphasic.json"))) == 3
@@ -179,3 +179,4 @@ def test_every_command_of_the_page(s3: Path, tmp_path: Path, monkeypatch: pytest
     assert " dollars" in outputs[f"{study} --stage finetune --plan"][0]
     assert len(list(runs.glob("evaluate/*/scores.json"))) == 3
     assert (runs / "report" / "report.md").is_file() and (runs / "report" / "against.md").is_file()
+    assert (runs / "sweep" / "report" / "report.md").is_file() and not (ROOT / "report").exists()
