@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 from streaming import MDSWriter
+from streaming.base.constant import TICK
+from streaming.base.dataset import _Iterator, _IterState
 from streaming.base.shared.memory import SharedMemory
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -193,12 +195,31 @@ def _create_and_record(self: SharedMemory, *arguments: Any, **keys: Any) -> None
 
 SharedMemory.__init__ = _create_and_record
 
+_iterators: list[_Iterator] = []
+_start = _Iterator.__init__
+
+
+def _start_and_record(self: _Iterator, *arguments: Any) -> None:
+    _start(self, *arguments)
+    _iterators.append(self)
+
+
+_Iterator.__init__ = _start_and_record
+
 
 def release_streaming() -> None:
-    """Free the shared memory of datasets that no longer exist. Streaming does so when the process ends, and each new dataset
-    opens all shared memory, so that a process with many tests would run out of files."""
+    """End the threads of datasets that were not read to their end, and free the shared memory of those that no longer exist.
+
+    Streaming does so when the process ends. In a process with many tests, each such thread would look for work 140 times a
+    second, and each new dataset would open all shared memory, until the process runs out of files.
+    """
     if not _held:
         return
+    unfinished = [iterator for iterator in _iterators if iterator._state == _IterState.ITERATING]
+    _iterators.clear()
+    for iterator in unfinished:
+        iterator.non_blocking_exit()
+    time.sleep(2 * TICK if unfinished else 0)
     gc.collect()
     for memory in list(_held):
         try:
