@@ -10,7 +10,7 @@ import pytest
 import small_repository
 from documented_commands import OURS, ROOT, Call, calls, pages
 
-# Parts of README's commands that only the slow test runs: many trainings, the trace of a graph, or what another command shows.
+# Parts of README's commands that only the slow test runs: many trainings, a traced graph, or what another command shows.
 SLOW = ("run_name=210m-3e-4", "yamls/sweep/paper.yaml", "biphasic report", "--onnx")
 # What is never run here, by how the command begins, and why.
 NOT_RUN = {
