@@ -17,4 +17,4 @@ if [[ -e $model/tokenizer.json ]]; then tokenizer=(tokenizer="$model"); fi
 
 biphasic convert recipes/long_context/data.yaml "${tokenizer[@]}"
 composer src/main.py recipes/long_context/pretrain.yaml run_name="$name" model.init_from="$model" "$@"
-biphasic export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name"
+biphasic export "${BUCKET:-runs}/$name/checkpoints" "encoders/$name" --force

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
@@ -13,6 +14,9 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from biphasic.config.convert import ConvertConfig
+from biphasic.config.load import load_job
+from biphasic.conversion.packing import document_number, in_validation
 from biphasic.data.tokenizer import load_tokenizer
 from decoders import saved_decoder
 from hub_server import Repository, serve_hub
@@ -52,6 +56,11 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     (folder / "sample" / "100BT").mkdir(parents=True)
     (folder / "README.md").write_text(CARD)
     texts = [*sentences(1000, seed=1), *sentences(30, seed=2, longest=20_000)]
+    # One text in a thousand is for validation, by a hash of its id: make the longest one of them.
+    fraction = load_job(ConvertConfig, ROOT / "recipes" / "long_context" / "data.yaml").validation_fraction
+    ids = (f"long {number}" for number in itertools.count())
+    longest = max(texts, key=lambda record: len(record["text"]))
+    longest["id"] = next(name for name in ids if in_validation(document_number(name), fraction))
     records = [{**record, "token_count": len(record["text"].split())} for record in texts]
     write_parquet(folder / "sample" / "100BT" / "000.parquet", records)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
