@@ -22,4 +22,4 @@ biphasic convert recipes/continue_decoder/data.yaml tokenizer="$decoder" output=
     max_tokens=$((steps * 2359296))
 composer src/main.py recipes/continue_decoder/pretrain.yaml run_name="$run" model.init_from="$decoder" data.folder="$data" \
     max_duration="${steps}ba" "$@"
-biphasic export "${BUCKET:-runs}/$run/checkpoints" "encoders/$run"
+biphasic export "${BUCKET:-runs}/$run/checkpoints" "encoders/$run" --force
