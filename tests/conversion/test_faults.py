@@ -276,6 +276,11 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
         return []
 
 
+def send_signal(processes: list[psutil.Process], number: signal.Signals) -> None:
+    for process in processes:
+        os.kill(process.pid, number)
+
+
 def kill_with_children(process: subprocess.Popen[bytes]) -> None:
     children = psutil.Process(process.pid).children(recursive=True)
     process.kill()
@@ -328,13 +333,16 @@ def test_a_unit_whose_workers_die_too_often_stops_the_conversion(text: Path, con
     path = tmp_path / "convert.yaml"
     path.write_text(dump(config_for(text, **{**KEYS, "cluster": {"workers": 2, "retries": 0}})))
     process = run(path)
-    deadline = time.monotonic() + 100
-    while not list((tmp_path / "out").glob(".unfinished-*")) and time.monotonic() < deadline:
-        assert process.poll() is None
+    unfinished, deadline = tmp_path / "out", time.monotonic() + 100
+    workers: list[psutil.Process] = []
+    # Stopped workers stay where they are: one of the two is in the middle of a unit when they are killed.
+    while not workers or not list(unfinished.glob(".unfinished-*")):
+        assert process.poll() is None and time.monotonic() < deadline
+        send_signal(workers, signal.SIGCONT)
         time.sleep(0.01)
-    # Which of the two converts a unit at this moment is not known.
-    for worker in workers_of(process):
-        os.kill(worker.pid, signal.SIGKILL)
+        workers = workers_of(process)
+        send_signal(workers, signal.SIGSTOP)
+    send_signal(workers, signal.SIGKILL)
     assert process.wait(timeout=100) == 2
     output = (tmp_path / "output.txt").read_text()
     assert "parquet: its worker died 1 times; is there memory for each worker (cluster.workers)?" in output

@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -57,8 +58,12 @@ def keys(tmp_path: Path) -> dict[str, Any]:
     return {"unit_bytes": 450_000, "shard_bytes": 1 << 16, "validation_fraction": 0.05}
 
 
-def test_auto_without_a_cluster(keys: dict[str, Any], config_for: Make, tmp_path: Path) -> None:
-    """Before the module's cluster starts."""
+def test_auto_without_a_cluster(
+    keys: dict[str, Any], config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the module's cluster starts. Clusters of other programs on this machine are hidden from Ray."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.setattr("ray._private.services._cached_find_gcs_addresses", cache(set))
     with pytest.raises(UserError, match=r"^cluster.address auto: no Ray cluster can be reached \("):
         convert(config_for(tmp_path / "text", **keys, cluster={"address": "auto"}))
 
