@@ -118,7 +118,7 @@ class RayEngine:
         """Store the arguments in the cluster once, however many workers are started with them."""
         key = tuple(map(id, arguments))
         if key not in self._stored:
-            # The arguments are kept, so that their ids stay theirs.
+            # The arguments are kept: `id` is unique only among objects that exist.
             self._stored[key] = arguments, ray.put(arguments)
         return self._stored[key][1]
 
