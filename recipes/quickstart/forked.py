@@ -7,7 +7,6 @@ types. Its output goes to a log.
 from __future__ import annotations
 
 import atexit
-import ctypes
 import gc
 import multiprocessing
 import os
@@ -19,6 +18,8 @@ import types
 from collections.abc import Sequence
 from multiprocessing.context import ForkProcess
 from pathlib import Path
+
+from biphasic.workers.parent import die_with_parent
 
 CORES = len(os.sched_getaffinity(0))
 AT_ONCE = min(2, CORES)
@@ -56,10 +57,7 @@ def _run(command: list[str], log: Path, parent: int) -> None:
         os.dup2(output, descriptor)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-    if os.getppid() != parent:
-        os._exit(1)
+    die_with_parent(parent)
     os.environ["OMP_NUM_THREADS"] = str(THREADS)  # for a command that imports torch itself
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(THREADS)
