@@ -12,16 +12,23 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import (
+    AlbertConfig,
     AutoModel,
     AutoModelForSequenceClassification,
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    DebertaV2Config,
+    DistilBertConfig,
+    ElectraConfig,
     ModernBertConfig,
     ModernBertForMaskedLM,
+    MPNetConfig,
+    NomicBertConfig,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
+    XLMRobertaConfig,
 )
 
 from biphasic.config.architecture import Architecture
@@ -30,10 +37,12 @@ from biphasic.errors import UserError
 from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
+from biphasic.model import attention
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder
 from biphasic.model.forward import is_bidirectional, padding_groups
 from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.segments import Segments
 from conftest import Write
@@ -148,7 +157,7 @@ def test_hidden_states_equal_the_model_s(model: Path) -> None:
             changed = encoder.hidden(torch.tensor([*text[:-1], 9]), Segments.of([len(text)], torch.device("cpu")))
             assert (changed[0] - alone[0]).abs().max() > 1e-5
             at += len(text)
-        if encoder.is_packed:
+        if not encoder.is_own_family:
             return
         reference: Any = AutoModel.from_pretrained(model).eval()
         text = torch.tensor([texts[1]])
@@ -156,6 +165,64 @@ def test_hidden_states_equal_the_model_s(model: Path) -> None:
             reference(input_ids=text, attention_mask=torch.ones_like(text)).last_hidden_state[0],
             encoder.hidden(text[0], Segments.of([text.shape[1]], torch.device("cpu"))), atol=1e-5, rtol=1e-4,
         )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("config_class", "is_packed"),
+    [
+        (AlbertConfig, True),
+        (BertConfig, True),
+        (DistilBertConfig, True),
+        (ElectraConfig, True),
+        (ModernBertConfig, True),
+        (NomicBertConfig, True),
+        (XLMRobertaConfig, True),
+        (DebertaV2Config, False),  # its attention goes another way
+        (MPNetConfig, False),
+    ],
+)
+def test_families_are_packed_and_equal_their_own_padded_batches(
+    config_class: type[Any], is_packed: bool, tmp_path: Path
+) -> None:
+    torch.manual_seed(0)
+    config = config_class(
+        vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3,
+        local_attention=16,
+    )  # fmt: skip
+    own = AutoModel.from_config(
+        config, **({"add_pooling_layer": False} if config_class is XLMRobertaConfig else {})
+    ).eval()
+    own.save_pretrained(tmp_path / "model")
+    bert_tokenizer(tmp_path / "model")
+    encoder = load_encoder(str(tmp_path / "model"))
+    encoder.backbone.eval()
+    assert encoder.is_packed == is_packed
+    texts = [[2, *range(5, 5 + length), 3] for length in (1, 30, 2, 58, 7)]
+    longest = max(map(len, texts))
+    padded = torch.tensor([text + [0] * (longest - len(text)) for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+    with torch.inference_mode():
+        expected = own(input_ids=padded, attention_mask=mask).last_hidden_state[mask.bool()]
+        segments = Segments.of([len(text) for text in texts], torch.device("cpu"))
+        hidden = encoder.hidden(padded[mask.bool()], segments)
+    torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+
+
+def test_attention_of_another_meaning_is_not_replaced() -> None:
+    """A sliding window that is off by one shows in the comparison, and the model keeps its own attention."""
+    attention.register()
+    config = ModernBertConfig(
+        vocab_size=65, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, local_attention=16,
+        max_position_embeddings=64, pad_token_id=0, bos_token_id=2, eos_token_id=3, cls_token_id=2, sep_token_id=3,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    model: Any = AutoModel.from_config(config).eval()
+    assert switch_to_packed_attention(model)
+    model.set_attn_implementation("sdpa")
+    model.layers[1].attn.sliding_window -= 1
+    assert not switch_to_packed_attention(model)
+    assert model.config._attn_implementation == "sdpa"
 
 
 def test_special_tokens_of_a_model_are_used(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import starmap
 from typing import Any
 
 import numpy as np
@@ -13,13 +12,12 @@ from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger, Logger
 
 from biphasic.config.durations import Duration, Elapsed
-from biphasic.config.pretrain import OptimizerConfig
 from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
 from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 from biphasic.training.objective_schedule import ObjectiveSchedule, elapsed
-from biphasic.training.optimizer import WarmupStableDecay, adamw
+from biphasic.training.optimizer import WarmupStableDecay
 from biphasic.training.prepared_batch import PreparedBatch, data_spec
 
 VOCABULARY = Vocabulary(size=50, mask_id=3, special_ids=(0, 1, 2, 3))
@@ -195,12 +193,3 @@ def test_each_batch_gets_its_learning_rate() -> None:
         run.apply(algorithm, Event.BATCH_END, batch=batch + 1)
         assert run.state.optimizers[0].param_groups[0]["lr"] == rates[-1]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.3])
-
-
-def test_adamw_has_the_yaml_s_values() -> None:
-    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
-    optimizer = adamw(module, OptimizerConfig(lr=0.1, betas=[0.5, 0.6], eps=0.01, weight_decay=0.2))
-    [group] = optimizer.param_groups
-    assert all(starmap(torch.equal, zip(group["params"], module.parameters(), strict=True)))
-    values = {"lr": 0.1, "betas": (0.5, 0.6), "eps": 0.01, "weight_decay": 0.2, "fused": torch.cuda.is_available()}
-    assert {name: group[name] for name in values} == values

@@ -33,9 +33,12 @@ class EvaluationConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW. The defaults are those of the paper's appendix, table 1, and of EuroBERT's code. Weight decay applies to every
-    parameter."""
+    """The optimizer. The defaults are those of the paper's appendix, table 1, and of EuroBERT's code. Weight decay applies
+    to every parameter."""
 
+    name: Literal["adamw", "muon"] = "adamw"
+    """`adamw`: as in the paper. `muon`: Muon for the layers' matrices, AdamW for embeddings, heads, norms and biases. Both
+    have the same learning rate, because Muon's updates are scaled to the size of AdamW's (arXiv 2502.16982)."""
     lr: Annotated[float, Field(gt=0)] = 5e-4
     """Peak learning rate. In pretraining, the default is the paper's (appendix, table 1)."""
     betas: Annotated[list[Annotated[float, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)] = [0.9, 0.95]

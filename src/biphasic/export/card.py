@@ -183,13 +183,17 @@ def _summary(record: dict[str, Any]) -> str:
     return f"A text encoder pretrained with {order} (recipe: arXiv 2507.00994), {record['tokens']:,} tokens in all.\n"
 
 
+_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the layers' matrices, AdamW for the rest"}
+
+
 def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     data, optimizer, schedule = record["data"], config["optimizer"], config["schedule"]
     decay = f"{schedule['decay']} {schedule['decay_shape']} decay to {schedule['final_lr']}"
     rows = {
         "Steps": f"{record['batches']:,} of {config['global_batch_size']:,} rows of {config['data']['sequence_length']:,}",
         "Learning rate": f"{optimizer['lr']}, {schedule['warmup']} warmup, {decay}",
-        "AdamW": f"betas {optimizer['betas']}, eps {optimizer['eps']}, weight decay {optimizer['weight_decay']}",
+        "Optimizer": f"{_OPTIMIZERS[optimizer['name']]}, betas {optimizer['betas']}, eps {optimizer['eps']}, weight decay "
+        f"{optimizer['weight_decay']}",
         "Precision": config["precision"],
         "Hardware": f"{record['ranks']} x {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
         "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),

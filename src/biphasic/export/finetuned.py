@@ -40,7 +40,7 @@ def require_exportable(encoder: Encoder) -> None:
 
 def export_family(encoder: Encoder) -> tuple[str, bool]:
     """Return the model type that `export_finetuned` writes, and whether the folder contains code. Raises the same errors."""
-    if not encoder.is_packed:
+    if encoder.is_own_family:
         return encoder.backbone.config.model_type, False  # pyright: ignore
     fmt = choose_format(encoder.backbone.config, encoder.tokenizer)
     return fmt.name.removeprefix(BIDIRECTIONAL), bool(fmt.files)
@@ -76,7 +76,7 @@ def export_finetuned(
     """
     backbone: Any = encoder.backbone
     tokenizer, settings = encoder.tokenizer, SentenceSettings(prompts, max_length=max_length)
-    if not encoder.is_packed:
+    if encoder.is_own_family:
         require_free(out, True)
 
         def fill(folder: Path) -> None:

@@ -25,7 +25,7 @@ from biphasic.model.segments import Segments
 from biphasic.training.composer_model import mean_over_global_batch
 from biphasic.training.gradients import Gradients
 from biphasic.training.loggers import loggers
-from biphasic.training.optimizer import WarmupStableDecay, adamw
+from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
 
 
 class FinetuneModel(ComposerModel):
@@ -106,7 +106,7 @@ def _build_trainer(
         seed=config.seed,
         train_dataloader=data,
         max_duration=str(total),
-        optimizers=adamw(model, optimizer),
+        optimizers=build_optimizer(model, encoder.backbone, optimizer),
         algorithms=[
             WarmupStableDecay(schedule, total, optimizer.lr),
             Gradients(

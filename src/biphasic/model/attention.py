@@ -50,6 +50,8 @@ class AttentionOptions(NamedTuple):
         return left, 0 if self.causal else left
 
 
+_DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
+"""Names of the probability of dropping an attention weight, in the configurations of transformers' families."""
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 # PyTorch's name for the kernels, their module, and the major compute capabilities that support them.
 _FLASH_KERNELS = (("FA4", "flash_attn.cute", (9, 10)), ("FA3", "flash_attn_interface", (9,)))
@@ -128,7 +130,9 @@ def _has_module(name: str) -> bool:
         return False
 
 
-def prepare_segments(segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool) -> None:
+def prepare_segments(
+    segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool, training: bool = True
+) -> None:
     """Set the attention backend and FlexAttention's block masks, which the layers read from the segments.
 
     Args:
@@ -137,9 +141,10 @@ def prepare_segments(segments: Segments, config: Any, device: str, dtype: torch.
         device: device type of the tokens.
         dtype: dtype of queries, keys and values.
         causal: whether a token attends only to itself and to tokens before it.
+        training: whether the backbone is in training mode, in which it drops attention weights.
     """
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    dropout = bool(getattr(config, "attention_dropout", 0.0))
+    dropout = training and any(getattr(config, name, 0.0) for name in _DROPOUT_OPTIONS)
     segments.attention = choose_backend(segments.attention, device, dtype, softcap, dropout)
     if segments.attention == "varlen":
         activate_flash_kernels()
@@ -236,9 +241,12 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    from biphasic.model.flex import flex
+    from biphasic.model.flex import block_mask, flex
 
-    mask = segments.block_masks[options.window]
+    # The window of some layers differs from the configuration's (ModernBERT); those are not compiled.
+    mask = segments.block_masks.get(options.window)
+    if mask is None:
+        mask = segments.block_masks[options.window] = block_mask(segments, options.causal, options.window)
     return flex(query, key, value, mask, options.scale, options.softcap).transpose(1, 2)
 
 

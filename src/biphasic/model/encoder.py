@@ -23,7 +23,8 @@ from biphasic.model.backbone import (
     train_padding_embedding,
 )
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
-from biphasic.model.forward import is_bidirectional, packed_forward, padded_forward
+from biphasic.model.forward import is_bidirectional, packed_encoder_forward, packed_forward, padded_forward
+from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 
@@ -86,11 +87,14 @@ class Encoder:
         backbone: the network.
         text_tokenizer: converts texts to token ids.
         max_length: number of tokens to truncate texts to, including the prompt. Default: the text tokenizer's `max_length`.
+        is_own_family: whether the network is of an encoder family (BERT) or has code of its own. Exports then keep its
+            format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
     """
 
     backbone: nn.Module
     text_tokenizer: TextTokenizer
     max_length: int = 0
+    is_own_family: bool = False
 
     def __post_init__(self) -> None:
         self.max_length = self.max_length or self.text_tokenizer.max_length
@@ -132,6 +136,8 @@ class Encoder:
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
         """Compute bidirectional hidden states of concatenated texts, from int64 [tokens] to [tokens, dimension]."""
         if self.is_packed:
+            if self.is_own_family:
+                return packed_encoder_forward(self.backbone, tokens, segments)
             return packed_forward(self.backbone, tokens, segments, causal=False)
         return padded_forward(self.backbone, tokens, segments, self.tokenizer.pad_id)
 
@@ -199,6 +205,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     config = load_hf_config(path, revision, trust_remote_code)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
+    is_own_family = False
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
     attention.register()
     if is_decoder_export(path, revision) or (config.model_type == "eurobert" and not own_code):
@@ -209,11 +216,14 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
         if not is_bidirectional(backbone.eval(), config.vocab_size):
             raise UserError(f"model {path}: its own code is causal: an encoder has to be bidirectional")
+        is_own_family = True
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
     # A pooler is removed, because it gets no gradients here, for which several ranks would wait.
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
         backbone.pooler = None  # pyright: ignore[reportArgumentType]
+    if is_own_family and not own_code:
+        switch_to_packed_attention(backbone)
     text_tokenizer = load_text_tokenizer(path, revision, trust_remote_code)
     tokenizer = text_tokenizer.tokenizer
     embeddings: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
@@ -223,7 +233,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         raise UserError(
             f"model {path}: its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}: they don't belong together"
         )
-    return Encoder(backbone, text_tokenizer)
+    return Encoder(backbone, text_tokenizer, is_own_family=is_own_family)
 
 
 def _text_tokenizer_of(checkpoint: Checkpoint) -> TextTokenizer:

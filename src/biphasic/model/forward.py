@@ -38,7 +38,7 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
     device = embedded.device.type
     if torch.is_autocast_enabled(device):
         embedded = embedded.to(torch.get_autocast_dtype(device))
-    prepare_segments(segments, backbone.config, device, embedded.dtype, causal)
+    prepare_segments(segments, backbone.config, device, embedded.dtype, causal, backbone.training)
     output = backbone(
         inputs_embeds=embedded,
         position_ids=segments.position_ids[None],
@@ -49,11 +49,37 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
     return output.last_hidden_state[0]
 
 
+def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> Tensor:
+    """Compute hidden states without padding, by an encoder family of transformers.
+
+    Args:
+        encoder: a Hugging Face encoder (BERT, RoBERTa, ModernBERT) for which
+            `biphasic.model.packing_probe.switch_to_packed_attention` returned true.
+        tokens: int64 [tokens].
+        segments: segments of the tokens. Tokens attend within a segment, and positions restart at each segment.
+
+    Returns:
+        Hidden states [tokens, dimension].
+    """
+    device = tokens.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(encoder.parameters()).dtype
+    prepare_segments(segments, encoder.config, device, dtype, causal=False, training=encoder.training)
+    embeddings = getattr(encoder, "embeddings", None)
+    positions = segments.position_ids[None]
+    # The first positions of RoBERTa's families are reserved: a text begins after the padding token's.
+    reserved: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    if reserved is not None:
+        positions = positions + reserved + 1
+    options = {"token_type_ids": torch.zeros_like(positions)} if hasattr(embeddings, "token_type_embeddings") else {}
+    output = encoder(input_ids=tokens[None], position_ids=positions, segments=segments, is_causal=False, **options)
+    return output.last_hidden_state[0]
+
+
 def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id: int) -> Tensor:
     """Compute hidden states with a model that takes padded batches. Texts of similar length share a batch.
 
     Args:
-        model: a Hugging Face encoder, such as BERT.
+        model: a Hugging Face encoder whose attention takes no segments, such as DeBERTa.
         tokens: int64 [tokens].
         segments: one segment for each text.
         pad_id: id of the padding token; some families (RoBERTa) compute positions from it.

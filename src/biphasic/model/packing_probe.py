@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from biphasic.model import attention
-from biphasic.model.forward import packed_forward
+from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward
 from biphasic.model.segments import Segments
 from biphasic.storage import first_line
 
@@ -16,6 +16,9 @@ _LENGTH = 4
 """Number of tokens in each of the probe's two segments."""
 _TOLERANCE = 1e-3
 """Maximum difference from the family's own attention, relative to the largest absolute hidden state."""
+_SAME = 1e-5
+"""Maximum difference of an encoder's packed hidden states from its padded ones, relative to the largest absolute hidden
+state."""
 _UNCHANGED = 1e-5
 """Maximum relative difference due to rounding. Mixtures of experts round differently when other tokens change."""
 
@@ -72,3 +75,46 @@ def _difference_from_own(backbone: Any, tokens: Tensor, hidden: Tensor) -> float
     finally:
         backbone.set_attn_implementation(attention.ATTENTION_NAME)
     return float((own - hidden).abs().max() / own.abs().max())
+
+
+@torch.no_grad()
+def switch_to_packed_attention(encoder: Any) -> bool:
+    """Let an encoder of transformers (BERT) attend to packed segments, if its family's attention can be replaced.
+
+    Its packed hidden states are compared with its own padded ones, of texts that are longer than its sliding window. If they
+    differ, the encoder keeps its own attention.
+
+    Args:
+        encoder: a Hugging Face encoder without pooler, in evaluation mode, on the CPU in fp32.
+
+    Returns:
+        Whether the encoder now takes packed segments, with `packed_encoder_forward`.
+    """
+    from transformers.utils import logging
+
+    own_attention, verbosity = encoder.config._attn_implementation, logging.get_verbosity()
+    logging.set_verbosity_error()  # transformers warns of families whose attention can't be replaced
+    try:
+        packs = _packs(encoder)
+    except Exception:  # the family's code may raise anything
+        packs = False
+    if not packs:
+        encoder.set_attn_implementation(own_attention)
+    logging.set_verbosity(verbosity)
+    return packs
+
+
+def _packs(encoder: Any) -> bool:
+    """Switch the attention and return whether packed and padded hidden states are the same."""
+    window: int = getattr(encoder.config, "sliding_window", None) or 0
+    longest = min(max(2 * window, _LENGTH) + _LENGTH, encoder.config.max_position_embeddings // 2)
+    lengths = (longest, _LENGTH, longest - 1)
+    vocabulary: int = encoder.get_input_embeddings().weight.shape[0]
+    pad_id: int = getattr(encoder.config, "pad_token_id", None) or 0
+    tokens = torch.arange(1, sum(lengths) + 1) * 7 % vocabulary
+    # Some families compute positions from padding tokens.
+    tokens[tokens == pad_id] = (pad_id + 1) % vocabulary
+    padded = padded_forward(encoder, tokens, Segments.of(lengths, tokens.device), pad_id)
+    encoder.set_attn_implementation(attention.ATTENTION_NAME)
+    packed = packed_encoder_forward(encoder, tokens, Segments.of(lengths, tokens.device))
+    return packed.shape == padded.shape and bool((packed - padded).abs().max() <= _SAME * padded.abs().max())

@@ -123,10 +123,12 @@ def _missing_optimizer_state(state: State) -> float:
     """Return the bytes of optimizer state that the first step will allocate."""
     missing = 0
     for optimizer in state.optimizers:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
-            if not optimizer.state.get(parameter):
-                local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-                missing += 2 * local.numel() * local.element_size()
+        for group in optimizer.param_groups:
+            averages = 1 if "momentum" in group else 2  # Muon has one moving average, AdamW two
+            for parameter in group["params"]:
+                if not optimizer.state.get(parameter):
+                    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
+                    missing += averages * local.numel() * local.element_size()
     return missing
 
 

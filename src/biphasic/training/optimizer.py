@@ -1,11 +1,14 @@
-"""Build AdamW, and set the learning rate of each batch."""
+"""Build the optimizer, and set the learning rate of each batch."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
-from torch import nn
+from torch import Tensor, nn
 
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import OptimizerConfig
@@ -13,16 +16,59 @@ from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
 from biphasic.training.objective_schedule import elapsed
 
 
-def adamw(module: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
-    """Build AdamW with weight decay on every parameter."""
+def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Build the optimizer that a YAML names, with weight decay on every parameter.
+
+    Args:
+        model: the model to train, which contains the backbone.
+        backbone: a Hugging Face base model. With `muon`, the weights of its linear layers are updated by Muon.
+        config: the YAML's `optimizer:` section.
+    """
+    if config.name == "adamw":
+        return _adamw(list(model.parameters()), config)
+    matrices = {module.weight: None for module in backbone.modules() if isinstance(module, nn.Linear)}
+    others = [parameter for parameter in model.parameters() if parameter not in matrices]
+    return MuonWithAdamW(list(matrices), others, config)
+
+
+def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
-        [{"params": list(module.parameters())}],
+        [{"params": list(parameters)}],
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         weight_decay=config.weight_decay,
         fused=torch.cuda.is_available(),
     )
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """Muon for the layers' matrices, and AdamW for embeddings, heads, norms and biases, as the one optimizer Composer takes.
+
+    Both have the same learning rate and weight decay, because Muon's updates are scaled to the size of AdamW's (Liu et al.,
+    "Muon is Scalable for LLM Training", arXiv 2502.16982; `adjust_lr_fn="match_rms_adamw"`).
+
+    Args:
+        matrices: parameters with two dimensions, in the first parameter group.
+        others: all other parameters, in the second parameter group.
+        config: the YAML's `optimizer:` section.
+    """
+
+    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], config: OptimizerConfig):
+        self._muon = torch.optim.Muon(
+            list(matrices), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
+        )
+        self._adamw = _adamw(others, config)
+        super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
+
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters. See `torch.optim.Optimizer.step`."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        for optimizer, group in zip((self._muon, self._adamw), self.param_groups, strict=True):
+            # Assigned at each step, because loading a checkpoint replaces both.
+            optimizer.param_groups, optimizer.state = [group], self.state
+            optimizer.step()
+        return loss
 
 
 class WarmupStableDecay(Algorithm):

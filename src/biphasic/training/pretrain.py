@@ -41,7 +41,7 @@ from biphasic.training.gradients import Gradients
 from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
 from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule
-from biphasic.training.optimizer import WarmupStableDecay, adamw
+from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
 from biphasic.training.parallel import ShardedModel, Strategy, choose_strategy, parallelism_config
 from biphasic.training.prepared_batch import data_spec
 from biphasic.training.record import RunRecord, conversion_record
@@ -96,7 +96,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     model, strategy = _build_model(config, tokenizer, start, attempt.ranks)
     computing = set_up(model, config.compute)
     _print(f"{config.run_name}: {computing}")
-    optimizer = adamw(model, config.optimizer)
+    optimizer = build_optimizer(model, model.backbone, config.optimizer)
 
     # Data
     datasets = ", ".join(stream.remote or stream.local for stream in config.data.streams.values())

@@ -1,0 +1,112 @@
+"""AdamW as the YAML says, and Muon for matrices beside it."""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from itertools import starmap
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from biphasic.config.pretrain import OptimizerConfig
+from biphasic.training.loggers import read_metrics
+from biphasic.training.optimizer import MuonWithAdamW, build_optimizer
+from conftest import Write
+from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
+
+VALUES: dict[str, Any] = {"lr": 0.1, "betas": [0.5, 0.6], "eps": 0.01, "weight_decay": 0.2}
+
+
+def test_adamw_has_the_yaml_s_values() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.LayerNorm(3))
+    optimizer = build_optimizer(module, module, OptimizerConfig(**VALUES))
+    [group] = optimizer.param_groups
+    assert all(starmap(torch.equal, zip(group["params"], module.parameters(), strict=True)))
+    values = VALUES | {"betas": (0.5, 0.6), "fused": torch.cuda.is_available()}
+    assert {name: group[name] for name in values} == values
+
+
+def a_model() -> torch.nn.ModuleDict:
+    torch.manual_seed(0)
+    backbone = torch.nn.Sequential(torch.nn.Embedding(5, 4), torch.nn.Linear(4, 6), torch.nn.LayerNorm(6))
+    return torch.nn.ModuleDict({"backbone": backbone, "head": torch.nn.Linear(6, 5)})
+
+
+def step(model: torch.nn.ModuleDict, *optimizers: torch.optim.Optimizer, seed: int) -> None:
+    """Give every parameter a gradient and take a step."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    for optimizer in optimizers:
+        optimizer.step()
+
+
+def test_muon_updates_the_layers_matrices_and_adamw_the_rest() -> None:
+    """As two optimizers of PyTorch would, also after a checkpoint was loaded into a new optimizer."""
+    config = OptimizerConfig(name="muon", **VALUES)
+    model, reference = a_model(), a_model()
+    matrix: Any = reference["backbone"][1].weight  # pyright: ignore[reportIndexIssue]
+    muon = torch.optim.Muon([matrix], lr=0.1, weight_decay=0.2, adjust_lr_fn="match_rms_adamw")
+    others = [parameter for parameter in reference.parameters() if parameter is not matrix]
+    adamw = torch.optim.AdamW(others, lr=0.1, betas=(0.5, 0.6), eps=0.01, weight_decay=0.2)
+    optimizer = build_optimizer(model, model["backbone"], config)
+    assert isinstance(optimizer, MuonWithAdamW)
+    assert [len(group["params"]) for group in optimizer.param_groups] == [1, 6]
+    for seed in range(2):
+        step(model, optimizer, seed=seed)
+        step(reference, muon, adamw, seed=seed)
+    stored = copy.deepcopy(optimizer.state_dict())
+    optimizer = build_optimizer(model, model["backbone"], config)
+    optimizer.load_state_dict(stored)
+    for group in (*optimizer.param_groups, *muon.param_groups, *adamw.param_groups):
+        group["lr"] = 0.05
+    step(model, optimizer, seed=2)
+    step(reference, muon, adamw, seed=2)
+    for name, weight in reference.state_dict().items():
+        assert torch.equal(model.state_dict()[name], weight), name
+
+
+def test_a_run_with_muon_resumes_bit_for_bit(write_yaml: Write) -> None:
+    """At the switch too, where the second phase resets the optimizer."""
+    phases = [{"name": "clm", "until": "6ba"}, {"name": "mlm", "reset_optimizer": True}]
+    keys: dict[str, Any] = {"optimizer__name": "muon", "objective__phases": phases}
+    uninterrupted = train_alone(write_yaml("uninterrupted", **keys))
+    expected = losses(uninterrupted)
+    assert expected != losses(train(config_of(write_yaml("adamw", objective__phases=phases))))
+    lines = read_metrics(uninterrupted / "metrics.jsonl")
+    assert lines[-1]["lr-MuonWithAdamW/group0"] == lines[-1]["lr-MuonWithAdamW/group1"] > 0
+    for batch in (4, 6):
+        path = write_yaml(f"from{batch}", **keys)
+        folder = config_of(path).run_folder
+        shutil.copytree(uninterrupted, folder)
+        keep_checkpoints_up_to(folder, batch)
+        (folder / "metrics.jsonl").unlink()
+        train_alone(path)
+        assert losses(folder) == expected[batch:]
+        assert all(
+            torch.equal(weight, weights(folder, 12)[name]) for name, weight in weights(uninterrupted, 12).items()
+        )
+
+
+def test_muon_over_shards_equals_muon_over_whole_matrices(write_yaml: Write) -> None:
+    """Also resumed with another number of ranks.
+
+    Muon orthogonalizes in bf16, which makes rounding differences between ranks larger: DDP on two ranks differs as much. If
+    each rank orthogonalized only its shard, losses would differ by 2.5e-3.
+    """
+    keys: dict[str, Any] = {"optimizer__name": "muon", "data__num_canonical_nodes": 4}
+    run = launch(write_yaml("whole", **keys))
+    assert run.returncode == 0, run.stderr[-3000:]
+    path = write_yaml("sharded", **keys, parallelism__strategy="fsdp")
+    runs = Path(config_of(path).output)
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    torch.testing.assert_close(losses(runs / "sharded"), losses(runs / "whole"), atol=2e-4, rtol=0)
+    keep_checkpoints_up_to(runs / "sharded", 9)
+    run = launch(path, processes=1)
+    assert run.returncode == 0, run.stderr[-3000:]
+    expected = weights(runs / "whole", 12)
+    for name, weight in weights(runs / "sharded", 12).items():
+        torch.testing.assert_close(weight, expected[name], atol=3e-3, rtol=0)
