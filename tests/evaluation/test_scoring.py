@@ -7,7 +7,7 @@ import pytest
 
 from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
-from biphasic.evaluation.scoring import bootstrap_interval, score
+from biphasic.evaluation.scoring import bm25, bootstrap_interval, score
 from biphasic.evaluation.sets import retrieval_task
 
 
@@ -36,6 +36,13 @@ def test_scores_of_each_split_and_query() -> None:
     assert task.data_loaded
 
 
+def test_bm25_finds_a_document_by_its_rare_word() -> None:
+    documents = {"d1": "the cat sat", "d2": "the dog barked", "d3": "the bird sang"}
+    task = retrieval_task("Words", documents, {"q": "dog"}, {"test": {"q": {"d2": 1}}})
+    [row] = score(bm25(), task)[0]
+    assert row.ndcg_at_10 == 1
+
+
 def test_interval_is_of_the_resampled_means() -> None:
     values = np.random.default_rng(2).random(37)
     resamples = values[np.random.default_rng(5).integers(37, size=(10_000, 37))]
@@ -55,8 +62,10 @@ def test_the_seed_decides_the_interval() -> None:
     values = np.random.default_rng(1).random(50).tolist()
     assert bootstrap_interval(values, seed=3) == bootstrap_interval(values, seed=3)
     assert bootstrap_interval(values, seed=3) != bootstrap_interval(values, seed=4)
+    assert bootstrap_interval(values) == bootstrap_interval(values, seed=0)
 
 
 def test_equal_values_have_an_empty_interval() -> None:
     assert np.allclose(bootstrap_interval([0.7] * 50), 0.7)
     assert bootstrap_interval([0.7]) == (0.7, 0.7)
+    assert bootstrap_interval([0.0, 1.0]) == (0, 1)
