@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import takewhile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -14,7 +15,9 @@ from biphasic.config.load import load
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
 from biphasic.study.state import RunState, read_states, starting_run
-from biphasic.study.tree import StudyRun, build_tree, keep_scored, owner_of
+from biphasic.study.tree import StudyRun, build_tree, keep_scored, owner_of, study_tree
+from conftest import Write
+from tiny import config_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -45,6 +48,18 @@ def test_a_run_starts_from_the_run_that_trained_the_shared_batches_itself() -> N
     # `third` shares one batch with both, and `second` has no checkpoint there: it started at 3.
     tree = tree_of({"first": "aaaa", "second": "aaabb", "third": "ac"})
     assert starts(tree)["third"] == ("first", 1)
+
+
+def test_the_first_batch_of_a_warmup_is_not_shared(write_yaml: Write) -> None:
+    """Its rate is 0 whatever the peak is. A stretch of a hundredth of a run is shared."""
+    keys: dict[str, Any] = {"max_duration": "200ba", "objective__phases": [{"name": "mlm"}], "schedule__warmup": "4ba"}
+    low = config_of(write_yaml("low", **keys, optimizer__lr=1e-3))
+    high = config_of(write_yaml("high", **keys, optimizer__lr=2e-3))
+    assert starts(study_tree({"low": low, "high": high}, {})) == {"low": (None, 0), "high": (None, 0)}
+    for until, start in ((1, (None, 0)), (2, ("high", 2))):
+        phases = [{"name": "mlm", "until": f"{until}ba"}, {"name": "clm"}]
+        switched = config_of(write_yaml("switched", **{**keys, "objective__phases": phases}, optimizer__lr=2e-3))
+        assert starts(study_tree({"high": high, "switched": switched}, {}))["switched"] == start
 
 
 def test_no_run_is_the_trunk_by_itself() -> None:

@@ -1,7 +1,8 @@
 """Find which beginnings the runs of a study share, and from which run each starts. Pure functions of the runs' histories.
 
-Two runs share their first N batches if they train these batches in the same way. Each shared stretch is trained once, by the
-first run in the order of training that contains it; the runs after it start from its checkpoint.
+Two runs share their first N batches if they train these batches in the same way, and if these are at least a hundredth of a
+run. Each shared stretch is trained once, by the first run in the order of training that contains it; the runs after it start
+from its checkpoint.
 """
 
 from __future__ import annotations
@@ -14,6 +15,10 @@ from biphasic.config.plan import batches_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
+
+_MIN_SHARED = 0.01
+"""Minimum share of the shorter of two runs that they have to share. Less isn't worth a checkpoint and a start: models with
+different learning rates share the first batch of a warmup, whose rate is 0."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +77,8 @@ def study_tree(
         # The first batch of a decay still has the full rate. Sharing it would need a checkpoint one batch after the decay's
         # start, where each run saves one anyway.
         before = difference.batch - 1
-        return before if before in (decays[first], decays[second]) else difference.batch
+        batches = before if before in (decays[first], decays[second]) else difference.batch
+        return batches if batches >= _MIN_SHARED * min(lengths[first], lengths[second]) else 0
 
     return keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
 
