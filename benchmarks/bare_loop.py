@@ -55,6 +55,7 @@ def train(config: PretrainConfig, batches: list[dict[str, Any]], vocabulary: Voc
         betas=(settings.betas[0], settings.betas[1]),
         eps=settings.eps,
         weight_decay=settings.weight_decay,
+        fused=True,
     )
     assert isinstance(config.microbatch_size, int) and settings.clip_norm is not None
     share, size = config.global_batch_size // ranks, config.microbatch_size

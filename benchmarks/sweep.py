@@ -121,7 +121,7 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
         examples = task.training_examples()
         steps = count_steps(config, len(examples))
         weights = [*encoder.backbone.parameters(), *head.parameters()]
-        optimizer = torch.optim.AdamW(weights, lr=cell.lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1)
+        optimizer = torch.optim.AdamW(weights, lr=cell.lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True)
         warmup, loss = max(round(steps * 0.1), 1), torch.zeros(())
         begin = time.perf_counter()
         for step, batch in enumerate(GlobalBatches(task, examples, config, steps)):

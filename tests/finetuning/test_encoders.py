@@ -40,11 +40,11 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder
-from biphasic.model.forward import is_bidirectional, padding_groups
+from biphasic.model.forward import is_bidirectional
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, padding_groups
 from conftest import Write
 from tiny import LENGTH, train
 from tiny import config_of as pretraining
@@ -358,12 +358,15 @@ def test_a_bad_configuration_is_refused_in_one_line(tmp_path: Path, load: Callab
 
 def test_padding_groups_have_little_padding() -> None:
     lengths = [3, 100, 5, 98, 4, 97, 50, 3, 51, 3, 3, 2, 99, 96]
-    groups = padding_groups(lengths)
+    groups = padding_groups(lengths, exponent=1, extra=100)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))
     room = sum(len(group) * max(lengths[index] for index in group) for group in groups)
     assert room < 1.35 * sum(lengths)
     assert len(groups) <= 4
-    assert padding_groups([7]) == [[0]]
+    assert padding_groups([7], exponent=1, extra=0) == [[0]]
+    assert padding_groups([7, 7, 6], exponent=2, extra=0) == [[0, 1, 2]]
+    assert padding_groups([7, 7, 4], exponent=2, extra=0) == [[0, 1], [2]]
+    assert padding_groups([7, 7, 4], exponent=2, extra=33) == [[0, 1, 2]]
 
 
 def test_length_batches_hold_at_most_their_tokens() -> None:

@@ -92,7 +92,7 @@ class ComputeConfig(Section):
 
     attention: Literal["auto", "varlen", "flash2", "flex", "sdpa"] = "auto"
     """`varlen`: PyTorch's variable-length kernels. `flash2`: flash-attn. `flex`: FlexAttention. `sdpa`: PyTorch's dense
-    attention, one segment at a time. `auto`: the first of these that is installed and suitable; `sdpa` on CPUs."""
+    attention of segments of similar length. `auto`: the first of these that is installed and suitable; `sdpa` on CPUs."""
     compile: bool | Literal["auto"] = "auto"
     """Whether to apply torch.compile to each decoder layer and the loss. `auto`: only on GPUs."""
     activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"

@@ -21,12 +21,12 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.segments import Segments, visibility_mask
+from biphasic.model.segments import DenseGroups, Segments, visibility_mask
 
 ATTENTION_NAME = "biphasic"
 BACKENDS = ("varlen", "flash2", "flex", "sdpa")
 """`varlen`: PyTorch's variable-length kernels (cuDNN, FlashAttention 2; FlashAttention 3 or 4 where one is installed).
-`flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention, one segment at a time."""
+`flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention of segments of similar length."""
 
 
 class AttentionOptions(NamedTuple):
@@ -146,6 +146,8 @@ def prepare_segments(
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = training and any(getattr(config, name, 0.0) for name in _DROPOUT_OPTIONS)
     segments.attention = choose_backend(segments.attention, device, dtype, softcap, dropout)
+    if segments.attention == "sdpa" and not segments.uniform and segments.dense_groups is None:
+        segments.dense_groups = DenseGroups.of(segments.lengths, segments.cu_seqlens.device)
     if segments.attention == "varlen":
         activate_flash_kernels()
     if segments.attention == "flex":
@@ -260,26 +262,42 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
         length = segments.lengths[0]
         q, k, v = (x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value))
         return _dense(q, k, v, options).transpose(1, 2).flatten(0, 1)[None]
-    lengths = list(segments.lengths)
-    parts = zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
-    return torch.cat([_dense(q, k, v, options) for q, k, v in parts], dim=2).transpose(1, 2)
+    groups = segments.dense_groups or DenseGroups.of(segments.lengths, query.device)
+    rows = [x[0].transpose(0, 1).flatten(1) for x in (query, key, value)]
+    heads, parts = query.shape[1], []
+    for tokens, mask in zip(groups.tokens, groups.masks, strict=True):
+        # As in `F.embedding`, because the gradient of indexing is slow on CPUs.
+        q, k, v = (F.embedding(tokens, x).unflatten(2, (heads, -1)).transpose(1, 2) for x in rows)
+        parts.append(_dense(q, k, v, options, mask).transpose(1, 2).flatten(0, 1).flatten(1))
+    return F.embedding(groups.outputs, torch.cat(parts)).unflatten(1, (heads, -1))[None]
 
 
-def _dense(query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions) -> Tensor:
-    """Compute attention of segments of equal length; all tensors are [segments, heads, length, head_dim]."""
+def _dense(
+    query: Tensor, key: Tensor, value: Tensor, options: AttentionOptions, is_token: Tensor | None = None
+) -> Tensor:
+    """Compute attention of padded segments; all tensors are [segments, heads, length, head_dim].
+
+    `is_token` is bool [segments, 1, 1, length], false at padding; None without padding.
+    """
     length = query.shape[2]
-    if options.softcap is None and not 0 < options.window < length:
+    limited = options.softcap is not None or 0 < options.window < length
+    if not limited:
+        # Causal attention needs no mask for padding, which comes after the tokens.
+        mask = None if options.causal else is_token
         return F.scaled_dot_product_attention(
-            query, key, value, None, options.dropout, options.causal, scale=options.scale
+            query, key, value, mask, options.dropout, options.causal, scale=options.scale
         )
     mask = visibility_mask(length, options.causal, options.window, query.device)
+    if is_token is not None:
+        # Padding attends to itself, because a token that attends to nothing has no defined output.
+        mask = mask & is_token | torch.eye(length, dtype=torch.bool, device=query.device)
     return masked_attention(query, key, value, mask, options)
 
 
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Compute dense attention of [batch, heads, length, head_dim], with the options' scale, dropout and softcap.
 
-    `mask` is bool [queries, keys], true where a query attends to a key.
+    `mask` is bool [queries, keys], or [batch, 1, queries, keys]: true where a query attends to a key.
     """
     if options.softcap is None:
         return F.scaled_dot_product_attention(query, key, value, mask, options.dropout, scale=options.scale)

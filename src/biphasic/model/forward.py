@@ -5,7 +5,6 @@ Imports torch only, so that benchmarks/gpu.py runs without other packages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,12 +12,10 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.model.attention import prepare_segments
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, padding_groups
 
-_MAX_PADDING = 0.1
-"""Maximum share of padding in a batch of more than `_MIN_TEXTS` texts. Smaller batches may have more, because a forward pass
-of very few texts costs as much as one of a few more."""
-_MIN_TEXTS = 4
+_EXTRA_TOKENS = 256
+"""Number of padding tokens in a batch that take hardly any time."""
 
 
 def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
@@ -89,7 +86,7 @@ def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id:
     """
     texts = tokens.split(list(segments.lengths))
     hidden: dict[int, Tensor] = {}
-    for group in padding_groups(segments.lengths):
+    for group in padding_groups(segments.lengths, exponent=1, extra=_EXTRA_TOKENS):
         inputs = pad_sequence([texts[index] for index in group], batch_first=True, padding_value=pad_id)
         # Built on the host, because slicing by values on the device would need a synchronization.
         lengths = torch.tensor([segments.lengths[index] for index in group])
@@ -98,22 +95,6 @@ def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id:
         for index, row in zip(group, output.last_hidden_state, strict=True):
             hidden[index] = row[: segments.lengths[index]]
     return torch.cat([hidden[index] for index in range(len(texts))])
-
-
-def padding_groups(lengths: Sequence[int]) -> list[list[int]]:
-    """Group text indices into batches with little padding, from the longest text to the shortest."""
-    groups: list[list[int]] = []
-    tokens = 0
-    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
-        group = groups[-1] if groups else []
-        padded = (len(group) + 1) * lengths[group[0]] if group else 0
-        if group and (len(group) < _MIN_TEXTS or tokens + lengths[index] >= (1 - _MAX_PADDING) * padded):
-            group.append(index)
-            tokens += lengths[index]
-        else:
-            groups.append([index])
-            tokens = lengths[index]
-    return groups
 
 
 def is_bidirectional(model: nn.Module, vocabulary: int) -> bool:

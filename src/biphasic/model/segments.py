@@ -10,6 +10,61 @@ import torch
 import torch._dynamo
 from torch import Tensor
 
+_MAX_PADDING = 0.1
+"""Maximum share of padding in the cost of a group of texts, besides `extra`."""
+_EXTRA_SQUARES = 128**2
+"""Cost of padding in a call of dense attention, in squared tokens, that takes hardly any time."""
+
+
+def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[list[int]]:
+    """Group text indices into batches with little padding, from the longest text to the shortest.
+
+    Args:
+        lengths: number of tokens of each text.
+        exponent: the cost of a text is its length to this power: 1 for a forward pass, 2 for attention.
+        extra: cost of padding in a batch that is allowed besides `_MAX_PADDING`.
+    """
+    groups: list[list[int]] = []
+    cost = 0
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        group, own = groups[-1] if groups else [], lengths[index] ** exponent
+        padded = (len(group) + 1) * lengths[group[0]] ** exponent if group else 0
+        if group and (1 - _MAX_PADDING) * (padded - extra) <= cost + own:
+            group.append(index)
+            cost += own
+        else:
+            groups.append([index])
+            cost = own
+    return groups
+
+
+@dataclass(frozen=True)
+class DenseGroups:
+    """Groups of segments that dense attention pads to the length of their longest."""
+
+    tokens: tuple[Tensor, ...]
+    """For each group, int64 [segments, longest]: index of each token; at padding, the segment's first token."""
+    masks: tuple[Tensor | None, ...]
+    """For each group, bool [segments, 1, 1, longest]: true at tokens; None for a group without padding."""
+    outputs: Tensor
+    """int64 [tokens]: index of each token in the groups' outputs, which are concatenated with their padding."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], device: torch.device) -> DenseGroups:
+        """Group segments of the given lengths."""
+        size = torch.tensor(lengths)
+        start = size.cumsum(0) - size
+        tokens, masks, outputs, total = [], [], torch.empty(int(size.sum()), dtype=torch.int64), 0
+        for group in padding_groups(lengths, exponent=2, extra=_EXTRA_SQUARES):
+            position = torch.arange(lengths[group[0]])
+            mask = position < size[group][:, None]
+            index = start[group][:, None] + position * mask
+            outputs[index[mask]] = total + torch.arange(mask.numel()).view(mask.shape)[mask]
+            total += mask.numel()
+            tokens.append(index.to(device, non_blocking=True))
+            masks.append(None if mask.all() else mask[:, None, None].to(device, non_blocking=True))
+        return cls(tuple(tokens), tuple(masks), outputs.to(device, non_blocking=True))
+
 
 @dataclass(eq=False)
 class Segments:
@@ -33,6 +88,8 @@ class Segments:
     """Attention backend; see `biphasic.model.attention.BACKENDS`."""
     block_masks: dict[int, Any] = field(default_factory=dict)
     """FlexAttention's block masks by sliding window (0: none); see `biphasic.model.flex`."""
+    dense_groups: DenseGroups | None = None
+    """How dense attention pads segments of similar length; None: each segment has its own pass."""
 
     @classmethod
     def of(

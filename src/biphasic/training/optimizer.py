@@ -38,7 +38,7 @@ def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
         weight_decay=config.weight_decay,
-        fused=torch.cuda.is_available(),
+        fused=True,
     )
 
 

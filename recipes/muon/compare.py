@@ -1,0 +1,91 @@
+"""Tables of recipes/muon: losses at each learning rate, and the tokens after which Muon has AdamW's final loss.
+
+    python recipes/muon/compare.py [FOLDER]
+
+FOLDER is the mini study's (runs/mini). It reads the runs' `metrics.jsonl`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+from biphasic.training.loggers import read_metrics
+
+OBJECTIVES = {"mlm": "MLM", "clm-mlm": "CLM, then MLM"}
+OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+
+
+class Final(NamedTuple):
+    """The end of a run."""
+
+    tokens: int
+    loss: float
+    """MLM loss on the validation split, in nats."""
+
+
+def final(run: Path) -> Final:
+    """Return the tokens and the validation loss at the end of a run."""
+    lines = read_metrics(run / "metrics.jsonl")
+    return Final(lines[-1]["tokens"], next(x["metrics/mlm/loss"] for x in reversed(lines) if "metrics/mlm/loss" in x))
+
+
+def tokens_to(loss: float, runs: list[Final]) -> float | None:
+    """Return the tokens after which runs of several lengths, each with its own decay, have a loss.
+
+    Between two lengths, the loss is linear in the logarithm of the tokens. None: no length is long or short enough.
+    """
+    for short, long in itertools.pairwise(sorted(runs)):
+        if long.loss <= loss <= short.loss:
+            share = (short.loss - loss) / (short.loss - long.loss)
+            return math.exp(math.log(short.tokens) + share * math.log(long.tokens / short.tokens))
+    return None
+
+
+def print_rates(folder: Path) -> None:
+    """Print the final loss of each objective and optimizer at each learning rate."""
+    rates = list(dict.fromkeys(run.name.split("-")[-2] + "-3" for run in sorted(folder.glob("*-*e-3"), key=_rate)))
+    print("| final MLM loss | " + " | ".join(rates) + " |\n" + "|-" * (len(rates) + 1) + "|")
+    for objective, optimizer in itertools.product(OBJECTIVES, OPTIMIZERS):
+        losses = [f"{final(folder / f'{objective}-{optimizer}-{rate}').loss:.3f}" for rate in rates]
+        print(f"| {OBJECTIVES[objective]}: {OPTIMIZERS[optimizer]} | " + " | ".join(losses) + " |")
+
+
+def _rate(run: Path) -> float:
+    return float(run.name.split("-")[-2] + "-3")
+
+
+def print_tokens(folder: Path) -> None:
+    """Print AdamW's and Muon's final losses over the seeds, and the ratio of tokens to AdamW's loss."""
+    print(
+        "| objective | AdamW's final MLM loss | Muon's | tokens to AdamW's loss: AdamW over Muon, by seed |\n|-|-|-|-|"
+    )
+    for objective, name in OBJECTIVES.items():
+        losses: dict[str, list[float]] = {"adamw": [], "muon": []}
+        ratios = []
+        for adamw in sorted(folder.glob(f"{objective}-adamw-320-s*")):
+            seed = adamw.name.split("-")[-1]
+            target, muon = final(adamw), [final(run) for run in sorted(folder.glob(f"{objective}-muon-*-{seed}"))]
+            losses["adamw"].append(target.loss)
+            losses["muon"].append(max(muon).loss)
+            tokens = tokens_to(target.loss, muon)
+            ratios.append("outside the lengths" if tokens is None else f"{target.tokens / tokens:.2f}")
+        means = [f"{statistics.fmean(of):.3f} ± {statistics.stdev(of):.3f}" for of in losses.values()]
+        print(f"| {name} | {means[0]} | {means[1]} | {', '.join(ratios)} |")
+
+
+def main() -> None:
+    """Print both tables."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mini") / "muon"
+    print_rates(folder / "rates")
+    if (folder / "seeds").is_dir():
+        print()
+        print_tokens(folder / "seeds")
+
+
+if __name__ == "__main__":
+    main()
