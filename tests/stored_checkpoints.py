@@ -44,7 +44,7 @@ def record_of(model: LanguageModel, tokenizer: Path, batch: int) -> dict[str, An
         "model": {},
         "data": {"sequence_length": LENGTH},
         "objective": {"phases": [{"name": "mlm", "masking_ratio": 0.4}]},
-        "optimizer": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
+        "optimizer": {"name": "adamw", "lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1},
         "schedule": {"warmup": "1ba", "decay": "1ba", "decay_shape": "linear", "final_lr": 0.0},
     }
     return {
