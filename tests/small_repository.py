@@ -4,6 +4,7 @@ YAMLs, a little text, and sets that the hub would provide. Nothing of it needs a
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -54,6 +55,10 @@ CHANGES: dict[str, dict[str, Any]] = {
         "tasks": {name: None for name in TASKS} | {"sst2": "yamls/finetune/sst2.yaml"},
         "learning_rates": [1e-3], "seeds": [0],
     },
+    "yamls/quickstart.yaml": {
+        "max_duration": "4ba", "objective": {"phases": [{"name": "clm", "until": "2ba"}, {"name": "mlm"}]},
+        "schedule": {"warmup": "1ba", "decay": "1ba"}, "evaluation": {"interval": "4ba", "batches": 1, "batch_size": 1},
+    },
     "recipes/paper/study.yaml": {"stages": {"checkpoints": None}},  # plain numbers of batches, which `shorter` doesn't know
     "yamls/evaluate/quick.yaml": {"benchmarks": [], "sets": ["my-set"], "precision": "fp32"},
 }  # fmt: skip
@@ -80,6 +85,19 @@ def make(folder: Path) -> None:
     write_tokenizer(folder / "tokenizer")
     make_glue(folder / "hub" / "glue")
     write_own(folder / "my-set")
+    write_own_set(folder / "my_set")
+
+
+def write_own_set(folder: Path) -> None:
+    """Write the files that `yamls/data/own_retrieval.yaml` names."""
+    folder.mkdir()
+    documents = [{"_id": f"d{number}", "text": f"w{number} w{number + 1} w{number + 2}"} for number in range(8)]
+    queries = [{"_id": f"q{number}", "text": f"w{number}"} for number in range(8)]
+    pairs = [{"query": f"w{number % 50}", "positive": f"w{number % 50} w{number % 50 + 1}"} for number in range(200)]
+    for name, rows in (("corpus", documents), ("queries", queries), ("pairs", pairs)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judgments = [f"q{number}\td{number}\t1\n" for number in range(8)]
+    (folder / "qrels.tsv").write_text("query-id\tcorpus-id\tscore\n" + "".join(judgments))
 
 
 def changed(content: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:

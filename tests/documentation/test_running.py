@@ -9,6 +9,7 @@ import pytest
 
 import small_repository
 from documented_commands import OURS, ROOT, Call, calls, pages
+from tiny import LENGTH
 
 # Parts of README's commands that only the slow test runs: many trainings, a traced graph, or what another command shows.
 SLOW = ("run_name=210m-3e-4", "yamls/sweep/paper.yaml", "biphasic report", "--onnx")
@@ -24,6 +25,11 @@ NOT_RUN = {
     "python src/main.py FILE.yaml": "a name in a sentence",
     "composer src/main.py FILE.yaml": "a name in a sentence",
     "biphasic runs runs/NAME": "a name in a sentence",
+}
+# The text is a few rows of the tests' length.
+SHORT_ROWS = {
+    "sequence_length=256": f"sequence_length={LENGTH}",
+    "model.vocab_size=8192": f"data.sequence_length={LENGTH}",
 }
 RUN = "runs/210m-clm-21k-mlm40-42k"
 # Pages whose commands run after README's, in the same directory: what replaces parts of their commands, and parts of those
@@ -113,20 +119,21 @@ def make_directory(folder: Path) -> Path:
 
 def test_readme_from_top_to_bottom(tmp_path: Path) -> None:
     folder = make_directory(tmp_path / "small")
-    done = run_page("README.md", folder, tmp_path / "reading", {}, ("yamls/1b_biphasic.yaml", *SLOW))
-    assert len(done) >= 11
+    done = run_page("README.md", folder, tmp_path / "reading", SHORT_ROWS, ("yamls/1b_biphasic.yaml", *SLOW))
+    assert len(done) >= 18
     assert (folder / "bucket/210m-clm-21k-mlm40-42k/checkpoints/ba21.json").exists()
     assert (folder / "bucket/mine/checkpoints/ba21.json").exists()
     assert (folder / "my-encoder/model.safetensors").exists()
     assert (folder / "runs/sst2/record.json").exists()
     assert (folder / "runs/evaluate/quick/scores.md").exists()
+    assert (folder / "runs/evaluate/own/scores.md").exists()
 
 
 @pytest.fixture(scope="module")
 def after_readme(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The working directory after all of README's commands."""
     folder = make_directory(tmp_path_factory.mktemp("pages") / "small")
-    run_page("README.md", folder, folder / "reading", {}, ("yamls/1b_biphasic.yaml",))
+    run_page("README.md", folder, folder / "reading", SHORT_ROWS, ("yamls/1b_biphasic.yaml",))
     return folder
 
 

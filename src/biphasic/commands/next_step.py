@@ -81,7 +81,8 @@ def after_run(config: Config, file: str) -> str:
     if config.job == "finetune":
         model = config.run_folder / "model"
         if config.task.kind == "retrieval" and config.save_model:
-            return _next("python", "src/main.py", "yamls/evaluate/quick.yaml", f"model.path={model}")
+            sets = ", ".join(config.task.scored_on.values())
+            return _next("python", "src/main.py", "yamls/evaluate/own.yaml", f"model.path={model}", f"sets=[{sets}]")
         how = (
             f"{model}/README.md says how to load it"
             if config.save_model
