@@ -83,7 +83,7 @@ READ_ONLY = {
     "recipes/continue_decoder/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
     "recipes/launch/README.md": "clusters; tests/launch and `make test-slurm` run the scripts",
     "recipes/long_context/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
-    "recipes/muon/README.md": "most of an hour; tests/recipes/test_muon.py reads its YAMLs and makes its tables",
+    "recipes/muon/README.md": "most of an hour; tests/recipes/test_muon.py makes its tables",
     "recipes/mini/README.md": "most of an hour; tests/recipes/test_mini.py runs the study, small",
     "recipes/quickstart/README.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "recipes/paper/README.md": "38 models; tests/study runs small studies",

@@ -89,7 +89,7 @@ class Segments:
     block_masks: dict[int, Any] = field(default_factory=dict)
     """FlexAttention's block masks by sliding window (0: none); see `biphasic.model.flex`."""
     dense_groups: DenseGroups | None = None
-    """How dense attention pads segments of similar length; None: each segment has its own pass."""
+    """Groups that dense attention pads; None until they are needed."""
 
     @classmethod
     def of(
