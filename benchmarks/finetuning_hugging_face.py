@@ -98,7 +98,7 @@ def run(folder: Path, model: str, seed: int, way: str) -> dict[str, Any]:
     clock, collator = _Clock(), _Counting(tokenizer)
     arguments = TrainingArguments(
         output_dir=str(folder / f"trainer-{model}-{way}-{seed}"), use_cpu=True, max_steps=shape.steps, seed=seed,
-        per_device_train_batch_size=32, per_device_eval_batch_size=32, optim="adamw_torch", learning_rate=1e-3,
+        per_device_train_batch_size=32, per_device_eval_batch_size=32, learning_rate=1e-3,
         adam_beta1=0.9, adam_beta2=0.95, adam_epsilon=1e-5, weight_decay=0.1, max_grad_norm=1.0,
         lr_scheduler_type="linear", warmup_steps=0.1, save_strategy="no", logging_strategy="no", report_to=[],
         disable_tqdm=True, train_sampling_strategy="group_by_length" if way == "grouped" else "random",

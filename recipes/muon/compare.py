@@ -48,15 +48,11 @@ def tokens_to(loss: float, runs: list[Final]) -> float | None:
 
 def print_rates(folder: Path) -> None:
     """Print the final loss of each objective and optimizer at each learning rate."""
-    rates = list(dict.fromkeys(run.name.split("-")[-2] + "-3" for run in sorted(folder.glob("*-*e-3"), key=_rate)))
+    rates = sorted({"-".join(run.name.split("-")[-2:]) for run in folder.glob("*e-3")}, key=float)
     print("| final MLM loss | " + " | ".join(rates) + " |\n" + "|-" * (len(rates) + 1) + "|")
     for objective, optimizer in itertools.product(OBJECTIVES, OPTIMIZERS):
         losses = [f"{final(folder / f'{objective}-{optimizer}-{rate}').loss:.3f}" for rate in rates]
         print(f"| {OBJECTIVES[objective]}: {OPTIMIZERS[optimizer]} | " + " | ".join(losses) + " |")
-
-
-def _rate(run: Path) -> float:
-    return float(run.name.split("-")[-2] + "-3")
 
 
 def print_tokens(folder: Path) -> None:

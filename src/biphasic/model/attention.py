@@ -21,7 +21,7 @@ from torch.nn.attention import activate_flash_attention_impl, current_flash_atte
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.segments import DenseGroups, Segments, visibility_mask
+from biphasic.model.segments import Segments, visibility_mask
 
 ATTENTION_NAME = "biphasic"
 BACKENDS = ("varlen", "flash2", "flex", "sdpa")
@@ -146,8 +146,6 @@ def prepare_segments(
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = training and any(getattr(config, name, 0.0) for name in _DROPOUT_OPTIONS)
     segments.attention = choose_backend(segments.attention, device, dtype, softcap, dropout)
-    if segments.attention == "sdpa" and not segments.uniform and segments.dense_groups is None:
-        segments.dense_groups = DenseGroups.of(segments.lengths, segments.cu_seqlens.device)
     if segments.attention == "varlen":
         activate_flash_kernels()
     if segments.attention == "flex":
@@ -262,14 +260,15 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
         length = segments.lengths[0]
         q, k, v = (x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value))
         return _dense(q, k, v, options).transpose(1, 2).flatten(0, 1)[None]
-    groups = segments.dense_groups or DenseGroups.of(segments.lengths, query.device)
-    rows = [x[0].transpose(0, 1).flatten(1) for x in (query, key, value)]
-    heads, parts = query.shape[1], []
-    for tokens, mask in zip(groups.tokens, groups.masks, strict=True):
-        # As in `F.embedding`, because the gradient of indexing is slow on CPUs.
-        q, k, v = (F.embedding(tokens, x).unflatten(2, (heads, -1)).transpose(1, 2) for x in rows)
-        parts.append(_dense(q, k, v, options, mask).transpose(1, 2).flatten(0, 1).flatten(1))
-    return F.embedding(groups.outputs, torch.cat(parts)).unflatten(1, (heads, -1))[None]
+    dense, heads = segments.dense_groups, query.shape[1]
+    sizes = [count * longest for count, longest in dense.shapes]
+    # Taken by `F.embedding`, because the gradient of indexing is slow on CPUs.
+    by_group = [F.embedding(dense.tokens, x[0].transpose(0, 1).flatten(1)).split(sizes) for x in (query, key, value)]
+    outputs = []
+    for shape, mask, *group in zip(dense.shapes, dense.masks, *by_group, strict=True):
+        q, k, v = (x.unflatten(0, shape).unflatten(2, (heads, -1)).transpose(1, 2) for x in group)
+        outputs.append(_dense(q, k, v, options, mask).transpose(1, 2).flatten(2).flatten(0, 1))
+    return F.embedding(dense.outputs, torch.cat(outputs)).unflatten(1, (heads, -1))[None]
 
 
 def _dense(

@@ -98,9 +98,10 @@ def switch_to_packed_attention(encoder: Any) -> bool:
         packs = _packs(encoder)
     except Exception:  # the family's code may raise anything
         packs = False
+    finally:
+        logging.set_verbosity(verbosity)
     if not packs:
         encoder.set_attn_implementation(own_attention)
-    logging.set_verbosity(verbosity)
     return packs
 
 

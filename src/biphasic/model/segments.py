@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor
 
 _MAX_PADDING = 0.1
 """Maximum share of padding in the cost of a group of texts, besides `extra`."""
-_EXTRA_SQUARES = 128**2
+_EXTRA_SQUARES = 64**2
 """Cost of padding in a call of dense attention, in squared tokens, that takes hardly any time."""
 
 
@@ -42,28 +43,32 @@ def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[li
 class DenseGroups:
     """Groups of segments that dense attention pads to the length of their longest."""
 
-    tokens: tuple[Tensor, ...]
-    """For each group, int64 [segments, longest]: index of each token; at padding, the segment's first token."""
+    shapes: tuple[tuple[int, int], ...]
+    """For each group, its number of segments and the length of the longest."""
+    tokens: Tensor
+    """int64 [padded tokens]: index of each token, group by group; at padding, the segment's first token."""
     masks: tuple[Tensor | None, ...]
     """For each group, bool [segments, 1, 1, longest]: true at tokens; None for a group without padding."""
     outputs: Tensor
-    """int64 [tokens]: index of each token in the groups' outputs, which are concatenated with their padding."""
+    """int64 [tokens]: index of each token among the padded ones."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device) -> DenseGroups:
         """Group segments of the given lengths."""
         size = torch.tensor(lengths)
         start = size.cumsum(0) - size
-        tokens, masks, outputs, total = [], [], torch.empty(int(size.sum()), dtype=torch.int64), 0
+        shapes, tokens, masks, outputs, total = [], [], [], torch.empty(int(size.sum()), dtype=torch.int64), 0
         for group in padding_groups(lengths, exponent=2, extra=_EXTRA_SQUARES):
             position = torch.arange(lengths[group[0]])
             mask = position < size[group][:, None]
             index = start[group][:, None] + position * mask
             outputs[index[mask]] = total + torch.arange(mask.numel()).view(mask.shape)[mask]
             total += mask.numel()
-            tokens.append(index.to(device, non_blocking=True))
+            shapes.append((len(group), lengths[group[0]]))
+            tokens.append(index.flatten())
             masks.append(None if mask.all() else mask[:, None, None].to(device, non_blocking=True))
-        return cls(tuple(tokens), tuple(masks), outputs.to(device, non_blocking=True))
+        indices = torch.cat(tokens).to(device, non_blocking=True)
+        return cls(tuple(shapes), indices, tuple(masks), outputs.to(device, non_blocking=True))
 
 
 @dataclass(eq=False)
@@ -88,8 +93,6 @@ class Segments:
     """Attention backend; see `biphasic.model.attention.BACKENDS`."""
     block_masks: dict[int, Any] = field(default_factory=dict)
     """FlexAttention's block masks by sliding window (0: none); see `biphasic.model.flex`."""
-    dense_groups: DenseGroups | None = None
-    """Groups that dense attention pads; None until they are needed."""
 
     @classmethod
     def of(
@@ -115,6 +118,11 @@ class Segments:
         segment_index = torch.bucketize(token, cu_seqlens[1:], out_int32=True, right=True)
         position_ids = (token - cu_seqlens[segment_index]).long()
         return cls(tuple(lengths), cu_seqlens, segment_index, position_ids, max_seqlen or max(lengths), attention)
+
+    @functools.cached_property
+    def dense_groups(self) -> DenseGroups:
+        """Groups that dense attention pads."""
+        return DenseGroups.of(self.lengths, self.cu_seqlens.device)
 
     @property
     def uniform(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,13 +25,13 @@ def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConf
         config: the YAML's `optimizer:` section.
     """
     if config.name == "adamw":
-        return _adamw(list(model.parameters()), config)
+        return _adamw(model.parameters(), config)
     matrices = {module.weight: None for module in backbone.modules() if isinstance(module, nn.Linear)}
-    others = [parameter for parameter in model.parameters() if parameter not in matrices]
-    return MuonWithAdamW(list(matrices), others, config)
+    others = (parameter for parameter in model.parameters() if parameter not in matrices)
+    return MuonWithAdamW(matrices, others, config)
 
 
-def _adamw(parameters: Sequence[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(
         [{"params": list(parameters)}],
         lr=config.lr,
@@ -54,7 +54,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
         config: the YAML's `optimizer:` section.
     """
 
-    def __init__(self, matrices: Sequence[Tensor], others: Sequence[Tensor], config: OptimizerConfig):
+    def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], config: OptimizerConfig):
         self._muon = torch.optim.Muon(
             list(matrices), lr=config.lr, weight_decay=config.weight_decay, adjust_lr_fn="match_rms_adamw"
         )
