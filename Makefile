@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test test-all faults mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test test-all faults soak mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
@@ -63,6 +63,10 @@ test-all: env
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env
 	BIPHASIC_KILLS=20 $(BIN)/python -m pytest tests/faults
+
+# Chains of faults, which a seed repeats: kills, signals, a failing bucket, a full disk, damaged checkpoints (tests/soak.py).
+soak: env
+	PYTHONPATH=src:tests $(BIN)/python tests/soak.py --minutes $(or $(SOAK_MINUTES),5) $(if $(SOAK_SEED),--seed $(SOAK_SEED))
 
 # Mutation tests of the modules in [tool.mutmut]: each mutant runs the unit tests that reach it. About an hour or two; a
 # pattern limits it: make mutants MUTANTS='biphasic.objectives*'. Works in mutants/, which is ignored by git.

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import yaml
 
-from s3_server import KEY, SECRET, serve_s3
+from s3_server import CREDENTIALS, serve_s3
 
 # `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
 
@@ -123,15 +123,7 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """
     root = tmp_path_factory.mktemp("s3")
     server, port = serve_s3(root)
-    environment = {
-        "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}",
-        "AWS_ACCESS_KEY_ID": KEY,
-        "AWS_SECRET_ACCESS_KEY": SECRET,
-        "AWS_DEFAULT_REGION": "us-east-1",
-        "AWS_MAX_ATTEMPTS": "1",
-        # rclone gives a part of a file the checksum of the whole, which pyarrow then finds wrong.
-        "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
-    }
+    environment = {**CREDENTIALS, "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}", "AWS_MAX_ATTEMPTS": "1"}
     patch = pytest.MonkeyPatch()
     for name, value in environment.items():
         patch.setenv(name, value)

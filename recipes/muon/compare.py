@@ -51,7 +51,8 @@ def print_rates(folder: Path) -> None:
     rates = sorted({"-".join(run.name.split("-")[-2:]) for run in folder.glob("*e-3")}, key=float)
     print("| final MLM loss | " + " | ".join(rates) + " |\n" + "|-" * (len(rates) + 1) + "|")
     for objective, optimizer in itertools.product(OBJECTIVES, OPTIMIZERS):
-        losses = [f"{final(folder / f'{objective}-{optimizer}-{rate}').loss:.3f}" for rate in rates]
+        runs = [folder / f"{objective}-{optimizer}-{rate}" for rate in rates]
+        losses = [f"{final(run).loss:.3f}" if run.exists() else "" for run in runs]
         print(f"| {OBJECTIVES[objective]}: {OPTIMIZERS[optimizer]} | " + " | ".join(losses) + " |")
 
 

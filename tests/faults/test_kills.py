@@ -20,18 +20,17 @@ from biphasic.runs import report
 from biphasic.storage import open_store
 from buckets import bucket_for
 from conftest import Write
+from signal_points import IN_SAVE, IN_TRAINING
 from tiny import config_of, launch, losses, weights
 
 KILLS = int(os.environ.get("BIPHASIC_KILLS", "3"))
 INTERVAL, SWITCH, DECAY, LAST = (4, 30, 50, 64) if KILLS > 3 else (4, 14, 22, 28)
-PATH = f"import sys; sys.path.append({str(Path(__file__).parent)!r})"
-IN_BATCH, IN_SAVE = ("start", "backward", "end"), ("upload", "write", "index", "manifest", "delete")
 
 
 def kill_points(count: int, seed: int) -> list[tuple[str, int]]:
     """Kinds and batches, in order. A point in a save lies in the first save from its batch on."""
     generator = random.Random(seed)
-    kinds = [*IN_SAVE, *IN_BATCH]
+    kinds = [*IN_SAVE, *IN_TRAINING]
     points = [("start", SWITCH), ("backward", DECAY + 3)]
     for number in range(count - len(points)):
         points.append((kinds[number % len(kinds)], generator.randrange(1, LAST - INTERVAL)))
@@ -53,7 +52,7 @@ def test_a_killed_run_is_the_same_run(s3: Path, write_yaml: Write) -> None:
     folder = runs / "killed"
     generator, points = random.Random(KILLS), kill_points(KILLS, seed=11)
     for kind, batch in points:
-        run = launch(path, processes=2, code=f"{PATH}\nimport killed\nkilled.patch('{kind}:{batch}')")
+        run = launch(path, processes=2, code=f"import signal_points\nsignal_points.patch('{kind}:{batch}')")
         assert run.returncode == -9, f"{kind}:{batch}\n{run.stdout[-2000:]}\n{run.stderr[-3000:]}"
         if generator.random() < 0.5:
             # The next attempt runs on another machine.

@@ -11,21 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from chain_faults import OWN_SHARED_MEMORY
 
 import warm
 from conftest import Write
 from s3_server import free_port
 from tiny import config_of, launch, losses, weights
-
-# Shared memory of its own, as on another machine.
-OWN_SHARED_MEMORY = """
-import ctypes
-libc = ctypes.CDLL(None, use_errno=True)
-CLONE_NEWNS, MS_REC_PRIVATE = 0x20000, 0x44000
-assert libc.unshare(CLONE_NEWNS) == 0
-assert libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None) == 0
-assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0
-"""
 
 
 def start_node(number: int, port: int, path: Path) -> warm.Job:

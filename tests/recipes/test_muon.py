@@ -36,7 +36,7 @@ def write_run(folder: Path, tokens: int, loss: float) -> None:
 def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for objective in ("mlm", "clm-mlm"):
         for optimizer, gain in (("adamw", 0.0), ("muon", 0.5)):
-            for rate in ("2e-3", "16e-3"):
+            for rate in ("2e-3", "16e-3") if optimizer == "muon" else ("2e-3",):
                 write_run(tmp_path / "muon" / "rates" / f"{objective}-{optimizer}-{rate}", 100, 5.0 - gain)
         for seed, loss in (("s1", 5.0), ("s2", 5.2)):
             write_run(tmp_path / "muon" / "seeds" / f"{objective}-adamw-320-{seed}", 320, loss)
@@ -47,5 +47,6 @@ def test_the_tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     main()
     printed = capsys.readouterr().out
     assert "| final MLM loss | 2e-3 | 16e-3 |" in printed
+    assert "| MLM: AdamW | 5.000 |  |" in printed
     assert "| MLM: Muon | 4.500 | 4.500 |" in printed
     assert "| CLM, then MLM | 5.100 ± 0.141 | 4.407 ± 0.141 | 2.00, 2.00 |" in printed

@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -25,11 +26,10 @@ if TYPE_CHECKING:
     from biphasic.config.pretrain import PretrainConfig
 
 LOCK_FILE = "lock.json"
-ATTEMPTS = "attempts"
+ATTEMPTS, CLAIMS = "attempts", "claims"
 HEARTBEAT_SECONDS, LEASE_SECONDS = 15.0, 60.0
 """Seconds between two heartbeats, and seconds without a heartbeat after which a lock expires."""
 KILLED = "ended without a message (killed, or its machine was lost)"
-_SETTLE_SECONDS = 0.5
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
 """Long enough to download a large checkpoint from a slow bucket."""
 _log = logging.getLogger(__name__)
@@ -99,6 +99,11 @@ class RunLock:
     process, if it ran on this machine, no longer exists. Clocks of different machines are never compared. Each attempt also
     has a file in `attempts/` with its start, its progress and the reason why it ended.
 
+    Before it writes the lock, each start writes a claim of its own in `claims/` and lists all claims. Of two starts at the
+    same moment, at least the one that wrote its claim last sees the other's. The later name withdraws its claim and waits;
+    the earlier one waits until it has. So only one of them writes the lock, on any store whose listings show each finished
+    write. A conditional write would need an SDK for each kind of store, and some S3 servers ignore its condition.
+
     Args:
         destination: folder or bucket prefix to lock.
         key: YAML key of the destination, for messages.
@@ -128,12 +133,12 @@ class RunLock:
                   "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
         try:
             folder = open_store(self._destination)
-            if (previous := _read_lock(folder)) is not None:
-                self._wait_until_expired(folder, previous)
-            folder.write(LOCK_FILE, json_bytes(record))
-            time.sleep(_SETTLE_SECONDS if previous is not None else 0)
-            if (current := _read_lock(folder)) is not None and current["attempt"] != name:
-                raise UserError(self._held_message(current))
+            try:
+                taken, previous = False, None
+                while not taken:
+                    taken, previous = self._take_lock(folder, record)
+            finally:
+                folder.remove([_claim(name)])
             if previous is not None:
                 _write_attempt(folder, {**previous, "until": None, "reason": KILLED})
             _write_attempt(folder, record)
@@ -188,19 +193,60 @@ class RunLock:
             except Exception as error:
                 _log.debug("no heartbeat in %s: %s", self._destination, first_line(error))
 
-    def _wait_until_expired(self, folder: Store, previous: dict[str, Any]) -> None:
+    def _take_lock(self, folder: Store, record: dict[str, Any]) -> tuple[bool, dict[str, Any] | None]:
+        """Write the lock, unless another start has an earlier claim.
+
+        Returns:
+            Whether the lock was written. If not, the other start has ended without it. Then the expired lock that was found.
+        """
+        name, previous = record["attempt"], _read_lock(folder)
+        if previous is not None:
+            previous = self._wait_until_expired(folder, previous)
+        folder.write(_claim(name), json_bytes(record))
+        for other in _other_claims(folder, name):
+            withdraws = other["attempt"] < name
+            if withdraws:
+                folder.remove([_claim(name)])
+            self._wait_for_claim(folder, other)
+            if withdraws:
+                return False, previous
+        current = _read_lock(folder)
+        if current is not None and current != previous:
+            raise UserError(self._held_message(current))
+        folder.write(LOCK_FILE, json_bytes(record))
+        return True, previous
+
+    def _wait_until_expired(self, folder: Store, previous: dict[str, Any]) -> dict[str, Any] | None:
+        """Return the expired lock, or None if its owner has released it."""
         if is_dead_here(previous["process"]):
-            return
+            return previous
         message = f"{self._destination} is locked by {_owner(previous)}; waiting {LEASE_SECONDS:.0f} s for a heartbeat"
         print(message, flush=True)
-        end = time.monotonic() + LEASE_SECONDS
-        while time.monotonic() < end:
-            time.sleep(min(1.0, LEASE_SECONDS / 10))
+        for _ in _polls():
             current = _read_lock(folder)
             if current is None or is_dead_here(current["process"]):
-                return
+                return current
             if (current["attempt"], current["beat"]) != (previous["attempt"], previous["beat"]):
                 raise UserError(self._held_message(current))
+        return previous
+
+    def _wait_for_claim(self, folder: Store, claim: dict[str, Any]) -> None:
+        """Wait until another start's claim is gone, or remove it if its process has ended.
+
+        Raises:
+            UserError: the other start has taken the lock.
+        """
+        if not is_dead_here(claim["process"]):
+            print(f"{self._destination}: {_owner(claim)}, starts at the same moment; waiting for it", flush=True)
+        for _ in _polls():
+            if is_dead_here(claim["process"]):
+                break
+            is_gone, lock = folder.stat(_claim(claim["attempt"])) is None, _read_lock(folder)
+            if lock is not None and lock["attempt"] == claim["attempt"]:
+                raise UserError(self._held_message(lock))
+            if is_gone:
+                return
+        folder.remove([_claim(claim["attempt"])])
 
     def _held_message(self, lock: dict[str, Any]) -> str:
         message = f"{self._name} belongs to another run that is alive: {_owner(lock)}"
@@ -243,6 +289,27 @@ def _read_lock(folder: Store) -> dict[str, Any] | None:
     if not isinstance(lock, dict) or any(name not in lock for name in required):
         raise UserError(f"{folder.root}/{LOCK_FILE}: is not a run's lock; remove it if no run writes there")
     return lock
+
+
+def _claim(attempt: str) -> str:
+    return f"{CLAIMS}/{attempt}.json"
+
+
+def _other_claims(folder: Store, own: str) -> list[dict[str, Any]]:
+    """Return the claims of other starts, earliest name first."""
+    claims = []
+    for name in folder.list(CLAIMS):
+        with suppress(FileNotFoundError):  # withdrawn since it was listed
+            claims.append(json.loads(folder.read(name)))
+    return [claim for claim in claims if claim["attempt"] != own]
+
+
+def _polls() -> Iterator[None]:
+    """Yield about once a second, until `LEASE_SECONDS` have passed."""
+    end = time.monotonic() + LEASE_SECONDS
+    while time.monotonic() < end:
+        time.sleep(min(1.0, LEASE_SECONDS / 10))
+        yield
 
 
 def _owner(lock: dict[str, Any]) -> str:

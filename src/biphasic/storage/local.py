@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -49,8 +49,7 @@ class LocalStore:
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file."""
         path = self._folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=UNFINISHED_PREFIX, delete=False) as file:
+        with _temporary_file(path.parent) as file:
             try:
                 file.write(content)
                 file.flush()
@@ -85,9 +84,12 @@ class LocalStore:
             path = self._folder / name
             path.unlink(missing_ok=True)
             for folder in path.parents:
-                if folder == self._folder or not folder.is_dir() or any(folder.iterdir()):
+                if folder == self._folder:
                     break
-                folder.rmdir()
+                try:
+                    folder.rmdir()
+                except OSError:  # not empty, or removed by another process
+                    break
 
     def scratch(self) -> Path:
         """Create an empty local folder for files to `move` into the store. Here, `move` is a rename."""
@@ -98,6 +100,14 @@ class LocalStore:
         """Remove unfinished files and folders that killed processes left."""
         for path in sorted(self._folder.rglob(f"{UNFINISHED_PREFIX}*")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _temporary_file(folder: Path) -> Any:
+    """Create a file in a folder, which is created first, also if another process removes it while it is empty."""
+    while True:
+        folder.mkdir(parents=True, exist_ok=True)
+        with suppress(FileNotFoundError):
+            return tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED_PREFIX, delete=False)
 
 
 @contextmanager

@@ -1,0 +1,230 @@
+"""Faults of one start of a run, for chains of them: each function starts the run, and returns what happened to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+
+import tiny
+import warm
+from biphasic.checkpointing.manifest import list_checkpoints
+from biphasic.checkpointing.run_lock import KILLED
+from biphasic.storage import open_store
+from buckets import client
+from chain import DECAY, INTERVAL, LAST, SHORTER, Chain, parent_of, processes, wait_for, write_yaml
+from s3_server import free_port
+from signal_points import IN_SAVE, IN_TRAINING
+
+OWN_SHARED_MEMORY = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+CLONE_NEWNS, MS_REC_PRIVATE = 0x20000, 0x44000
+assert libc.unshare(CLONE_NEWNS) == 0
+assert libc.mount(b"none", b"/", None, MS_REC_PRIVATE, None) == 0
+assert libc.mount(b"tmpfs", b"/dev/shm", b"tmpfs", 0, None) == 0
+"""
+"""Shared memory of a node's own, as on another machine."""
+
+Fault = Callable[[Chain], str]
+
+
+def signal_at(point: str, number: int = signal.SIGKILL) -> str:
+    """Return the code with which a rank sends a signal at a point of `signal_points`."""
+    return f"import signal_points; signal_points.patch({point!r}, {int(number)})"
+
+
+def kill_all(chain: Chain) -> str:
+    """SIGKILL to all processes, at a point of a batch or of a save."""
+    kinds = IN_TRAINING + (IN_SAVE if chain.strategy == "fsdp" else ("upload", "manifest", "delete"))
+    point = f"{chain.draw.choice(kinds)}:{chain.next_batch(LAST - INTERVAL)}"
+    chain.end(chain.start(code=signal_at(point)), -9, KILLED)
+    return f"SIGKILL to all at {point}"
+
+
+def kill_rank(chain: Chain) -> str:
+    """SIGKILL to one rank."""
+    rank, batch = chain.draw.randrange(2), chain.next_batch()
+    job = chain.start()
+    wait_for(chain, batch, job)
+    os.kill(job.ranks[rank], signal.SIGKILL)
+    # Rank 0 holds the lock.
+    chain.end(job, -9, KILLED if rank == 0 else "")
+    chain.exact_repeats = False
+    return f"SIGKILL to rank {rank} after batch {batch}"
+
+
+def kill_loader(chain: Chain) -> str:
+    """SIGKILL to a rank's loader process."""
+    batch = chain.next_batch()
+    job = chain.start()
+    wait_for(chain, batch, job)
+    rank = chain.draw.randrange(2)
+    loaders = [pid for pid in processes() if parent_of(pid) == job.ranks[rank]]
+    assert loaders, "no loader process"
+    os.kill(chain.draw.choice(loaders), signal.SIGKILL)
+    run = job.wait(300)
+    chain.groups.append(job.pid)
+    chain.outputs.append(run.stdout + run.stderr)
+    # A tracker of shared memory is a child too, and a run doesn't need it.
+    assert run.returncode in (0, 1), (run.returncode, run.stderr[-4000:])
+    chain.reasons.append("finished" if run.returncode == 0 else "")
+    chain.exact_repeats = False
+    return f"SIGKILL to a child of rank {rank} after batch {batch}: status {run.returncode}"
+
+
+def kill_node(chain: Chain) -> str:
+    """SIGKILL to one of two nodes."""
+    batch, port = chain.next_batch(), free_port()
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    jobs = []
+    for node in range(2):
+        copies = []
+        for name in ("one", "two"):
+            copy = chain.path.parent / f"node{node}" / name
+            if not copy.exists():
+                shutil.copytree(chain.path.parent / "data" / name, copy)
+            copies.append(f"data.mix.{name}.local={copy}")
+        place = {"RANK": str(node), "NODE_RANK": str(node), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        jobs.append(warm.start([str(chain.path), *copies], 1, environment, setup=OWN_SHARED_MEMORY, place=place))
+    chain.groups += [job.pid for job in jobs]
+    wait_for(chain, batch, jobs[0])
+    lost = chain.draw.randrange(2)
+    jobs[lost].kill()
+    run = jobs[1 - lost].wait(90)
+    chain.outputs.append(run.stdout + run.stderr)
+    assert run.returncode in (0, 1) and "another rank ended" in run.stderr, (run.returncode, run.stderr[-4000:])
+    chain.reasons.append(KILLED if lost == 0 else "")
+    chain.exact_repeats = False
+    return f"SIGKILL to node {lost} of 2 after batch {batch}"
+
+
+def terminate(chain: Chain) -> str:
+    """SIGTERM or SIGUSR1 to one rank, at a point of a batch, a save or a validation; sometimes twice."""
+    number = chain.draw.choice([signal.SIGTERM, signal.SIGUSR1])
+    point = f"{chain.draw.choice([*IN_TRAINING, 'upload', 'validation', 'delete'])}:{chain.next_batch(LAST - 8)}"
+    ranks = ("0",) if point.startswith(("delete", "validation")) else chain.draw.choice([("0",), ("1",), ("0", "1")])
+    code = f"import os\nif os.environ['RANK'] in {ranks}:\n    {signal_at(point, number)}"
+    before = len(chain.entries())
+    run = chain.end(chain.start(code=code), 75, f"{number.name}: saved")
+    assert f"{number.name}: saved at batch {chain.trained()}" in run.stdout, run.stdout[-2000:]
+    assert len(chain.entries()) > before
+    return f"{number.name} at {point} to rank {' and '.join(ranks)}"
+
+
+def bad_bucket(chain: Chain) -> str:
+    """Failing requests, stalls, half answers, and a bucket that is away; then SIGKILL."""
+    batch, rate, away = chain.next_batch(), chain.draw.uniform(0.05, 0.2), chain.draw.uniform(0, 4)
+    chain.proxy.rate = rate
+    job = chain.start(code=signal_at(f"end:{batch}"))
+    wait_for(chain, min(chain.trained() + 1, batch), job)
+    chain.proxy.away = True
+    time.sleep(away)
+    chain.proxy.away = False
+    run = job.wait(300)
+    chain.proxy.rate = 0.0
+    chain.outputs.append(run.stdout + run.stderr)
+    assert run.returncode == -9, run.stderr[-4000:]
+    chain.reasons.append(KILLED)
+    chain.exact_repeats = False
+    return f"{rate:.0%} of requests fail, bucket away for {away:.1f} s, SIGKILL at end:{batch}"
+
+
+def full_disk(chain: Chain) -> str:
+    """A disk without room for a checkpoint."""
+    folder = chain.folder / "checkpoints"
+    folder.mkdir(parents=True, exist_ok=True)
+    if os.system(f"mount -t tmpfs -o size=60k tmpfs {folder}"):
+        return "full disk: left out, because only root can mount a small one"
+    try:
+        run = chain.start().wait(300)
+    finally:
+        os.system(f"umount -l {folder}")
+    chain.outputs.append(run.stdout + run.stderr)
+    assert run.returncode == 2 and "No space left on device" in run.stderr, (run.returncode, run.stderr[-4000:])
+    chain.reasons.append("")
+    chain.exact_repeats = False
+    return "full disk"
+
+
+def damaged_checkpoint(chain: Chain) -> str:
+    """The newest checkpoint is truncated, or has a flipped bit; the next start is on another machine."""
+    stored = [checkpoint for checkpoint in list_checkpoints(open_store(chain.place)) if checkpoint.manifest]
+    if not stored or stored[0].manifest is None:
+        return "damage: left out, no checkpoint is stored"
+    manifest = stored[0].manifest
+    name = chain.draw.choice(sorted(manifest.files))
+    bucket, _, prefix = chain.place.removeprefix("s3://").partition("/")
+    content = bytearray(client().get_object(Bucket=bucket, Key=f"{prefix}/{name}")["Body"].read())
+    position, kind = chain.draw.randrange(len(content)), chain.draw.choice(["truncated", "with a flipped bit"])
+    if kind == "truncated":
+        del content[position:]
+    else:
+        content[position] ^= 1 << chain.draw.randrange(8)
+    client().put_object(Bucket=bucket, Key=f"{prefix}/{name}", Body=bytes(content))
+    chain.lose_machine()
+    chain.exact_repeats = False
+    point = f"end:{min(max(stored[0].batch - INTERVAL, 0) + chain.draw.randint(1, 8), LAST - 1)}"
+    run = chain.end(chain.start(code=signal_at(point)), -9, KILLED)
+    assert "skipped" in run.stdout + run.stderr, (run.stdout[-2000:], run.stderr[-2000:])
+    return f"{name} {kind} at byte {position}, then SIGKILL at {point}"
+
+
+def other_ranks(chain: Chain) -> str:
+    """One rank instead of two, killed."""
+    point = f"{chain.draw.choice(IN_TRAINING)}:{chain.next_batch()}"
+    chain.end(chain.start(ranks=1, code=signal_at(point)), -9, KILLED)
+    return f"one rank, SIGKILL at {point}"
+
+
+def empty_machine(chain: Chain) -> str:
+    """A start on an empty machine, killed."""
+    chain.lose_machine()
+    return f"an empty machine, then {kill_all(chain)}"
+
+
+def shorter_run(chain: Chain) -> str:
+    """A start with a shorter `max_duration`, killed before the learning rate decays; later starts are longer again."""
+    batch = chain.next_batch()
+    if batch >= SHORTER - DECAY:
+        return kill_all(chain)
+    code = signal_at(f"end:{batch}")
+    chain.end(chain.start(f"max_duration={SHORTER}ba", code=code), -9, KILLED)
+    return f"max_duration={SHORTER}ba, SIGKILL at end:{batch}"
+
+
+def beside_other_jobs(chain: Chain) -> str:
+    """One to three other runs on the machine, and SIGKILL."""
+    count = chain.draw.randint(1, 3)
+    jobs = []
+    for number in range(count):
+        path = chain.path.parent / f"other{number}.yaml"
+        jobs.append(
+            tiny.start(write_yaml(path, chain.path.parent / "data", "ddp", last=9), f"run_name=o{len(chain.groups)}")
+        )
+        chain.groups.append(jobs[-1].pid)
+    result = kill_all(chain)
+    for job in jobs:
+        run = job.wait(300)
+        assert run.returncode == 0, run.stderr[-4000:]
+    return f"beside {count} other runs, {result}"
+
+
+def two_starts(chain: Chain) -> str:
+    """Two starts at the same moment: one trains until SIGKILL, the other names it."""
+    point = f"end:{chain.next_batch()}"
+    jobs = [chain.start(code=signal_at(point)) for _ in range(2)]
+    runs = sorted((job.wait(300) for job in jobs), key=lambda run: run.returncode)
+    chain.outputs += [run.stdout + run.stderr for run in runs]
+    assert [run.returncode for run in runs] == [-9, 2], [(run.returncode, run.stderr[-3000:]) for run in runs]
+    assert "belongs to another run that is alive: process" in runs[1].stderr, runs[1].stderr
+    chain.reasons.append(KILLED)
+    return f"two starts at once, SIGKILL at {point}"
+
+
+FAULTS: tuple[Fault, ...] = (
+    kill_all, kill_rank, kill_loader, kill_node, terminate, bad_bucket, full_disk, damaged_checkpoint, other_ranks,
+    empty_machine, shorter_run, beside_other_jobs, two_starts, terminate, kill_all,
+)  # fmt: skip

@@ -1,0 +1,145 @@
+"""Starts of one run at the same moment: one gets the lock, and the others name it."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.checkpointing import run_lock as module
+from biphasic.checkpointing.run_lock import LOCK_FILE, RunLock
+from biphasic.errors import UserError
+from biphasic.storage import open_store
+from buckets import bucket_for
+from conftest import Write
+from tiny import config_of, losses, start
+
+
+class Interleaving:
+    """Lets threads make their store calls in a random order that a seed determines, one call at a time."""
+
+    def __init__(self, seed: int, threads: int):
+        self._draw, self._running = random.Random(seed), threads
+        self._waiting: list[int] = []
+        self._turn: int | None = None
+        self._changed = threading.Condition()
+
+    def next_turn(self) -> None:
+        """Wait for this thread's next turn."""
+        own = threading.get_ident()
+        with self._changed:
+            self._waiting.append(own)
+            self._give_turn()
+            assert self._changed.wait_for(lambda: self._turn == own, 20)
+            self._turn = None
+
+    def end(self) -> None:
+        """Leave the other threads to themselves."""
+        with self._changed:
+            self._running -= 1
+            self._give_turn()
+
+    def _give_turn(self) -> None:
+        if self._waiting and len(self._waiting) == self._running:
+            self._waiting.sort()
+            self._turn = self._waiting.pop(self._draw.randrange(len(self._waiting)))
+            self._changed.notify_all()
+
+
+class SteppingStore:
+    """A store of which each call waits for its turn."""
+
+    def __init__(self, store: Any, order: Interleaving):
+        self._store, self._order = store, order
+
+    def __getattr__(self, name: str) -> Any:
+        attribute = getattr(self._store, name)
+        if not callable(attribute):
+            return attribute
+
+        def call(*arguments: Any) -> Any:
+            self._order.next_turn()
+            return attribute(*arguments)
+
+        return call
+
+
+@pytest.mark.parametrize("left_lock", ["no lock", "lock of a dead process"])
+@pytest.mark.parametrize("starts", [2, 3])
+def test_in_any_order_of_calls_one_start_gets_the_lock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, starts: int, left_lock: str
+) -> None:
+    monkeypatch.setattr(module, "_write_attempt", lambda *_: None)
+    orders: list[Interleaving] = []
+    monkeypatch.setattr(module, "open_store", lambda path: SteppingStore(open_store(path), orders[-1]))
+    monkeypatch.setattr(module.time, "sleep", lambda _: None)
+    for seed in range(60):
+        folder = tmp_path / str(seed)
+        if left_lock != "no lock":
+            write_dead_lock(folder)
+        orders.append(Interleaving(seed, starts))
+        outcomes = run_together([lambda: RunLock(str(folder)) for _ in range(starts)], orders[-1].end)
+        held = [outcome for outcome in outcomes if isinstance(outcome, str)]
+        assert len(held) == 1, (seed, outcomes)
+        assert all("belongs to another run that is alive" in str(x) for x in outcomes if not isinstance(x, str))
+        assert held[0] in (folder / LOCK_FILE).read_text() and not (folder / "claims").exists(), seed
+
+
+def write_dead_lock(folder: Path) -> None:
+    """A lock of a process of this machine that no longer exists."""
+    process = [*module.process_id(os.getpid())[:3], "1"]
+    lock = {"attempt": "20260101T000000.000000-aaaaaa", "host": "here", "pid": 4, "process": process, "since": "", "beat": 3}
+    open_store(str(folder)).write(LOCK_FILE, module.json_bytes(lock))
+
+
+def run_together(locks: list[Callable[[], RunLock]], end: Callable[[], None] = lambda: None) -> list[Any]:
+    """Acquire locks in a thread each; returns for each the attempt's name, or the error."""
+    outcomes: list[Any] = [None] * len(locks)
+    barrier = threading.Barrier(len(locks))
+
+    def acquire(number: int) -> None:
+        lock = locks[number]()
+        barrier.wait(20)
+        try:
+            outcomes[number] = lock.acquire(1)
+            lock._closing.set()  # no heartbeats
+        except BaseException as error:
+            outcomes[number] = error
+        finally:
+            end()
+
+    threads = [threading.Thread(target=acquire, args=(number,)) for number in range(len(locks))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    return outcomes
+
+
+def test_a_claim_of_a_lost_machine_expires(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LEASE_SECONDS", 0.6)
+    claim = {"attempt": "20260101T000000.000000-aaaaaa", "host": "node7", "pid": 4, "since": "2026",
+             "process": ["other boot", "pid:[1]", "4", "9"]}  # fmt: skip
+    store = open_store(str(tmp_path))
+    store.write("claims/20260101T000000.000000-aaaaaa.json", module.json_bytes(claim))
+    lock = RunLock(str(tmp_path))
+    lock.acquire(1)
+    assert store.list("claims") == {}
+    lock.release("finished")
+
+
+def test_of_two_runs_started_at_once_one_trains_and_the_other_names_it(s3: Path, write_yaml: Write) -> None:
+    """On an empty bucket, whose server ignores the condition of a conditional write."""
+    place = f"s3://{bucket_for(s3, 'two-starts')}/run"
+    path = write_yaml("twice", max_duration="8ba", checkpoint__folder=place)
+    jobs = [start(path) for _ in range(2)]
+    runs = sorted((job.wait(120) for job in jobs), key=lambda run: run.returncode)
+    assert [run.returncode for run in runs] == [0, 2], [(run.returncode, run.stderr[-3000:]) for run in runs]
+    assert re.search(r"belongs to another run that is alive: process \d+ on .+, since 20", runs[1].stderr)
+    assert len(losses(Path(config_of(path).output) / "twice")) == 8

@@ -1,0 +1,109 @@
+"""Chains of faults: seeded, for as long as asked, over small runs of two ranks with S3.
+
+    make soak                                # five minutes, with a new seed, which it prints
+    make soak SOAK_MINUTES=120 SOAK_SEED=7   # the same chains again
+
+Each chain is a run of its own (`chain.py`) whose starts meet five to eight faults (`chain_faults.py`), and that then trains
+to its end. It must then be the run without faults. A failed chain ends the soak; its folder stays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import secrets
+import shutil
+import tempfile
+import time
+from pathlib import Path
+
+import tiny
+from buckets import bucket_for
+from chain import Chain, verify, write_data, write_yaml
+from chain_faults import FAULTS, Fault
+from s3_proxy import Proxy
+from s3_server import CREDENTIALS, serve_s3
+
+
+def train_reference(folder: Path, strategy: str) -> Path:
+    """Train the run without faults, and return its folder."""
+    path = write_yaml(folder / f"undisturbed-{strategy}.yaml", folder / "data", strategy)
+    run = tiny.launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-4000:]
+    return folder / "runs" / path.stem
+
+
+def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) -> None:
+    """Let a run meet the faults, train it to its end, and check it."""
+    shared_memory = set(os.listdir("/dev/shm"))
+    chain.temporary.mkdir(exist_ok=True)
+    os.environ["TMPDIR"] = str(chain.temporary)
+    try:
+        for number, fault in enumerate(faults, 1):
+            start, chain.draw = time.monotonic(), random.Random(f"{chain.seed} {number}")
+            print(
+                f"{label}, {number} of {len(faults)}: {fault.__name__} after batch {chain.trained()}",
+                end=" ",
+                flush=True,
+            )
+            result = fault(chain)
+            print(f"({result}; {time.monotonic() - start:.1f} s)", flush=True)
+        chain.end(chain.start(), 0, "finished")
+    finally:
+        del os.environ["TMPDIR"]
+    verify(chain, reference, shared_memory)
+
+
+def deal(draw: random.Random, count: int) -> list[Fault]:
+    """Draw faults; each comes as often as it stands in `FAULTS`, give or take one."""
+    dealt: list[Fault] = []
+    while len(dealt) < count:
+        dealt += draw.sample(FAULTS, len(FAULTS))
+    return dealt
+
+
+def main() -> None:
+    """Run chains until the time is over."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=5)
+    parser.add_argument("--seed", type=int, default=None, help="default: a new one")
+    options = parser.parse_args()
+    seed = secrets.randbelow(10**6) if options.seed is None else options.seed
+    folder = Path(tempfile.mkdtemp(prefix="soak-"))
+    print(f"seed {seed}, {options.minutes:g} minutes, in {folder}", flush=True)
+    (folder / "s3").mkdir()
+    server, port = serve_s3(folder / "s3")
+    os.environ |= {**CREDENTIALS, "S3_ENDPOINT_URL": f"http://127.0.0.1:{port}"}
+    bucket = bucket_for(folder / "s3", "soak")
+    write_data(folder / "data")
+    start, chains, met, kinds = time.monotonic(), 0, 0, dict.fromkeys((fault.__name__ for fault in FAULTS), 0)
+    try:
+        references = {strategy: train_reference(folder, strategy) for strategy in ("fsdp", "ddp")}
+        deck = deal(random.Random(f"soak {seed}"), 10_000)
+        while time.monotonic() - start < 60 * options.minutes:
+            draw = random.Random(f"soak {seed} {chains}")
+            strategy = draw.choice(["fsdp", "ddp"])
+            proxy = Proxy(port, 0.0, seed + chains, stall_seconds=3, stalls=2)
+            os.environ["S3_ENDPOINT_URL"] = proxy.address
+            place = f"s3://{bucket}/chain{chains}"
+            path = write_yaml(folder / f"chain{chains}.yaml", folder / "data", strategy, place)
+            faults, deck = deck[: (count := draw.randint(5, 8))], deck[count:]
+            chain = Chain(path, place, strategy, proxy, f"soak {seed} {chains}")
+            run_chain(chain, faults, references[strategy], f"chain {chains} ({strategy})")
+            proxy.close()
+            chains, met = chains + 1, met + len(faults)
+            for fault in faults:
+                kinds[fault.__name__] += 1
+            print(
+                f"chain {chains - 1}: the same run; {met} faults in {(time.monotonic() - start) / 60:.1f} min",
+                flush=True,
+            )
+    finally:
+        server.terminate()
+    print(f"seed {seed}: {chains} chains, {met} faults: {', '.join(f'{kinds[kind]} {kind}' for kind in kinds)}")
+    shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
