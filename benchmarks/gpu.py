@@ -7,7 +7,8 @@ a CUDA device it prints a message and ends. Every step is a complete one: bf16 w
 of the phase, clipping, fused AdamW, over `STEP_ROWS` rows in microbatches. MFU counts the documents' tokens (without
 padding), the pairs within attention's reach, and the computed logits, over the dense peak of the data sheet. The rates of a
 large matrix product and a large copy in the same run are reported beside it. Results are written after each measurement, to
-results/gpu-NAME.{json,md}, so that an interrupted run keeps what it has measured.
+results/gpu-NAME.{json,md}, so that an interrupted run keeps what it has measured. In the time that is left at the end,
+`tests/gpu` runs, and its result is written there too.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import gc
 import math
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,12 +29,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 from gpu_report import Report
 from torch import Tensor
 from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
 from biphasic.config.architecture import PRESETS, Architecture
-from biphasic.model import layers
+from biphasic.model import layers, losses
 from biphasic.model.attention import BACKENDS, activate_flash_kernels, backend_available
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.device import peak_flops
@@ -61,6 +65,20 @@ class Variant:
     """`auto`, a backend, or `varlen by` one of `KERNELS`."""
     packing: str = "documents"
     """`documents`; `whole`: each row is one segment; `padded`: each row is one document and padding."""
+    cuda_graphs: bool = False
+    """Record each compiled layer's kernels as a CUDA graph."""
+    loss_chunks: float = 1.0
+    """Size of the loss's chunks of logits, over the size that training uses."""
+
+    @contextmanager
+    def settings(self) -> Iterator[None]:
+        """Set what PyTorch and the loss read from module variables."""
+        share, graphs = losses.GPU_SHARE, inductor.triton.cudagraphs
+        losses.GPU_SHARE, inductor.triton.cudagraphs = share * self.loss_chunks, self.cuda_graphs
+        try:
+            yield
+        finally:
+            losses.GPU_SHARE, inductor.triton.cudagraphs = share, graphs
 
 
 KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
@@ -308,8 +326,19 @@ def main() -> None:
         measure_size(report, size, peak)
     for size in options.sizes[:2]:
         variants(report, size, peak)
-    report.write()
+    # Ten minutes are the longest that a borrowed machine runs a command.
+    report.note("tests", run_tests(max(report.until + 190 - time.monotonic(), 60)))
     print(report.markdown())
+
+
+def run_tests(seconds: float) -> str:
+    """Run tests/gpu; returns pytest's last line."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/gpu"]
+    try:
+        run = subprocess.run(command, cwd=RESULTS.parents[1], capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"not finished after {seconds:.0f} s"
+    return (run.stdout.strip() or run.stderr.strip()).splitlines()[-1]
 
 
 def measure_size(report: Report, name: str, peak: float | None, device: str = "cuda") -> None:
@@ -319,7 +348,7 @@ def measure_size(report: Report, name: str, peak: float | None, device: str = "c
         if not report.time_left():
             return
         trained = None
-        with report.attempt(f"{name} {variant}") as attempt:
+        with report.attempt(f"{name} {variant}") as attempt, variant.settings():
             trained = Trained(size, variant, device)
             rows = even_microbatch(STEP_ROWS, trained.fit("clm", STEP_ROWS)) if device == "cuda" else STEP_ROWS
             for phase in PHASES:
@@ -338,15 +367,16 @@ def variants(report: Report, name: str, peak: float | None, device: str = "cuda"
     best = report.best(name, "clm")
     if best is None:
         return
-    others = [Variant(packing="whole"), Variant(packing="padded"), Variant(compile=False)]
+    others = [Variant(packing="whole"), Variant(packing="padded"), Variant(compile=False), Variant(cuda_graphs=True)]
     if backend_available("varlen"):
         others += [Variant(attention=f"varlen by {kernel}") for kernel in KERNELS]
     others += [Variant(attention=backend) for backend in BACKENDS if backend != "varlen" and backend_available(backend)]
+    others += [Variant(loss_chunks=chunks) for chunks in (0.25, 4.0)]
     for variant in others:
         if not report.time_left():
             return
         trained = None
-        with report.attempt(f"{name} {variant}"):
+        with report.attempt(f"{name} {variant}"), variant.settings():
             trained = Trained(PRESETS[name], variant, device)
             # Eager layers keep more activations for the backward pass.
             rows = best["microbatch_rows"] if variant.compile else max(1, best["microbatch_rows"] // 2)

@@ -116,8 +116,7 @@ class Report:
             assert first is not None
             goal = GOALS.get((measurement["size"], measurement["phase"])) if measurement is first else None
             cells = [
-                measurement["size"], measurement["phase"], "compiled" if variant["compile"] else "eager",
-                variant["attention"], variant["packing"],
+                measurement["size"], measurement["phase"], _layers(variant), variant["attention"], variant["packing"],
                 str(measurement["microbatch_rows"]), f"{measurement['tokens_per_second']:,.0f}",
                 f"{measurement['tokens_per_second'] / first['tokens_per_second']:.2f}",
                 "" if measurement["mfu"] is None else f"{measurement['mfu']:.1%}", "" if goal is None else f"{goal:.0%}",
@@ -127,9 +126,22 @@ class Report:
             lines.append("| " + " | ".join(cells) + " |")
         for name, profile in self.results["profiles"].items():
             shares = sorted(profile["share_of_wall"].items(), key=lambda item: -item[1])
-            lines += ["", f"A step of {name}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares) + "."]
+            lines += ["", f"A step of {name}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares) + ". Longest:"]
+            lines += [f"{one['share_of_wall']:.1%} `{one['name']}`  " for one in profile.get("longest_kernels", [])[:5]]
+        if "tests" in self.results:
+            lines += ["", f"`pytest tests/gpu`: {self.results['tests']}"]
         lines += [
             f"\nFailed: {measurement['what']}: {measurement['error'].splitlines()[0]}"
             for measurement in self.results["failed"]
         ]
         return "\n".join(lines) + "\n"
+
+
+def _layers(variant: dict[str, Any]) -> str:
+    """What a variant changes about the layers and the loss."""
+    words = ["compiled" if variant["compile"] else "eager"]
+    if variant["cuda_graphs"]:
+        words.append("CUDA graphs")
+    if variant["loss_chunks"] != 1:
+        words.append(f"chunks of the loss {variant['loss_chunks']:g}")
+    return ", ".join(words)

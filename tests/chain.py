@@ -30,6 +30,8 @@ from s3_server import SECRET
 
 INTERVAL, LAST, SHORTER = 4, 48, 40
 """Batches: between checkpoints, of the run, and of a start with a shorter `max_duration`."""
+OWN_TEMPORARY = "import tempfile; tempfile.tempdir = None"
+"""Lets a job use the folder for temporary files in its environment, not that of the process it was forked from."""
 DECAY = 12
 
 
@@ -41,13 +43,13 @@ def write_data(folder: Path) -> None:
     tiny.write_tokenizer(folder / "tokenizer")
 
 
-def write_yaml(path: Path, data: Path, strategy: str, place: str | None = None, last: int = LAST) -> Path:
+def write_yaml(path: Path, data: Path, strategy: str, place: str | None = None) -> Path:
     """Write a run's YAML beside its folder `runs`. `place` is where it saves; None: on this machine."""
     mix = {name: {"local": str(data / name), "proportion": share} for name, share in (("one", 0.7), ("two", 0.3))}
     ramp = {"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.2}, "until": "30ba", "reset_optimizer": True}
     content = tiny.content_of(path.stem, path.parent / "runs", data)
     content |= {
-        "max_duration": f"{last}ba",
+        "max_duration": f"{LAST}ba",
         "objective": {"phases": [{"name": "clm", "until": f"{17 * 8 * tiny.LENGTH}tok"}, ramp, {"name": "mlm"}]},
         "schedule": {"warmup": "3ba", "decay": f"{DECAY}ba"},
         "evaluation": {"interval": "7ba", "batch_size": 4},
@@ -115,10 +117,7 @@ class Chain:
     def start(self, *overrides: str, ranks: int = 2, code: str = "") -> warm.Job:
         """Start the run."""
         self.same_ranks &= ranks == 2
-        # The jobs' server has another folder for temporary files.
-        job = tiny.start(
-            self.path, *overrides, processes=ranks, code=f"import tempfile\ntempfile.tempdir = None\n{code}"
-        )
+        job = tiny.start(self.path, *overrides, processes=ranks, code=f"{OWN_TEMPORARY}\n{code}")
         self.groups.append(job.pid)
         return job
 

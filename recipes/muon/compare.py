@@ -1,8 +1,8 @@
-"""Tables of recipes/muon: losses at each learning rate, and the tokens after which Muon has AdamW's final loss.
+"""Tables of recipes/muon: losses at each learning rate, the tokens after which Muon has AdamW's final loss, and task scores.
 
     python recipes/muon/compare.py [FOLDER]
 
-FOLDER is the mini study's (runs/mini). It reads the runs' `metrics.jsonl`.
+FOLDER is the mini study's (runs/mini). It reads the runs' `metrics.jsonl` and the sweep's records.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from biphasic.storage import open_store
+from biphasic.sweep.records import read_grid, read_records, recorded_trials
+from biphasic.sweep.selection import choose_rates, scores_by_seed
 from biphasic.training.loggers import read_metrics
 
 OBJECTIVES = {"mlm": "MLM", "clm-mlm": "CLM, then MLM"}
@@ -75,13 +78,31 @@ def print_tokens(folder: Path) -> None:
         print(f"| {name} | {means[0]} | {means[1]} | {', '.join(ratios)} |")
 
 
+def print_scores(sweep: Path) -> None:
+    """Print the F1 on `parameters` of the models with 320 batches, at the better fine-tuning rate by validation."""
+    store = open_store(str(sweep))
+    records = read_records(store, recorded_trials(store))
+    chosen = {model: choice for (model, *_), choice in choose_rates(read_grid(store), records).items()}
+    print("| F1 on `parameters`, test | " + " | ".join(OPTIMIZERS.values()) + " |\n|-|-|-|")
+    for objective, name in OBJECTIVES.items():
+        means = []
+        for optimizer in OPTIMIZERS:
+            models = [model for model in chosen if model.startswith(f"{objective}-{optimizer}-320-s")]
+            scores = [100 * statistics.fmean(scores_by_seed(records, chosen[model]).values()) for model in models]
+            means.append(f"{statistics.fmean(scores):.1f} ± {statistics.stdev(scores):.1f}")
+        print(f"| {name} | {' | '.join(means)} |")
+
+
 def main() -> None:
-    """Print both tables."""
+    """Print the tables of what has been run."""
     folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mini") / "muon"
     print_rates(folder / "rates")
     if (folder / "seeds").is_dir():
         print()
         print_tokens(folder / "seeds")
+    if (folder / "seeds" / "sweep").is_dir():
+        print()
+        print_scores(folder / "seeds" / "sweep")
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import pytest
 
 from biphasic.checkpointing import run_lock as module
 from biphasic.checkpointing.run_lock import LOCK_FILE, RunLock
-from biphasic.errors import UserError
 from biphasic.storage import open_store
 from buckets import bucket_for
 from conftest import Write
@@ -84,7 +83,7 @@ def test_in_any_order_of_calls_one_start_gets_the_lock(
         if left_lock != "no lock":
             write_dead_lock(folder)
         orders.append(Interleaving(seed, starts))
-        outcomes = run_together([lambda: RunLock(str(folder)) for _ in range(starts)], orders[-1].end)
+        outcomes = start_together(folder, starts, orders[-1].end)
         held = [outcome for outcome in outcomes if isinstance(outcome, str)]
         assert len(held) == 1, (seed, outcomes)
         assert all("belongs to another run that is alive" in str(x) for x in outcomes if not isinstance(x, str))
@@ -94,17 +93,24 @@ def test_in_any_order_of_calls_one_start_gets_the_lock(
 def write_dead_lock(folder: Path) -> None:
     """A lock of a process of this machine that no longer exists."""
     process = [*module.process_id(os.getpid())[:3], "1"]
-    lock = {"attempt": "20260101T000000.000000-aaaaaa", "host": "here", "pid": 4, "process": process, "since": "", "beat": 3}
+    lock = {
+        "attempt": "20260101T000000.000000-aaaaaa",
+        "host": "here",
+        "pid": 4,
+        "process": process,
+        "since": "",
+        "beat": 3,
+    }
     open_store(str(folder)).write(LOCK_FILE, module.json_bytes(lock))
 
 
-def run_together(locks: list[Callable[[], RunLock]], end: Callable[[], None] = lambda: None) -> list[Any]:
-    """Acquire locks in a thread each; returns for each the attempt's name, or the error."""
-    outcomes: list[Any] = [None] * len(locks)
-    barrier = threading.Barrier(len(locks))
+def start_together(folder: Path, starts: int, end: Callable[[], None]) -> list[Any]:
+    """Acquire a lock in each of several threads; returns for each thread the attempt's name, or the error."""
+    outcomes: list[Any] = [None] * starts
+    barrier = threading.Barrier(starts)
 
     def acquire(number: int) -> None:
-        lock = locks[number]()
+        lock = RunLock(str(folder))
         barrier.wait(20)
         try:
             outcomes[number] = lock.acquire(1)
@@ -114,7 +120,7 @@ def run_together(locks: list[Callable[[], RunLock]], end: Callable[[], None] = l
         finally:
             end()
 
-    threads = [threading.Thread(target=acquire, args=(number,)) for number in range(len(locks))]
+    threads = [threading.Thread(target=acquire, args=(number,)) for number in range(starts)]
     for thread in threads:
         thread.start()
     for thread in threads:
