@@ -111,9 +111,9 @@ os._exit(9)
 
 def test_a_reused_process_id_is_another_process(tmp_path: Path) -> None:
     process = [*module.process_id(os.getpid())[:3], "1"]
-    assert module.is_dead_here(process)
-    assert not module.is_dead_here(module.process_id(os.getpid()))
-    assert not module.is_dead_here(["another boot", *process[1:]])
+    assert module.is_alive_here(process) is False
+    assert module.is_alive_here(module.process_id(os.getpid())) is True
+    assert module.is_alive_here(["another boot", *process[1:]]) is None
 
 
 def test_a_run_whose_lock_was_taken_stops(tmp_path: Path) -> None:

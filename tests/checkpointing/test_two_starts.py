@@ -86,7 +86,8 @@ def test_in_any_order_of_calls_one_start_gets_the_lock(
         outcomes = start_together(folder, starts, orders[-1].end)
         held = [outcome for outcome in outcomes if isinstance(outcome, str)]
         assert len(held) == 1, (seed, outcomes)
-        assert all("belongs to another run that is alive" in str(x) for x in outcomes if not isinstance(x, str))
+        others = [str(outcome) for outcome in outcomes if not isinstance(outcome, str)]
+        assert all("belongs to another run that is alive" in other for other in others), (seed, outcomes)
         assert held[0] in (folder / LOCK_FILE).read_text() and not (folder / "claims").exists(), seed
 
 

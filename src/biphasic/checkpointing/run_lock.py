@@ -218,14 +218,16 @@ class RunLock:
 
     def _wait_until_expired(self, folder: Store, previous: dict[str, Any]) -> dict[str, Any] | None:
         """Return the expired lock, or None if its owner has released it."""
-        if is_dead_here(previous["process"]):
+        if (alive := is_alive_here(previous["process"])) is not None:
+            if alive:
+                raise UserError(self._held_message(previous))
             return previous
         message = f"{self._destination} is locked by {_owner(previous)}; waiting {LEASE_SECONDS:.0f} s for a heartbeat"
         print(message, flush=True)
         for _ in _polls():
             current = _read_lock(folder)
-            if current is None or is_dead_here(current["process"]):
-                return current
+            if current is None:
+                return None
             if (current["attempt"], current["beat"]) != (previous["attempt"], previous["beat"]):
                 raise UserError(self._held_message(current))
         return previous
@@ -236,10 +238,9 @@ class RunLock:
         Raises:
             UserError: the other start has taken the lock.
         """
-        if not is_dead_here(claim["process"]):
-            print(f"{self._destination}: {_owner(claim)}, starts at the same moment; waiting for it", flush=True)
+        print(f"{self._destination}: {_owner(claim)}, starts at the same moment; waiting for it", flush=True)
         for _ in _polls():
-            if is_dead_here(claim["process"]):
+            if is_alive_here(claim["process"]) is False:
                 break
             is_gone, lock = folder.stat(_claim(claim["attempt"])) is None, _read_lock(folder)
             if lock is not None and lock["attempt"] == claim["attempt"]:
@@ -326,11 +327,11 @@ def process_id(pid: int) -> list[str]:
     return [boot, os.readlink("/proc/self/ns/pid"), str(pid), fields[18]]
 
 
-def is_dead_here(process: list[str]) -> bool:
-    """Return whether a process of this machine no longer exists; False for processes of other machines."""
+def is_alive_here(process: list[str]) -> bool | None:
+    """Return whether a process of this machine still exists; None for processes of other machines."""
     if process[:2] != process_id(os.getpid())[:2]:
-        return False
+        return None
     try:
-        return process_id(int(process[2])) != process
+        return process_id(int(process[2])) == process
     except OSError:
-        return True
+        return False
