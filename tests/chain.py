@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import time
 from dataclasses import dataclass, field
@@ -46,11 +47,11 @@ def write_data(folder: Path) -> None:
 def write_yaml(path: Path, data: Path, strategy: str, place: str | None = None) -> Path:
     """Write a run's YAML beside its folder `runs`. `place` is where it saves; None: on this machine."""
     mix = {name: {"local": str(data / name), "proportion": share} for name, share in (("one", 0.7), ("two", 0.3))}
-    ramp = {"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.2}, "until": "30ba", "reset_optimizer": True}
+    ramp = {"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.2}, "until": tokens(30), "reset_optimizer": True}
     content = tiny.content_of(path.stem, path.parent / "runs", data)
     content |= {
         "max_duration": f"{LAST}ba",
-        "objective": {"phases": [{"name": "clm", "until": f"{17 * 8 * tiny.LENGTH}tok"}, ramp, {"name": "mlm"}]},
+        "objective": {"phases": [{"name": "clm", "until": tokens(17)}, ramp, {"name": "mlm"}]},
         "schedule": {"warmup": "3ba", "decay": f"{DECAY}ba"},
         "evaluation": {"interval": "7ba", "batch_size": 4},
         "checkpoint": {"interval": f"{INTERVAL}ba", "keep": 2, **({"folder": place} if place else {})},
@@ -65,6 +66,11 @@ def write_yaml(path: Path, data: Path, strategy: str, place: str | None = None) 
     del content["data"]["train"]
     path.write_text(yaml.safe_dump(content))
     return path
+
+
+def tokens(batches: int) -> str:
+    """Return a duration in tokens."""
+    return f"{batches * 8 * tiny.LENGTH}tok"
 
 
 @dataclass(eq=False)
@@ -190,9 +196,9 @@ def verify(chain: Chain, reference: Path, shared_memory: set[str]) -> None:
     for reason, beginning in zip(reasons, chain.reasons, strict=True):
         assert reason and reason.startswith(beginning), (reasons, chain.reasons)
     names = set(open_store(chain.place).list())
-    manifests = [json.loads(open_store(chain.place).read(name)) for name in names if name.startswith("ba")]
-    files = {name for name in names if not name.startswith(("ba", "attempts/"))}
-    assert files == {name for manifest in manifests for name in manifest["files"]}, names
+    manifests = {name for name in names if re.fullmatch(r"ba\d+\.json", name)}
+    files = {name for manifest in manifests for name in json.loads(open_store(chain.place).read(manifest))["files"]}
+    assert {name for name in names - manifests if not name.startswith("attempts/")} == files, names
     assert_nothing_left(chain, shared_memory)
     assert_no_secret(chain)
 

@@ -58,18 +58,18 @@ def kill_rank(chain: Chain) -> str:
 
 
 def kill_loader(chain: Chain) -> str:
-    """SIGKILL to a rank's loader process."""
+    """SIGKILL to a rank's loader process, of the training or the validation data."""
     batch = chain.next_batch(LAST - INTERVAL)
     job = chain.start()
     wait_for(chain, batch, job)
     rank = chain.draw.randrange(2)
     children = [pid for pid in processes() if parent_of(pid) == job.ranks[rank]]
     # Python's tracker of shared memory is a child too.
-    [loader] = [pid for pid in children if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
-    os.kill(loader, signal.SIGKILL)
+    loaders = [pid for pid in children if "resource_tracker" not in Path(f"/proc/{pid}/cmdline").read_text()]
+    os.kill(chain.draw.choice(loaders), signal.SIGKILL)
     chain.end(job, 1, "")
     chain.exact_repeats = False
-    return f"SIGKILL to the loader of rank {rank} after batch {batch}"
+    return f"SIGKILL to a loader of rank {rank} after batch {batch}"
 
 
 def kill_node(chain: Chain) -> str:
@@ -121,7 +121,9 @@ def bad_bucket(chain: Chain) -> str:
     batch, rate, away = chain.next_batch(), chain.draw.uniform(0.05, 0.2), chain.draw.uniform(0, 4)
     chain.proxy.rate = rate
     job = chain.start(code=signal_at(f"end:{batch}"))
-    wait_for(chain, min(chain.trained() + 1, batch), job)
+    entries = len(chain.entries())
+    while len(chain.entries()) == entries and job.poll() is None:
+        time.sleep(0.01)
     chain.proxy.away = True
     time.sleep(away)
     chain.proxy.away = False

@@ -14,6 +14,7 @@ from typing import Any
 
 from composer.core import Callback, State
 from composer.loggers import Logger
+from composer.utils import dist
 
 from biphasic.checkpointing import save, store
 from biphasic.storage import S3Store
@@ -47,7 +48,13 @@ class SignalPoints(Callback):
         batch, deadline = int(state.timestamp.batch), time.monotonic() + 20
         saver = self.saver
         assert saver is not None
-        while saver._saved_batch == batch and saver._uploader.completed < batch and time.monotonic() < deadline:
+        uploads = state.fsdp_sharded_state_dict_enabled or dist.get_global_rank() == 0
+        while (
+            uploads
+            and saver._saved_batch == batch
+            and saver._uploader.completed < batch
+            and time.monotonic() < deadline
+        ):
             time.sleep(0.01)
         self.signal_if("start", batch)
 

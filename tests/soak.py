@@ -14,8 +14,10 @@ import os
 import random
 import secrets
 import shutil
+import signal
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import tiny
@@ -50,6 +52,11 @@ def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) ->
             result = fault(chain)
             print(f"({result}; {time.monotonic() - start:.1f} s)", flush=True)
         chain.end(chain.start(), 0, "finished")
+    except BaseException:
+        for group in chain.groups:
+            with suppress(ProcessLookupError):
+                os.killpg(group, signal.SIGKILL)
+        raise
     finally:
         del os.environ["TMPDIR"]
     verify(chain, reference, shared_memory)
