@@ -120,6 +120,7 @@ def test_a_small_cache_delivers_every_row_of_an_epoch_once(s3: Path, tmp_path: P
     assert folder_bytes(cache) <= limit + 3 * max(workers, 1) * largest < unpacked
 
 
+@pytest.mark.parametrize("store", ["rclone", "google"], indirect=True)
 def test_loader_processes_have_connections_of_their_own(store: MakeBucket, tmp_path: Path) -> None:
     """The rank has downloaded the index before it forks them: with its connection they would read each other's answers."""
     made = write_numbered(tmp_path / "made", 800)

@@ -176,8 +176,10 @@ def _require_dataset(dataset: str, local: str) -> None:
 
 
 def _open_known_store(path: str) -> Store | None:
-    """Return the store at `path`, or None for a kind of path that Biphasic doesn't support (Streaming may)."""
+    """Return the store at `path`, or None for a kind of path that Biphasic can't open here (Streaming may)."""
     try:
         return open_store(path)
     except UserError:
+        if path.startswith("az://"):
+            raise
         return None

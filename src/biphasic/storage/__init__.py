@@ -13,8 +13,8 @@ from biphasic.storage.local import LocalStore, atomic_path, cached_file_hash, fi
 from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile, first_line, is_remote, join, json_bytes
 
 __all__ = [
-    "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account", "cached_file_hash", "file_hash",
-    "filesystem", "first_line", "is_remote", "join", "json_bytes", "open_store", "write_parquet",
+    "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account", "cached_file_hash",
+    "file_hash", "filesystem", "first_line", "is_remote", "join", "json_bytes", "open_store", "write_parquet",
 ]  # fmt: skip
 
 Store = LocalStore | S3Store | ArrowStore
