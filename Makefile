@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test test-all faults soak mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test test-all azurite faults soak mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
@@ -59,6 +59,10 @@ test: env
 # Also the long forms: many kills, whole benchmarks, thousands of generated inputs. CONTRIBUTING.md says when to run them.
 test-all: env
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+
+# Azure's emulator, a package of npm: its tests are skipped without it. Needs Node.js.
+azurite: env
+	npm install --silent --no-save --no-audit --no-fund --prefix $(VENV) azurite@3
 
 # 20 kills, a bucket that is away for two minutes, stalls of half a minute: about a quarter of an hour.
 faults: env

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import boto3
 from biphasic.config.data import DataConfig
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
+from biphasic.storage import azure_account, open_store
 
 
 def client() -> Any:
@@ -25,6 +27,36 @@ def bucket_for(s3: Path, name: str) -> str:
     if not (s3 / bucket).exists():
         client().create_bucket(Bucket=bucket)
     return bucket
+
+
+def make_bucket(address: str) -> str:
+    """Make the bucket at `s3://…`, `gs://…` or `az://…` if it isn't there; returns its address."""
+    scheme, _, name = address.partition("://")
+    if scheme == "s3":
+        with suppress(client().exceptions.BucketAlreadyOwnedByYou, client().exceptions.BucketAlreadyExists):
+            client().create_bucket(Bucket=name)
+    elif scheme == "gs":
+        from google.api_core.exceptions import Conflict
+        from google.cloud.storage import Client
+
+        with suppress(Conflict):
+            Client().create_bucket(name)
+    else:
+        from azure.core.exceptions import ResourceExistsError
+        from azure.storage.blob import BlobServiceClient
+
+        account = azure_account()
+        with suppress(ResourceExistsError):
+            BlobServiceClient(account.url, credential=account.key).create_container(name)
+    return address
+
+
+def upload_to(folder: Path, address: str) -> str:
+    """Put a folder's files into any store, with its own means; returns the address."""
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            open_store(address).upload(path, path.relative_to(folder).as_posix())
+    return address
 
 
 def upload(folder: Path, bucket: str, prefix: str) -> str:

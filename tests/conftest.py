@@ -7,6 +7,8 @@ import shutil
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ import pytest
 import yaml
 
 from s3_server import CREDENTIALS, serve_s3
+from store_servers import SERVERS, STORES, Environment
 
 # `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
 
@@ -133,3 +136,43 @@ def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.undo()
         server.terminate()
         server.wait(10)
+
+
+@pytest.fixture(scope="session")
+def store_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Environment]]:
+    """Starts a server of `store_servers` once, and returns the environment that leads to it."""
+    with ExitStack() as running:
+
+        @cache
+        def start(name: str) -> Environment:
+            return running.enter_context(SERVERS[name](tmp_path_factory.mktemp(name)))
+
+        yield start
+
+
+MakeBucket = Callable[[str], str]
+
+
+@pytest.fixture
+def use_store(
+    request: pytest.FixtureRequest, store_server: Callable[[str], Environment], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], MakeBucket]:
+    """Leads the environment to a store of a kind; returns what makes a bucket in it and returns the bucket's address."""
+    from buckets import make_bucket
+
+    def use(kind: str) -> MakeBucket:
+        if kind == "rclone":
+            request.getfixturevalue("s3")
+        else:
+            for name, value in store_server(kind).items():
+                monkeypatch.setenv(name, value)
+        scheme = {"azurite": "az", "google": "gs"}.get(kind, "s3")
+        return lambda name: make_bucket(f"{scheme}://{name}")
+
+    return use
+
+
+@pytest.fixture(params=STORES)
+def store(request: pytest.FixtureRequest, use_store: Callable[[str], MakeBucket]) -> MakeBucket:
+    """Makes a bucket of a test's own in a store of each kind; returns its address."""
+    return use_store(request.param)

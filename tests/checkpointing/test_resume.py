@@ -18,7 +18,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import file_hash
 from buckets import bucket_for, client, flip_a_bit, upload
-from conftest import Write
+from conftest import MakeBucket, Write
 from tiny import config_of
 
 CLM = [{"name": "clm"}]
@@ -66,9 +66,9 @@ def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write) -> None
     assert not (folder / rank_manifest_name(16, 0)).exists()
 
 
-def test_a_run_resumes_from_a_bucket(s3: Path, write_yaml: Write) -> None:
-    bucket = bucket_for(s3, "resuming")
-    config = config_of(write_yaml(checkpoint__folder=f"s3://{bucket}/run"))
+def test_a_run_resumes_from_a_bucket(store: MakeBucket, write_yaml: Write) -> None:
+    address = store("resuming")
+    config = config_of(write_yaml(checkpoint__folder=f"{address}/run"))
     folder = config.local_checkpoints
     # The last attempt ended before this was uploaded.
     pending = write_checkpoint(folder, 8, config, complete=False)
@@ -76,11 +76,9 @@ def test_a_run_resumes_from_a_bucket(s3: Path, write_yaml: Write) -> None:
     (folder / pending.path).unlink()
     assert resume_point(config) == pending
     assert (folder / pending.path).read_bytes() == b"run at batch 8"
-    missing = config_of(write_yaml(checkpoint__folder="s3://there-is-no-such-bucket/run"))
-    with pytest.raises(
-        UserError, match=r"^checkpoint.folder s3://there-is-no-such-bucket/run: can't be reached \(.+\)$"
-    ):
-        resume_point(missing)
+    missing = f"{address.partition('://')[0]}://there-is-no-such-bucket/run"
+    with pytest.raises(UserError, match=rf"^checkpoint.folder {missing}: can't be reached \(.+\)$"):
+        resume_point(config_of(write_yaml(checkpoint__folder=missing)))
 
 
 def test_a_branch_starts_from_another_run_s_checkpoint(s3: Path, write_yaml: Write) -> None:

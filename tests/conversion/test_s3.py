@@ -1,4 +1,4 @@
-"""From a bucket, to a bucket: against a real S3 server."""
+"""From a bucket, to a bucket: against real servers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,9 @@ from biphasic.conversion.sources import find_files
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import json_bytes
+from biphasic.storage import json_bytes, open_store
+from buckets import upload_to
+from conftest import MakeBucket
 from outputs import open_dataset
 from texts import Records, sentences, write_parquet
 
@@ -46,15 +48,26 @@ def bucket(s3: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch
     return s3 / name
 
 
-def test_conversion_from_and_to_a_bucket(bucket: Path, config_for: Make, tmp_path: Path) -> None:
-    url = f"s3://{bucket.name}"
+@pytest.fixture
+def url(store: MakeBucket, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The address of a bucket of the test's own in a store of each kind, with the two files of text in `tmp_path`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text" / "more").mkdir(parents=True)
+    write_parquet(tmp_path / "text" / "a.parquet", sentences(150, seed=1))
+    (tmp_path / "text" / "more" / "b.jsonl").write_bytes(jsonl(sentences(150, seed=2)))
+    address = store(request.node.originalname.replace("_", "-").removeprefix("test-"))
+    upload_to(tmp_path / "text", f"{address}/text")
+    return address
+
+
+def test_conversion_from_and_to_a_bucket(url: str, config_for: Make, tmp_path: Path) -> None:
     record = convert(config_for(f"{url}/text", output=f"{url}/deep/out", validation_fraction=0.2))
-    local = convert(config_for(str(bucket / "text"), output=str(tmp_path / "local"), validation_fraction=0.2))
+    local = convert(config_for(str(tmp_path / "text"), output=str(tmp_path / "local"), validation_fraction=0.2))
     # The units are named after their files' paths, and these lie elsewhere.
     for split, expected in zip(record["splits"].values(), local["splits"].values(), strict=True):
         assert [shard["hash"] for shard in split["shards"]] == [shard["hash"] for shard in expected["shards"]]
     assert [file["path"] for file in record["source"]["files"]] == [f"{url}/text/a.parquet", f"{url}/text/more/b.jsonl"]
-    log = (bucket / "deep" / "out" / "conversion.log").read_text()
+    log = open_store(f"{url}/deep/out").read("conversion.log").decode()
     assert log.count(" documents, ") == len(record["units"])
     assert verify(f"{url}/deep/out", progress=False).faults == []
     dataset = open_dataset(tmp_path / "cache", f"{url}/deep/out/train")
@@ -62,14 +75,14 @@ def test_conversion_from_and_to_a_bucket(bucket: Path, config_for: Make, tmp_pat
     assert dataset[0]["tokens"].shape == (64,)
 
 
-def test_patterns_in_a_bucket(bucket: Path) -> None:
-    url = f"s3://{bucket.name}"
+def test_patterns_in_a_bucket(url: str) -> None:
     for pattern, expected in (
         ("text/*.parquet", ["text/a.parquet"]),
         ("text/**/*.jsonl", ["text/more/b.jsonl"]),
         ("text/**/*.parquet", ["text/a.parquet"]),
         ("te?t/[a-c].parquet", ["text/a.parquet"]),
         ("text/more/", ["text/more/b.jsonl"]),
+        ("text/a.parquet", ["text/a.parquet"]),
     ):
         files = find_files(FilesSource(kind="files", paths=[f"{url}/{pattern}"]))
         assert [file.path for file in files] == [f"{url}/{name}" for name in expected], pattern
@@ -129,11 +142,13 @@ def test_a_prefix_with_something_else_is_refused(bucket: Path, config_for: Make)
     assert (bucket / "text" / "a.parquet").exists()
 
 
-def test_a_missing_bucket_is_named(s3: Path, config_for: Make) -> None:
-    with pytest.raises(UserError, match=r"output s3://no-such-bucket/out: can't be read .*does not exist"):
-        convert(config_for(sentences(5), output="s3://no-such-bucket/out"))
-    with pytest.raises(UserError, match="source s3://no-such-bucket/text"):
-        convert(config_for("s3://no-such-bucket/text"))
+def test_a_missing_bucket_is_named(store: MakeBucket, config_for: Make) -> None:
+    missing = store("there-is-a-bucket").replace("there-is-a", "no-such")
+    with pytest.raises(UserError, match=rf"^output {missing}/out: can't be read \(.*not exist.*\)$") as refused:
+        convert(config_for(sentences(5), output=f"{missing}/out"))
+    assert len(str(refused.value)) < 300
+    with pytest.raises(UserError, match=rf"^source {missing}/text: can't be read \(.*not exist.*\)$"):
+        convert(config_for(f"{missing}/text"))
 
 
 def test_a_failing_upload_is_named(bucket: Path, config_for: Make) -> None:

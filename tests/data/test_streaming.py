@@ -18,13 +18,14 @@ from streaming.base import dataset as streaming_dataset
 from streaming.base.batching import generate_work
 from streaming.base.world import World
 
+from biphasic.checkpointing.manifest import delete_checkpoint, list_checkpoints
 from biphasic.config.data import DataConfig
 from biphasic.data.shards import ShardError
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from buckets import bucket_for, client, flip_a_bit, smallest_limit, upload
-from conftest import Write
+from buckets import bucket_for, client, flip_a_bit, smallest_limit, upload, upload_to
+from conftest import MakeBucket, Write
 from tiny import LENGTH, config_of, launch, losses, release_streaming, train
 
 BATCH = 8
@@ -117,6 +118,15 @@ def test_a_small_cache_delivers_every_row_of_an_epoch_once(s3: Path, tmp_path: P
     # Streaming counts a download when it is done: what several threads fetch at the same time comes on top.
     assert watch.peak <= limit + 3 * max(workers, 1) * largest
     assert folder_bytes(cache) <= limit + 3 * max(workers, 1) * largest < unpacked
+
+
+@pytest.mark.parametrize("store", ["rclone", "google"], indirect=True)
+def test_loader_processes_have_connections_of_their_own(store: MakeBucket, tmp_path: Path) -> None:
+    """The rank has downloaded the index before it forks them: with its connection they would read each other's answers."""
+    made = write_numbered(tmp_path / "made", 800)
+    remote = upload_to(made, f"{store('forked')}/out/train")
+    keys: dict[str, Any] = {"num_workers": 4, "predownload": 40, "download_retry": 1}
+    assert sorted(numbers(open_rows(data(remote, local=str(tmp_path / "cache"), **keys)))) == list(range(800))
 
 
 def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path) -> None:
@@ -240,13 +250,15 @@ def test_an_unfinished_conversion_is_named(s3: Path, tmp_path: Path) -> None:
         open_rows(data(f"{remote}/train", local=str(tmp_path / "cache")))
 
 
-def test_a_run_through_a_small_cache_equals_one_from_a_folder(s3: Path, tmp_path: Path, write_yaml: Write) -> None:
-    """It trains on the same rows, in the same order."""
-    bucket = bucket_for(s3, "tiny-run")
+def test_a_run_through_a_small_cache_equals_one_from_a_folder(
+    store: MakeBucket, tmp_path: Path, write_yaml: Write
+) -> None:
+    """It trains on the same rows, in the same order, saves to the bucket, and resumes from there on an empty machine."""
+    bucket = store("tiny-run")
     expected = losses(train(config_of(write_yaml("local", checkpoint__interval="100ba"))))
     original = tmp_path / "original"
     shutil.copytree(tmp_path / "data" / "train", original, ignore=shutil.ignore_patterns("*.mds"))
-    remote = upload(original, bucket, "out/train")
+    remote = upload_to(original, f"{bucket}/out/train")
     cache = tmp_path / "cache"
     data_config = data(remote, local=str(cache), predownload=2)
     limit = smallest_limit(data_config)
@@ -256,10 +268,22 @@ def test_a_run_through_a_small_cache_equals_one_from_a_folder(s3: Path, tmp_path
         data__train={"local": str(cache), "remote": remote},
         data__predownload=2,
         data__cache_limit=f"{limit}b",
-        checkpoint__interval="100ba",
+        checkpoint__interval="4ba",
+        checkpoint__folder=f"{bucket}/run",
     )
-    assert losses(train(config_of(path))) == expected
+    folder = train(config_of(path))
+    assert losses(folder) == expected
     assert len(expected) == 12
+    saved = [checkpoint.batch for checkpoint in list_checkpoints(open_store(f"{bucket}/run")) if checkpoint.manifest]
+    assert saved == [12, 8, 6, 4]
+    newest = list_checkpoints(open_store(f"{bucket}/run"))[0].manifest
+    assert newest is not None
+    delete_checkpoint(newest, open_store(f"{bucket}/run"))
+    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(cache)
+    assert losses(train(config_of(path))) == expected
+    batches = [json.loads(line)["batch"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert batches.count(8) == 1 and batches.count(9) > 1
     assert 0 < folder_bytes(cache) <= limit
 
 

@@ -13,7 +13,8 @@ from safetensors.torch import load_file
 from biphasic.checkpointing.resume import local_checkpoint
 from biphasic.commands import main
 from biphasic.errors import UserError
-from buckets import bucket_for, client, flip_a_bit, upload
+from buckets import bucket_for, client, flip_a_bit, upload, upload_to
+from conftest import MakeBucket
 from stored_checkpoints import checkpoint_of, network
 
 
@@ -37,8 +38,8 @@ def exported(path: str, out: Path) -> float:
     return float(load_file(out / "model.safetensors")["model.norm.weight"][0])
 
 
-def test_export_from_a_bucket(run: Path, s3: Path, tmp_path: Path) -> None:
-    address = upload(run, bucket_for(s3, "exports"), "run/checkpoints")
+def test_export_from_a_bucket(run: Path, store: MakeBucket, tmp_path: Path) -> None:
+    address = upload_to(run, f"{store('exports')}/run/checkpoints")
     assert exported(f"{address}/ba20-rank0.pt", tmp_path / "file") == 20
     assert exported(f"{address}/ep0-ba40", tmp_path / "sharded") == 40
     assert exported(f"{address}/", tmp_path / "newest") == 40

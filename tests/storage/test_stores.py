@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, LocalStore, Store, atomic_path, file_hash, open_store
-from buckets import bucket_for
+from conftest import MakeBucket
+from store_servers import STORES
 
 
-@pytest.fixture(params=["folder", "bucket"])
-def place(request: pytest.FixtureRequest, tmp_path: Path, s3: Path) -> Store:
-    return open_store(
-        str(tmp_path / "store") if request.param == "folder" else f"s3://{bucket_for(s3, 'stores')}/prefix"
-    )
+@pytest.fixture(params=["folder", *STORES])
+def place(request: pytest.FixtureRequest, tmp_path: Path, use_store: Callable[[str], MakeBucket]) -> Store:
+    if request.param == "folder":
+        return open_store(str(tmp_path / "store"))
+    return open_store(f"{use_store(request.param)('stores')}/{tmp_path.name}")
 
 
 def test_files_are_written_listed_read_and_removed(place: Store, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from biphasic.sweep.run import STOPPED, Driver, run
 from biphasic.sweep.worker import FinishedJob, TrialJob
 from biphasic.sweep.workers import Workers, choose_layout
 from biphasic.workers.engine import Location
-from buckets import bucket_for
+from conftest import MakeBucket
 from small_trials import read_log
 
 LoadSweep = Callable[..., SweepConfig]
@@ -107,8 +107,8 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     assert missing.faults is not None and "b.model: is not there" in missing.faults
 
 
-def test_records_in_a_bucket(sweep: LoadSweep, log: Path, s3: Path) -> None:
-    output = f"s3://{bucket_for(s3, 'sweeps')}/one"
+def test_records_in_a_bucket(sweep: LoadSweep, log: Path, store: MakeBucket) -> None:
+    output = f"{store('sweeps')}/one"
     config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output=output, cluster={"at_once": 2})
     assert run(config, module="small_trials") == 0
     assert sorted(read_log(log, "trained")) == ["sst2-m-1e-05-0", "sst2-m-1e-05-1"]

@@ -75,8 +75,6 @@ def _address(text: str, *schemes: str) -> str:
 
 Address = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf")), Doc("path or URL")]
 """A local path, or a URL that `biphasic.storage` reads and writes."""
-RemoteAddress = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "oci", "hf")), Doc("path or URL")]
-"""A URL from which Streaming downloads shards. `az://` is excluded because Streaming's form of it differs from ours."""
 LocalPath = Annotated[str, AfterValidator(_address), Doc("local path")]
 """A local folder or file."""
 

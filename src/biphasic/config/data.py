@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
-from biphasic.config.base import Count, KeyProblems, LocalPath, Name, Positive, RemoteAddress, Section, Size
+from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size
 from biphasic.config.durations import Duration
 from biphasic.storage import is_remote
 
@@ -18,8 +18,8 @@ class StreamConfig(Section):
 
     local: LocalPath
     """Folder of the shards, or the cache for `remote`. Each split and stream needs its own folder."""
-    remote: RemoteAddress | None = None
-    """URL from which shards that are not in `local` are downloaded: `s3://…`, `gs://…`, `oci://…` or `hf://…`."""
+    remote: Address | None = None
+    """URL from which shards that are not in `local` are downloaded: `s3://…`, `gs://…`, `az://…`, `oci://…` or `hf://…`."""
 
 
 class MixedStreamConfig(StreamConfig):
@@ -43,7 +43,7 @@ class DataConfig(Section):
 
     sequence_length: Positive
     """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
-    folder: RemoteAddress | None = None
+    folder: Address | None = None
     """The output of a conversion, a folder or a bucket prefix: its `train/` and `validation/` are `data.train` and
     `data.validation`, and its `tokenizer/` is the default of `tokenizer`."""
     cache: LocalPath = _CACHE

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from streaming import Stream
+from streaming.base.format import Reader
+from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 
 from biphasic.config.conversion_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import UserError
-from biphasic.storage import Store, file_hash, first_line, open_store
+from biphasic.storage import Store, azure_account, file_hash, first_line, open_store
 from biphasic.versions import require_form
 
 
@@ -31,8 +33,41 @@ class ShardError(LoaderError):
     """A shard can't be used. Unlike other loader errors, this can happen on any rank and in the middle of a run."""
 
 
+class AzureBlobDownloader(AzureDownloader):
+    """Downloads `az://container/…` from the account that `biphasic.storage` uses.
+
+    Streaming's own URLs name the account instead (`azure://account/container/…`), always in Azure's public cloud.
+    """
+
+    @staticmethod
+    def _client_identifier() -> str:
+        return "az"
+
+    def _download_file_impl(self, remote: str, local: str, timeout: float) -> None:
+        super()._download_file_impl(remote.replace("az://", f"azure://{azure_account().name}/", 1), local, timeout)
+
+    def _create_azure_client(self, remote: str) -> None:
+        from azure.storage.blob import BlobServiceClient
+
+        self._azure_client = BlobServiceClient(account_url=azure_account().url, credential=self.credential)
+
+
+DOWNLOADER_MAPPINGS["az"] = AzureBlobDownloader
+
+
 class CheckedStream(Stream):
     """A stream that checks its shards against the index and raises errors that name the faulty shard."""
+
+    def get_shards(self, *arguments: Any, **keys: Any) -> list[Reader]:
+        """Read the index, and close the client that downloaded it.
+
+        Loader processes are forked later. A client that they inherited would share its open connection with them all, so
+        that one process reads another one's answer.
+        """
+        try:
+            return super().get_shards(*arguments, **keys)
+        finally:
+            self._downloader.clean_up()
 
     def prepare_shard(self, shard: Any) -> int:
         """Download, check and unpack a shard, and return by how many bytes the cache has grown.
@@ -141,8 +176,10 @@ def _require_dataset(dataset: str, local: str) -> None:
 
 
 def _open_known_store(path: str) -> Store | None:
-    """Return the store at `path`, or None for a kind of path that Biphasic doesn't support (Streaming may)."""
+    """Return the store at `path`, or None for a kind of path that Biphasic can't open here (Streaming may)."""
     try:
         return open_store(path)
     except UserError:
+        if path.startswith("az://"):
+            raise
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import posixpath
+import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
@@ -108,11 +109,15 @@ class S3Store(_BucketStore):
 
 
 class ArrowStore(_BucketStore):
-    """A prefix in any other bucket, accessed through pyarrow or fsspec."""
+    """A prefix in any other bucket, accessed through pyarrow or fsspec.
+
+    No folders are made: buckets need none, and pyarrow would also make a bucket that does not exist.
+    """
 
     def __init__(self, root: str):
         self.root = root.rstrip("/")
-        self._system, name = filesystem(self.root)
+        with _arrow_as_os_error():
+            self._system, name = filesystem(self.root)
         self._prefix = name.rstrip("/")
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
@@ -120,34 +125,35 @@ class ArrowStore(_BucketStore):
         from pyarrow.fs import FileSelector, FileType
 
         folder = posixpath.join(self._prefix, below).rstrip("/")
-        infos = self._system.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
+        with _arrow_as_os_error():
+            infos = self._system.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
         files = {posixpath.relpath(info.path, self._prefix): info for info in infos if info.type == FileType.File}
+        if not files:
+            self._require_bucket()
         return {name: StoredFile(info.size, f"mtime:{info.mtime_ns}") for name, info in sorted(files.items())}
 
     def stat(self, name: str) -> StoredFile | None:
         """See `LocalStore`."""
         from pyarrow.fs import FileType
 
-        [info] = self._system.get_file_info([posixpath.join(self._prefix, name)])
+        with _arrow_as_os_error():
+            [info] = self._system.get_file_info([posixpath.join(self._prefix, name)])
         return StoredFile(info.size, f"mtime:{info.mtime_ns}") if info.type == FileType.File else None
 
     def read(self, name: str) -> bytes:
         """See `LocalStore`."""
-        with self._system.open_input_file(posixpath.join(self._prefix, name)) as file:
+        with _arrow_as_os_error(), self._system.open_input_file(posixpath.join(self._prefix, name)) as file:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
         """See `LocalStore`. The object becomes visible when its stream is closed."""
-        path = posixpath.join(self._prefix, name)
-        self._system.create_dir(posixpath.dirname(path), recursive=True)
-        with self._system.open_output_stream(path) as file:
+        with _arrow_as_os_error(), self._system.open_output_stream(posixpath.join(self._prefix, name)) as file:
             file.write(content)
 
     def upload(self, file: Path, name: str) -> None:
         """See `LocalStore`."""
         path = posixpath.join(self._prefix, name)
-        self._system.create_dir(posixpath.dirname(path), recursive=True)
-        with file.open("rb") as source, self._system.open_output_stream(path) as target:
+        with file.open("rb") as source, _arrow_as_os_error(), self._system.open_output_stream(path) as target:
             shutil.copyfileobj(source, target, 1 << 22)
 
     def download(self, name: str, file: Path) -> None:
@@ -155,6 +161,7 @@ class ArrowStore(_BucketStore):
         path = posixpath.join(self._prefix, name)
         with (
             atomic_path(file) as partial,
+            _arrow_as_os_error(),
             self._system.open_input_stream(path) as source,
             partial.open("wb") as target,
         ):
@@ -164,7 +171,20 @@ class ArrowStore(_BucketStore):
         """See `LocalStore`."""
         for name in names:
             if self.stat(name) is not None:
-                self._system.delete_file(posixpath.join(self._prefix, name))
+                with _arrow_as_os_error():
+                    self._system.delete_file(posixpath.join(self._prefix, name))
+
+    def _require_bucket(self) -> None:
+        """Refuse a bucket that does not exist, which pyarrow lists as if it were empty."""
+        from pyarrow.fs import FileSelector
+
+        scheme, _, path = self.root.partition("://")
+        if scheme in ("gs", "az"):
+            with _arrow_as_os_error():
+                try:
+                    self._system.get_file_info(FileSelector(path.partition("/")[0]))
+                except FileNotFoundError as error:
+                    raise FileNotFoundError(f"the bucket {path.partition('/')[0]} does not exist") from error
 
 
 @contextmanager
@@ -180,3 +200,18 @@ def _as_os_error() -> Iterator[None]:
         raise (FileNotFoundError if missing else OSError)(str(error)) from error
     except (Boto3Error, BotoCoreError) as error:
         raise OSError(str(error)) from error
+
+
+@contextmanager
+def _arrow_as_os_error() -> Iterator[None]:
+    """Convert pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
+    from pyarrow import ArrowException
+
+    try:
+        yield
+    except (OSError, ArrowException) as error:
+        google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
+        if google is None and isinstance(error, OSError):
+            raise
+        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        raise kind(google[1] if google is not None else str(error)) from error

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from dataclasses import dataclass, field
+from datetime import timedelta
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -15,18 +17,20 @@ if TYPE_CHECKING:
 
 ATTEMPTS = 10
 CONNECT_SECONDS, READ_SECONDS = 10, 60
+_GCS_RETRIES = timedelta(seconds=60)
+"""Google's own default is 15 minutes, in which a run at its start would print nothing."""
 
 
 def filesystem(path: str) -> tuple[FileSystem, str]:
     """Return the pyarrow file system for `path`, and the path within it.
 
-    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if set. `az://container/…` uses the account in
-    AZURE_ACCOUNT_NAME. `oci://` and `hf://` use fsspec.
+    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if set, and `gs://` the one in STORAGE_EMULATOR_HOST.
+    `az://container/…` uses the account in AZURE_ACCOUNT_NAME (`azure_account`). `oci://` and `hf://` use fsspec.
 
     Raises:
         UserError: the URL's scheme is not supported, or its package is not installed.
     """
-    from pyarrow.fs import FSSpecHandler, GcsFileSystem, LocalFileSystem, PyFileSystem
+    from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
     if not is_remote(path):
         return LocalFileSystem(), path
@@ -34,9 +38,9 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
     if scheme == "s3":
         return _s3(endpoint()), name
     if scheme == "gs":
-        return GcsFileSystem(), name
+        return _gcs(os.environ.get("STORAGE_EMULATOR_HOST")), name
     if scheme == "az":
-        return _azure(), name
+        return _azure(azure_account()), name
     if scheme not in ("oci", "hf"):
         urls = "a local path, s3://, gs://, az://, oci:// or hf://"
         raise UserError(f"{path}: {scheme}:// is not supported; expected {urls}")
@@ -60,6 +64,31 @@ def region() -> str | None:
     return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
 
 
+@dataclass(frozen=True)
+class AzureAccount:
+    """A storage account: its name, the URL of its blobs, and its key (None: the SDK's default credential chain)."""
+
+    name: str
+    url: str
+    key: str | None = field(repr=False)
+
+
+def azure_account() -> AzureAccount:
+    """Return the storage account of `az://`, from the environment.
+
+    AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY are Streaming's variables. AZURE_STORAGE_SERVICE_ENDPOINT, the Azure
+    CLI's, is the URL of an account elsewhere: another cloud, a private endpoint or an emulator.
+
+    Raises:
+        UserError: there is no AZURE_ACCOUNT_NAME.
+    """
+    name = os.environ.get("AZURE_ACCOUNT_NAME")
+    if name is None:
+        raise UserError("az://: AZURE_ACCOUNT_NAME is not set in the environment")
+    url = os.environ.get("AZURE_STORAGE_SERVICE_ENDPOINT") or f"https://{name}.blob.core.windows.net"
+    return AzureAccount(name, url.rstrip("/"), os.environ.get("AZURE_ACCOUNT_ACCESS_KEY"))
+
+
 @lru_cache
 def _s3(endpoint: str | None) -> FileSystem:
     from pyarrow.fs import AwsStandardS3RetryStrategy, S3FileSystem
@@ -78,10 +107,31 @@ def _s3(endpoint: str | None) -> FileSystem:
 
 
 @lru_cache
-def _azure() -> FileSystem:
+def _gcs(emulator: str | None) -> FileSystem:
+    from pyarrow.fs import GcsFileSystem
+
+    if emulator is None:
+        return GcsFileSystem(retry_time_limit=_GCS_RETRIES)
+    # Google's clients for other languages expect the variable without a scheme.
+    parts = urlsplit(emulator if "://" in emulator else f"http://{emulator}")
+    return GcsFileSystem(
+        anonymous=True, scheme=parts.scheme, endpoint_override=parts.netloc, retry_time_limit=_GCS_RETRIES
+    )
+
+
+@lru_cache
+def _azure(account: AzureAccount) -> FileSystem:
     from pyarrow.fs import AzureFileSystem
 
-    account = os.environ.get("AZURE_ACCOUNT_NAME")
-    if account is None:
-        raise UserError("az://: AZURE_ACCOUNT_NAME is not set in the environment")
-    return AzureFileSystem(account_name=account, account_key=os.environ.get("AZURE_ACCOUNT_ACCESS_KEY"))
+    parts = urlsplit(account.url)
+    # `account.blob.core.windows.net`: pyarrow puts the account's name before an authority that begins with a dot.
+    # Otherwise the account is the first part of the path, which pyarrow adds too.
+    authority = parts.netloc.removeprefix(account.name) if parts.netloc.startswith(f"{account.name}.") else parts.netloc
+    return AzureFileSystem(
+        account_name=account.name,
+        account_key=account.key,
+        blob_storage_authority=authority,
+        blob_storage_scheme=parts.scheme,
+        dfs_storage_authority=authority.replace(".blob.", ".dfs.", 1),
+        dfs_storage_scheme=parts.scheme,
+    )
