@@ -205,7 +205,9 @@ def beside_other_jobs(chain: Chain) -> str:
     jobs = []
     for _ in range(count):
         keys = ("max_duration=9ba", "objective.phases=[{name: clm}]", "schedule.decay=2ba", "checkpoint.folder=null")
-        jobs.append(tiny.start(chain.path, f"run_name=other{len(chain.groups)}", *keys, code=OWN_TEMPORARY))
+        jobs.append(
+            tiny.start(chain.path, f"run_name={chain.path.stem}-other{len(chain.groups)}", *keys, code=OWN_TEMPORARY)
+        )
         chain.groups.append(jobs[-1].pid)
     result = kill_all(chain)
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Group consecutive items up to a size limit, e.g. files into work units or examples into microbatches."""
+"""Group items up to a size limit, e.g. files into work units or examples into microbatches."""
 
 from __future__ import annotations
 
@@ -22,3 +22,21 @@ def groups_up_to(
         total += size(item)
     if group:
         yield group
+
+
+def full_groups(limit: float, items: Iterable[Item], size: Callable[[Item], float]) -> list[list[Item]]:
+    """Return groups of items, in any order, with a total size of at most `limit`: fewer than of consecutive items.
+
+    First-fit decreasing: from the largest item to the smallest, each goes to the first group with enough room. A larger item
+    than `limit` forms its own group.
+    """
+    groups: list[list[Item]] = []
+    room: list[float] = []
+    for item in sorted(items, key=size, reverse=True):
+        place = next((number for number, left in enumerate(room) if size(item) <= left), len(groups))
+        if place == len(groups):
+            groups.append([])
+            room.append(limit)
+        groups[place].append(item)
+        room[place] -= size(item)
+    return groups

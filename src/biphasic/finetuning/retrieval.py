@@ -75,9 +75,9 @@ class Retrieval(FinetuneTask):
             )
         return examples
 
-    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Iterator[Sequence[int]]:
-        """Yield the whole batch, because in-batch negatives need all of its examples."""
-        yield indices
+    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
+        """Return the whole batch, because in-batch negatives need all of its examples."""
+        return [indices]
 
     def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """See `FinetuneTask`. Concatenates the queries, each query's document, then the hard negatives."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from biphasic.downstream.task_folder import TaskFolder
 from biphasic.finetuning.examples import TaskBatch, TokenizedExamples
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import DownstreamResult
-from biphasic.grouping import groups_up_to
+from biphasic.grouping import full_groups
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.segments import Segments
 
@@ -75,9 +75,9 @@ class FinetuneTask(ABC):
         """Return the number of loss terms of the chosen examples. Default: one per example."""
         return len(indices)
 
-    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Iterator[Sequence[int]]:
-        """Yield a rank's examples in microbatches of at most `tokens` tokens; a longer example has its own microbatch."""
-        return groups_up_to(tokens, indices, lambda index: len(examples.texts[index]))
+    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
+        """Return a rank's examples in full microbatches of at most `tokens` tokens; a longer example has its own."""
+        return full_groups(tokens, indices, lambda index: len(examples.texts[index]))
 
     def tokenize_once(
         self,
