@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -34,8 +35,8 @@ class LocalStore:
             folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
             for name in sorted(files):
                 path = Path(folder) / name
-                if not name.startswith(UNFINISHED_PREFIX) and path.is_file():
-                    found_files[path.relative_to(self._folder).as_posix()] = _stat(path)
+                if not name.startswith(UNFINISHED_PREFIX) and (file := _stat(path)) is not None:
+                    found_files[path.relative_to(self._folder).as_posix()] = file
         return dict(sorted(found_files.items()))
 
     def entries(self) -> dict[str, StoredFile | None]:
@@ -55,8 +56,7 @@ class LocalStore:
 
     def stat(self, name: str) -> StoredFile | None:
         """Return a file's size and version, or None if it does not exist."""
-        path = self._path(name)
-        return _stat(path) if path.is_file() else None
+        return _stat(self._path(name))
 
     def read(self, name: str) -> bytes:
         """Return a file's content."""
@@ -102,9 +102,12 @@ class LocalStore:
             path = self._own_path(name)
             path.unlink(missing_ok=True)
             for folder in path.parents:
-                if folder == self._folder or not folder.is_dir() or any(folder.iterdir()):
+                if folder == self._folder:
                     break
-                folder.rmdir()
+                try:
+                    folder.rmdir()
+                except OSError:  # not empty, or another process has removed it
+                    break
 
     def scratch(self) -> Path:
         """Create an empty local folder for files to `move` into the store. Here, `move` is a rename."""
@@ -177,8 +180,13 @@ def _cached_hash(file: Path, size: int, modified: int) -> str:
     return file_hash(file)
 
 
-def _stat(path: Path) -> StoredFile:
-    status = path.stat()
+def _stat(path: Path) -> StoredFile | None:
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):  # another process may have removed it since it was listed
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
     return StoredFile(status.st_size, f"mtime:{status.st_mtime_ns}")
 
 
