@@ -179,8 +179,8 @@ def test_a_slow_bucket_doesn_t_hold_up_training(s3: Path, write_yaml: Write, pro
     slow.latency = slow.bandwidth = 0.0
     # Those at the switch and at the start of the decay, too.
     assert stored(place) == [32, 28, 24, 16, 8, 6]
-    # The uploads took longer than that.
-    assert max(blocked) < 20e6 / BANDWIDTH and times < plain_times + 20e6 / BANDWIDTH
+    upload_seconds = 20e6 / BANDWIDTH + 5 * LATENCY
+    assert max(blocked) < upload_seconds / 2 and times < plain_times + 6 * upload_seconds / 2
 
 
 def training_seconds(folder: Path) -> float:
@@ -209,18 +209,20 @@ def test_a_preempted_run_says_what_a_slow_bucket_lacks(s3: Path, write_yaml: Wri
     )
     assert re.search(pending, run.stdout), run.stdout[-2000:]
     assert stored(place)[0] == int(saved[1])
-    # Not in time.
-    slow.bandwidth = 2e6
-    job = start(path, "checkpoint.upload_timeout=1", code=code)
+    # Not in time: the machine is switched off while the run waits for the upload.
+    slow.bandwidth = 0.5e6
+    job = start(path, code=code)
     wait_for_batch(folder, int(saved[1]) + 3, job)
     os.kill(job.ranks[0], signal.SIGTERM)
-    run = job.wait(300)
-    assert run.returncode == 75, run.stderr[-3000:]
-    kept = re.search(r"SIGTERM: saved on this machine only \(.*ba(\d+)-rank0.pt stayed in ", run.stdout)
-    assert kept and int(kept[1]) > int(saved[1]), run.stdout[-2000:]
-    assert stored(place)[0] < int(kept[1])
-    # The next start on this machine uploads it first, and repeats no batch.
+    message = rf"SIGTERM: saved on this machine, but not yet in {place}: .*ba(\d+)-rank0.pt \("
+    deadline = time.monotonic() + 60
+    while (kept := re.search(message, job._read("out"))) is None:
+        assert job.poll() is None and time.monotonic() < deadline, job._read("out", "err")
+        time.sleep(0.1)
+    job.kill()
     slow.latency = slow.bandwidth = 0.0
+    assert int(kept[1]) > int(saved[1]) == stored(place)[0]
+    # The next start on this machine uploads it first, and repeats no batch.
     run = launch(path, code=code)
     assert run.returncode == 0, run.stderr[-3000:]
     assert "was not stored in" in run.stderr and f"resuming at batch {kept[1]} of 24" in run.stdout
