@@ -78,9 +78,10 @@ class Manifest:
             ValueError: it is not a manifest.
         """
         manifest = TypeAdapter(Manifest).validate_json(content)
-        folder = [] if manifest.path in manifest.files else [f"{manifest.path}/"]
-        for name in (*folder, *manifest.files):
-            if not is_inside(name) or batch_of(name) != manifest.batch:
+        for name in (manifest.path, *manifest.files):
+            # The path of a sharded checkpoint is a folder.
+            batches = (batch_of(name), batch_of(f"{name}/") if name == manifest.path else None)
+            if not is_inside(name) or manifest.batch not in batches:
                 raise ForeignFileError(f"names {name!r}, which is not a file of its checkpoint")
         return manifest
 

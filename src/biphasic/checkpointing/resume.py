@@ -51,7 +51,7 @@ def find_resume_point(
         try:
             entries = open_store(destination).entries()
         except OSError as error:
-            fault = f"checkpoint.folder {destination}: can't be read ({first_line(error)})"
+            fault = f"checkpoint.folder {destination}: can't be reached ({first_line(error)})"
     ranks.raise_first(fault)
     if is_remote(destination) and _upload_pending(destination, local_folder, entries, ranks):
         entries = None

@@ -19,7 +19,7 @@ class Parser(argparse.ArgumentParser):
         defaults = {"allow_abbrev": False, "formatter_class": layout}
         super().__init__(**{**defaults, **options})  # pyright: ignore[reportArgumentType]
 
-    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments. Raises a UserError, which doesn't show it, if one is a URL with a password."""
         for argument in sys.argv[1:] if args is None else args:
             without_password(argument)
