@@ -8,9 +8,11 @@ import socket
 import struct
 import threading
 import time
+from collections import Counter
 from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 SLOW_DOWN = b"""<?xml version="1.0" encoding="UTF-8"?>
 <Error><Code>SlowDown</Code><Message>Reduce your request rate.</Message></Error>"""
@@ -21,11 +23,17 @@ class Proxy:
     """Forwards to `port` and gives faults at `rate`, drawn in the order of requests; `away` refuses all of them.
 
     `given` counts the faults by kind. At most `stalls` requests wait for `stall_seconds` before they are answered.
+
+    Every answer comes after `latency` seconds, and all connections together have `bandwidth` bytes a second, if it isn't
+    zero. `requests` counts the requests by kind: GET, HEAD, PUT, POST, DELETE, LIST, and DELETE MANY.
     """
 
-    def __init__(self, port: int, rate: float, seed: int, stall_seconds: float, stalls: int):
+    def __init__(self, port: int, rate: float = 0.0, seed: int = 5, stall_seconds: float = 0.0, stalls: int = 0):
         self.port, self.rate, self.stall_seconds, self.stalls = port, rate, stall_seconds, stalls
         self.away = False
+        self.latency, self.bandwidth = 0.0, 0.0
+        self.requests: Counter[str] = Counter()
+        self._free_at = 0.0
         self.given: dict[str, int] = dict.fromkeys((*KINDS, "away", "none"), 0)
         self._draw, self._lock = random.Random(seed), threading.Lock()
         handler = type("Handler", (_Handler,), {"proxy": self})
@@ -46,6 +54,21 @@ class Proxy:
             self.given[kind] += 1
             return kind
 
+    def count(self, command: str, path: str) -> None:
+        query = parse_qs(urlsplit(path).query, keep_blank_values=True)
+        kind = {"list-type": "LIST", "delete": "DELETE MANY"}
+        with self._lock:
+            self.requests[next((name for key, name in kind.items() if key in query), command)] += 1
+
+    def transfer(self, size: int) -> None:
+        """Wait until that many bytes have passed, after those of the other connections."""
+        if not self.bandwidth:
+            return
+        with self._lock:
+            self._free_at = max(self._free_at, time.monotonic()) + size / self.bandwidth
+            free_at = self._free_at
+        time.sleep(max(free_at - time.monotonic(), 0.0))
+
     def close(self) -> None:
         self.server.shutdown()
         self.server.server_close()
@@ -56,11 +79,14 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def _forward(self) -> None:
+        self.proxy.count(self.command, self.path)
         fault = self.proxy.fault()
         if fault == "reset":
             self._reset()
             return
         body = self._body()
+        self.proxy.transfer(len(body))
+        time.sleep(self.proxy.latency)
         if fault in ("500", "503", "away"):
             self._answer(500 if fault == "500" else 503, {"Content-Type": "application/xml"}, SLOW_DOWN)
             return
@@ -72,6 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         answer = upstream.getresponse()
         content = answer.read()
         upstream.close()
+        self.proxy.transfer(len(content))
         kept = {name: value for name, value in answer.getheaders() if name.lower() not in
                 ("transfer-encoding", "connection", "content-length")}  # fmt: skip
         if self.command == "HEAD":

@@ -11,6 +11,7 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 import time
 import traceback
@@ -48,6 +49,8 @@ def run_rank(job: Callable[[], int]) -> int:
         returns 0, because the launcher prints the output of a rank with any other status.
     """
     global _ranks
+    # With the umask 0 of some containers, anyone on the machine could replace checkpoints and records.
+    os.umask(os.umask(0o022) | stat.S_IWOTH)
     _ranks = _Ranks() if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     try:
         return job()

@@ -140,14 +140,14 @@ def test_outdated_checkpoints_lose_their_manifest_first(tmp_path: Path, monkeypa
         write_checkpoint(tmp_path, batch, sharded=True)
     (tmp_path / "ba4.json").unlink()
     place = open_store(str(tmp_path))
-    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 2)] == [1]
-    assert list(outdated_checkpoints(place, place.list(), -1)) == []
-    [old] = outdated_checkpoints(place, place.list(), 2)
+    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 2, {})] == [1]
+    assert list(outdated_checkpoints(place, place.list(), -1, {})) == []
+    [old] = outdated_checkpoints(place, place.list(), 2, {})
     delete_checkpoint(old, place)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ba2.json", "ba3.json", "ep0-ba2", "ep0-ba3", "ep0-ba4"]
     removed: list[str] = []
     monkeypatch.setattr(type(place), "remove", lambda self, names: removed.extend(names))
-    delete_checkpoint(next(outdated_checkpoints(place, place.list(), 1)), place)
+    delete_checkpoint(next(outdated_checkpoints(place, place.list(), 1, {})), place)
     assert removed[0] == "ba2.json"
 
 
@@ -157,8 +157,8 @@ def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
         if batch == 2:
             (tmp_path / manifest.name).write_bytes(replace(manifest, run={**manifest.run, "kept": True}).to_bytes())
     place = open_store(str(tmp_path))
-    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 0)] == [3, 1]
-    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 1)] == [1]
+    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 0, {})] == [3, 1]
+    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 1, {})] == [1]
 
 
 def test_a_manifest_that_cannot_be_read_is_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

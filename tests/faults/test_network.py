@@ -1,11 +1,14 @@
 """A run whose data and checkpoints lie in a bucket of which some requests fail, or which is unavailable for a while.
 
-In `make faults` the bucket is unavailable for two minutes and stalls for 30 s; in the default suite for 3 s and 2 s.
+In `make faults` the bucket is unavailable for two minutes and stalls for 30 s; in the default suite for 3 s and 2 s. A slow
+bucket answers after 1.5 s and has 5 MB/s, in the default suite 0.2 s and 50 MB/s.
 """
 
 from __future__ import annotations
 
 import os
+import re
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,13 +21,28 @@ import torch
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.storage import open_store
+from biphasic.training.loggers import read_metrics
 from buckets import bucket_for, upload
 from conftest import Write
 from s3_proxy import KINDS, Proxy
-from tiny import config_of, launch, losses, start, weights
+from tiny import config_of, launch, losses, start, wait_for_batch, weights
 
 FULL = "BIPHASIC_KILLS" in os.environ
 STALL, UNAVAILABLE = (30.0, 120.0) if FULL else (2.0, 3.0)
+LATENCY, BANDWIDTH = (1.5, 5e6) if FULL else (0.2, 50e6)
+BALLAST = """
+import torch, tiny
+from composer.core import Callback
+class Ballast(Callback):
+    def state_dict(self):
+        return {"ballast": torch.rand(5_000_000)}
+    def load_state_dict(self, state):
+        pass
+    def batch_start(self, state, logger):
+        time.sleep(SECONDS)
+tiny.add_callback(Ballast())
+"""
+"""Makes a checkpoint 20 MB larger, and steps longer."""
 Start = Callable[..., Proxy]
 
 
@@ -127,3 +145,86 @@ os.environ["AWS_MAX_ATTEMPTS"] = "2"
         6,
     ]
     assert losses(folder) == losses(folder.parent / "plain")
+
+
+def slow_run(s3: Path, write_yaml: Write, proxy: Start, name: str, **keys: Any) -> tuple[Path, str, Proxy]:
+    """A run whose data is on this machine, and whose checkpoints go to a slow bucket."""
+    place = f"s3://{bucket_for(s3, name)}/run"
+    slow = proxy(0.0)
+    slow.latency, slow.bandwidth = LATENCY, BANDWIDTH
+    return write_yaml(name, checkpoint__folder=place, **keys), place, slow
+
+
+def stored(place: str) -> list[int]:
+    return [checkpoint.batch for checkpoint in list_checkpoints(open_store(place)) if checkpoint.manifest]
+
+
+def test_a_slow_bucket_doesn_t_hold_up_training(s3: Path, write_yaml: Write, proxy: Start) -> None:
+    keys: dict[str, Any] = {"max_duration": "32ba", "checkpoint__interval": "8ba"}
+    seconds = 30 * LATENCY / 32
+    code = f"import time\nSECONDS = {seconds}\n{BALLAST}"
+    assert launch(write_yaml("plain", **keys), code=code).returncode == 0
+    path, place, slow = slow_run(s3, write_yaml, proxy, "slow", **keys)
+    start = time.monotonic()
+    run = launch(path, code=code)
+    total = time.monotonic() - start
+    assert run.returncode == 0, run.stderr[-3000:]
+    runs = Path(config_of(path).output)
+    times, plain_times = (training_seconds(runs / name) for name in ("slow", "plain"))
+    blocked = [entry["checkpoint/blocked_seconds"] for entry in read_metrics(runs / "slow" / "metrics.jsonl")
+               if "checkpoint/blocked_seconds" in entry]  # fmt: skip
+    print(f"\nslow bucket: training {times:.1f} s (plain {plain_times:.1f} s), blocked {max(blocked):.2f} s at most, "
+          f"all {total:.1f} s; {dict(slow.requests)}")  # fmt: skip
+    assert losses(runs / "slow") == losses(runs / "plain")
+    slow.latency = slow.bandwidth = 0.0
+    # Those at the switch and at the start of the decay, too.
+    assert stored(place) == [32, 28, 24, 16, 8, 6]
+    upload_seconds = 20e6 / BANDWIDTH + 5 * LATENCY
+    assert max(blocked) < upload_seconds / 2 and times < plain_times + 6 * upload_seconds / 2
+
+
+def training_seconds(folder: Path) -> float:
+    """Seconds from the first batch to the last."""
+    entries = [entry["time"] for entry in read_metrics(folder / "metrics.jsonl")]
+    return entries[-1] - entries[0]
+
+
+def test_a_preempted_run_says_what_a_slow_bucket_lacks(s3: Path, write_yaml: Write, proxy: Start) -> None:
+    keys: dict[str, Any] = {"max_duration": "24ba", "checkpoint__interval": "1000ba"}
+    code = f"import time\nSECONDS = 0.1\n{BALLAST}\nfrom biphasic.checkpointing import save\nsave._QUIET_SECONDS = 0.2"
+    assert launch(write_yaml("plain", **keys), code=code).returncode == 0
+    path, place, slow = slow_run(s3, write_yaml, proxy, "preempted", **keys)
+    folder = Path(config_of(path).output) / "preempted"
+    # In time: the machine is there long enough.
+    job = start(path, code=code)
+    wait_for_batch(folder, 5, job)
+    os.kill(job.ranks[0], signal.SIGTERM)
+    run = job.wait(300)
+    assert run.returncode == 75, run.stderr[-3000:]
+    saved = re.search(r"SIGTERM: saved at batch (\d+), ([\d.]+) s after it", run.stdout)
+    assert saved, run.stdout[-2000:]
+    print(f"\npreempted, slow bucket: {saved[0]}")
+    pending = (
+        rf"SIGTERM: saved on this machine, but not yet in {place}: .*ba{saved[1]}-rank0.pt \(2\d\.\d MB\); waiting"
+    )
+    assert re.search(pending, run.stdout), run.stdout[-2000:]
+    assert stored(place)[0] == int(saved[1])
+    # Not in time: the machine is switched off while the run waits for the upload.
+    slow.bandwidth = 0.5e6
+    job = start(path, code=code)
+    wait_for_batch(folder, int(saved[1]) + 3, job)
+    os.kill(job.ranks[0], signal.SIGTERM)
+    message = rf"SIGTERM: saved on this machine, but not yet in {place}: .*ba(\d+)-rank0.pt \("
+    deadline = time.monotonic() + 60
+    while (kept := re.search(message, job._read("out"))) is None:
+        assert job.poll() is None and time.monotonic() < deadline, job._read("out", "err")
+        time.sleep(0.1)
+    job.kill()
+    slow.latency = slow.bandwidth = 0.0
+    assert int(kept[1]) > int(saved[1]) == stored(place)[0]
+    # The next start on this machine uploads it first, and repeats no batch.
+    run = launch(path, code=code)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "was not stored in" in run.stderr and f"resuming at batch {kept[1]} of 24" in run.stdout
+    assert losses(folder) == losses(folder.parent / "plain")
+    assert int(kept[1]) in stored(place)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,20 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
-from biphasic.storage import Store, StoredFile, file_hash, first_line, json_bytes
+from biphasic.storage import Store, StoredFile, file_hash, first_line, is_inside, json_bytes
 
 _NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|-rank\d+\.pt$|/)")
 _RANKS = re.compile(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$")
+_DOWNLOADS = 8
+"""Number of files that are downloaded at the same time: a checkpoint of many ranks has many small files."""
 _log = logging.getLogger(__name__)
+
+Entries = Mapping[str, StoredFile | None]
+"""The names in a folder, with or without those in its subfolders (`Store.list`, `Store.entries`)."""
+
+
+class ForeignFileError(ValueError):
+    """A manifest names a file that is not in its checkpoint, such as `../x`."""
 
 
 @checked_dataclass(frozen=True)
@@ -50,14 +60,30 @@ class Manifest:
         """File name of the manifest."""
         return manifest_name(self.batch)
 
+    @property
+    def size(self) -> int:
+        """Size of all files in bytes."""
+        return sum(size for size, _ in self.files.values())
+
     def to_bytes(self) -> bytes:
         """Return the content of the manifest's file (JSON)."""
         return json_bytes(asdict(self))
 
     @staticmethod
     def from_bytes(content: bytes) -> Manifest:
-        """Parse the content of a manifest's file. Raises a ValueError if it is not a manifest."""
-        return TypeAdapter(Manifest).validate_json(content)
+        """Parse the content of a manifest's file.
+
+        Raises:
+            ForeignFileError: it names a file that is not in its checkpoint, which must not be written or deleted.
+            ValueError: it is not a manifest.
+        """
+        manifest = TypeAdapter(Manifest).validate_json(content)
+        for name in (manifest.path, *manifest.files):
+            # The path of a sharded checkpoint is a folder.
+            batches = (batch_of(name), batch_of(f"{name}/") if name == manifest.path else None)
+            if not is_inside(name) or manifest.batch not in batches:
+                raise ForeignFileError(f"names {name!r}, which is not a file of its checkpoint")
+        return manifest
 
 
 @dataclass(frozen=True)
@@ -102,49 +128,66 @@ def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
     Raises:
         OSError: the folder can't be listed.
     """
-    return list(newest_first(folder))
+    # With the subfolders, whose files would otherwise be listed for each checkpoint.
+    return list(_newest_first(folder, folder.list()))
 
 
 def newest_first(folder: Store) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints in a folder like `list_checkpoints`, but read each manifest only when it is reached."""
-    yield from _newest_first(folder, folder.list())
+    """Yield the checkpoints in a folder like `list_checkpoints`, but read each one only when it is reached."""
+    yield from _newest_first(folder, folder.entries())
 
 
-def newest_batch(files: dict[str, StoredFile]) -> int:
+def newest_batch(files: Entries) -> int:
     """Return the batch of the newest manifest; -1 if there is none."""
     batches = (batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch))
     return max(batches, default=-1)
 
 
-def _newest_first(folder: Store, files: dict[str, StoredFile]) -> Iterator[StoredCheckpoint]:
-    """Yield checkpoints, newest first. Each manifest is read only when the iteration reaches it."""
-    batches = {batch for name in files if (batch := batch_of(name)) is not None}
-    for batch in sorted(batches, reverse=True):
-        yield _inspect(folder, files, batch)
+def _newest_first(folder: Store, entries: Entries) -> Iterator[StoredCheckpoint]:
+    for batch in _batches(entries):
+        yield _inspect(folder, entries, batch)
 
 
-def _inspect(folder: Store, files: dict[str, StoredFile], batch: int) -> StoredCheckpoint:
+def _batches(entries: Entries) -> list[int]:
+    """Return the batches of all checkpoints, newest first."""
+    return sorted({batch for name in entries if (batch := batch_of(name)) is not None}, reverse=True)
+
+
+def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     name = manifest_name(batch)
-    if name not in files:
+    if name not in entries:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
     try:
         manifest = Manifest.from_bytes(folder.read(name))
-    except ValueError:
-        return StoredCheckpoint(batch, None, f"{name} is not a manifest")
+    except ValueError as error:
+        return StoredCheckpoint(batch, None, not_a_manifest(name, error))
     except OSError as error:
         return StoredCheckpoint(batch, None, f"{name} can't be read ({first_line(error)})")
     if manifest.batch != batch:
         return StoredCheckpoint(batch, None, f"{name} is the manifest of batch {manifest.batch}")
+    try:
+        files = folder.list(manifest.path) if f"{manifest.path}/" in entries else entries
+    except OSError as error:
+        return StoredCheckpoint(batch, None, f"{manifest.path} can't be listed ({first_line(error)})")
     for file, (size, _) in manifest.files.items():
-        if file not in files:
+        stored = files.get(file)
+        if stored is None:
             return StoredCheckpoint(batch, None, f"{file} is missing")
-        if files[file].bytes != size:
-            return StoredCheckpoint(batch, None, f"{file} has {files[file].bytes:,} bytes instead of {size:,}")
+        if stored.bytes != size:
+            return StoredCheckpoint(batch, None, f"{file} has {stored.bytes:,} bytes instead of {size:,}")
     return StoredCheckpoint(batch, manifest)
 
 
+def not_a_manifest(name: str, error: ValueError) -> str:
+    """Return the message about a file that `Manifest.from_bytes` has refused."""
+    return f"{name} {error}" if isinstance(error, ForeignFileError) else f"{name} is not a manifest"
+
+
 def newest_complete(
-    source: Store, local_folder: Path, reject: Callable[[Manifest], str | None] = lambda _: None
+    source: Store,
+    local_folder: Path,
+    reject: Callable[[Manifest], str | None] = lambda _: None,
+    entries: Entries | None = None,
 ) -> Manifest | None:
     """Find the newest complete checkpoint and download its files.
 
@@ -154,6 +197,7 @@ def newest_complete(
         source: store that the run saves to.
         local_folder: folder to download to. A file with the right hash is not downloaded again.
         reject: returns why a checkpoint must not be used, or None.
+        entries: the source's entries, if they have been listed already.
 
     Returns:
         The manifest (Composer loads `local_folder / manifest.path`), or None if there is no such checkpoint.
@@ -161,7 +205,7 @@ def newest_complete(
     Raises:
         OSError: the source can't be listed.
     """
-    for checkpoint in _newest_first(source, source.list()):
+    for checkpoint in _newest_first(source, source.entries() if entries is None else entries):
         fault = checkpoint.fault
         if checkpoint.manifest is not None:
             fault = reject(checkpoint.manifest) or download_files(checkpoint.manifest, source, local_folder)
@@ -177,20 +221,29 @@ def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str
     Returns:
         None, or a message that names the file that is damaged or can't be read.
     """
-    is_local = Path(source.root).resolve() == local_folder.resolve()
-    for name, (size, hash_) in manifest.files.items():
-        file = local_folder / name
-        if file.is_file() and file.stat().st_size == size and file_hash(file) == hash_:
-            continue
-        if is_local:
-            return f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
-        try:
-            source.download(name, file)
-        except OSError as error:
-            return f"{name} can't be read ({first_line(error)})"
-        if file.stat().st_size != size or file_hash(file) != hash_:
-            file.unlink()
-            return f"{name} is damaged: its hash is not the manifest's"
+    with ThreadPoolExecutor(_DOWNLOADS) as pool:
+        for fault in pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files):
+            if fault is not None:
+                pool.shutdown(wait=False, cancel_futures=True)
+                return fault
+    return None
+
+
+def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) -> str | None:
+    file, (size, hash_) = local_folder / name, manifest.files[name]
+    if not file.parent.resolve().is_relative_to(local_folder.resolve()):
+        return f"{name} would be outside {local_folder}: {file.parent} is a link"
+    if file.is_file() and file.stat().st_size == size and file_hash(file) == hash_:
+        return None
+    if Path(source.root).resolve() == local_folder.resolve():
+        return f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
+    try:
+        source.download(name, file)
+    except OSError as error:
+        return f"{name} can't be read ({first_line(error)})"
+    if file.stat().st_size != size or file_hash(file) != hash_:
+        file.unlink()
+        return f"{name} is damaged: its hash is not the manifest's"
     return None
 
 
@@ -200,17 +253,39 @@ def delete_checkpoint(manifest: Manifest, folder: Store) -> None:
     folder.remove(manifest.files)
 
 
-def outdated_checkpoints(folder: Store, files: dict[str, StoredFile], keep: int) -> Iterator[Manifest]:
-    """Yield complete checkpoints older than the newest `keep`, except those marked as kept; none if `keep` < 0."""
-    if keep >= 0:
-        complete = [found.manifest for found in _newest_first(folder, files) if found.manifest is not None]
-        yield from (manifest for manifest in complete[keep:] if not manifest.run.get("kept"))
+def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile]) -> Iterator[Manifest]:
+    """Yield complete checkpoints older than the newest `keep`, except those marked as kept; none if `keep` < 0.
+
+    Args:
+        folder: store that the run saves to.
+        entries: its entries.
+        keep: number of newest checkpoints to keep.
+        kept: manifests of checkpoints that are marked as kept, as far as earlier calls have read them, by name. Others are
+            added, so that each is read once.
+    """
+    if keep < 0:
+        return
+    complete = 0
+    for batch in _batches(entries):
+        name = manifest_name(batch)
+        stored = entries.get(name)
+        if stored is not None and kept.get(name) == stored:
+            complete += 1
+            continue
+        manifest = _inspect(folder, entries, batch).manifest
+        if manifest is None:
+            continue
+        complete += 1
+        if stored is not None and manifest.run.get("kept"):
+            kept[name] = stored
+        elif complete > keep:
+            yield manifest
 
 
-def abandoned_files(files: dict[str, StoredFile], before: int) -> list[str]:
-    """Return files of checkpoints older than batch `before` that an earlier attempt left without a manifest."""
+def abandoned_files(entries: Entries, before: int) -> list[str]:
+    """Return files and folders of checkpoints older than batch `before` that an earlier attempt left without a manifest."""
     return [
         name
-        for name in files
-        if (batch := batch_of(name)) is not None and batch < before and manifest_name(batch) not in files
+        for name in entries
+        if (batch := batch_of(name)) is not None and batch < before and manifest_name(batch) not in entries
     ]

@@ -6,13 +6,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from biphasic.checkpointing.manifest import (
+    Entries,
     Manifest,
     batch_of,
     download_files,
     list_checkpoints,
     manifest_name,
+    newest_batch,
     newest_complete,
+    not_a_manifest,
 )
+from biphasic.checkpointing.run_lock import LOCK_FILE
 from biphasic.checkpointing.start import BranchPoint, find_branch_point, other_run
 from biphasic.checkpointing.store import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
@@ -41,8 +45,16 @@ def find_resume_point(
     Raises:
         UserError: the destination can't be read from every node, or holds only another run's checkpoints.
     """
-    if is_remote(destination):
-        ranks.once_per_machine(lambda: _upload_pending(destination, local_folder))
+    # Listed once, by one rank: in a bucket of many checkpoints it takes seconds.
+    entries, fault = None, None
+    if ranks.rank == 0:
+        try:
+            entries = open_store(destination).entries()
+        except OSError as error:
+            fault = f"checkpoint.folder {destination}: can't be reached ({first_line(error)})"
+    ranks.raise_first(fault)
+    if is_remote(destination) and _upload_pending(destination, local_folder, entries, ranks):
+        entries = None
     other_runs: list[str] = []
 
     def reject_other_run(manifest: Manifest) -> str | None:
@@ -51,11 +63,14 @@ def find_resume_point(
             other_runs.append(manifest.run["name"])
         return fault
 
-    newest, fault = None, None
+    newest = None
     if ranks.rank == 0:
         try:
-            write_missing_manifests(open_store(destination))
-            newest = newest_complete(open_store(destination), local_folder, reject_other_run)
+            folder = open_store(destination)
+            entries = folder.entries() if entries is None else entries
+            if write_missing_manifests(folder, entries):
+                entries = folder.entries()
+            newest = newest_complete(folder, local_folder, reject_other_run, entries)
         except OSError as error:
             fault = f"checkpoint.folder {destination}: can't be read ({first_line(error)})"
         if newest is None and other_runs:
@@ -75,11 +90,24 @@ def find_resume_point(
     return manifest
 
 
-def _upload_pending(destination: str, local_folder: Path) -> None:
-    try:
-        upload_pending(local_folder, open_store(destination))
-    except OSError as error:
-        raise UserError(f"checkpoint.folder {destination}: can't be reached ({first_line(error)})") from None
+def _upload_pending(destination: str, local_folder: Path, entries: Entries | None, ranks: ProcessGroup) -> bool:
+    """Upload what earlier attempts have left on each machine. Return whether any machine has uploaded anything.
+
+    `entries` are the destination's, on rank 0.
+    """
+    newest, counts = ranks.broadcast(None if entries is None else newest_batch(entries)), [0]
+
+    def upload() -> None:
+        try:
+            store = open_store(destination)
+            # A machine that can't reach the bucket shows it now, not at its first upload.
+            store.stat(LOCK_FILE)
+            counts.append(upload_pending(local_folder, store, newest))
+        except OSError as error:
+            raise UserError(f"checkpoint.folder {destination}: can't be reached ({first_line(error)})") from None
+
+    ranks.once_per_machine(upload)
+    return bool(ranks.maximum(sum(counts)))
 
 
 def fetch_branch_point(config: PretrainConfig, ranks: ProcessGroup) -> tuple[BranchPoint, str]:
@@ -156,8 +184,8 @@ def _download_named(path: str, local_folder: Path) -> str:
         fault = f"{file} is the manifest of {manifest.path}"
         if name == manifest.path:
             fault = download_files(manifest, open_store(parent), local_folder)
-    except ValueError:
-        raise _unusable(path, f"{file} is not a manifest") from None
+    except ValueError as error:
+        raise _unusable(path, not_a_manifest(file, error)) from None
     except OSError as error:
         raise _unusable(path, f"{first_line(error)}; its manifest is {file}") from None
     if fault is not None:

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
+from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.run_lock import Attempt
 from biphasic.checkpointing.stopping import ProcessGroup
@@ -28,6 +29,8 @@ from biphasic.errors import Preempted, UserError
 from biphasic.storage import atomic_path, file_hash, first_line, open_store
 
 _LARGE = ("model", "optimizers")
+_QUIET_SECONDS = 5.0
+"""Seconds that the last upload before a stop may take without a message."""
 
 
 class ShardWriter(FileSystemWriter):
@@ -92,6 +95,7 @@ class Saver(Callback):
         upload_timeout: float,
     ):
         self._local_folder, self._lock, self._stopping = attempt.local_folder, attempt.lock, attempt.stopping
+        self._destination = attempt.destination
         self._uploader, self._is_due, self._describe = uploader, is_due, describe
         self._upload_timeout = upload_timeout
         self._group = ProcessGroup().group
@@ -148,6 +152,7 @@ class Saver(Callback):
             raise UserError(stopping.reason)
         if self._saved_batch != int(state.timestamp.batch):
             self._save(state, logger, kept=False)
+        self._report_slow_uploads(stopping.reason)
         result = "saved"
         try:
             self._finish()
@@ -159,6 +164,17 @@ class Saver(Callback):
         self._lock.release(reason)
         stopping.ranks.barrier()
         raise Preempted(reason)
+
+    def _report_slow_uploads(self, reason: str) -> None:
+        """Print what is not uploaded yet after some seconds: the machine may be switched off before the upload ends."""
+        self._wait_for_writer()
+        if not self._uploader.wait(min(_QUIET_SECONDS, self._upload_timeout)):
+            pending = [f"{part.path} ({format_bytes(part.size)})" for part in self._uploader.pending]
+            print(
+                f"{reason}: saved on this machine, but not yet in {self._destination}: {', '.join(pending)}; "
+                f"waiting up to {self._upload_timeout:.0f} s (checkpoint.upload_timeout)",
+                flush=True,
+            )
 
     def _wait_for_writer(self) -> None:
         if self._writing is not None:
@@ -221,6 +237,8 @@ class Saver(Callback):
 
     def _write_sharded(self, content: dict[str, Any], folder: Path) -> list[Path]:
         rank = dist.get_global_rank()
+        if folder.is_symlink():
+            raise OSError(f"{folder} is a link")
         for old in folder.glob(f"__{rank}_*.distcp"):
             old.unlink()
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)

@@ -56,7 +56,12 @@ class ProcessGroup:
 
     def broadcast(self, value: Any) -> Any:
         """Return rank 0's value on all ranks."""
-        return self.all_gather(value if self.rank == 0 else None)[0]
+        if self.group is None:
+            return value
+        # Gathered, a manifest that lists a file for each rank would take memory that grows with the ranks' square.
+        values: list[Any] = [value if self.rank == 0 else None]
+        torch.distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
+        return values[0]
 
     def raise_first(self, fault: str | None) -> None:
         """Raise on all ranks if any rank has a fault.

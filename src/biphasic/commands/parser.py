@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from functools import partial
 from typing import Any, NoReturn
 
 from biphasic.errors import UserError
+from biphasic.storage.paths import without_password
 
 
 class Parser(argparse.ArgumentParser):
@@ -16,6 +18,12 @@ class Parser(argparse.ArgumentParser):
         layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
         defaults = {"allow_abbrev": False, "formatter_class": layout}
         super().__init__(**{**defaults, **options})  # pyright: ignore[reportArgumentType]
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """Parse the arguments. Raises a UserError, which doesn't show it, if one is a URL with a password."""
+        for argument in sys.argv[1:] if args is None else args:
+            without_password(argument)
+        return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
         """Raise a UserError with the usage and the message."""

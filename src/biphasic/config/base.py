@@ -10,6 +10,8 @@ from typing import Annotated
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import Doc
 
+from biphasic.storage.paths import PASSWORD
+
 KeyProblems = Iterator[tuple[list[str], str]]
 """Problems found by a check: for each, the affected keys (the most relevant first) and a message."""
 
@@ -62,11 +64,8 @@ Name = Annotated[str, AfterValidator(_name), Doc("name")]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
 
 
-_PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://[^/]*@")
-
-
 def _address(text: str, *schemes: str) -> str:
-    is_url = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) and not _PASSWORD.match(text)
+    is_url = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) and not PASSWORD.match(text)
     if not text or (is_url and not any(re.match(rf"{scheme}://[^/]", text) for scheme in schemes)):
         urls = "".join(f", {scheme}://…" for scheme in schemes)
         raise ValueError(f"expected a local path{urls}; got {text!r}")
@@ -125,5 +124,5 @@ def secret_problems(value: object, key: str = "") -> KeyProblems:
     elif isinstance(value, dict | list):
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
             yield from secret_problems(child, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, str) and _PASSWORD.match(value):
+    elif isinstance(value, str) and PASSWORD.match(value):
         yield [key], "expected an address without user and password: credentials come from the environment"

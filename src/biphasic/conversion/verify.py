@@ -30,7 +30,7 @@ from biphasic.conversion.worker import HASH, convert_unit
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import first_line, join, open_store
+from biphasic.storage import first_line, is_inside, join, open_store
 from biphasic.workers.resources import available_cores
 
 _WORTH_PROCESSES = 32
@@ -77,6 +77,9 @@ class _Verifier:
     def __init__(self, output: str, progress: bool):
         self.output, self.progress = output, progress
         self.record = require_record(output)
+        for name in (*self.record["units"], *self.record["splits"]):
+            if not is_inside(name):
+                raise UserError(f"{join(output, CONVERSION_RECORD)}: names {name!r}, which leads out of its folder")
         self.store = open_store(output)
         self.sizes = {name: file.bytes for name, file in self.store.list().items()}
         self.result = Verification()

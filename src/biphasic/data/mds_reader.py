@@ -77,6 +77,8 @@ def decode_rows(shard: dict[str, Any], content: bytes, numbers: Iterable[int]) -
         content = decompress(shard["compression"], content)
     # Streaming's decoder is used without its access to files.
     decoder: Any = reader_from_json("", None, shard)
+    # A column of pickles could run any code.
+    decoder.validate(allow_unsafe_types=False)
     total = int(np.frombuffer(content, np.uint32, 1)[0])
     offsets = np.frombuffer(content, np.uint32, total + 1, offset=4).tolist()
     for number in numbers:

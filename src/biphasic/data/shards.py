@@ -16,7 +16,7 @@ from biphasic.config.conversion_record import CONVERSION_STARTED, split_conversi
 from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import UserError
-from biphasic.storage import Store, azure_account, file_hash, first_line, open_store
+from biphasic.storage import Store, azure_account, file_hash, first_line, is_inside, open_store
 from biphasic.versions import require_form
 
 
@@ -58,16 +58,28 @@ DOWNLOADER_MAPPINGS["az"] = AzureBlobDownloader
 class CheckedStream(Stream):
     """A stream that checks its shards against the index and raises errors that name the faulty shard."""
 
-    def get_shards(self, *arguments: Any, **keys: Any) -> list[Reader]:
-        """Read the index, and close the client that downloaded it.
+    def get_shards(self, world: Any, allow_unsafe_types: bool) -> list[Reader]:
+        """Read the index, close the client that downloaded it, and refuse shards outside the stream's folder.
 
         Loader processes are forked later. A client that they inherited would share its open connection with them all, so
         that one process reads another one's answer.
+
+        Raises:
+            UserError: a shard's name leads out of the folder, or into a link.
         """
         try:
-            return super().get_shards(*arguments, **keys)
+            shards = super().get_shards(world, allow_unsafe_types)
         finally:
             self._downloader.clean_up()
+        folder = Path(self.local)
+        names = {info.basename for shard in shards for pair in shard.file_pairs for info in pair if info is not None}
+        for name in sorted(names):
+            if not is_inside(name):
+                raise UserError(f"{folder / INDEX}: names the shard {name!r}, which leads out of its folder")
+        for parent in sorted({(folder / name).parent for name in names}):
+            if not parent.resolve().is_relative_to(folder.resolve()):
+                raise UserError(f"{folder / INDEX}: names shards in {parent}, which is a link out of its folder")
+        return shards
 
     def prepare_shard(self, shard: Any) -> int:
         """Download, check and unpack a shard, and return by how many bytes the cache has grown.

@@ -132,7 +132,8 @@ def _load_from_hub(path: str, revision: str | None) -> Any:
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path, revision=revision)
+        # Without the argument, transformers asks on a terminal whether to run the repository's code.
+        return AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"tokenizer {path}: no such folder here, and from the hub: {first_line(error)}") from None
 

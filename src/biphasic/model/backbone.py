@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,6 +25,7 @@ from biphasic.storage.hub import why_missing
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+_log = logging.getLogger(__name__)
 BIDIRECTIONAL = "bidirectional_"
 """Prefix that exports of decoder families add to the family's model type."""
 BIDIRECTIONAL_CODE = "bidirectional.BidirectionalConfig"
@@ -202,6 +205,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     try:
         content = _config_content(path, revision)
         if not _is_decoder_export(content):
+            if trust_remote_code:
+                _log_own_code(path, content)
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         not_kept = ("model_type", "auto_map", "architectures", "mask_token_id")
         kept = {name: value for name, value in content.items() if name not in not_kept}
@@ -210,6 +215,17 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
         source = "this folder" if Path(path).is_dir() else "no such checkpoint or folder here, and from the hub"
         message = " ".join(str(error).split()) if isinstance(error, StrictDataclassError) else first_line(error)
         raise UserError(f"model {path}: can't be loaded ({source}: {message})") from None
+
+
+@functools.cache
+def _log_trusted(path: str, classes: str) -> None:
+    _log.warning("model %s: runs its own Python code (%s), since trust_remote_code is true", path, classes)
+
+
+def _log_own_code(path: str, content: dict[str, Any]) -> None:
+    """Log once which classes of its own a model has."""
+    if own := content.get("auto_map"):
+        _log_trusted(path, ", ".join(sorted(map(str, own.values()))))
 
 
 def is_decoder_export(path: str, revision: str | None = None) -> bool:

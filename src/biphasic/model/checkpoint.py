@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from biphasic.errors import UserError
-from biphasic.storage import first_line
+from biphasic.storage import first_line, is_inside
 
 RECORD_CALLBACK = "RunRecord"
 """Name of the callback that stores the run record in every checkpoint."""
@@ -257,6 +257,8 @@ def _sharded_globals(folder: Path) -> set[str]:
         return {str(error)}
     names: set[str] = set()
     for key, location in index.storage_data.items():
+        if not is_inside(location.relative_path):
+            raise ValueError(f".metadata names {location.relative_path!r}, which leads out of the checkpoint")
         if isinstance(index.state_dict_metadata.get(key.fqn), BytesStorageMetadata):
             with (folder / location.relative_path).open("rb") as file:
                 file.seek(location.offset)

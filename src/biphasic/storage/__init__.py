@@ -10,11 +10,20 @@ from __future__ import annotations
 from biphasic.storage.buckets import ArrowStore, S3Store
 from biphasic.storage.filesystems import azure_account, filesystem
 from biphasic.storage.local import LocalStore, atomic_path, cached_file_hash, file_hash, write_parquet
-from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile, first_line, is_remote, join, json_bytes
+from biphasic.storage.paths import (
+    UNFINISHED_PREFIX,
+    StoredFile,
+    first_line,
+    is_inside,
+    is_remote,
+    join,
+    json_bytes,
+    without_password,
+)
 
 __all__ = [
     "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account", "cached_file_hash",
-    "file_hash", "filesystem", "first_line", "is_remote", "join", "json_bytes", "open_store", "write_parquet",
+    "file_hash", "filesystem", "first_line", "is_inside", "is_remote", "join", "json_bytes", "open_store", "write_parquet",
 ]  # fmt: skip
 
 Store = LocalStore | S3Store | ArrowStore
@@ -24,8 +33,8 @@ def open_store(path: str) -> Store:
     """Return the store for a local folder or a bucket prefix.
 
     Raises:
-        UserError: the URL's scheme is not supported, or its package is not installed.
+        UserError: the URL's scheme is not supported, its package is not installed, or it holds a password.
     """
-    if not is_remote(path):
+    if not is_remote(without_password(path)):
         return LocalStore(path)
     return S3Store(path) if path.startswith("s3://") else ArrowStore(path)

@@ -15,7 +15,12 @@ from typing import Any
 
 from biphasic.storage.filesystems import ATTEMPTS, CONNECT_SECONDS, READ_SECONDS, endpoint, filesystem, region
 from biphasic.storage.local import atomic_path
-from biphasic.storage.paths import StoredFile
+from biphasic.storage.paths import StoredFile, require_inside
+
+_KEYS_PER_REQUEST = 1000
+_UNSUPPORTED = (400, 405, 411, 501)
+_CONNECTIONS = 96
+"""Connections of a client, which several threads use, with ten connections for each large file."""
 
 
 class _BucketStore(ABC):
@@ -51,7 +56,12 @@ class S3Store(_BucketStore):
                 "s3",
                 endpoint_url=endpoint(),
                 region_name=region() or ("us-east-1" if endpoint() else None),
-                config=Config(retries=retries, connect_timeout=CONNECT_SECONDS, read_timeout=READ_SECONDS),  # pyright: ignore[reportArgumentType]
+                config=Config(
+                    retries=retries,
+                    connect_timeout=CONNECT_SECONDS,
+                    read_timeout=READ_SECONDS,
+                    max_pool_connections=_CONNECTIONS,
+                ),  # pyright: ignore[reportArgumentType]
             )
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
@@ -68,6 +78,23 @@ class S3Store(_BucketStore):
                     if not item["Key"].endswith("/"):
                         files[name] = StoredFile(item["Size"], item["ETag"].strip('"'))
         return dict(sorted(files.items()))
+
+    def entries(self) -> dict[str, StoredFile | None]:
+        """See `LocalStore`. A subfolder counts as one object, however many it has: a request returns up to 1,000."""
+        prefix = self._key("").rstrip("/")
+        prefix = f"{prefix}/" if prefix else ""
+        found: dict[str, StoredFile | None] = {}
+        with _as_os_error():
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._bucket, Prefix=prefix, Delimiter="/"
+            )
+            for page in pages:
+                for item in page.get("Contents", []):
+                    if item["Key"] != prefix:
+                        found[item["Key"].removeprefix(prefix)] = StoredFile(item["Size"], item["ETag"].strip('"'))
+                for item in page.get("CommonPrefixes", []):
+                    found[item["Prefix"].removeprefix(prefix)] = None
+        return dict(sorted(found.items()))
 
     def stat(self, name: str) -> StoredFile | None:
         """See `LocalStore`."""
@@ -99,13 +126,32 @@ class S3Store(_BucketStore):
             self._client.download_file(self._bucket, self._key(name), str(partial))
 
     def remove(self, names: Iterable[str]) -> None:
-        """See `LocalStore`."""
+        """See `LocalStore`. One request removes up to 1,000 objects, if the store supports that."""
+        keys = [self._key(name) for name in names]
         with _as_os_error():
-            for name in names:
-                self._client.delete_object(Bucket=self._bucket, Key=self._key(name))
+            for first in range(0, len(keys), _KEYS_PER_REQUEST):
+                self._remove(keys[first : first + _KEYS_PER_REQUEST])
+
+    def _remove(self, keys: list[str]) -> None:
+        from botocore.exceptions import ClientError
+
+        if len(keys) > 1:
+            objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
+            try:
+                faults = self._client.delete_objects(Bucket=self._bucket, Delete=objects).get("Errors", [])
+            except ClientError as error:
+                # Some stores lack this request, or ask for an older checksum than boto3's.
+                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") not in _UNSUPPORTED:
+                    raise
+            else:
+                for fault in faults:
+                    raise OSError(f"{fault.get('Key')} can't be deleted ({fault.get('Code')}: {fault.get('Message')})")
+                return
+        for key in keys:
+            self._client.delete_object(Bucket=self._bucket, Key=key)
 
     def _key(self, name: str) -> str:
-        return posixpath.join(self._prefix, name)
+        return posixpath.join(self._prefix, require_inside(name))
 
 
 class ArrowStore(_BucketStore):
@@ -124,7 +170,7 @@ class ArrowStore(_BucketStore):
         """See `LocalStore`."""
         from pyarrow.fs import FileSelector, FileType
 
-        folder = posixpath.join(self._prefix, below).rstrip("/")
+        folder = self._key(below).rstrip("/")
         with _arrow_as_os_error():
             infos = self._system.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
         files = {posixpath.relpath(info.path, self._prefix): info for info in infos if info.type == FileType.File}
@@ -132,33 +178,47 @@ class ArrowStore(_BucketStore):
             self._require_bucket()
         return {name: StoredFile(info.size, f"mtime:{info.mtime_ns}") for name, info in sorted(files.items())}
 
+    def entries(self) -> dict[str, StoredFile | None]:
+        """See `LocalStore`."""
+        from pyarrow.fs import FileSelector, FileType
+
+        found: dict[str, StoredFile | None] = {}
+        with _arrow_as_os_error():
+            infos = self._system.get_file_info(FileSelector(self._prefix, allow_not_found=True))
+        for info in infos:
+            if info.type == FileType.Directory:
+                found[f"{info.base_name}/"] = None
+            elif info.type == FileType.File:
+                found[info.base_name] = StoredFile(info.size, f"mtime:{info.mtime_ns}")
+        return dict(sorted(found.items()))
+
     def stat(self, name: str) -> StoredFile | None:
         """See `LocalStore`."""
         from pyarrow.fs import FileType
 
         with _arrow_as_os_error():
-            [info] = self._system.get_file_info([posixpath.join(self._prefix, name)])
+            [info] = self._system.get_file_info([self._key(name)])
         return StoredFile(info.size, f"mtime:{info.mtime_ns}") if info.type == FileType.File else None
 
     def read(self, name: str) -> bytes:
         """See `LocalStore`."""
-        with _arrow_as_os_error(), self._system.open_input_file(posixpath.join(self._prefix, name)) as file:
+        with _arrow_as_os_error(), self._system.open_input_file(self._key(name)) as file:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
         """See `LocalStore`. The object becomes visible when its stream is closed."""
-        with _arrow_as_os_error(), self._system.open_output_stream(posixpath.join(self._prefix, name)) as file:
+        with _arrow_as_os_error(), self._system.open_output_stream(self._key(name)) as file:
             file.write(content)
 
     def upload(self, file: Path, name: str) -> None:
         """See `LocalStore`."""
-        path = posixpath.join(self._prefix, name)
+        path = self._key(name)
         with file.open("rb") as source, _arrow_as_os_error(), self._system.open_output_stream(path) as target:
             shutil.copyfileobj(source, target, 1 << 22)
 
     def download(self, name: str, file: Path) -> None:
         """See `LocalStore`."""
-        path = posixpath.join(self._prefix, name)
+        path = self._key(name)
         with (
             atomic_path(file) as partial,
             _arrow_as_os_error(),
@@ -172,7 +232,7 @@ class ArrowStore(_BucketStore):
         for name in names:
             if self.stat(name) is not None:
                 with _arrow_as_os_error():
-                    self._system.delete_file(posixpath.join(self._prefix, name))
+                    self._system.delete_file(self._key(name))
 
     def _require_bucket(self) -> None:
         """Refuse a bucket that does not exist, which pyarrow lists as if it were empty."""
@@ -185,6 +245,9 @@ class ArrowStore(_BucketStore):
                     self._system.get_file_info(FileSelector(path.partition("/")[0]))
                 except FileNotFoundError as error:
                     raise FileNotFoundError(f"the bucket {path.partition('/')[0]} does not exist") from error
+
+    def _key(self, name: str) -> str:
+        return posixpath.join(self._prefix, require_inside(name))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from biphasic.errors import UserError
-from biphasic.storage.paths import first_line, is_remote
+from biphasic.storage.paths import PASSWORD, first_line, is_remote, without_password
 
 if TYPE_CHECKING:
     from pyarrow.fs import FileSystem
@@ -34,7 +34,7 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
 
     if not is_remote(path):
         return LocalFileSystem(), path
-    scheme, _, name = path.partition("://")
+    scheme, _, name = without_password(path).partition("://")
     if scheme == "s3":
         return _s3(endpoint()), name
     if scheme == "gs":
@@ -55,8 +55,19 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
 
 
 def endpoint() -> str | None:
-    """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable."""
-    return os.environ.get("S3_ENDPOINT_URL") or os.environ.get("AWS_ENDPOINT_URL")
+    """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable.
+
+    Raises:
+        UserError: it holds a user and a password.
+    """
+    for variable in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
+        if url := os.environ.get(variable):
+            if PASSWORD.match(url):
+                raise UserError(
+                    f"{variable}: expected an address without user and password, which error messages would show"
+                )
+            return url
+    return None
 
 
 def region() -> str | None:

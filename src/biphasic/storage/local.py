@@ -6,20 +6,22 @@ import functools
 import hashlib
 import os
 import shutil
+import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile
+from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile, require_inside
 
 
 class LocalStore:
     """A local folder, or a folder that several nodes share.
 
     Bucket stores have the same methods. File names are relative to `root` and use `/`. Files are written atomically.
-    Failed operations raise OSError; reading a file that does not exist raises FileNotFoundError.
+    Failed operations raise OSError; reading a file that does not exist raises FileNotFoundError. Names that lead out of
+    `root` (`../x`, `/x`) are refused with an OSError: some come from records that others have written.
     """
 
     def __init__(self, root: str):
@@ -29,26 +31,40 @@ class LocalStore:
     def list(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`."""
         found_files = {}
-        for folder, folders, files in os.walk(self._folder / below):
+        for folder, folders, files in os.walk(self._path(below)):
             folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
             for name in sorted(files):
                 path = Path(folder) / name
-                if not name.startswith(UNFINISHED_PREFIX) and path.is_file():
-                    found_files[path.relative_to(self._folder).as_posix()] = _stat(path)
+                if not name.startswith(UNFINISHED_PREFIX) and (file := _stat(path)) is not None:
+                    found_files[path.relative_to(self._folder).as_posix()] = file
         return dict(sorted(found_files.items()))
+
+    def entries(self) -> dict[str, StoredFile | None]:
+        """Return the files directly in `root`, and its subfolders as `name/` with None, sorted by name."""
+        found: dict[str, StoredFile | None] = {}
+        if not self._folder.is_dir():
+            return found
+        with os.scandir(self._folder) as folder:
+            for entry in folder:
+                if entry.name.startswith(UNFINISHED_PREFIX):
+                    continue
+                if entry.is_dir(follow_symlinks=False):
+                    found[f"{entry.name}/"] = None
+                elif (file := self.stat(entry.name)) is not None:
+                    found[entry.name] = file
+        return dict(sorted(found.items()))
 
     def stat(self, name: str) -> StoredFile | None:
         """Return a file's size and version, or None if it does not exist."""
-        path = self._folder / name
-        return _stat(path) if path.is_file() else None
+        return _stat(self._path(name))
 
     def read(self, name: str) -> bytes:
         """Return a file's content."""
-        return (self._folder / name).read_bytes()
+        return self._path(name).read_bytes()
 
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file."""
-        path = self._folder / name
+        path = self._own_path(name)
         with _temporary_file(path.parent) as file:
             try:
                 file.write(content)
@@ -63,7 +79,7 @@ class LocalStore:
 
     def move(self, file: Path, name: str) -> None:
         """Move a file from a `scratch` folder into the store."""
-        path = self._folder / name
+        path = self._own_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
         with file.open("rb") as content:
             os.fsync(content.fileno())
@@ -71,24 +87,25 @@ class LocalStore:
 
     def upload(self, file: Path, name: str) -> None:
         """Copy a local file into the store. Nothing is copied if `file` is already the stored file."""
-        if (self._folder / name).resolve() != file.resolve():
-            _copy(file, self._folder / name)
+        path = self._own_path(name)
+        if path.resolve() != file.resolve():
+            _copy(file, path)
 
     def download(self, name: str, file: Path) -> None:
         """Copy a file from the store to a local file."""
-        _copy(self._folder / name, file)
+        _copy(self._path(name), file)
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files, and folders that become empty. Files that do not exist are ignored."""
         for name in names:
-            path = self._folder / name
+            path = self._own_path(name)
             path.unlink(missing_ok=True)
             for folder in path.parents:
                 if folder == self._folder:
                     break
                 try:
                     folder.rmdir()
-                except OSError:  # not empty, or removed by another process
+                except OSError:  # not empty, or another process has removed it
                     break
 
     def scratch(self) -> Path:
@@ -100,6 +117,16 @@ class LocalStore:
         """Remove unfinished files and folders that killed processes left."""
         for path in sorted(self._folder.rglob(f"{UNFINISHED_PREFIX}*")):
             shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+    def _path(self, name: str) -> Path:
+        return self._folder / require_inside(name)
+
+    def _own_path(self, name: str) -> Path:
+        """Return the path of a file to write or remove, which no link may lead out of the folder."""
+        path = self._path(name)
+        if not path.parent.resolve().is_relative_to(self._folder.resolve()):
+            raise OSError(f"{name!r} leads out of the folder, since {path.parent} is a link")
+        return path
 
 
 def _temporary_file(folder: Path) -> Any:
@@ -115,6 +142,9 @@ def atomic_path(file: Path) -> Iterator[Path]:
     """Yield a temporary path beside `file`. It is renamed to `file` at the end, or removed after an error."""
     file.parent.mkdir(parents=True, exist_ok=True)
     partial = file.with_name(f"{UNFINISHED_PREFIX}{file.name}")
+    if partial.is_symlink():
+        # Left in a folder from elsewhere, it would lead to a file outside.
+        partial.unlink(missing_ok=True)
     try:
         yield partial
         os.replace(partial, file)
@@ -157,8 +187,13 @@ def _cached_hash(file: Path, size: int, modified: int) -> str:
     return file_hash(file)
 
 
-def _stat(path: Path) -> StoredFile:
-    status = path.stat()
+def _stat(path: Path) -> StoredFile | None:
+    try:
+        status = path.stat()
+    except (FileNotFoundError, NotADirectoryError):  # another process may have removed it since it was listed
+        return None
+    if not stat.S_ISREG(status.st_mode):
+        return None
     return StoredFile(status.st_size, f"mtime:{status.st_mtime_ns}")
 
 

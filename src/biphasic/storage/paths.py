@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import posixpath
+import re
 from dataclasses import dataclass
 from typing import Any
 
+from biphasic.errors import UserError
+
+PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://[^/\s]*@")
+"""A URL with user and password, such as `s3://key:secret@bucket`."""
 UNFINISHED_PREFIX = ".unfinished-"
 """Name prefix of files and folders that are still being written. `list` leaves them out."""
 
@@ -22,6 +27,28 @@ class StoredFile:
 def is_remote(path: str) -> bool:
     """Return whether `path` is a URL, not a local path."""
     return "://" in path
+
+
+def is_inside(name: str) -> bool:
+    """Return whether a file's name, in a record from elsewhere, stays in the record's folder: relative, without `..`."""
+    return bool(name) and not posixpath.isabs(name) and ".." not in name.split("/") and "\0" not in name
+
+
+def require_inside(name: str) -> str:
+    """Return the name of a file below a folder. Raises an OSError if it leads out of the folder."""
+    if name and not is_inside(name):
+        raise OSError(f"{name!r} leads out of the folder")
+    return name
+
+
+def without_password(path: str) -> str:
+    """Return a path or URL. Raises a UserError, which doesn't show it, if it is a URL with user and password."""
+    if PASSWORD.search(path):
+        scheme = path.partition("://")[0]
+        raise UserError(
+            f"{scheme}://…: expected an address without user and password: credentials come from the environment"
+        )
+    return path
 
 
 def join(folder: str, name: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name
+from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name, not_a_manifest
 from biphasic.checkpointing.start import past_differences
 from biphasic.config.durations import Elapsed
 from biphasic.config.history import is_overridden
@@ -65,7 +65,7 @@ def read_states(study: StudyConfig) -> dict[str, RunState]:
 def _read_state(place: str) -> RunState:
     try:
         store = open_store(place)
-        files = store.list()
+        files = store.entries()
         batches = {batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch)}
         content = store.read(manifest_name(max(batches))) if batches else None
     except OSError as error:
@@ -74,8 +74,8 @@ def _read_state(place: str) -> RunState:
         return RunState()
     try:
         return RunState(frozenset(batches), Manifest.from_bytes(content))
-    except ValueError:
-        raise UserError(f"{place}: {manifest_name(max(batches))} is not a manifest") from None
+    except ValueError as error:
+        raise UserError(f"{place}: {not_a_manifest(manifest_name(max(batches)), error)}") from None
 
 
 def is_ready(run: StudyRun, configs: Mapping[str, PretrainConfig], states: Mapping[str, RunState]) -> bool:

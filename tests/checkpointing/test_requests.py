@@ -1,0 +1,185 @@
+"""How many requests a save and a start send to a bucket, as the ranks and the checkpoints there grow in number.
+
+Ranks are simulated: each has an uploader of its own, with the files that it would have written, and an S3 server behind a
+proxy that counts. `pytest -s` prints the counts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+
+from biphasic.checkpointing.manifest import Manifest, list_checkpoints, newest_complete
+from biphasic.checkpointing.resume import find_resume_point
+from biphasic.checkpointing.stopping import ProcessGroup
+from biphasic.checkpointing.store import RankManifests, Uploader, upload_files, write_missing_manifests
+from biphasic.storage import file_hash, open_store
+from buckets import bucket_for
+from conftest import Write
+from s3_proxy import Proxy
+from s3_server import serve_s3
+from tiny import config_of
+
+SAVES = 4
+SIZES = [8, 32, pytest.param(128, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow)]
+
+
+@pytest.fixture
+def proxy(s3: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    port = urlsplit(os.environ["S3_ENDPOINT_URL"]).port
+    assert port is not None
+    counting = Proxy(port)
+    monkeypatch.setenv("S3_ENDPOINT_URL", counting.address)
+    yield counting
+    counting.close()
+
+
+def rank_manifest(folder: Path, batch: int, rank: int, ranks: int) -> Manifest:
+    names = [f"ep0-ba{batch}/__{rank}_0.distcp", *([f"ep0-ba{batch}/.metadata"] if rank == 0 else [])]
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(f"{batch} {rank}")
+    files = {name: ((folder / name).stat().st_size, file_hash(folder / name)) for name in names}
+    run = {"name": "run", "attempt": "one", "tokens": batch, "writers": ranks, "kept": batch == 1}
+    return Manifest(batch, f"ep0-ba{batch}", files, run)
+
+
+def save(local: Path, place: str, batch: int, ranks: int) -> None:
+    """All ranks upload their part. Rank 0 is the first, and waits for the others."""
+
+    def run_rank(rank: int) -> None:
+        uploader = Uploader(local / f"node{rank // 8}", place, 2, rank, range(rank // 8 * 8, rank // 8 * 8 + 8))
+        uploader.add(rank_manifest(local / f"node{rank // 8}", batch, rank, ranks))
+        assert uploader.wait(500)
+        uploader.close()
+
+    with ThreadPoolExecutor(17) as pool:
+        list(pool.map(run_rank, range(ranks)))
+
+
+def since(proxy: Proxy, before: Counter[str]) -> Counter[str]:
+    return proxy.requests - before
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_requests_of_a_save_grow_no_faster_than_the_ranks(
+    s3: Path, proxy: Proxy, tmp_path: Path, ranks: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    place = f"s3://{bucket_for(s3, f'requests-{ranks}')}/run"
+    for batch in range(1, SAVES):
+        save(tmp_path, place, batch, ranks)
+    before, start = proxy.requests.copy(), time.monotonic()
+    save(tmp_path, place, SAVES, ranks)
+    seconds, used = time.monotonic() - start, since(proxy, before)
+    print(f"\nsave, {ranks} ranks: {dict(used)}, {seconds:.1f} s")
+    # The newest two, and the one that is kept; nothing else is left.
+    assert [found.batch for found in list_checkpoints(open_store(place)) if found.manifest] == [4, 3, 1]
+    assert len(open_store(place).list()) == 3 * (ranks + 2)
+    # A file and a manifest each (rank 0: two files), and the checkpoint's manifest.
+    assert used["PUT"] == 2 * ranks + 2
+    # Each rank asks for the size of its file, and whether the newest checkpoint, or the one before it, is complete.
+    assert used["HEAD"] <= 3 * ranks + 1
+    assert used["LIST"] <= 8
+    # Manifests of the other ranks, and of a few checkpoints; and those for which rank 0 waited.
+    assert used["GET"] <= ranks + 8 + seconds / 0.2 + ranks / 4
+    assert used["DELETE"] + used["DELETE MANY"] <= 4
+    # Several ranks delete from one folder at the same time, and none takes that for a fault.
+    assert "can't be stored" not in caplog.text
+
+
+@pytest.mark.parametrize("ranks", SIZES)
+def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(
+    s3: Path, proxy: Proxy, tmp_path: Path, ranks: int
+) -> None:
+    """The last attempt was killed before one rank had uploaded its part, or before rank 0 had written the manifest."""
+    place = f"s3://{bucket_for(s3, f'start-{ranks}')}/run"
+    local, destination = tmp_path / "local", open_store(place)
+
+    def upload(batch: int, count: int) -> None:
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda rank: upload_files(rank_manifest(local, batch, rank, ranks), rank, local, destination),
+                          range(count)))  # fmt: skip
+
+    upload(1, ranks)
+    before, start = proxy.requests.copy(), time.monotonic()
+    write_missing_manifests(destination)
+    used = since(proxy, before)
+    print(f"\nstart, completes a checkpoint of {ranks} ranks: {dict(used)}, {time.monotonic() - start:.1f} s")
+    assert used["GET"] <= ranks + 1 and used["LIST"] <= 2 and used["DELETE MANY"] == 1 and used["PUT"] == 1
+    upload(2, ranks - 1)
+    before, start = proxy.requests.copy(), time.monotonic()
+    write_missing_manifests(destination)
+    newest = newest_complete(destination, tmp_path / "other machine")
+    used = since(proxy, before)
+    print(f"start, the newest of {ranks} ranks is incomplete: {dict(used)}, {time.monotonic() - start:.1f} s")
+    assert newest is not None and newest.batch == 1
+    # The files are downloaded, each with a HEAD for its size.
+    assert used["GET"] + used["HEAD"] <= 2 * (ranks + 1) + 2 and used["LIST"] <= 3
+
+
+def test_a_failed_request_while_waiting_uploads_nothing_again(
+    s3: Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, failures = RankManifests.read, [OSError("503 SlowDown"), OSError("503 SlowDown")]
+
+    def fail_first(self: RankManifests, destination: Any) -> bool:
+        if failures:
+            raise failures.pop()
+        return read(self, destination)
+
+    monkeypatch.setattr(RankManifests, "read", fail_first)
+    monkeypatch.setattr("biphasic.checkpointing.store._FIRST_PAUSE", 0.1)
+    place = f"s3://{bucket_for(s3, 'requests-again')}/run"
+    before = proxy.requests.copy()
+    save(tmp_path, place, 1, 1)
+    # Two files, rank 0's manifest and the checkpoint's.
+    assert not failures and since(proxy, before)["PUT"] == 4
+    assert list_checkpoints(open_store(place))[0].manifest is not None
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_start_finds_the_newest_of_10000_checkpoints(
+    tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, s3: Path, sharded: bool
+) -> None:
+    """Two objects each, or, sharded, a manifest and a folder."""
+    root = tmp_path / "s3"
+    run = root / "large" / "run"
+    run.mkdir(parents=True)
+    for batch in range(1, 10_001):
+        path = f"ep0-ba{batch}" if sharded else f"ba{batch}-rank0.pt"
+        names = [f"{path}/.metadata", f"{path}/__0_0.distcp"] if sharded else [path]
+        if sharded:
+            (run / path).mkdir()
+        for name in names:
+            (run / name).write_bytes(b"x")
+        content = {"batch": batch, "path": path, "files": dict.fromkeys(names, (1, "")), "run": {"name": "run"}}
+        (run / f"ba{batch}.json").write_text(json.dumps(content))
+    newest = json.loads((run / "ba10000.json").read_text())
+    newest["files"] = {name: (1, file_hash(run / name)) for name in newest["files"]}
+    (run / "ba10000.json").write_text(json.dumps(newest))
+    # A server of its own, that finds the files when it starts.
+    server, port = serve_s3(root)
+    proxy = Proxy(port)
+    try:
+        monkeypatch.setenv("S3_ENDPOINT_URL", proxy.address)
+        config = config_of(write_yaml("run"))
+        start = time.monotonic()
+        found = find_resume_point("s3://large/run", tmp_path / "local", config, ProcessGroup())
+        seconds = time.monotonic() - start
+        print(f"\nstart, 10,000 checkpoints (sharded: {sharded}): {dict(proxy.requests)}, {seconds:.1f} s")
+        assert found is not None and found.batch == 10_000
+        assert proxy.requests["LIST"] <= 21 + sharded
+        assert sum(proxy.requests.values()) <= proxy.requests["LIST"] + 6
+    finally:
+        proxy.close()
+        server.kill()
+        server.wait()
