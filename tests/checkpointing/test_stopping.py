@@ -40,7 +40,7 @@ def test_sigterm_to_all_processes_repeats_no_batch(s3: Path, write_yaml: Write) 
     destination = f"s3://{bucket_for(s3, 'stopping-sigterm')}/run"
     path = write_yaml("stopped", checkpoint__folder=destination, **keys)
     command = composer_command(ROOT / "src" / "main.py", path)
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     run = subprocess.Popen(command, env=environment, start_new_session=True, **pipes)
     folder = uninterrupted.parent / "stopped"

@@ -222,17 +222,18 @@ class Saver(Callback):
             name = rank_manifest_name(manifest.batch, dist.get_global_rank())
             open_store(str(self._local_folder)).write(name, manifest.to_bytes())
         except (OSError, RuntimeError, CheckpointException) as error:
-            cause = next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
+            cause = first_line(_cause(error))
             self._fault = (
-                f"checkpoint {manifest.path} can't be written to {self._local_folder} ({first_line(cause)}): free space, "
+                f"checkpoint {manifest.path} can't be written to {self._local_folder} ({cause}): free space, "
                 "or correct what the message names, and start again: the run resumes from the checkpoint before it"
             )
             return
         self._uploader.add(manifest)
 
     def _write_monolithic(self, content: dict[str, Any], path: Path) -> list[Path]:
-        with atomic_path(path) as partial:
-            torch.save(content, partial)
+        # Through a file object, since PyTorch's own writer hides why a write failed.
+        with atomic_path(path) as partial, partial.open("wb") as file:
+            torch.save(content, file)
         return [path]
 
     def _write_sharded(self, content: dict[str, Any], folder: Path) -> list[Path]:
@@ -244,6 +245,16 @@ class Saver(Callback):
         planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
         save_shards(content, storage_writer=ShardWriter(folder), planner=planner, process_group=self._group)
         return [*folder.glob(f"__{rank}_*.distcp"), *([folder / ".metadata"] if rank == 0 else [])]
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Return the operating system's error behind PyTorch's, if there is one."""
+    if isinstance(error, CheckpointException):
+        error = next(iter(error.failures.values()))[0]
+    behind: BaseException | None = error
+    while behind is not None and not isinstance(behind, OSError):
+        behind = behind.__cause__ or behind.__context__
+    return behind or error
 
 
 def _shapes(value: Any) -> Any:
