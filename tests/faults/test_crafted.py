@@ -292,12 +292,12 @@ def listening(process: int) -> list[str]:
 
 def test_workers_on_one_machine_listen_nowhere() -> None:
     with socket.create_server(("127.0.0.1", 0)):
-        assert len(listening(os.getpid())) == 1
+        assert listening(os.getpid())
     engine = LocalEngine({})
     try:
         worker: int = result(engine, engine.start(Total, 0).call("about"))["pid"]
         parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
         assert parent != os.getpid()
-        assert listening(worker) == listening(parent) == listening(os.getpid()) == []
+        assert listening(worker) == listening(parent) == []
     finally:
         engine.close()
