@@ -126,7 +126,10 @@ class Report:
             lines.append("| " + " | ".join(cells) + " |")
         for name, profile in self.results["profiles"].items():
             shares = sorted(profile["share_of_wall"].items(), key=lambda item: -item[1])
-            lines += ["", f"A step of {name}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares) + ". Longest:"]
+            lines += [
+                "",
+                f"A step of {name}: " + ", ".join(f"{kind} {share:.0%}" for kind, share in shares) + ". Longest:",
+            ]
             lines += [f"{one['share_of_wall']:.1%} `{one['name']}`  " for one in profile.get("longest_kernels", [])[:5]]
         if "tests" in self.results:
             lines += ["", f"`pytest tests/gpu`: {self.results['tests']}"]

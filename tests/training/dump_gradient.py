@@ -15,7 +15,7 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 from torch.distributed.tensor import DTensor
 
-from biphasic.checkpointing.run_lock import start_attempt
+from biphasic.checkpointing.attempt import start_attempt
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.training.pretrain import prepare

@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from biphasic.amounts import format_bytes
+from biphasic.checkpointing.attempt import Attempt
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
-from biphasic.checkpointing.run_lock import Attempt
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.store import Uploader
 from biphasic.errors import Preempted, UserError

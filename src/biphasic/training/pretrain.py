@@ -14,8 +14,8 @@ from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
 from torch.cuda import is_available as has_gpu
 
+from biphasic.checkpointing.attempt import Attempt, start_attempt
 from biphasic.checkpointing.resume import fetch_branch_point, fetch_initial_weights
-from biphasic.checkpointing.run_lock import Attempt, start_attempt
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
