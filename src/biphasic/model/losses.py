@@ -20,7 +20,7 @@ IGNORE = -100
 """Target of positions that are not predicted."""
 CHUNK_BYTES = 128 * 2**20
 """Size of a chunk's logits in bytes on a CPU, where larger chunks are not faster."""
-_GPU_SHARE = 1 / 64
+GPU_SHARE = 1 / 64
 """Share of a GPU's memory for a chunk's logits. Small chunks are slow, because each one adds to the head's full gradient."""
 
 
@@ -75,7 +75,7 @@ def _chunk_tokens(weight: Tensor) -> int:
     """Return the number of tokens in a chunk."""
     if not weight.is_cuda:
         return max(1, CHUNK_BYTES // (4 * weight.shape[0]))
-    budget = int(torch.cuda.get_device_properties(weight.device).total_memory * _GPU_SHARE)
+    budget = int(torch.cuda.get_device_properties(weight.device).total_memory * GPU_SHARE)
     tokens = budget // (weight.element_size() * weight.shape[0])
     return max(128, tokens // 128 * 128)
 
