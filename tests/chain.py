@@ -7,12 +7,10 @@ validation, and checkpoints every four batches, of which two are kept.
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import shutil
 import time
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -160,15 +158,6 @@ def processes() -> list[int]:
     return [pid for path in Path("/proc").glob("[0-9]*") if _stat(pid := int(path.name))[:1] not in ([], ["Z"])]
 
 
-def is_mapped(name: str) -> bool:
-    """Return whether a process has mapped shared memory of this name."""
-    for pid in processes():
-        with suppress(OSError):
-            if f"/dev/shm/{name}" in Path(f"/proc/{pid}/maps").read_text():
-                return True
-    return False
-
-
 def parent_of(pid: int) -> int | None:
     """Return a process's parent, None if it has ended."""
     return int(stat[1]) if (stat := _stat(pid)) else None
@@ -187,13 +176,12 @@ def _stat(pid: int) -> list[str]:
         return []
 
 
-def verify(chain: Chain, reference: Path, shared_memory: set[str]) -> None:
+def verify(chain: Chain, reference: Path) -> None:
     """Check a chain whose last start has trained to the end.
 
     Args:
         chain: the chain.
         reference: folder of the run without faults.
-        shared_memory: names in /dev/shm before the chain.
     """
     assert_same_run(chain, reference)
     batches = [entry["batch"] for entry in chain.entries()]
@@ -209,7 +197,7 @@ def verify(chain: Chain, reference: Path, shared_memory: set[str]) -> None:
     manifests = {name for name in names if re.fullmatch(r"ba\d+\.json", name)}
     files = {name for manifest in manifests for name in json.loads(open_store(chain.place).read(manifest))["files"]}
     assert {name for name in names - manifests if not name.startswith("attempts/")} == files, names
-    assert_nothing_left(chain, shared_memory)
+    assert_nothing_left(chain)
     assert_no_secret(chain)
 
 
@@ -227,14 +215,14 @@ def assert_same_run(chain: Chain, reference: Path) -> None:
             torch.testing.assert_close(weight, expected_weights[name], rtol=1e-5, atol=1e-5)
 
 
-def assert_nothing_left(chain: Chain, shared_memory: set[str]) -> None:
+def assert_nothing_left(chain: Chain) -> None:
     """Check for processes, shared memory and temporary files of the chain's jobs."""
     deadline = time.monotonic() + 20
     while left := [pid for pid in processes() if group_of(pid) in chain.groups]:
         assert time.monotonic() < deadline, [Path(f"/proc/{pid}/cmdline").read_text() for pid in left]
         time.sleep(0.2)
-    # Jobs that aren't the chain's have mapped theirs.
-    left = {name for name in set(os.listdir("/dev/shm")) - shared_memory if not is_mapped(name)}
+    data = str(chain.path.parent).encode()
+    left = [path.name for path in Path("/dev/shm").glob("*_locals") if data in path.read_bytes()]
     assert not left, left
     temporary = {path.name for path in chain.temporary.iterdir()}
     # Streaming's lock files are removed by a later start, after a minute. Python's folders of sockets (pymp-) stay after a

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,7 @@ def make(folder: Path) -> None:
             content["model"] = SIZE
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(changed(content, CHANGES.get(str(name), {})), folder / name)
+    shutil.copy(ROOT / "recipes" / "paper" / "reference.csv", folder / "recipes" / "paper")
     (folder / "src").symlink_to(ROOT / "src")
     (folder / "my_text").mkdir()
     generator = np.random.default_rng(0)
