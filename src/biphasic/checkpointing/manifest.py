@@ -166,7 +166,7 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     if manifest.batch != batch:
         return StoredCheckpoint(batch, None, f"{name} is the manifest of batch {manifest.batch}")
     try:
-        files = folder.list(manifest.path) if f"{manifest.path}/" in entries else entries
+        files = entries if manifest.files.keys() <= entries.keys() else folder.list(manifest.path)
     except OSError as error:
         return StoredCheckpoint(batch, None, f"{manifest.path} can't be listed ({first_line(error)})")
     for file, (size, _) in manifest.files.items():
