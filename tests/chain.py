@@ -10,6 +10,7 @@ import json
 import random
 import re
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -96,6 +97,8 @@ class Chain:
     groups: list[int] = field(default_factory=list)
     """Process groups of all jobs."""
     outputs: list[str] = field(default_factory=list)
+    temporary: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="chain-", dir="/tmp")))
+    """The folder for temporary files of the chain's jobs. Its path is short, because sockets in it have short names."""
 
     @property
     def folder(self) -> Path:
@@ -105,11 +108,6 @@ class Chain:
     def trained(self) -> int:
         """The last batch in the run's metrics, 0 before the first."""
         return max((entry["batch"] for entry in self.entries()), default=0)
-
-    @property
-    def temporary(self) -> Path:
-        """The folder for temporary files of the chain's jobs."""
-        return self.path.parent / "tmp"
 
     def entries(self) -> list[dict[str, Any]]:
         """The metrics of all batches of all attempts."""
@@ -229,6 +227,7 @@ def assert_nothing_left(chain: Chain) -> None:
     # loader process was killed: nothing tells whose they are.
     left = {name for name in temporary if not name.endswith("_filelock") and not name.startswith("pymp-")}
     assert not left, left
+    shutil.rmtree(chain.temporary)
 
 
 def assert_no_secret(chain: Chain) -> None:

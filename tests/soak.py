@@ -38,7 +38,6 @@ def train_reference(folder: Path, strategy: str) -> Path:
 
 def run_chain(chain: Chain, faults: list[Fault], reference: Path, label: str) -> None:
     """Let a run meet the faults, train it to its end, and check it."""
-    chain.temporary.mkdir(exist_ok=True)
     os.environ["TMPDIR"] = str(chain.temporary)
     try:
         for number, fault in enumerate(faults, 1):

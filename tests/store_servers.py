@@ -27,6 +27,13 @@ from s3_server import KEY, SECRET, free_port
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
 """The account that Azurite documents; it has no other."""
+_GOOGLE = """
+# The emulator serves one connection at a time: an open one without a request would hold up all others.
+import http.server
+http.server.HTTPServer = http.server.ThreadingHTTPServer
+from gcp_storage_emulator.__main__ import main
+main()
+"""
 Environment = dict[str, str]
 
 
@@ -73,7 +80,7 @@ def google(folder: Path) -> Iterator[Environment]:
     threading.Thread(target=tokens.serve_forever, daemon=True).start()
     credentials = folder / "service-account.json"
     credentials.write_text(json.dumps(_service_account(f"http://127.0.0.1:{tokens.server_address[1]}/token")))
-    command = [sys.executable, "-m", "gcp_storage_emulator", "start", "--host", "127.0.0.1", "--port", str(port)]
+    command = [sys.executable, "-c", _GOOGLE, "start", "--host", "127.0.0.1", "--port", str(port)]
     try:
         with _running([*command, "--in-memory"], f"http://127.0.0.1:{port}/"):
             yield {

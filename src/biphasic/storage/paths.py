@@ -10,8 +10,8 @@ from typing import Any
 
 from biphasic.errors import UserError
 
-PASSWORD = re.compile(r"[A-Za-z0-9+.-]+://[^/\s]*@")
-"""A URL with user and password, such as `s3://key:secret@bucket`."""
+PASSWORD = re.compile(r"(?<![A-Za-z0-9+.-])(?:oci://[^/\s@]*:|(?!oci://)[A-Za-z0-9+.-]+://)[^/\s]*@")
+"""A URL with a user or a password, such as `s3://key:secret@bucket`. `oci://bucket@namespace/…` has neither."""
 UNFINISHED_PREFIX = ".unfinished-"
 """Name prefix of files and folders that are still being written. `list` leaves them out."""
 
