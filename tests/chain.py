@@ -124,13 +124,12 @@ class Chain:
         self.groups.append(job.pid)
         return job
 
-    def end(self, job: warm.Job, status: int, reason: str | None) -> CompletedProcess[str]:
-        """Wait for the end of a start; `reason` is how its record's begins, None for a start without an attempt."""
+    def end(self, job: warm.Job, status: int, reason: str) -> CompletedProcess[str]:
+        """Wait for the end of a start; `reason` is the beginning of the reason in its record."""
         run = job.wait(300)
         self.outputs.append(run.stdout + run.stderr)
         assert run.returncode == status, (run.returncode, status, run.stdout[-2000:], run.stderr[-4000:])
-        if reason is not None:
-            self.reasons.append(reason)
+        self.reasons.append(reason)
         return run
 
     def next_batch(self, at_most: int = LAST - 1) -> int:

@@ -127,11 +127,8 @@ def bad_bucket(chain: Chain) -> str:
     chain.proxy.away = True
     time.sleep(away)
     chain.proxy.away = False
-    run = job.wait(300)
+    chain.end(job, -9, KILLED)
     chain.proxy.rate = 0.0
-    chain.outputs.append(run.stdout + run.stderr)
-    assert run.returncode == -9, run.stderr[-4000:]
-    chain.reasons.append(KILLED)
     chain.exact_repeats = False
     return f"{rate:.0%} of requests fail, bucket away for {away:.1f} s, SIGKILL at end:{batch}"
 
@@ -143,12 +140,10 @@ def full_disk(chain: Chain) -> str:
     if os.system(f"mount -t tmpfs -o size=60k tmpfs {folder}"):
         return "full disk: left out, because only root can mount a small one"
     try:
-        run = chain.start().wait(300)
+        run = chain.end(chain.start(), 2, "")
     finally:
         os.system(f"umount -l {folder}")
-    chain.outputs.append(run.stdout + run.stderr)
-    assert run.returncode == 2 and "No space left on device" in run.stderr, (run.returncode, run.stderr[-4000:])
-    chain.reasons.append("")
+    assert "No space left on device" in run.stderr, run.stderr[-4000:]
     chain.exact_repeats = False
     return "full disk"
 

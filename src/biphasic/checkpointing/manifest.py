@@ -166,7 +166,7 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     if manifest.batch != batch:
         return StoredCheckpoint(batch, None, f"{name} is the manifest of batch {manifest.batch}")
     try:
-        files = entries if manifest.files.keys() <= entries.keys() else folder.list(manifest.path)
+        files = files_beside(manifest, folder, entries)
     except OSError as error:
         return StoredCheckpoint(batch, None, f"{manifest.path} can't be listed ({first_line(error)})")
     for file, (size, _) in manifest.files.items():
@@ -176,6 +176,11 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
         if stored.bytes != size:
             return StoredCheckpoint(batch, None, f"{file} has {stored.bytes:,} bytes instead of {size:,}")
     return StoredCheckpoint(batch, manifest)
+
+
+def files_beside(manifest: Manifest, folder: Store, entries: Entries) -> Entries:
+    """Return a checkpoint's stored files: the folder's entries, or a list of its subfolder if it is sharded."""
+    return entries if manifest.files.keys() <= entries.keys() else folder.list(manifest.path)
 
 
 def not_a_manifest(name: str, error: ValueError) -> str:

@@ -20,6 +20,7 @@ from biphasic.checkpointing.manifest import (
     batch_of,
     batch_of_rank_manifest,
     delete_checkpoint,
+    files_beside,
     manifest_name,
     outdated_checkpoints,
     rank_manifest_name,
@@ -185,7 +186,7 @@ class RankManifests:
         self._missing = list(range(1, manifest.run["writers"]))
 
     def read(self, destination: Store) -> bool:
-        """Read those that are new. Return whether all ranks have uploaded theirs.
+        """Read the manifests that were uploaded since the last call. Return whether all ranks' manifests have been read.
 
         The first missing one is asked for alone, so that waiting for it costs one request each time.
 
@@ -304,8 +305,7 @@ def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int
         manifest = _read(local, name)
         if manifest is None or manifest.batch <= uploaded:
             continue
-        files = local.list(manifest.path) if f"{manifest.path}/" in entries else entries
-        if _all_present(manifest, files):
+        if _all_present(manifest, files_beside(manifest, local, entries)):
             message = "checkpoint %s was not stored in %s when the last attempt ended; it is stored now"
             _log.warning(message, manifest.path, destination.root)
             upload_files(manifest, rank_of(name), local_folder, destination)
