@@ -215,7 +215,15 @@ def beside_other_jobs(chain: Chain) -> str:
 def two_starts(chain: Chain) -> str:
     """Two starts at the same moment: one trains until SIGKILL, the other names it."""
     point = f"end:{chain.next_batch()}"
-    jobs = [chain.start(code=signal_at(point)) for _ in range(2)]
+    # The one that trains stops there until the other has ended, which may start later than this batch is trained.
+    jobs = [chain.start(code=signal_at(point, signal.SIGSTOP)) for _ in range(2)]
+    deadline = time.monotonic() + 120
+    while all(job.poll() is None for job in jobs):
+        assert time.monotonic() < deadline, "none of two starts has ended"
+        time.sleep(0.01)
+    for job in jobs:
+        if job.poll() is None:
+            job.kill()
     runs = sorted((job.wait(300) for job in jobs), key=lambda run: run.returncode)
     chain.outputs += [run.stdout + run.stderr for run in runs]
     assert [run.returncode for run in runs] == [-9, 2], [(run.returncode, run.stderr[-3000:]) for run in runs]
