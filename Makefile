@@ -85,7 +85,7 @@ test-slurm: env
 
 # With the links of the documentation; those to other hosts are not followed.
 lint: env docs
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --no-cache .
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/basedpyright

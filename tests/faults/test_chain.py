@@ -7,12 +7,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
-from chain import Chain, write_data, write_yaml
-from chain_faults import damaged_checkpoint, kill_loader, kill_rank, terminate, two_starts
-from soak import run_chain, train_reference
 
 from buckets import bucket_for
+from chain import Chain, write_data, write_yaml
+from chain_faults import damaged_checkpoint, kill_loader, kill_rank, terminate, two_starts
 from s3_proxy import Proxy
+from soak import run_chain, train_reference
 
 
 def test_a_run_that_meets_five_faults_is_the_same_run(

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from chain_faults import OWN_SHARED_MEMORY
 
 import warm
+from chain_faults import OWN_SHARED_MEMORY
 from conftest import Write
 from s3_server import free_port
 from tiny import config_of, launch, losses, weights
