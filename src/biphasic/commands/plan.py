@@ -15,6 +15,7 @@ from biphasic.errors import UserError
 from biphasic.faults import REFUSED
 
 if TYPE_CHECKING:
+    from biphasic.config.job_plan import JobPlan
     from biphasic.config.load import Config
     from biphasic.config.pretrain import PretrainConfig
 
@@ -49,24 +50,16 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     Raises:
         UserError: the plan can't be made, or an option does not fit the job.
     """
-    from biphasic.config.convert import ConvertConfig
-    from biphasic.config.evaluate import EvaluateConfig
-    from biphasic.config.finetune import FinetuneConfig
-    from biphasic.config.pretrain import PretrainConfig
-    from biphasic.config.study import StudyConfig
-    from biphasic.config.sweep import SweepConfig
-    from biphasic.config.tasks import TasksConfig
-
-    if options.draw and not isinstance(config, StudyConfig):
+    if options.draw and config.job != "study":
         raise UserError(f"--draw is for studies; this is job: {config.job}")
-    if isinstance(config, PretrainConfig):
+    if config.job == "pretrain":
         return _print_pretraining(config, options.ranks, options.json)
-    if isinstance(config, SweepConfig):
+    if config.job == "sweep":
         from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 
         sweep_plan = plan_sweep(config)
         print(as_json(sweep_plan) if options.json else describe_plan(sweep_plan))
-    elif isinstance(config, StudyConfig):
+    elif config.job == "study":
         from biphasic.study.plan import as_json, describe_plan, plan_study
 
         study_plan = plan_study(config)
@@ -75,24 +68,30 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
             from biphasic.study.draw import draw_study
 
             options.draw.write_text(draw_study(config), encoding="utf-8")
-    elif isinstance(config, FinetuneConfig | EvaluateConfig):
-        from biphasic.evaluation.plan import plan_evaluation
+    elif config.job == "finetune":
         from biphasic.finetuning.plan import plan_finetuning
 
-        job_plan = plan_finetuning(config, options.ranks) if config.job == "finetune" else plan_evaluation(config)
-        print(job_plan.to_json() if options.json else job_plan.describe())
-        return REFUSED if job_plan.problems else 0
+        return _print_job(plan_finetuning(config, options.ranks), options.json)
+    elif config.job == "evaluate":
+        from biphasic.evaluation.plan import plan_evaluation
+
+        return _print_job(plan_evaluation(config), options.json)
     elif options.json:
         print(config.model_dump_json(indent=2))
-    elif isinstance(config, ConvertConfig):
+    elif config.job == "convert":
         from biphasic.conversion.describe import describe_plan
 
         print(describe_plan(config))
-    elif isinstance(config, TasksConfig):
+    elif config.job == "tasks":
         from biphasic.downstream.describe import describe_plan
 
         print(describe_plan(config, list(config.tasks)))
     return 0
+
+
+def _print_job(job_plan: JobPlan, as_json: bool) -> int:
+    print(job_plan.to_json() if as_json else job_plan.describe())
+    return REFUSED if job_plan.problems else 0
 
 
 def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> int:

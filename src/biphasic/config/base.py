@@ -23,7 +23,9 @@ class Section(BaseModel):
     and the defaults it becomes the reference (`biphasic.config.reference`); a type's `Doc` is how the reference names it.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_default=False, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, frozen=True, validate_default=False, allow_inf_nan=False, defer_build=True
+    )
 
     def is_default(self, name: str) -> bool:
         """Return whether a key has its default value. (A resolved configuration also lists the defaults.)"""

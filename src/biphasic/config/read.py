@@ -18,6 +18,7 @@ from biphasic.errors import ConfigError, Problem
 _COMMAND_LINE = "command line"
 _MAX_DEPTH = 50
 """Levels of nesting that are read. Schemas have about six; the libraries read nested values recursively."""
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a tenth of the time
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
 _READ_ERRORS = (
     yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, LookupError, AttributeError, RecursionError
@@ -166,7 +167,7 @@ def _similar_file(file: Path) -> str:
 def _parse(text: str, name: str) -> tuple[yaml.Node | None, DictConfig]:
     try:
         _require_shallow(text, name)
-        nodes = yaml.compose(text)
+        nodes = yaml.compose(text, Loader=_LOADER)
         if nodes is not None and not isinstance(nodes, yaml.MappingNode):
             raise _config_error(name, "", "expected `key: value` lines at the top")
         content = OmegaConf.create(text) if nodes is not None else DictConfig({})
@@ -180,7 +181,7 @@ def _parse(text: str, name: str) -> tuple[yaml.Node | None, DictConfig]:
 
 def _require_shallow(text: str, name: str) -> None:
     depth = 0
-    for event in yaml.parse(text):
+    for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
             raise _config_error(
