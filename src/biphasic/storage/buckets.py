@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import posixpath
 import re
@@ -10,6 +11,7 @@ import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +46,6 @@ class S3Store(_BucketStore):
     """A prefix in an S3 bucket. boto3 retries with backoff and jitter (AWS_MAX_ATTEMPTS, AWS_RETRY_MODE)."""
 
     def __init__(self, root: str):
-        import boto3
         from botocore.config import Config
 
         self.root = root.rstrip("/")
@@ -52,7 +53,7 @@ class S3Store(_BucketStore):
         retries: dict[str, Any] = {"total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))}
         retries["mode"] = os.environ.get("AWS_RETRY_MODE", "standard")
         with _as_os_error():
-            self._client: Any = boto3.client(
+            self._client: Any = _session().client(
                 "s3",
                 endpoint_url=endpoint(),
                 region_name=region() or ("us-east-1" if endpoint() else None),
@@ -248,6 +249,29 @@ class ArrowStore(_BucketStore):
 
     def _key(self, name: str) -> str:
         return posixpath.join(self._prefix, require_inside(name))
+
+
+@functools.cache
+def _session() -> Any:
+    """Return boto3's session for this process.
+
+    botocore spends most of the time of a long listing on parsing times of modification with dateutil.
+    """
+    import boto3
+    import botocore.session
+
+    core = botocore.session.get_session()
+    core.get_component("response_parser_factory").set_parser_defaults(timestamp_parser=_time)
+    return boto3.Session(botocore_session=core)
+
+
+def _time(text: Any) -> datetime:
+    from botocore.utils import parse_timestamp
+
+    try:
+        return datetime.fromisoformat(text)
+    except (TypeError, ValueError):
+        return parse_timestamp(text)
 
 
 @contextmanager
