@@ -1,17 +1,18 @@
-"""Make the mini study's text and its four tasks from the quickstart's docstrings.
+"""Make the examples of the mini study's four tasks from the docstrings that make_text.py collects.
 
-Reads the folder that recipes/quickstart/gather.py writes, and adds:
+    python recipes/mini/make_tasks.py FOLDER
 
-    pretraining.parquet                 the docstrings of the training files
-    sources/<task>/<split>.parquet      tables that tasks.yaml prepares for fine-tuning
+writes `sources/<task>/<split>.parquet` into FOLDER, the tables that tasks.yaml prepares for fine-tuning. Training,
+validation and test examples come from different packages.
 
-The source files are divided into training, validation and test files by a hash of their names, so that no validation or test
-text was read in pretraining or fine-tuning. The tasks are
+    order         classification: are two neighbouring words of a sentence exchanged?
+    parameters    token classification: which words are a parameter's name, which its type? The markup is removed
+    questions     question answering: the question is a docstring's summary line with one word missing, the context the
+                  rest of it, the answer the missing word there (a cloze, as in ReCoRD)
+    retrieval     a docstring's summary line finds the rest of it, in which the words of the summary are masked
 
-    retrieval     a docstring's summary line finds the rest of it
-    package       which package a docstring comes from; the names of the packages are masked
-    parameters    which words are a parameter's name, which its type; the markup that says it is removed
-    questions     the question is a parameter's name, and the answer its description, in the text of all parameters
+In `order`, both classes have the same bags of words. In `retrieval`, the two parts of an example have no word in common but
+frequent ones. So counting words isn't enough (baselines.py).
 """
 
 from __future__ import annotations
@@ -30,87 +31,79 @@ from sections import Parameter, parameters
 
 from biphasic.storage import write_parquet
 
-SPLITS = {"train": 0.8, "validation": 0.08, "test": 0.12}
-"""Shares of the source files."""
+SPLITS = ("train", "validation", "test")
 EVALUATED = {"validation": 400, "test": 800}
 """Largest number of examples of a split that is scored, to limit a trial's time. Retrieval: of queries."""
-PACKAGES = ("matplotlib", "networkx", "python", "scipy", "sklearn", "sympy", "torch", "transformers")
-"""The labels of the task `package`: the packages with most docstrings."""
-ALIASES = (
-    *(
-        "composer",
-        "datasets",
-        "fsspec",
-        "huggingface",
-        "joblib",
-        "mpl",
-        "mteb",
-        "np",
-        "numpy",
-        "nx",
-        "omegaconf",
-        "pandas",
-    ),
-    *("pd", "plt", "pyarrow", "pydantic", "pylab", "scikit", "sentence_transformers", "sp", "streaming", "sympify"),
-    *("torchmetrics", "torchvision", "huggingface_hub", "pyplot"),
-)
-"""Other names that tell the package, masked as well."""
+TAGS = ("O", "B-NAME", "B-TYPE", "I-TYPE")
 MASK = "x"
-_WORDS_OF_PACKAGE = 60
+_FREQUENT = 100
+"""So many of the most frequent words are not masked in `retrieval`: their absence would tell what the query is."""
+_STEM = 5
+"""Letters by which two words count as the same: `array` and `arrays`."""
+_SENTENCE_WORDS = range(8, 26)
+_DOCUMENT_WORDS = range(12, 80)
+_QUERY_WORDS = 4
+_BLANK = "_"
+ANSWER_LETTERS = 5
 _WORDS_OF_TOKENS = 50
 _WORDS_OF_ANSWER = 15
-_NAMES = re.compile(
-    rf"\b\w*(?:{'|'.join(name for name in (*PACKAGES, *ALIASES) if len(name) > 3)})\w*|\b(?:mpl|np|nx|pd|plt|sp)\b",
-    re.IGNORECASE,
-)
-TAGS = ("O", "B-NAME", "B-TYPE", "I-TYPE")
 
 Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Document:
-    """A docstring."""
+    """A docstring: `id` is a hash of its text, `name` its function's or class's."""
 
     id: str
-    package: str
     split: str
+    name: str
     text: str
 
-
-def split_of(file: str) -> str:
-    """Return the split of a source file, by a hash of its name."""
-    position = int.from_bytes(hashlib.blake2b(file.encode(), digest_size=8).digest()) / 2**64
-    for split, share in SPLITS.items():
-        if position < share:
-            return split
-        position -= share
-    return "test"
+    def draw(self, purpose: str, choices: int) -> int:
+        """Return a number below `choices` that depends on nothing but the docstring and the purpose."""
+        return int.from_bytes(hashlib.blake2b(f"{self.id} {purpose}".encode(), digest_size=8).digest()) % choices
 
 
 def read_documents(file: Path) -> list[Document]:
-    """Return the gathered docstrings, ordered by id, which is a hash."""
-    rows = pq.read_table(file, columns=["id", "dump", "file_path", "text"]).to_pylist()
-    documents = [
-        Document(row["id"], row["dump"].split()[0], split_of(row["file_path"].split("::")[0]), row["text"])
-        for row in rows
-    ]
-    return sorted(documents, key=lambda document: document.id)
+    """Return the docstrings, ordered by id."""
+    rows = pq.read_table(file, columns=["id", "split", "name", "text"]).to_pylist()
+    return sorted((Document(**row) for row in rows), key=lambda document: document.id)
 
 
-def package_examples(documents: Sequence[Document]) -> Iterator[Row]:
-    """Yield docstrings with masked names and the number of their package, equally many of each package in a split."""
-    chosen: dict[tuple[str, str], list[Document]] = {}
+def order_examples(documents: Sequence[Document]) -> Iterator[Row]:
+    """Yield one sentence of each docstring, in half of which two neighbouring words are exchanged (label 1)."""
+    seen = set[str]()
     for document in documents:
-        if document.package in PACKAGES:
-            chosen.setdefault((document.split, document.package), []).append(document)
-    for split in SPLITS:
-        count = min(len(chosen.get((split, package), [])) for package in PACKAGES)
-        count = min(count, EVALUATED.get(split, count * len(PACKAGES)) // len(PACKAGES))
-        rows = [document for package in PACKAGES for document in chosen.get((split, package), [])[:count]]
-        for document in sorted(rows, key=lambda document: document.id):
-            text = " ".join(_NAMES.sub(MASK, document.text).split()[:_WORDS_OF_PACKAGE])
-            yield {"split": split, "id": document.id, "text": text, "label": PACKAGES.index(document.package)}
+        sentences = [words for words in _sentences(document.text) if _places(words)]
+        if not sentences:
+            continue
+        words = sentences[document.draw("sentence", len(sentences))]
+        key = " ".join(words).casefold()
+        if key in seen:
+            continue
+        seen.add(key)
+        label = document.draw("label", 2)
+        if label:
+            places = _places(words)
+            at = places[document.draw("place", len(places))]
+            words[at], words[at + 1] = words[at + 1], words[at]
+        yield {"split": document.split, "id": document.id, "text": " ".join(words), "label": label}
+
+
+def _sentences(text: str) -> Iterator[list[str]]:
+    """Yield the words of the sentences that consist of words alone."""
+    for paragraph in re.split(r"\n\s*\n", text):
+        for sentence in re.split(r"(?<=[a-z]\.)\s+(?=[A-Z])", " ".join(paragraph.split())):
+            words = sentence.split()
+            if len(words) in _SENTENCE_WORDS and re.fullmatch(r"[A-Z][A-Za-z]*(?:,? [A-Za-z'-]+)*[a-z]\.", sentence):
+                yield words
+
+
+def _places(words: Sequence[str]) -> list[int]:
+    """Return the positions of words that can be exchanged with the next one without a sign of it in letters or commas."""
+    plain = [re.fullmatch("[a-z]+", word) is not None for word in words]
+    return [at for at in range(1, len(words) - 2) if plain[at] and plain[at + 1] and words[at] != words[at + 1]]
 
 
 def parameter_examples(documents: Sequence[Document]) -> Iterator[Row]:
@@ -125,23 +118,38 @@ def parameter_examples(documents: Sequence[Document]) -> Iterator[Row]:
 
 
 def question_examples(documents: Sequence[Document]) -> Iterator[Row]:
-    """Yield a question for one parameter of each docstring, chosen by the docstring's id."""
-    for document, chosen in _with_parameters(documents):
-        context, spans = "", list[tuple[str, str, int]]()
-        for parameter in chosen:
-            context += " ".join([parameter.name, *parameter.type]) + " "
-            description = " ".join(parameter.description)
-            spans.append((parameter.name, description, len(context)))
-            context += description + " "
-        name, description, start = spans[int(document.id[:8], 16) % len(spans)]
-        answers = {"text": [description], "answer_start": [start]}
+    """Yield a summary line with one word missing and the rest of the docstring, in which this word occurs once."""
+    seen = set[str]()
+    for document in documents:
+        summary, body = _summary_and_body(document)
+        context = " ".join(body)
+        occurrences = Counter(_letters(context))
+        answers = [
+            word
+            for word in re.findall(rf"\b[a-z]{{{ANSWER_LETTERS},}}\b", summary)
+            if occurrences[word] == 1 and re.search(rf"\b{word}\b", context) and _letters(summary).count(word) == 1
+        ]
+        if not answers or context.casefold() in seen:
+            continue
+        seen.add(context.casefold())
+        answer = answers[document.draw("question", len(answers))]
+        found = re.search(rf"\b{answer}\b", context)
+        assert found is not None
         yield {
             "split": document.split,
             "id": document.id,
-            "question": name,
-            "context": context.strip(),
-            "answers": answers,
+            "question": re.sub(rf"\b{answer}\b", _BLANK, summary),
+            "context": context,
+            "answers": {"text": [answer], "answer_start": [found.start()]},
         }
+
+
+def _summary_and_body(document: Document) -> tuple[str, list[str]]:
+    """Return a docstring's summary line and the words of the rest; an empty summary if it has none, or too short a rest."""
+    first, _, rest = document.text.partition("\n")
+    summary, body = first.strip().rstrip("."), rest.split()[: _DOCUMENT_WORDS.stop - 1]
+    complete = rest.startswith("\n") and len(summary.split()) >= _QUERY_WORDS and len(body) in _DOCUMENT_WORDS
+    return (summary if complete else ""), body
 
 
 def _with_parameters(documents: Sequence[Document]) -> Iterator[tuple[Document, list[Parameter]]]:
@@ -160,17 +168,47 @@ def _with_parameters(documents: Sequence[Document]) -> Iterator[tuple[Document, 
             yield document, chosen
 
 
-def write_retrieval(documents: Sequence[Document], gathered: Path, folder: Path) -> dict[str, int]:
+def retrieval_pairs(documents: Sequence[Document]) -> Iterator[Row]:
+    """Yield queries and the documents that they must find, both of them different from all others."""
+    frequent = Counter(word for document in documents for word in set(_letters(document.text)))
+    kept = {word for word, _ in frequent.most_common(_FREQUENT)}
+    pairs = list[Row]()
+    for document in documents:
+        query, body = _summary_and_body(document)
+        if not query:
+            continue
+        masked = {_stem(word) for text in (query, document.name) for word in _letters(text) if word not in kept}
+        text = re.sub(
+            r"[A-Za-z]+",
+            lambda word, masked=masked: (
+                MASK if _stem(word[0]) in masked and word[0].casefold() not in kept else word[0]
+            ),
+            " ".join(body),
+        )
+        pairs.append({"split": document.split, "id": document.id, "query": query, "positive": text})
+    queries = Counter(pair["query"].casefold() for pair in pairs)
+    positives = Counter(pair["positive"].casefold() for pair in pairs)
+    yield from (
+        pair for pair in pairs if queries[pair["query"].casefold()] == 1 and positives[pair["positive"].casefold()] == 1
+    )
+
+
+def _letters(text: str) -> list[str]:
+    return re.findall("[a-z]+", text.casefold())
+
+
+def _stem(word: str) -> str:
+    return word.casefold()[:_STEM]
+
+
+def write_retrieval(documents: Sequence[Document], folder: Path) -> dict[str, int]:
     """Write the tables of the retrieval task, and return the number of pairs or queries of each split.
 
-    The tables of queries and documents have those of all validation and test files; tasks.yaml keeps the judged ones.
+    The tables of queries and documents have those of the validation and test packages; tasks.yaml keeps the judged ones.
     """
-    splits = {document.id: document.split for document in documents}
-    pairs = [
-        row for name in ("train", "test") for row in pq.read_table(gathered / "pairs" / f"{name}.parquet").to_pylist()
-    ]
-    by_split = {split: [pair for pair in pairs if splits[pair["id"]] == split] for split in SPLITS}
-    held_out = [*by_split["validation"], *by_split["test"]]
+    pairs = list(retrieval_pairs(documents))
+    by_split = {split: [pair for pair in pairs if pair["split"] == split] for split in SPLITS}
+    held_out = [pair for split in EVALUATED for pair in by_split[split][: EVALUATED[split]]]
     tables: dict[str, list[Row]] = {
         "train": [{"query": pair["query"], "positive": pair["positive"]} for pair in by_split["train"]],
         "queries": [{"_id": pair["id"], "text": pair["query"]} for pair in held_out],
@@ -186,13 +224,11 @@ def write_retrieval(documents: Sequence[Document], gathered: Path, folder: Path)
 
 def make_tasks(folder: Path) -> dict[str, Mapping[str, int]]:
     """Write all files and return the number of examples by task and split."""
-    documents = read_documents(folder / "documents.parquet")
-    training = [document for document in documents if document.split == "train"]
-    _write(folder / "pretraining.parquet", [{"id": document.id, "text": document.text} for document in training])
-    counts: dict[str, Mapping[str, int]] = {"text": Counter(document.split for document in documents)}
-    counts["retrieval"] = write_retrieval(documents, folder, folder / "sources" / "retrieval")
+    documents = read_documents(folder / "docstrings.parquet")
+    counts: dict[str, Mapping[str, int]] = {"docstrings": Counter(document.split for document in documents)}
+    counts["retrieval"] = write_retrieval(documents, folder / "sources" / "retrieval")
     for task, examples in (
-        ("package", package_examples),
+        ("order", order_examples),
         ("parameters", parameter_examples),
         ("questions", question_examples),
     ):
@@ -211,10 +247,8 @@ def _write(file: Path, rows: list[Row]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the tasks, and print their sizes."""
-    parser = argparse.ArgumentParser(
-        description="Make the mini study's text and tasks from the quickstart's docstrings."
-    )
-    parser.add_argument("folder", type=Path, help="the folder that recipes/quickstart/gather.py has written")
+    parser = argparse.ArgumentParser(description="Make the mini study's tasks from docstrings.")
+    parser.add_argument("folder", type=Path, help="the folder that make_text.py has written")
     for task, counts in make_tasks(parser.parse_args(arguments).folder).items():
         print(f"{task}: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS))
     return 0

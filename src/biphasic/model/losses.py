@@ -19,7 +19,9 @@ from torch import Tensor
 IGNORE = -100
 """Target of positions that are not predicted."""
 CHUNK_BYTES = 128 * 2**20
-"""Size of a chunk's logits in bytes on a CPU, where larger chunks are not faster."""
+"""Largest size of a chunk's logits in bytes on a CPU."""
+_CACHED_BYTES = 8 * 2**20
+"""Logits of this size stay in a CPU's cache. With a large head, so small chunks read it too often from memory."""
 GPU_SHARE = 1 / 64
 """Share of a GPU's memory for a chunk's logits. Small chunks are slow, because each one adds to the head's full gradient."""
 
@@ -47,7 +49,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part, part_targets = hidden[start : start + chunk].to(dtype), targets[start : start + chunk, None]
             logits = part @ cast.T
             if grad_hidden is None or grad_weight is None:
-                total += _loss(logits, part_targets, softcap)[0]
+                total += _loss(logits, part_targets, softcap)
                 continue
             loss, grad = loss_and_gradient(logits, part_targets, softcap)
             del logits
@@ -74,33 +76,44 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 def _chunk_tokens(weight: Tensor) -> int:
     """Return the number of tokens in a chunk."""
     if not weight.is_cuda:
-        return max(1, CHUNK_BYTES // (4 * weight.shape[0]))
+        size = min(CHUNK_BYTES, max(_CACHED_BYTES, 4 * weight.nbytes))
+        return max(1, size // (4 * weight.shape[0]))
     budget = int(torch.cuda.get_device_properties(weight.device).total_memory * GPU_SHARE)
     tokens = budget // (weight.element_size() * weight.shape[0])
     return max(128, tokens // 128 * 128)
 
 
-def _loss(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor, Tensor]:
-    """Return a chunk's summed loss, its softcapped logits in fp32 (in place if `logits` are fp32), and their logsumexp."""
+def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """Return a chunk's logits in fp32, softcapped in place if they are fp32 already."""
     logits = logits.float()
-    if softcap is not None:
-        logits = logits.div_(softcap).tanh_().mul_(softcap)
-    normalizer = logits.logsumexp(1, keepdim=True)
-    return (normalizer - logits.gather(1, targets)).sum(), logits, normalizer
+    return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
+
+
+def _loss(logits: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
+    """Return a chunk's summed loss."""
+    return -_softcapped(logits, softcap).log_softmax(1).gather(1, targets).sum()
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Return a chunk's summed loss and the gradient of its logits, without more memory than the logits take in fp32."""
-    loss, capped, normalizer = _loss(logits, targets, softcap)
-    slope = None if softcap is None else 1 - (capped / softcap).square()
-    gradient = capped.sub_(normalizer).exp_()
+    """Return a chunk's summed loss and the gradient of its logits, with twice the logits' memory in fp32.
+
+    log_softmax takes a row while it is in the cache; logsumexp reads and writes all logits several times.
+    """
+    capped = _softcapped(logits, softcap)
+    log_probabilities = capped.log_softmax(1)
+    loss = -log_probabilities.gather(1, targets).sum()
+    gradient = log_probabilities.exp_()
     gradient.scatter_add_(1, targets, gradient.new_full(targets.shape, -1.0))
-    return loss, (gradient if slope is None else gradient.mul_(slope)).to(logits.dtype)
+    if softcap is not None:
+        gradient.mul_(1 - (capped / softcap).square())
+    return loss, gradient.to(logits.dtype)
 
 
 def _loss_and_gradient_to_compile(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Compute `_loss_and_gradient` without scatter; compiled, this needs two passes over the logits and no temporaries."""
-    loss, capped, normalizer = _loss(logits, targets, softcap)
+    capped = _softcapped(logits, softcap)
+    normalizer = capped.logsumexp(1, keepdim=True)
+    loss = (normalizer - capped.gather(1, targets)).sum()
     is_target = torch.arange(logits.shape[1], device=logits.device)[None] == targets
     gradient = (capped - normalizer).exp() - is_target.float()
     if softcap is not None:

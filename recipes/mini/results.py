@@ -1,0 +1,217 @@
+"""Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
+
+    python recipes/mini/results.py FOLDER     # the folder of run.sh; writes recipes/mini/results/ and docs/images/mini.png
+
+A model's score with a pretraining seed is the mean over its fine-tuning seeds, at the learning rate that validation chooses.
+Intervals are 95%, over pretraining seeds where there are several (paired by seed in differences), otherwise over
+fine-tuning seeds. p-values of the differences are corrected by Holm's method over all of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+from statistics import fmean
+
+from biphasic.report.drawing import default_style, line_style, make_panels, png
+from biphasic.report.formatting import (
+    csv_table,
+    format_interval,
+    format_p,
+    format_points,
+    format_signed,
+    markdown_table,
+)
+from biphasic.report.statistics import Interval, holm, mean_interval, paired_difference
+from biphasic.report.study_folder import Study, read_study
+from biphasic.report.study_models import Facets
+from biphasic.storage import open_store
+
+HERE = Path(__file__).parent
+PICTURE = HERE.parents[1] / "docs" / "images" / "mini.png"
+TASKS = ("order", "parameters", "questions", "retrieval")
+MAIN = {"MLM": 0.0, "CLM→MLM": 0.5, "CLM": 1.0}
+"""The objectives of the main table by their share of CLM steps."""
+TOKENS_PER_BATCH = 4096
+_FIRST_SEED = 42
+
+Scores = dict[tuple[str, str], dict[int, list[float]]]
+"""Test scores from 0 to 1, one for each fine-tuning seed, by (model, task) and pretraining seed."""
+
+
+@dataclass(frozen=True)
+class Results:
+    """What the studies of all pretraining seeds measured."""
+
+    models: Mapping[str, Facets]
+    scores: Scores
+    losses: Mapping[tuple[str, str], Mapping[int, float]]
+    """Validation losses at the end of each run, in nats, by (model, objective) and pretraining seed."""
+
+    def final(self, keep: Callable[[Facets], bool]) -> list[Facets]:
+        """Return the ends of runs that `keep` accepts, from the fewest to the most steps."""
+        found = [model for model in self.models.values() if model.is_final and keep(model)]
+        return sorted(found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0))
+
+    def interval(self, model: str, task: str) -> Interval | None:
+        """Return a model's mean score on a task with its interval; None without scores."""
+        by_seed = self.scores.get((model, task), {})
+        if len(by_seed) > 1:
+            return mean_interval([fmean(values) for values in by_seed.values()])
+        return next((mean_interval(values) for values in by_seed.values()), None)
+
+    def cell(self, model: str, task: str) -> str:
+        """Return a model's score on a task in points, as text."""
+        interval = self.interval(model, task)
+        return "missing" if interval is None else format_interval(interval, format_points)
+
+
+def clm_share(model: Facets) -> float:
+    """Return the share of CLM steps in a run."""
+    return model.clm_steps / (model.total_steps - model.base_steps)
+
+
+def read_results(folder: Path) -> Results:
+    """Read the studies in `study/` and `seed<N>/` of the recipe's folder."""
+    studies = {_FIRST_SEED: read_study([str(folder / "study")])}
+    for other in sorted(folder.glob("seed*")):
+        studies[int(other.name.removeprefix("seed"))] = read_study([str(other)])
+    scores: Scores = {}
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for seed, study in studies.items():
+        for row in study.rows:
+            scores.setdefault((row.model, row.task), {}).setdefault(seed, []).append(row.score)
+        for (model, objective), loss in _last_losses(study).items():
+            losses.setdefault((model, objective), {})[seed] = loss
+    return Results(studies[_FIRST_SEED].models, scores, losses)
+
+
+def _last_losses(study: Study) -> dict[tuple[str, str], float]:
+    points = sorted((point for point in study.losses if point.split == "validation"), key=lambda point: point.step)
+    return {(point.run, point.objective): point.loss for point in points}
+
+
+def tables(results: Results) -> list[str]:
+    """Return the lines of results.md."""
+    scratch = results.final(lambda model: model.continued_from is None and model.masking_ratio in (None, 0.4))
+    main = [model for model in scratch if clm_share(model) in MAIN.values()]
+    names = {share: name for name, share in MAIN.items()}
+    seeds = max((len(by_seed) for by_seed in results.scores.values()), default=0)
+    lines = [f"## Objectives by budget ({seeds} pretraining seeds)", ""]
+    lines += _score_table(results, main, "objective", lambda model: names[clm_share(model)])
+    lines += ["## Differences", "", *_difference_table(results, main)]
+    lines += ["## Share of CLM", ""]
+    lines += _score_table(results, scratch, "CLM share", lambda model: f"{clm_share(model):.0%}")
+    ratios = results.final(
+        lambda model: model.continued_from is None and model.masking_ratio is not None and model.total_steps == 640
+        and clm_share(model) in (0, 0.5)
+    )  # fmt: skip
+    lines += ["## Masking ratio", ""]
+    lines += _score_table(
+        results, ratios, "model", lambda model: f"{names[clm_share(model)]}, {model.masking_ratio:.0%}"
+    )
+    continued = results.final(lambda model: model.continued_from is not None)
+    lines += ["## Continued pretraining with MLM", ""]
+    lines += _score_table(
+        results, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
+    )
+    lines += ["## Validation losses", "", *_loss_table(results)]
+    return lines
+
+
+def _score_table(results: Results, models: Iterable[Facets], title: str, label: Callable[[Facets], str]) -> list[str]:
+    body = [
+        [_tokens(model), label(model), *(results.cell(model.run, task) for task in TASKS), _loss(results, model.run)]
+        for model in models
+    ]
+    return markdown_table(["tokens", title, *(f"`{task}`" for task in TASKS), "MLM loss"], body)
+
+
+def _difference_table(results: Results, main: list[Facets]) -> list[str]:
+    by_place = {(model.total_steps, clm_share(model)): model.run for model in main}
+    compared = []
+    for steps in sorted({model.total_steps for model in main}):
+        for first, second in combinations(reversed(MAIN), 2):
+            pair = [by_place.get((steps, MAIN[name])) for name in (first, second)]
+            for task in TASKS:
+                means = [_means(results, str(run), task) for run in pair]
+                difference = paired_difference(*means)
+                if difference is not None:
+                    compared.append((steps, first, second, task, difference))
+    corrected = holm([row[-1].p for row in compared])
+    body = [
+        [f"{steps * TOKENS_PER_BATCH / 1e6:.2f} M", f"{first} minus {second}", f"`{task}`",
+         format_interval(difference, format_signed), format_p(difference.p), format_p(p)]
+        for (steps, first, second, task, difference), p in zip(compared, corrected, strict=True)
+    ]  # fmt: skip
+    return markdown_table(["tokens", "difference", "task", "points", "p", "p, Holm"], body)
+
+
+def _means(results: Results, model: str, task: str) -> dict[int, float]:
+    return {seed: fmean(values) for seed, values in results.scores.get((model, task), {}).items()}
+
+
+def _loss_table(results: Results) -> list[str]:
+    models = results.final(lambda model: True)
+    body = [[model.run, *(_loss(results, model.run, objective) for objective in ("clm", "mlm"))] for model in models]
+    return markdown_table(["model", "CLM, nats", "MLM, nats"], body)
+
+
+def _loss(results: Results, model: str, objective: str = "mlm") -> str:
+    values = results.losses.get((model, objective))
+    return f"{fmean(values.values()):.3f}" if values else ""
+
+
+def _tokens(model: Facets) -> str:
+    return f"{model.total_steps * TOKENS_PER_BATCH / 1e6:.2f} M"
+
+
+def draw(results: Results) -> bytes:
+    """Return the figure of scores against tokens, a panel for each task, as PNG."""
+    with default_style():
+        figure, panels = make_panels(TASKS)
+        for task, axes in zip(TASKS, panels, strict=True):
+            for index, (name, share) in enumerate(MAIN.items()):
+                models = results.final(
+                    lambda model, share=share: model.continued_from is None and clm_share(model) == share
+                    and model.masking_ratio in (None, 0.4)
+                )  # fmt: skip
+                points = [
+                    (m.total_steps * TOKENS_PER_BATCH / 1e6, i) for m in models if (i := results.interval(m.run, task))
+                ]
+                axes.errorbar(
+                    [x for x, _ in points], [100 * i.mean for _, i in points], [100 * (i.half or 0) for _, i in points],
+                    **line_style(index), label=name, capsize=2, marker="o", markersize=3,
+                )  # fmt: skip
+            axes.set_xscale("log")
+            axes.set_xlabel("pretraining tokens, millions")
+            axes.set_ylabel("test (points)")
+        return png(figure)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Write the files, and print their names."""
+    parser = argparse.ArgumentParser(description="Write the mini study's results.")
+    parser.add_argument("folder", type=Path, help="the folder of run.sh")
+    results = read_results(parser.parse_args(arguments).folder)
+    scores = [
+        (seed, model, task, number, value)
+        for (model, task), by_seed in sorted(results.scores.items())
+        for seed, values in by_seed.items()
+        for number, value in enumerate(values)
+    ]
+    losses = [(seed, *key, loss) for key, by_seed in sorted(results.losses.items()) for seed, loss in by_seed.items()]
+    target = open_store(str(HERE / "results"))
+    target.write("scores.csv", csv_table("pretraining_seed model task finetuning_seed score", scores))
+    target.write("losses.csv", csv_table("pretraining_seed model objective loss", losses))
+    target.write("results.md", ("\n".join(tables(results)).rstrip() + "\n").encode())
+    open_store(str(PICTURE.parent)).write(PICTURE.name, draw(results))
+    print("\n".join(map(str, (*sorted((HERE / "results").iterdir()), PICTURE))))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
