@@ -21,9 +21,9 @@ from biphasic.storage import json_bytes, open_store
 from biphasic.training.metrics_file import parse_metrics
 
 HERE = Path(__file__).parent
-MODELS = ("1m-clm-480", "1m-mlm40-480", "1m-clm-240-mlm40-480")
+MODELS = ("1m-clm-2560", "1m-mlm40-2560", "1m-clm-1280-mlm40-2560")
 """Models whose losses and scores are recorded."""
-SPEED = ("1m-mlm40-480", "throughput/mlm/tokens_per_second")
+SPEED = ("1m-mlm40-2560", "throughput/mlm/tokens_per_second")
 LOSS_TOLERANCE, SCORE_TOLERANCE = 0.05, 0.05
 """Of another run on the same text: nats, and scores from 0 to 1. The scores are of two seeds and 800 examples."""
 _STEP = re.compile(r"\S+ .+: (\d+) s")

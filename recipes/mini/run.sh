@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The paper's study, small, from text to figures: on two CPU cores, under an hour.
+# Does CLM first help? The paper's study, small, from text to tables: on two CPU cores, an afternoon.
 #
 #     recipes/mini/run.sh [FOLDER]
 #
 # FOLDER is runs/mini if it is left out. The same command resumes after an interruption. FOLDER/times.txt has the seconds of each
-# step, FOLDER/study/report the result.
+# step, recipes/mini/results the tables.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=recipes/mini
@@ -21,7 +21,7 @@ step() {
 }
 
 if [[ ! -e $MINI/data/conversion.json ]]; then
-    step text python recipes/quickstart/gather.py "$MINI/text"
+    step text python $here/make_text.py "$MINI/text"
     step examples python $here/make_tasks.py "$MINI/text"
     step tokenizer biphasic tokenizer $here/data.yaml --size 8192
 fi
@@ -32,5 +32,12 @@ step plan python src/main.py $here/study.yaml --plan --draw "$MINI/tree.svg"
 step pretrain python src/main.py $here/study.yaml
 step export python src/main.py $here/study.yaml --stage export
 step finetune python src/main.py $here/study.yaml --stage finetune
+for seed in 1 2; do  # the main objectives again
+    export MINI_SEED=$seed
+    step "pretrain, seed $seed" python src/main.py $here/seeds.yaml
+    step "export, seed $seed" python src/main.py $here/seeds.yaml --stage export
+    step "finetune, seed $seed" python src/main.py $here/seeds.yaml --stage finetune
+done
 step report biphasic report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
+step results python $here/results.py "$MINI"
 step totals python src/main.py $here/study.yaml

@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -58,24 +59,54 @@ def make_tasks() -> ModuleType:
     return make_tasks
 
 
+@pytest.fixture(scope="module")
+def make_text() -> ModuleType:
+    sys.path.insert(0, str(RECIPE))
+    import make_text
+
+    return make_text
+
+
 def test_the_models_fill_every_figure(study: StudyConfig) -> None:
     configs = expand(study)
     models, unplaced = facets_of_models(list(scored_models(study)), configs)
     assert not unplaced
     for figure in FIGURES:
-        assert len(figure.arrange(models).placements) >= 4, figure.name
+        # The study has one size.
+        fewest = 2 if figure.name == "objective-by-size" else 4
+        assert len(figure.arrange(models).placements) >= fewest, figure.name
     for name in configs:
         assert facets_of_name(name) == models[name], "the name says what the configuration does"
 
 
 def test_beginnings_are_shared(study: StudyConfig) -> None:
-    """CLM and MLM alone with the shorter budget are decays of the longer runs."""
+    """CLM and MLM alone with the shorter budgets are decays of the longer runs."""
     plan, configs = plan_study(study), expand(study)
-    alone = [run for run in plan.runs if run.continues is None and len(configs[run.name].objective.phases) == 1]
-    shorter = [run for run in alone if run.length < max(run.length for run in plan.runs)]
-    assert len(shorter) == 3 and all(run.own_batches <= run.length / 10 for run in shorter)
+    objectives = {run.name: configs[run.name].objective for run in plan.runs}
+    longest = [run for run in plan.runs if run.length == 2560]
+    decays = [
+        run
+        for run in plan.runs
+        if run.continues is None and run.length < 2560 and objectives[run.name] in [objectives[x.name] for x in longest]
+    ]
+    assert sorted(run.name for run in decays) == ["1m-clm-160", "1m-clm-640", "1m-mlm40-160", "1m-mlm40-640"]
+    assert all(run.own_batches <= run.length / 10 for run in decays)
     assert plan.shared.flops is not None and plan.alone.flops is not None
     assert plan.shared.flops < 0.7 * plan.alone.flops
+
+
+def test_other_seeds_have_the_main_objectives(study: StudyConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every model of seeds.yaml is one of study.yaml with another seed, and nothing else differs."""
+    monkeypatch.setenv("MINI_SEED", "1")
+    other = load(RECIPE / "seeds.yaml")
+    assert isinstance(other, StudyConfig) and Path(other.folder).name == "seed1"
+    first, second = expand(study), expand(other)
+    assert len(second) == 9
+    for name, config in second.items():
+        assert config.seed == 1 and first[name].seed == 42
+        # Fewer models start from its checkpoints.
+        same = {"seed": 42, "output": first[name].output, "checkpoint": first[name].checkpoint}
+        assert config.model_copy(update=same) == first[name], name
 
 
 def test_models_of_the_paper_have_one_here(study: StudyConfig) -> None:
@@ -105,6 +136,7 @@ def test_the_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert len((folder / "times.txt").read_text().splitlines()) == len(calls)
     monkeypatch.chdir(ROOT)
     monkeypatch.setenv("MINI", str(folder))
+    monkeypatch.setenv("MINI_SEED", "1")
     configs = {}
     for call in calls:
         assert call[0] == "biphasic" or (ROOT / call[1]).is_file()
@@ -166,62 +198,108 @@ def test_parameters_of_docstrings(make_tasks: ModuleType) -> None:
     ]
 
 
+SOURCE = '''"""A module with a docstring that is long enough for a piece of text of its own."""
+# A comment in two lines, which make one block of text
+# because no line of code stands between them.
+NAME = """
+# This line is in a string and is no comment, whatever its first character says.
+"""  # A comment after code is left out, because it is about this line only, and long.
+
+
+def total(values):
+    """Return the sum of all values, in an order that is not defined, if there is one."""
+'''
+
+
+def test_text_of_a_file(make_text: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text(SOURCE)
+    pieces = make_text.pieces(make_text.Source(tmp_path / "a.py", "package/a.py", "package"))
+    assert [(piece.place, piece.text[:9]) for piece in pieces] == [
+        ("", "A module "), (None, "A comment"), ("total", "Return th")
+    ]  # fmt: skip
+    assert pieces[1].text.splitlines()[1].startswith("because")
+
+
+def test_no_held_out_text_is_trained_on(make_text: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also not if a training package has a copy of it, in other letters."""
+    shared = f"Return the {'shared ' * 40}text of two packages."
+    files = {
+        "pandas/a.py": f'def shared():\n    """{shared}"""\n\ndef own():\n    """Return {"pandas " * 40}"""\n',
+        "torch/a.py": f'def copy():\n    """{shared.upper().replace("TEXT OF", "text of")}"""\n\n'
+        f'def own():\n    """Return {"torch " * 40}"""\n',
+    }
+    sources = []
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir()
+        (tmp_path / name).write_text(text)
+        sources.append(make_text.Source(tmp_path / name, name, name.partition("/")[0]))
+    monkeypatch.setattr(make_text, "source_files", lambda: sources[::-1])
+    make_text.make_text(tmp_path / "text")
+    [row] = pq.read_table(tmp_path / "text" / "pretraining.parquet").to_pylist()
+    assert row["id"] == "torch/a.py" and "torch torch" in row["text"] and "SHARED" not in row["text"]
+    docstrings = pq.read_table(tmp_path / "text" / "docstrings.parquet").to_pylist()
+    assert sorted((row["split"], row["name"]) for row in docstrings) == [
+        ("test", "own"), ("test", "shared"), ("train", "own")
+    ]  # fmt: skip
+
+
+WORDS = ("array", "matrix", "column", "window", "kernel", "number", "letter", "folder")
+
+
 def test_tasks_of_docstrings(make_tasks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No file is in two splits, no label is in its text, and no held-out text is pretrained on."""
-    packages = make_tasks.PACKAGES
+    """Splits keep apart, no label is in its text, and answers are where they are said to be."""
     monkeypatch.setattr(make_tasks, "EVALUATED", {"validation": 16, "test": 24})
-
-    def package_of(at: int) -> str:  # the first package has half of the docstrings
-        return packages[at // 2 % len(packages) if at % 2 else 0]
-
+    monkeypatch.setattr(make_tasks, "_FREQUENT", 12)
     rows = [
         {
             "id": hashlib.md5(str(at).encode()).hexdigest(),
-            "dump": f"{package_of(at)} 1.0",
-            "file_path": f"{package_of(at)}/file{at // 16}.py::function{at}",
-            "text": NUMPY.replace("values", f"values{at}") + f"See {package_of(at)}.module and np.sum.",
+            "split": ("train", "train", "validation", "test")[at % 4],
+            "name": f"function{at}",
+            "text": f"Return the {WORDS[at % 8]} of {WORDS[at // 8 % 8]} number {'abcdefghij'[at // 64]} at this place\n\n"
+            f"This is the {WORDS[at % 8]} that every other user of the {'klmnopqrst'[at // 64]}code may want to see.\n\n"
+            + NUMPY.partition("\n\n")[2].replace("values", f"values{at}"),
         }
-        for at in range(1600)
+        for at in range(640)
     ]
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "documents.parquet")
-    pairs = [{"id": row["id"], "query": f"q {row['id']}", "positive": f"d {row['id']}"} for row in rows]
-    for name, part in (("train", pairs[:1000]), ("test", pairs[1000:])):
-        (tmp_path / "pairs").mkdir(exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(part), tmp_path / "pairs" / f"{name}.parquet")
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "docstrings.parquet")
     counts = make_tasks.make_tasks(tmp_path)
-    assert sum(counts["text"].values()) == 1600 and min(counts["text"].values()) > 50
+    assert counts["docstrings"] == {"train": 320, "validation": 160, "test": 160}
+    split_of = {row["id"]: row["split"] for row in rows}
 
-    def read(task: str, table: str) -> list[dict[str, object]]:
+    def read(task: str, table: str) -> list[dict[str, Any]]:
         return pq.read_table(tmp_path / "sources" / task / f"{table}.parquet").to_pylist()
 
-    file_of = {row["id"]: row["file_path"].split("::")[0] for row in rows}
-    files: dict[str, set[str]] = {split: set() for split in make_tasks.SPLITS}
-    for task in ("package", "parameters", "questions"):
+    for task in ("order", "parameters", "questions"):
         for split in make_tasks.SPLITS:
-            files[split] |= {file_of[row["id"]] for row in read(task, split)}
-    files["train"] |= {file_of[row["id"]] for row in pq.read_table(tmp_path / "pretraining.parquet").to_pylist()}
-    files["train"] |= {file_of[str(row["query"])[2:]] for row in read("retrieval", "train")}
-    for split in ("validation", "test"):
-        files[split] |= {file_of[row["query-id"]] for row in read("retrieval", split)}
-    assert not files["train"] & files["test"] and not files["train"] & files["validation"]
-    assert not files["validation"] & files["test"]
-
-    for split in make_tasks.SPLITS:
-        labels = [row["label"] for row in read("package", split)]
-        assert {labels.count(label) for label in range(len(packages))} == {len(labels) // len(packages)}, split
-    assert len(read("package", "test")) == 24
-    for row in read("package", "train"):
-        assert not any(name in str(row["text"]).lower() for name in (*packages, "numpy", "np", "scikit"))
+            assert {split_of[row["id"]] for row in read(task, split)} == {split}, task
+            assert len(read(task, split)) == counts[task][split] <= make_tasks.EVALUATED.get(split, 320)
     for row in read("parameters", "test"):
         assert [make_tasks.TAGS[label] for label in row["labels"]] == [
             *("B-NAME", "B-TYPE", "I-TYPE", "O", "O", "O", "O", "B-NAME", "B-TYPE", "O", "O", "O")
         ]  # fmt: skip
+    texts = {row["id"]: row["text"] for row in rows}
+    labels = []
+    for row in read("order", "train"):
+        words, written = row["text"].split(), " ".join(texts[row["id"]].split())
+        swapped = [[*words[:at], words[at + 1], words[at], *words[at + 2 :]] for at in range(len(words) - 1)]
+        assert (row["text"] in written) == (row["label"] == 0)
+        assert row["label"] == 0 or any(" ".join(other) in written for other in swapped)
+        assert words[0] == "This" and words[-1].endswith("."), "the ends stay"
+        labels.append(row["label"])
+    assert 0.3 < sum(labels) / len(labels) < 0.7
     for row in read("questions", "test"):
-        [text], [start] = row["answers"]["text"], row["answers"]["answer_start"]
-        assert row["context"][start:].startswith(text)
-        assert (
-            row["context"][:start].split()[-3 if str(row["question"]).startswith("values") else -2] == row["question"]
-        )
+        [answer], [start] = row["answers"]["text"], row["answers"]["answer_start"]
+        assert row["context"][start : start + len(answer)] == answer
+        assert row["context"].count(answer) == 1 and answer not in row["question"]
+        assert row["question"].replace("_", answer) in texts[row["id"]]
+    corpus = {row["_id"]: row["text"] for row in read("retrieval", "corpus")}
+    queries = {row["_id"]: row["text"] for row in read("retrieval", "queries")}
+    for split in ("validation", "test"):
+        for judged in read("retrieval", split):
+            assert split_of[judged["query-id"]] == split and judged["query-id"] == judged["corpus-id"]
+    assert corpus.keys() == queries.keys() and corpus
+    masked = {word for name, text in queries.items() for word in WORDS if word in text and word not in corpus[name]}
+    assert masked and all(" x " in text for text in corpus.values())
 
 
 @pytest.mark.slow
@@ -231,15 +309,12 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
     content = yaml.safe_load(text)
     base = tiny.content_of("x", tmp_path, dataset)
     base |= {
-        "max_duration": "12ba",
-        "schedule": {"warmup": "1ba", "decay": "2ba"},
+        "max_duration": "64ba",
+        "schedule": {"warmup": "1ba", "decay": "6ba"},
         "checkpoint": {"interval": "4ba", "keep": 1},
     }
     for key in ("job", "run_name", "output", "objective"):
         del base[key]
-    for name, keys in content["models"].items():
-        if name.startswith("500k"):
-            keys["model"] = {"hidden_size": 16, "intermediate_size": 24}
     sets = make_sets(tmp_path, {"train": 64, "validation": 20, "test": 20})
     task = toy_task("sst2", sets, Path("none"), tmp_path, max_duration="2ba").model_dump(mode="json") | {
         "model": {"path": "none"}

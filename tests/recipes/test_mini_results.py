@@ -1,0 +1,83 @@
+"""The tables of the mini study over its seeds, from scores that are known."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from biphasic.report.study_models import facets_of_name
+from tiny import ROOT
+
+MODELS = (
+    "1m-clm-160", "1m-mlm40-160", "1m-clm-80-mlm40-160", "1m-clm-640", "1m-mlm40-640", "1m-mlm20-640",
+    "1m-clm-320-mlm40-640", "1m-clm-320-mlm20-640", "1m-clm-dec640-mlm40-832", "1m-mlm40-640-320",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def module() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "recipes" / "mini"))
+    import results
+
+    return results
+
+
+def results_of(module: ModuleType, seeds: tuple[int, ...] = (42, 1, 2)) -> object:
+    """CLM→MLM is 10 points better than MLM with every seed, within a point."""
+    scores = {}
+    for model in MODELS:
+        gain = 0.1 if facets_of_name(model).objective == "clm-mlm" else 0.0
+        for task in module.TASKS:
+            scores[model, task] = {
+                seed: [0.5 + gain + 0.01 * at + 0.001 * at * (gain > 0), 0.52 + gain + 0.01 * at]
+                for at, seed in enumerate(seeds)
+            }
+    losses = {("1m-mlm40-640", "mlm"): {42: 4.0, 1: 4.2}}
+    return module.Results({name: facets_of_name(name) for name in MODELS}, scores, losses)
+
+
+def table(lines: list[str], title: str) -> list[list[str]]:
+    start = next(at for at, line in enumerate(lines) if line.startswith(f"## {title}"))
+    rows = []
+    for line in lines[start + 2 :]:
+        if not line.startswith("|"):
+            break
+        rows.append([cell.strip() for cell in line.strip("|").split("|")])
+    return rows[2:]
+
+
+def test_tables(module: ModuleType) -> None:
+    lines = module.tables(results_of(module))
+    main = table(lines, "Objectives by budget")
+    assert [row[:2] for row in main] == [
+        [tokens, name] for tokens in ("0.66 M", "2.62 M") for name in ("MLM", "CLM→MLM", "CLM")
+    ]
+    assert main[0][2] == "52.00 ± 2.48", "over three pretraining seeds: 51, 52, 53; t(0.975, 2) / sqrt(3) = 2.484"
+    assert main[3][-1] == "4.100" and main[0][-1] == ""
+    assert [row[1] for row in table(lines, "Share of CLM")] == ["0%", "50%", "100%"] * 2
+    assert [row[1] for row in table(lines, "Masking ratio")] == [
+        "MLM, 20%", "MLM, 40%", "CLM→MLM, 20%", "CLM→MLM, 40%"
+    ]  # fmt: skip
+    assert [row[:2] for row in table(lines, "Continued pretraining")] == [["3.41 M", "CLM"]]
+
+
+def test_differences_are_paired_by_pretraining_seed(module: ModuleType) -> None:
+    rows = table(module.tables(results_of(module)), "Differences")
+    assert len(rows) == 2 * 3 * 4
+    [row] = [row for row in rows if row[:3] == ["0.66 M", "CLM→MLM minus MLM", "`order`"]]
+    assert row[3] == "+10.05 ± 0.12", "+10.00, +10.05, +10.10: the seeds' own levels cancel"
+    assert row[4] == "< 0.0001" and row[5] != "1.0000"
+
+
+def test_one_pretraining_seed(module: ModuleType) -> None:
+    """Intervals are over fine-tuning seeds, and differences have none."""
+    lines = module.tables(results_of(module, (42,)))
+    assert table(lines, "Objectives by budget")[0][2] == "51.00 ± 12.71"
+    first = table(lines, "Differences")[0]
+    assert first[1:] == ["CLM minus CLM→MLM", "`order`", "-10.00", "n/a", "n/a"]
+
+
+def test_the_figure_is_drawn(module: ModuleType) -> None:
+    assert module.draw(results_of(module))[:4] == b"\x89PNG"
