@@ -60,7 +60,10 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
     "docs/resuming.md": ({"runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"}, ()),
     "docs/sweeps.md": ({}, ()),
-    "docs/tokenizer.md": ({"my/tokenizer": "my/second_tokenizer", "data/mine": "data/tokenized", "run_name=mine": "run_name=tokenized"}, ()),
+    "docs/tokenizer.md": (
+        {"my/tokenizer": "my/second_tokenizer", "data/mine": "data/tokenized", "run_name=mine": "run_name=tokenized"},
+        (),
+    ),
 }  # fmt: skip
 # Pages whose commands are read (test_commands.py) and not run, and why.
 READ_ONLY = {
