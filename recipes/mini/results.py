@@ -51,16 +51,24 @@ class Results:
     losses: Mapping[tuple[str, str], Mapping[int, float]]
     """Validation losses at the end of each run, in nats, by (model, objective) and pretraining seed."""
 
-    def final(self, keep: Callable[[Facets], bool]) -> list[Facets]:
-        """Return the ends of runs that `keep` accepts, from the fewest to the most steps."""
-        found = [model for model in self.models.values() if model.is_final and keep(model)]
+    def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
+        """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
+        found = [model for model in self.models.values() if model.is_final and is_wanted(model)]
         return sorted(found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0))
+
+    def at_forty_percent(self) -> list[Facets]:
+        """Return the ends of the runs from initial weights whose MLM, if they have any, masks 40%."""
+        return self.final(lambda model: model.continued_from is None and model.masking_ratio in (None, 0.4))
+
+    def means(self, model: str, task: str) -> dict[int, float]:
+        """Return a model's mean score on a task by pretraining seed."""
+        return {seed: fmean(values) for seed, values in self.scores.get((model, task), {}).items()}
 
     def interval(self, model: str, task: str) -> Interval | None:
         """Return a model's mean score on a task with its interval; None without scores."""
         by_seed = self.scores.get((model, task), {})
         if len(by_seed) > 1:
-            return mean_interval([fmean(values) for values in by_seed.values()])
+            return mean_interval(list(self.means(model, task).values()))
         return next((mean_interval(values) for values in by_seed.values()), None)
 
     def cell(self, model: str, task: str) -> str:
@@ -96,7 +104,7 @@ def _last_losses(study: Study) -> dict[tuple[str, str], float]:
 
 def tables(results: Results) -> list[str]:
     """Return the lines of results.md."""
-    scratch = results.final(lambda model: model.continued_from is None and model.masking_ratio in (None, 0.4))
+    scratch = results.at_forty_percent()
     main = [model for model in scratch if clm_share(model) in MAIN.values()]
     names = {share: name for name, share in MAIN.items()}
     seeds = max((len(by_seed) for by_seed in results.scores.values()), default=0)
@@ -137,7 +145,7 @@ def _difference_table(results: Results, main: list[Facets]) -> list[str]:
         for first, second in combinations(reversed(MAIN), 2):
             pair = [by_place.get((steps, MAIN[name])) for name in (first, second)]
             for task in TASKS:
-                means = [_means(results, str(run), task) for run in pair]
+                means = [results.means(str(run), task) for run in pair]
                 difference = paired_difference(*means)
                 if difference is not None:
                     compared.append((steps, first, second, task, difference))
@@ -148,10 +156,6 @@ def _difference_table(results: Results, main: list[Facets]) -> list[str]:
         for (steps, first, second, task, difference), p in zip(compared, corrected, strict=True)
     ]  # fmt: skip
     return markdown_table(["tokens", "difference", "task", "points", "p", "p, Holm"], body)
-
-
-def _means(results: Results, model: str, task: str) -> dict[int, float]:
-    return {seed: fmean(values) for seed, values in results.scores.get((model, task), {}).items()}
 
 
 def _loss_table(results: Results) -> list[str]:
@@ -175,10 +179,7 @@ def draw(results: Results) -> bytes:
         figure, panels = make_panels(TASKS)
         for task, axes in zip(TASKS, panels, strict=True):
             for index, (name, share) in enumerate(MAIN.items()):
-                models = results.final(
-                    lambda model, share=share: model.continued_from is None and clm_share(model) == share
-                    and model.masking_ratio in (None, 0.4)
-                )  # fmt: skip
+                models = [model for model in results.at_forty_percent() if clm_share(model) == share]
                 points = [
                     (m.total_steps * TOKENS_PER_BATCH / 1e6, i) for m in models if (i := results.interval(m.run, task))
                 ]

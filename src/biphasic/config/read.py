@@ -18,7 +18,7 @@ from biphasic.errors import ConfigError, Problem
 _COMMAND_LINE = "command line"
 _MAX_DEPTH = 50
 """Levels of nesting that are read. Schemas have about six; the libraries read nested values recursively."""
-_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's takes a tenth of the time
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser if PyYAML has it, as in OmegaConf
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
 _READ_ERRORS = (
     yaml.YAMLError, OmegaConfBaseException, ValueError, TypeError, LookupError, AttributeError, RecursionError
