@@ -5,14 +5,14 @@
 writes `sources/<task>/<split>.parquet` into FOLDER, the tables that tasks.yaml prepares for fine-tuning. Training,
 validation and test examples come from different packages.
 
-    order         classification: are two neighbouring words of a sentence exchanged?
+    types         classification: of which kind is a parameter (bool, int, str, ...), from its name and its description?
     parameters    token classification: which words are a parameter's name, which its type? The markup is removed
-    questions     question answering: the question is a docstring's summary line with one word missing, the context the
-                  rest of it, the answer the missing word there (a cloze, as in ReCoRD)
+    questions     question answering: which parameter is of a certain kind? The context is the names and descriptions of a
+                  docstring's parameters, the answer the name of the only one of this kind
     retrieval     a docstring's summary line finds the rest of it, in which the words of the summary are masked
 
-In `order`, both classes have the same bags of words. In `retrieval`, the two parts of an example have no word in common but
-frequent ones. So counting words isn't enough (baselines.py).
+In `types` and `questions`, the types and the words of descriptions that name one are removed. In `retrieval`, the two parts of
+an example have no word in common but frequent ones. baselines.py has the scores of bags of words.
 """
 
 from __future__ import annotations
@@ -40,13 +40,25 @@ _FREQUENT = 100
 """So many of the most frequent words are not masked in `retrieval`: their absence would tell what the query is."""
 _STEM = 5
 """Letters by which two words count as the same: `array` and `arrays`."""
-_SENTENCE_WORDS = range(8, 26)
 _DOCUMENT_WORDS = range(12, 80)
 _QUERY_WORDS = 4
-_BLANK = "_"
-ANSWER_LETTERS = 5
-_WORDS_OF_TOKENS = 50
-_WORDS_OF_ANSWER = 15
+KINDS: dict[str, tuple[str, ...]] = {
+    "bool": ("bool", "boolean"),
+    "int": ("int", "integer"),
+    "float": ("float",),
+    "str": ("str", "string"),
+    "collection": ("list", "tuple", "dict", "dictionary", "mapping", "sequence", "set", "iterable"),
+    "array": ("array", "array-like", "array_like", "ndarray", "np.ndarray", "numpy.ndarray", "tensor", "torch.tensor"),
+    "callable": ("callable", "function"),
+}
+"""Kinds of parameters, and the first words of a type that say so."""
+QUESTION = "Which is the {kind}?"
+_KIND_OF_WORD = {word: kind for kind, words in KINDS.items() for word in words}
+_TYPE_WORDS = {form for word in _KIND_OF_WORD for form in (word, f"{word}s")} | {"dictionaries"}
+_WORDS_OF_PARAMETERS = 50
+_WORDS_OF_DESCRIPTION = 15
+_WORDS_WITHOUT_TYPE = 8
+_FEWEST_WORDS = 3
 
 Row = dict[str, Any]
 
@@ -71,44 +83,38 @@ def read_documents(file: Path) -> list[Document]:
     return sorted((Document(**row) for row in rows), key=lambda document: document.id)
 
 
-def order_examples(documents: Sequence[Document]) -> Iterator[Row]:
-    """Yield one sentence of each docstring, in half of which two neighbouring words are exchanged (label 1)."""
+def kind_of(parameter: Parameter) -> str | None:
+    """Return a parameter's kind by the first word of its type; None if that is none of `KINDS`."""
+    first = next((word for word in map(str.casefold, parameter.type) if word != "optional"), "")
+    return _KIND_OF_WORD.get(first)
+
+
+def without_type(parameter: Parameter) -> list[str]:
+    """Return the first words of a parameter's description but those that name a type."""
+    described = [word for word in parameter.description if word.casefold() not in _TYPE_WORDS]
+    return described[:_WORDS_WITHOUT_TYPE]
+
+
+def type_examples(documents: Sequence[Document]) -> Iterator[Row]:
+    """Yield the parameters that have a kind, with names; each description once, so that none is in two splits."""
     seen = set[str]()
     for document in documents:
-        sentences = [words for words in _sentences(document.text) if _places(words)]
-        if not sentences:
-            continue
-        words = sentences[document.draw("sentence", len(sentences))]
-        key = " ".join(words).casefold()
-        if key in seen:
-            continue
-        seen.add(key)
-        label = document.draw("label", 2)
-        if label:
-            places = _places(words)
-            at = places[document.draw("place", len(places))]
-            words[at], words[at + 1] = words[at + 1], words[at]
-        yield {"split": document.split, "id": document.id, "text": " ".join(words), "label": label}
-
-
-def _sentences(text: str) -> Iterator[list[str]]:
-    """Yield the words of the sentences that consist of words alone."""
-    for paragraph in re.split(r"\n\s*\n", text):
-        for sentence in re.split(r"(?<=[a-z]\.)\s+(?=[A-Z])", " ".join(paragraph.split())):
-            words = sentence.split()
-            if len(words) in _SENTENCE_WORDS and re.fullmatch(r"[A-Z][A-Za-z]*(?:,? [A-Za-z'-]+)*[a-z]\.", sentence):
-                yield words
-
-
-def _places(words: Sequence[str]) -> list[int]:
-    """Return the positions of words that can be exchanged with the next one without a sign of it in letters or commas."""
-    plain = [re.fullmatch("[a-z]+", word) is not None for word in words]
-    return [at for at in range(1, len(words) - 2) if plain[at] and plain[at + 1] and words[at] != words[at + 1]]
+        for parameter in parameters(document.text):
+            kind, described = kind_of(parameter), " ".join(without_type(parameter))
+            if kind is None or len(described.split()) < _FEWEST_WORDS or described.casefold() in seen:
+                continue
+            seen.add(described.casefold())
+            yield {
+                "split": document.split,
+                "id": f"{document.id}-{parameter.name}",
+                "text": f"{parameter.name} {described}",
+                "label": list(KINDS).index(kind),
+            }
 
 
 def parameter_examples(documents: Sequence[Document]) -> Iterator[Row]:
     """Yield the words of docstrings' parameters with the tags of names and types."""
-    for document, chosen in _with_parameters(documents):
+    for document, chosen in _with_parameters(documents, fewest=2):
         tokens, labels = list[str](), list[int]()
         for parameter in chosen:
             tokens += [parameter.name, *parameter.type, *parameter.description]
@@ -118,30 +124,31 @@ def parameter_examples(documents: Sequence[Document]) -> Iterator[Row]:
 
 
 def question_examples(documents: Sequence[Document]) -> Iterator[Row]:
-    """Yield a summary line with one word missing and the rest of the docstring, in which this word occurs once."""
+    """Yield a docstring's parameters without types, and for each kind that only one of them has, the question for it.
+
+    Validation and test ask one question about a docstring, so that their examples are independent.
+    """
     seen = set[str]()
-    for document in documents:
-        summary, body = _summary_and_body(document)
-        context = " ".join(body)
-        occurrences = Counter(_letters(context))
-        answers = [
-            word
-            for word in re.findall(rf"\b[a-z]{{{ANSWER_LETTERS},}}\b", summary)
-            if occurrences[word] == 1 and re.search(rf"\b{word}\b", context) and _letters(summary).count(word) == 1
+    for document, chosen in _with_parameters(documents, fewest=3):
+        parts = [" ".join((parameter.name, *without_type(parameter))) for parameter in chosen]
+        context = " ".join(parts)
+        kinds = [{_KIND_OF_WORD.get(word.casefold()) for word in parameter.type} for parameter in chosen]
+        asked = [
+            at
+            for at, parameter in enumerate(chosen)
+            if kind_of(parameter) is not None and sum(kind_of(parameter) in kind for kind in kinds) == 1
         ]
-        if not answers or context.casefold() in seen:
+        if not asked or context.casefold() in seen:
             continue
         seen.add(context.casefold())
-        answer = answers[document.draw("question", len(answers))]
-        found = re.search(rf"\b{answer}\b", context)
-        assert found is not None
-        yield {
-            "split": document.split,
-            "id": document.id,
-            "question": re.sub(rf"\b{answer}\b", _BLANK, summary),
-            "context": context,
-            "answers": {"text": [answer], "answer_start": [found.start()]},
-        }
+        for at in asked if document.split == "train" else [asked[document.draw("question", len(asked))]]:
+            yield {
+                "split": document.split,
+                "id": f"{document.id}-{chosen[at].name}",
+                "question": QUESTION.format(kind=kind_of(chosen[at])),
+                "context": context,
+                "answers": {"text": [chosen[at].name], "answer_start": [sum(len(part) + 1 for part in parts[:at])]},
+            }
 
 
 def _summary_and_body(document: Document) -> tuple[str, list[str]]:
@@ -152,18 +159,18 @@ def _summary_and_body(document: Document) -> tuple[str, list[str]]:
     return (summary if complete else ""), body
 
 
-def _with_parameters(documents: Sequence[Document]) -> Iterator[tuple[Document, list[Parameter]]]:
-    """Yield documents with at least two different parameters, and the first of these, up to a number of words."""
+def _with_parameters(documents: Sequence[Document], fewest: int) -> Iterator[tuple[Document, list[Parameter]]]:
+    """Yield documents with `fewest` different parameters or more, and the first of these, up to a number of words."""
     seen: set[tuple[Parameter, ...]] = set()
     for document in documents:
         chosen, length = list[Parameter](), 0
         for parameter in parameters(document.text):
-            description = parameter.description[:_WORDS_OF_ANSWER]
+            description = parameter.description[:_WORDS_OF_DESCRIPTION]
             length += 1 + len(parameter.type) + len(description)
-            if length > _WORDS_OF_TOKENS:
+            if length > _WORDS_OF_PARAMETERS:
                 break
             chosen.append(Parameter(parameter.name, parameter.type, description))
-        if len({parameter.name for parameter in chosen}) == len(chosen) > 1 and tuple(chosen) not in seen:
+        if len({parameter.name for parameter in chosen}) == len(chosen) >= fewest and tuple(chosen) not in seen:
             seen.add(tuple(chosen))
             yield document, chosen
 
@@ -228,7 +235,7 @@ def make_tasks(folder: Path) -> dict[str, Mapping[str, int]]:
     counts: dict[str, Mapping[str, int]] = {"docstrings": Counter(document.split for document in documents)}
     counts["retrieval"] = write_retrieval(documents, folder / "sources" / "retrieval")
     for task, examples in (
-        ("order", order_examples),
+        ("types", type_examples),
         ("parameters", parameter_examples),
         ("questions", question_examples),
     ):

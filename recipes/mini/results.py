@@ -32,7 +32,7 @@ from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
 PICTURE = HERE.parents[1] / "docs" / "images" / "mini.png"
-TASKS = ("order", "parameters", "questions", "retrieval")
+TASKS = ("types", "parameters", "questions", "retrieval")
 MAIN = {"MLM": 0.0, "CLM→MLM": 0.5, "CLM": 1.0}
 """The objectives of the main table by their share of CLM steps."""
 TOKENS_PER_BATCH = 4096

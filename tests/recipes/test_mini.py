@@ -243,7 +243,16 @@ def test_no_held_out_text_is_trained_on(make_text: ModuleType, tmp_path: Path, m
     ]  # fmt: skip
 
 
-WORDS = ("array", "matrix", "column", "window", "kernel", "number", "letter", "folder")
+PARAMETERS = """Parameters
+----------
+values{0} : array_like, optional
+    Lists of {1} to add. More about them.
+axis : int
+    The axis of {1} integers.
+start{0} : float
+    Where {1} begins.
+"""
+WORDS = ("vector", "matrix", "column", "window", "kernel", "number", "letter", "folder")
 
 
 def test_tasks_of_docstrings(make_tasks: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,7 +266,7 @@ def test_tasks_of_docstrings(make_tasks: ModuleType, tmp_path: Path, monkeypatch
             "name": f"function{at}",
             "text": f"Return the {WORDS[at % 8]} of {WORDS[at // 8 % 8]} number {'abcdefghij'[at // 64]} at this place\n\n"
             f"This is the {WORDS[at % 8]} that every other user of the {'klmnopqrst'[at // 64]}code may want to see.\n\n"
-            + NUMPY.partition("\n\n")[2].replace("values", f"values{at}"),
+            + PARAMETERS.format(at, f"{WORDS[at % 8]} {WORDS[at // 8 % 8]} {'abcdefghij'[at // 64]}"),
         }
         for at in range(640)
     ]
@@ -269,29 +278,30 @@ def test_tasks_of_docstrings(make_tasks: ModuleType, tmp_path: Path, monkeypatch
     def read(task: str, table: str) -> list[dict[str, Any]]:
         return pq.read_table(tmp_path / "sources" / task / f"{table}.parquet").to_pylist()
 
-    for task in ("order", "parameters", "questions"):
+    for task in ("types", "parameters", "questions"):
         for split in make_tasks.SPLITS:
-            assert {split_of[row["id"]] for row in read(task, split)} == {split}, task
-            assert len(read(task, split)) == counts[task][split] <= make_tasks.EVALUATED.get(split, 320)
+            assert {split_of[row["id"].partition("-")[0]] for row in read(task, split)} == {split}, task
+            assert len(read(task, split)) == counts[task][split] <= make_tasks.EVALUATED.get(split, 960)
     for row in read("parameters", "test"):
         assert [make_tasks.TAGS[label] for label in row["labels"]] == [
-            *("B-NAME", "B-TYPE", "I-TYPE", "O", "O", "O", "O", "B-NAME", "B-TYPE", "O", "O", "O")
+            *("B-NAME", "B-TYPE", "I-TYPE", *["O"] * 7, "B-NAME", "B-TYPE", *["O"] * 7, "B-NAME", "B-TYPE", *["O"] * 5)
         ]  # fmt: skip
-    texts = {row["id"]: row["text"] for row in rows}
-    labels = []
-    for row in read("order", "train"):
-        words, written = row["text"].split(), " ".join(texts[row["id"]].split())
-        swapped = [[*words[:at], words[at + 1], words[at], *words[at + 2 :]] for at in range(len(words) - 1)]
-        assert (row["text"] in written) == (row["label"] == 0)
-        assert row["label"] == 0 or any(" ".join(other) in written for other in swapped)
-        assert words[0] == "This" and words[-1].endswith("."), "the ends stay"
-        labels.append(row["label"])
-    assert 0.3 < sum(labels) / len(labels) < 0.7
+    kinds = list(make_tasks.KINDS)
+    kind_of = {"axis": "int", "start": "float", "values": "array"}
+    named_a_type = {"array_like", "int", "float", "lists", "integers"}
+    for row in read("types", "test"):
+        name, *described = row["text"].casefold().split()
+        assert kinds[row["label"]] == kind_of[name.rstrip("0123456789")]
+        assert described and not named_a_type & set(described)
     for row in read("questions", "test"):
         [answer], [start] = row["answers"]["text"], row["answers"]["answer_start"]
-        assert row["context"][start : start + len(answer)] == answer
-        assert row["context"].count(answer) == 1 and answer not in row["question"]
-        assert row["question"].replace("_", answer) in texts[row["id"]]
+        assert f" {row['context']}"[start:].startswith(f" {answer} ")
+        assert row["question"] == make_tasks.QUESTION.format(kind=kind_of[answer.rstrip("0123456789")])
+        assert not named_a_type & set(row["context"].casefold().split())
+    for task in ("types", "questions"):
+        key = "text" if task == "types" else "context"
+        train, test = ({row[key].casefold() for row in read(task, split)} for split in ("train", "test"))
+        assert not train & test, task
     corpus = {row["_id"]: row["text"] for row in read("retrieval", "corpus")}
     queries = {row["_id"]: row["text"] for row in read("retrieval", "queries")}
     for split in ("validation", "test"):

@@ -66,7 +66,7 @@ def test_tables(module: ModuleType) -> None:
 def test_differences_are_paired_by_pretraining_seed(module: ModuleType) -> None:
     rows = table(module.tables(results_of(module)), "Differences")
     assert len(rows) == 2 * 3 * 4
-    [row] = [row for row in rows if row[:3] == ["0.66 M", "CLM→MLM minus MLM", "`order`"]]
+    [row] = [row for row in rows if row[:3] == ["0.66 M", "CLM→MLM minus MLM", "`types`"]]
     assert row[3] == "+10.05 ± 0.12", "+10.00, +10.05, +10.10: the seeds' own levels cancel"
     assert row[4] == "< 0.0001" and row[5] != "1.0000"
 
@@ -76,7 +76,7 @@ def test_one_pretraining_seed(module: ModuleType) -> None:
     lines = module.tables(results_of(module, (42,)))
     assert table(lines, "Objectives by budget")[0][2] == "51.00 ± 12.71"
     first = table(lines, "Differences")[0]
-    assert first[1:] == ["CLM minus CLM→MLM", "`order`", "-10.00", "n/a", "n/a"]
+    assert first[1:] == ["CLM minus CLM→MLM", "`types`", "-10.00", "n/a", "n/a"]
 
 
 def test_the_figure_is_drawn(module: ModuleType) -> None:
