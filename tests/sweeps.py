@@ -16,13 +16,14 @@ MSMARCO = GridTask("msmarco", "retrieval", (("msmarco", "msmarco", "ndcg_at_10")
 def grid_of(
     models: Sequence[str] = ("a", "b"), tasks: Sequence[GridTask] = (SST2,),
     rates: Sequence[float] = RATES, seeds: Sequence[int] = SEEDS, steps: dict[str, int] | None = None,
+    rate_seeds: int | None = None,
 ) -> Grid:  # fmt: skip
     trials = {
         f"{model}.{task.name}.{lr:g}.{seed}": Cell(model, task.name, lr, seed)
         for seed in seeds for task in tasks for model in models for lr in rates
     }  # fmt: skip
     entries = tuple(GridModel(model, (steps or {}).get(model)) for model in models)
-    return Grid(entries, tuple(tasks), tuple(rates), tuple(seeds), trials)
+    return Grid(entries, tuple(tasks), tuple(rates), tuple(seeds), trials, rate_seeds or len(seeds))
 
 
 Score = Callable[[Cell, str], tuple[float | None, float | None] | None]

@@ -11,8 +11,8 @@ validation and test examples come from different packages.
                   docstring's parameters, the answer the name of the only one of this kind
     retrieval     a docstring's summary line finds the rest of it, in which the words of the summary are masked
 
-In `types` and `questions`, the types and the words of descriptions that name one are removed. In `retrieval`, the two parts of
-an example have no word in common but frequent ones. baselines.py has the scores of bags of words.
+In `types` and `questions`, the types are removed, and the words of descriptions that name one. In `retrieval`, the two parts
+of an example have no word in common but frequent ones. baselines.py has the scores of bags of words.
 """
 
 from __future__ import annotations

@@ -36,6 +36,8 @@ TASKS = ("types", "parameters", "questions", "retrieval")
 MAIN = {"MLM": 0.0, "CLM→MLM": 0.5, "CLM": 1.0}
 """The objectives of the main table by their share of CLM steps."""
 TOKENS_PER_BATCH = 4096
+UNTRAINED = "untrained"
+_TASK_TITLES = tuple(f"`{task}`" for task in TASKS)
 _FIRST_SEED = 42
 
 Scores = dict[tuple[str, str], dict[int, list[float]]]
@@ -83,13 +85,14 @@ def clm_share(model: Facets) -> float:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the studies in `study/` and `seed<N>/` of the recipe's folder."""
+    """Read the studies in `study/` and `seed<N>/` of the recipe's folder, and the scores in `untrained/`."""
     studies = {_FIRST_SEED: read_study([str(folder / "study")])}
+    untrained = read_study([str(folder / UNTRAINED)])
     for other in sorted(folder.glob("seed*")):
         studies[int(other.name.removeprefix("seed"))] = read_study([str(other)])
     scores: Scores = {}
     losses: dict[tuple[str, str], dict[int, float]] = {}
-    for seed, study in studies.items():
+    for seed, study in [*studies.items(), (_FIRST_SEED, untrained)]:
         for row in study.rows:
             scores.setdefault((row.model, row.task), {}).setdefault(seed, []).append(row.score)
         for (model, objective), loss in _last_losses(study).items():
@@ -109,7 +112,8 @@ def tables(results: Results) -> list[str]:
     names = {share: name for name, share in MAIN.items()}
     seeds = max((len(by_seed) for by_seed in results.scores.values()), default=0)
     lines = [f"## Objectives by budget ({seeds} pretraining seeds)", ""]
-    lines += _score_table(results, main, "objective", lambda model: names[clm_share(model)])
+    initial = ["0", UNTRAINED, *(results.cell(UNTRAINED, task) for task in TASKS), ""]
+    lines += _score_table(results, main, "objective", lambda model: names[clm_share(model)], [initial])
     lines += ["## Differences", "", *_difference_table(results, main)]
     lines += ["## Share of CLM", ""]
     lines += _score_table(results, scratch, "CLM share", lambda model: f"{clm_share(model):.0%}")
@@ -126,16 +130,33 @@ def tables(results: Results) -> list[str]:
     lines += _score_table(
         results, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
     )
+    checkpoints = [name for name, model in sorted(results.models.items()) if not model.is_final]
+    body = [[name, *(results.cell(name, task) for task in TASKS)] for name in checkpoints]
+    lines += ["## Checkpoints before the decay", "", *markdown_table(["checkpoint", *_TASK_TITLES], body)]
     lines += ["## Validation losses", "", *_loss_table(results)]
     return lines
 
 
-def _score_table(results: Results, models: Iterable[Facets], title: str, label: Callable[[Facets], str]) -> list[str]:
+def _score_table(
+    results: Results,
+    models: Iterable[Facets],
+    title: str,
+    label: Callable[[Facets], str],
+    first_rows: Iterable[list[str]] = (),
+) -> list[str]:
     body = [
-        [_tokens(model), label(model), *(results.cell(model.run, task) for task in TASKS), _loss(results, model.run)]
-        for model in models
+        *first_rows,
+        *(
+            [
+                _tokens(model),
+                label(model),
+                *(results.cell(model.run, task) for task in TASKS),
+                _loss(results, model.run),
+            ]
+            for model in models
+        ),
     ]
-    return markdown_table(["tokens", title, *(f"`{task}`" for task in TASKS), "MLM loss"], body)
+    return markdown_table(["tokens", title, *_TASK_TITLES, "MLM loss"], body)
 
 
 def _difference_table(results: Results, main: list[Facets]) -> list[str]:
@@ -187,6 +208,9 @@ def draw(results: Results) -> bytes:
                     [x for x, _ in points], [100 * i.mean for _, i in points], [100 * (i.half or 0) for _, i in points],
                     **line_style(index), label=name, capsize=2, marker="o", markersize=3,
                 )  # fmt: skip
+            initial = results.interval(UNTRAINED, task)
+            if initial is not None:
+                axes.axhline(100 * initial.mean, color="gray", linestyle=":", label=UNTRAINED)
             axes.set_xscale("log")
             axes.set_xlabel("pretraining tokens, millions")
             axes.set_ylabel("test (points)")

@@ -30,6 +30,7 @@ def results_of(module: ModuleType, seeds: tuple[int, ...] = (42, 1, 2)) -> objec
     for model in MODELS:
         gain = 0.1 if facets_of_name(model).objective == "clm-mlm" else 0.0
         for task in module.TASKS:
+            scores["untrained", task] = {42: [0.25, 0.25]}
             scores[model, task] = {
                 seed: [0.5 + gain + 0.01 * at + 0.001 * at * (gain > 0), 0.52 + gain + 0.01 * at]
                 for at, seed in enumerate(seeds)
@@ -50,16 +51,18 @@ def table(lines: list[str], title: str) -> list[list[str]]:
 
 def test_tables(module: ModuleType) -> None:
     lines = module.tables(results_of(module))
-    main = table(lines, "Objectives by budget")
+    initial, *main = table(lines, "Objectives by budget")
     assert [row[:2] for row in main] == [
         [tokens, name] for tokens in ("0.66 M", "2.62 M") for name in ("MLM", "CLM→MLM", "CLM")
     ]
+    assert initial[:3] == ["0", "untrained", "25.00 ± 0.00"]
     assert main[0][2] == "52.00 ± 2.48", "over three pretraining seeds: 51, 52, 53; t(0.975, 2) / sqrt(3) = 2.484"
     assert main[3][-1] == "4.100" and main[0][-1] == ""
     assert [row[1] for row in table(lines, "Share of CLM")] == ["0%", "50%", "100%"] * 2
     assert [row[1] for row in table(lines, "Masking ratio")] == [
         "MLM, 20%", "MLM, 40%", "CLM→MLM, 20%", "CLM→MLM, 40%"
     ]  # fmt: skip
+    assert [row[:2] for row in table(lines, "Checkpoints before")] == [["1m-mlm40-640-320", "52.00 ± 2.48"]]
     assert [row[:2] for row in table(lines, "Continued pretraining")] == [["3.41 M", "CLM"]]
 
 
@@ -74,7 +77,7 @@ def test_differences_are_paired_by_pretraining_seed(module: ModuleType) -> None:
 def test_one_pretraining_seed(module: ModuleType) -> None:
     """Intervals are over fine-tuning seeds, and differences have none."""
     lines = module.tables(results_of(module, (42,)))
-    assert table(lines, "Objectives by budget")[0][2] == "51.00 ± 12.71"
+    assert table(lines, "Objectives by budget")[1][2] == "51.00 ± 12.71"
     first = table(lines, "Differences")[0]
     assert first[1:] == ["CLM minus CLM→MLM", "`types`", "-10.00", "n/a", "n/a"]
 

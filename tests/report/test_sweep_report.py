@@ -115,7 +115,7 @@ def test_no_records_one_seed_and_an_empty_grid() -> None:
     page = files_of(one, records_of(one, noisy))["report.md"]
     a = noisy(Cell("a", "", 2e-5, 0), "sst2")[1]
     assert cells(page, "Test scores", "sst2")[2] == f"{100 * a:.2f} (1)"
-    files_of(Grid((), (), (), (), {}), {})
+    files_of(Grid((), (), (), (), {}, 0), {})
 
 
 def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path) -> None:

@@ -107,6 +107,25 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     assert missing.faults is not None and "b.model: is not there" in missing.faults
 
 
+def test_other_seeds_run_at_the_chosen_rate(sweep: LoadSweep, log: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also for a model with the same files, whose records are copies, and with a failed and repaired trial."""
+    models = {"a": {"do": "train"}, "same": {"do": "train"}, "b": {"do": "train", "x": 1}}
+    config = sweep(models, seeds=[0, 1, 2], rate_seeds=1, cluster={"at_once": 1}, cost={"flops_per_second": 1e3})
+    assert [line.left for line in plan_sweep(config, "small_trials").lines] == [4, 4, 4]
+    assert run(config, limit=3, module="small_trials") == 0
+    assert [line.left for line in plan_sweep(config, "small_trials").lines] == [2, 2, 3]
+    assert run(config, module="small_trials") == 0
+    best = sorted({record.cell.lr for record in records_of(config).values() if record.cell.seed})
+    assert len(best) == 1, "the trials' scores depend on nothing but rate and seed"
+    expected = [f"sst2-{model}-{lr:g}-0" for model in ("a", "b") for lr in (1e-5, 2e-5)]
+    expected += [f"sst2-{model}-{best[0]:g}-{seed}" for model in ("a", "b") for seed in (1, 2)]
+    assert sorted(read_log(log, "trained")) == sorted(expected)
+    assert len(records_of(config)) == 12 and "12 of 12 trials done, 0 failed, 0 left" in capsys.readouterr().out
+    assert sum(line.left for line in plan_sweep(config, "small_trials").lines) == 0
+    assert run(config, module="small_trials") == 0
+    assert len(read_log(log, "started")) == len(expected)
+
+
 def test_records_in_a_bucket(sweep: LoadSweep, log: Path, store: MakeBucket) -> None:
     output = f"{store('sweeps')}/one"
     config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output=output, cluster={"at_once": 2})

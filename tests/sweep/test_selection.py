@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from biphasic.sweep.records import Cell, Grid, TrialRecord
-from biphasic.sweep.selection import choose_rates, scores_by_seed
+from biphasic.sweep.selection import choose_rates, planned_trials, scores_by_seed, startable_trials
 from sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 
 
@@ -82,3 +82,33 @@ def test_nothing_to_choose_from() -> None:
         assert (chosen.lr, chosen.validation, chosen.trials, chosen.complete) == (None, None, {}, False)
     nan = records_of(grid, lambda cell, _: (math.nan if cell.lr == 2e-5 else 0.5, 0.5))
     assert chosen_rate(grid, nan).lr == 1e-5
+
+
+def test_one_seed_chooses_and_the_others_run_at_its_rate() -> None:
+    """The other seeds' scores choose nothing, and wait for the choice of their own model and task."""
+    grid = grid_of(tasks=(MSMARCO,), rate_seeds=1)
+    assert list(startable_trials(grid, {})) == [trial for trial, cell in grid.trials.items() if cell.seed == 0]
+    assert len(planned_trials(grid, {})) == 2 * (4 + 2)
+    # On seed 0, 1e-4 is best for nq and 1e-5 for msmarco; on others the middle ones.
+    full = records_of(
+        grid,
+        lambda cell, name: ((cell.lr if name == "nq" else -cell.lr) if cell.seed == 0 else cell.lr == 2e-5, 0.5),
+    )
+    search = {trial: record for trial, record in full.items() if record.cell.seed == 0}
+    only_a = {trial: record for trial, record in search.items() if record.cell.model == "a"}
+    started = {(cell.model, cell.lr, cell.seed) for cell in startable_trials(grid, only_a).values() if cell.seed}
+    assert started == {("a", lr, seed) for lr in (1e-5, 1e-4) for seed in (1, 2)}
+    assert len(planned_trials(grid, only_a)) == (4 + 4) + (4 + 2)
+    assert planned_trials(grid, search) == startable_trials(grid, search)
+    for records in (search, full):
+        for name, rate in (("nq", 1e-4), ("msmarco", 1e-5)):
+            chosen = chosen_rate(grid, records, name, task="msmarco")
+            assert (chosen.lr, chosen.complete, list(chosen.trials)) == (rate, True, [0, 1, 2])
+    assert len(scores_by_seed(search, chosen_rate(grid, search, "nq", task="msmarco"))) == 1
+
+
+def test_without_a_score_no_other_seed_runs() -> None:
+    grid = grid_of(rate_seeds=2)
+    failed = {trial: record for trial, record in records_of(grid, lambda *_: None).items() if record.cell.seed < 2}
+    assert {cell.seed for cell in startable_trials(grid, failed).values()} == {0, 1}
+    assert planned_trials(grid, failed) == startable_trials(grid, failed)

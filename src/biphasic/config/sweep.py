@@ -73,6 +73,9 @@ class SweepConfig(JobConfig):
     """Peak learning rates. The paper: 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4."""
     seeds: Annotated[list[Seed], Field(min_length=1)]
     """Random seeds. The paper: 0 to 4."""
+    rate_seeds: Positive | None = None
+    """Choose each rate by this many of the seeds, the first ones; the other seeds run at the chosen rates only. Default: all
+    seeds, as in the paper."""
     overrides: list[str] = []
     """Overrides `key=value` of the fine-tuning YAMLs, applied to every trial."""
     cluster: SweepCluster = SweepCluster()
@@ -98,6 +101,11 @@ class SweepConfig(JobConfig):
             for index, value in enumerate(values):
                 if value in values[:index]:
                     yield [f"{key}.{index}", key], f"{value:g} is there already; each trial is run once"
+        if self.rate_seeds is not None and self.rate_seeds > len(self.seeds):
+            yield (
+                ["rate_seeds", "seeds"],
+                f"expected at most the number of seeds, {len(self.seeds)}; got {self.rate_seeds}",
+            )
         for index, override in enumerate(self.overrides):
             key, equals, _ = override.partition("=")
             overlaps = (

@@ -14,7 +14,7 @@ def results_csv(sweep: SweepScores) -> bytes:
     """Return a line for each trial and test set; `seconds` is the duration of the whole trial."""
     tasks = {task.name: task for task in sweep.grid.tasks}
     rows = []
-    for trial, cell in sweep.grid.trials.items():
+    for trial, cell in sweep.planned.items():
         record, task = sweep.records.get(trial), tasks[cell.task]
         for counts_as, name, metric in task.results:
             row = [trial, cell.model, cell.task, counts_as, name, task.family, cell.lr, cell.seed, sweep.status(trial)]

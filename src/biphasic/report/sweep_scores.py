@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from biphasic.report.statistics import Interval, deviation, mean_interval
-from biphasic.sweep.records import Grid, TrialRecord
+from biphasic.sweep.records import Cell, Grid, TrialRecord
 from biphasic.sweep.selection import (
     ChosenRate,
     Trials,
     choose_rates,
+    planned_trials,
     score_of,
     scores_by_seed,
     trials_by_group,
@@ -88,8 +89,10 @@ class SweepScores:
     records: dict[str, TrialRecord]
     chosen: dict[tuple[str, str, str], ChosenRate]
     """The chosen rates by (model, task, test set)."""
+    planned: dict[str, Cell]
+    """The trials that the sweep runs, done or not: without the rates that other seeds have not chosen."""
     groups: dict[tuple[str, str], Trials]
-    """The trials of each (model, task)."""
+    """All combinations of rate and seed for each (model, task)."""
     rows: tuple[TableRow, ...]
     """The rows by family: each test set in the grid's order, then the family's mean."""
     scores: dict[tuple[str, TableRow], ModelScore]
@@ -100,7 +103,7 @@ class SweepScores:
 
     def counts(self, model: str | None = None) -> Counter[str]:
         """Return the number of trials by status, for one model or for all."""
-        return Counter(self.status(trial) for trial, cell in self.grid.trials.items() if model in (None, cell.model))
+        return Counter(self.status(trial) for trial, cell in self.planned.items() if model in (None, cell.model))
 
 
 def collect_scores(grid: Grid, records: Mapping[str, TrialRecord]) -> SweepScores:
@@ -117,7 +120,8 @@ def collect_scores(grid: Grid, records: Mapping[str, TrialRecord]) -> SweepScore
             else:
                 score, members = _family_score(grid, members), []
             scores[model, row] = score
-    return SweepScores(grid, dict(records), chosen, trials_by_group(grid), rows, scores)
+    planned = planned_trials(grid, records)
+    return SweepScores(grid, dict(records), chosen, planned, trials_by_group(grid), rows, scores)
 
 
 def scores_by_rate(sweep: SweepScores, model: str, row: TableRow) -> dict[float, dict[int, float]]:
@@ -148,7 +152,7 @@ def stability(sweep: SweepScores, model: str, row: TableRow) -> Stability:
         rates=len(rates),
         seeds=len(seeds),
         failed=sum(sweep.status(trial) == "failed" for trial in trials.values()),
-        trials=len(trials),
+        trials=sum(trial in sweep.planned for trial in trials.values()),
     )
 
 

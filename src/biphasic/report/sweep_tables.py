@@ -79,9 +79,9 @@ def _overview(sweep: SweepScores) -> list[str]:
         "seeds": [str(seed) for seed in grid.seeds],
     }
     rows = [[name, str(len(items)), ", ".join(items)] for name, items in values.items()]
-    rows.append(["trials", str(len(grid.trials)), ", ".join(f"{counts[column]} {column}" for column in columns)])
+    rows.append(["trials", str(len(sweep.planned)), ", ".join(f"{counts[column]} {column}" for column in columns)])
     lines = ["# Sweep", "", "## Grid", "", *markdown_table(["", "", ""], rows)]
-    if len(grid.models) > 1 and counts["done"] < len(grid.trials):
+    if len(grid.models) > 1 and counts["done"] < len(sweep.planned):
         by_model = [(model.name, sweep.counts(model.name)) for model in grid.models]
         rows = [[escape(name), *(str(of_model[column]) for column in columns)] for name, of_model in by_model]
         lines += markdown_table(["model", *columns], rows)
@@ -119,7 +119,9 @@ def _rates(sweep: SweepScores) -> list[str]:
             for choice in chosen
         ]
         body.append([_title(row), *cells])
-    lines = ["## Chosen learning rates", "", "By the mean validation score over seeds.", ""]
+    choosing = sweep.grid.seeds[: sweep.grid.rate_seeds]
+    over = "seeds" if choosing == sweep.grid.seeds else f"seeds {', '.join(map(str, choosing))}"
+    lines = ["## Chosen learning rates", "", f"By the mean validation score over {over}.", ""]
     return [*lines, *markdown_table(["", *map(escape, names)], body)]
 
 
@@ -208,7 +210,7 @@ def _steps(sweep: SweepScores) -> list[str]:
 
 def _failures(sweep: SweepScores) -> list[str]:
     body = []
-    for trial, cell in sweep.grid.trials.items():
+    for trial, cell in sweep.planned.items():
         if sweep.status(trial) == "failed":
             error = (sweep.records[trial].error or "").strip().splitlines() or ["no message"]
             body.append([escape(cell.model), escape(cell.task), format_rate(cell.lr), str(cell.seed), escape(error[0])])

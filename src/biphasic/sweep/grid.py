@@ -5,7 +5,8 @@ model and data files, and the settings. A changed trial is therefore a new trial
 renamed model, have trials with the same hash. One of these trials is trained; the records of the others are copies
 (`about["copy_of"]`).
 
-Trials start seed by seed, and within a seed task by task, so that every model has a score on every task early.
+Trials start seed by seed, and within a seed task by task, so that every model has a score on every task early. The seeds by
+which rates are chosen come first.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ def first_cells(configs: dict[Cell, FinetuneConfig]) -> dict[Cell, FinetuneConfi
     for cell in configs:
         first.setdefault((cell.model, cell.task), cell)
     return {cell: configs[cell] for cell in first.values()}
+
+
+def fewest_trials(config: SweepConfig) -> int:
+    """Return the number of trials if each task chooses one rate for a model."""
+    choosing = config.rate_seeds or len(config.seeds)
+    of_pair = len(config.learning_rates) * choosing + len(config.seeds) - choosing
+    return len(config.models) * len(config.tasks) * of_pair
 
 
 def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
@@ -105,6 +113,7 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
         learning_rates=tuple(config.learning_rates),
         seeds=tuple(config.seeds),
         trials=names,
+        rate_seeds=config.rate_seeds or len(config.seeds),
     )
 
 

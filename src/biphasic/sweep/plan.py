@@ -26,6 +26,7 @@ from biphasic.sweep.grid import (
     trial_configs,
 )
 from biphasic.sweep.records import Cell, Grid, TrialRecord, read_records
+from biphasic.sweep.selection import planned_trials
 
 
 class TrialSeconds:
@@ -98,12 +99,14 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
     else:
         records = read_records(open_store(config.output), grid.trials)
     seconds = TrialSeconds(records)
-    names = {cell: name for name, cell in grid.trials.items()} if grid is not None else {}
+    names = {cell: name for name, cell in planned_trials(grid, records).items()} if grid is not None else {}
+    choosing = config.seeds[: config.rate_seeds]
+    planned = names or [cell for cell in configs if cell.seed in choosing or cell.lr == config.learning_rates[0]]
     lines = []
     # Trials with the same content hash are trained once.
     trained = {content_hash(name) for name, record in records.items() if record.status == "done"}
     for first, first_config in first_cells(configs).items():
-        cells = [cell for cell in configs if (cell.model, cell.task) == (first.model, first.task)]
+        cells = [cell for cell in planned if (cell.model, cell.task) == (first.model, first.task)]
         statuses = [records[names[cell]].status for cell in cells if names.get(cell) in records]
         left = [names.get(cell, str(cell)) for cell in cells if names.get(cell) not in records]
         new = {content_hash(name) for name in left} - trained

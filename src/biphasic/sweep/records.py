@@ -80,7 +80,10 @@ class Grid:
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     trials: dict[str, Cell]
-    """The trials by name, in the order in which they start."""
+    """All combinations by the trial's name, in the order in which they start. With fewer `rate_seeds` than seeds, not all of
+    them are run (`biphasic.sweep.selection.planned_trials`)."""
+    rate_seeds: int
+    """Number of seeds by which rates are chosen, the first ones; the others run at the chosen rates only."""
 
 
 def record_file(trial: str) -> str:
@@ -115,6 +118,7 @@ def read_grid(folder: Store) -> Grid:
             learning_rates=tuple(content["learning_rates"]),
             seeds=tuple(content["seeds"]),
             trials={name: Cell(**cell) for name, cell in content["trials"].items()},
+            rate_seeds=content["rate_seeds"],
         )
     except FileNotFoundError:
         raise UserError(f"{folder.root}: has no {GRID_FILE}: it is not a sweep's output") from None

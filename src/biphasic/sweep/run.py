@@ -26,6 +26,7 @@ from biphasic.sweep.grid import (
     build_grid,
     content_hash,
     describe,
+    fewest_trials,
     first_cells,
     trial_configs,
 )
@@ -39,6 +40,7 @@ from biphasic.sweep.records import (
     write_grid,
     write_record,
 )
+from biphasic.sweep.selection import planned_trials, startable_trials
 from biphasic.sweep.view import View, open_view
 from biphasic.sweep.worker import FinishedJob, TrialJob, failed_record
 from biphasic.sweep.workers import Workers, open_workers
@@ -86,7 +88,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
                 return lock, stack.enter_context(open_workers(module, config.output, config.cluster, estimate_bytes))
 
             # Workers start first, to import Composer while this process hashes the model and data files.
-            incomplete = len(recorded_trials(folder)) < len(configs) or retry_failed
+            incomplete = len(recorded_trials(folder)) < fewest_trials(config) or retry_failed
             locked_workers = start_workers() if incomplete else None
             grid = build_grid(config, configs, import_module(module))
             write_grid(folder, grid)
@@ -144,17 +146,18 @@ class Driver:
                 self.records[trial] = record
 
     def missing(self) -> list[str]:
-        """Copy records from done trials with the same content hash, and return the trials without a record, in order."""
-        copies = [trial for trial in self._without_record() if content_hash(trial) in self._done_by_hash]
-        for trial in copies:
-            original = self._done_by_hash[content_hash(trial)]
-            about = {**original.about, "copy_of": original.trial}
-            self.records[trial] = replace(original, trial=trial, cell=self.grid.trials[trial], about=about)
-            self._write([self.records[trial]])
+        """Copy records from done trials with the same content hash, and return the trials that may start, in order."""
+        # Copies may settle a rate, so that other trials may start.
+        while copies := [trial for trial in self._without_record() if content_hash(trial) in self._done_by_hash]:
+            for trial in copies:
+                original = self._done_by_hash[content_hash(trial)]
+                about = {**original.about, "copy_of": original.trial}
+                self.records[trial] = replace(original, trial=trial, cell=self.grid.trials[trial], about=about)
+                self._write([self.records[trial]])
         return self._without_record()
 
     def _without_record(self) -> list[str]:
-        return [trial for trial in self.grid.trials if trial not in self.records]
+        return [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
 
     def jobs(self, workers: Workers, limit: int | None) -> Iterator[TrialJob]:
         """Yield the jobs that may start, in the grid's order; trials with the same content hash run one at a time."""
@@ -230,7 +233,8 @@ class Driver:
 
 
 def _print_summary(output: str, driver: Driver, seconds: float) -> int:
-    trials, records = driver.grid.trials, driver.records
+    trials = planned_trials(driver.grid, driver.records)
+    records = {trial: driver.records[trial] for trial in trials if trial in driver.records}
     counts = Counter(record.status for record in records.values())
     left = len(trials) - len(records)
     print(f"{output}: {counts['done']} of {len(trials)} trials done, {counts['failed']} failed, {left} left; "

@@ -1,9 +1,10 @@
 """Choose each model's learning rate for each test set from the records of a sweep.
 
-The rate with the highest mean validation score over seeds is chosen; test scores are not used. Only the rates with the most
-scored seeds are compared, so that a rate never wins because its worst seed is missing. Among equal means, the smallest rate
-is chosen. A choice is `complete` if no missing trial could change it: every trial has a record, the chosen rate has a score
-for every seed, and no rate with failed trials has a better mean over the seeds that it has.
+The rate with the highest mean validation score over the grid's first `rate_seeds` seeds is chosen; test scores are not
+used. The other seeds run at the chosen rates only. Only the rates with the most scored seeds are compared, so that a rate
+never wins because its worst seed is missing. Among equal means, the smallest rate is chosen. A choice is `complete` if no
+missing trial could change it: every trial with the choosing seeds has a record, the chosen rate has a score for each of
+them, and no rate with failed trials has a better mean over the seeds that it has.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Literal
 
-from biphasic.sweep.records import Grid, TrialRecord
+from biphasic.sweep.records import Cell, Grid, TrialRecord
 
 Trials = dict[tuple[float, int], str]
 """The trials of one model and task, by learning rate and seed."""
@@ -29,7 +30,7 @@ class ChosenRate:
     lr: float | None
     """The rate; None if no trial has a validation score."""
     validation: float | None
-    """Mean validation score at this rate over the seeds that have one, from 0 to 1."""
+    """Mean validation score at this rate over the seeds that choose it and have a score, from 0 to 1."""
     trials: dict[int, str]
     """The trials at this rate, by seed."""
     complete: bool
@@ -66,6 +67,43 @@ def choose_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[s
     }
 
 
+def planned_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, Cell]:
+    """Return the trials that the sweep runs, done or not, in the grid's order.
+
+    Where a rate is not chosen yet, the other seeds' trials at the first rate stand for those at the chosen one.
+    """
+    first = set(grid.learning_rates[:1])
+    return _with_other_seeds_at(grid, dict.fromkeys(trials_by_group(grid), first) | _settled_rates(grid, records))
+
+
+def startable_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, Cell]:
+    """Return the planned trials without those that wait for the choice of their rate."""
+    return _with_other_seeds_at(grid, _settled_rates(grid, records))
+
+
+def _settled_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], set[float]]:
+    """Return the chosen rates by (model, task), if all trials that choose them have a record."""
+    choosing = set(grid.seeds[: grid.rate_seeds])
+    open_pairs = {
+        (cell.model, cell.task) for trial, cell in grid.trials.items() if cell.seed in choosing and trial not in records
+    }
+    rates: dict[tuple[str, str], set[float]] = {}
+    for (model, task, _), chosen in choose_rates(grid, records).items():
+        if (model, task) not in open_pairs:
+            rates.setdefault((model, task), set()).update([chosen.lr] if chosen.lr is not None else [])
+    return rates
+
+
+def _with_other_seeds_at(grid: Grid, rates: Mapping[tuple[str, str], set[float]]) -> dict[str, Cell]:
+    """Return all trials with the seeds that choose rates, and those with the other seeds at the given rates."""
+    choosing = set(grid.seeds[: grid.rate_seeds])
+    return {
+        trial: cell
+        for trial, cell in grid.trials.items()
+        if cell.seed in choosing or cell.lr in rates.get((cell.model, cell.task), ())
+    }
+
+
 def scores_by_seed(records: Mapping[str, TrialRecord], chosen: ChosenRate) -> dict[int, float]:
     """Return test scores at the chosen rate by seed, in the grid's order; seeds without a score are omitted."""
     scores = {seed: score_of(records.get(trial), chosen.name, "test") for seed, trial in chosen.trials.items()}
@@ -73,10 +111,11 @@ def scores_by_seed(records: Mapping[str, TrialRecord], chosen: ChosenRate) -> di
 
 
 def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name: str) -> ChosenRate:
+    choosing = grid.seeds[: grid.rate_seeds]
     scores: dict[float, dict[int, float]] = {}
     failed: set[float] = set()
     for lr in grid.learning_rates:
-        for seed in grid.seeds:
+        for seed in choosing:
             record = records.get(trials[lr, seed])
             if (value := score_of(record, name, "validation")) is not None:
                 scores.setdefault(lr, {})[seed] = value
@@ -87,7 +126,7 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
     most = max(len(by_seed) for by_seed in scores.values())
     mean = {lr: fmean(by_seed.values()) for lr, by_seed in scores.items()}
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
-    complete = most == len(grid.seeds) and all(trial in records for trial in trials.values())
+    complete = most == len(choosing) and all(trials[lr, s] in records for lr in grid.learning_rates for s in choosing)
     for other in failed & set(scores):
         # A rate with failed trials could have won if it is better over the seeds that it has.
         common = [seed for seed in scores[other] if seed in scores[best]]

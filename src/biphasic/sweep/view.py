@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from biphasic.amounts import format_seconds
 from biphasic.sweep.grid import describe
 from biphasic.sweep.plan import TrialSeconds
 from biphasic.sweep.records import Grid, TrialRecord
-from biphasic.sweep.selection import choose_rates, scores_by_seed, trials_by_group
+from biphasic.sweep.selection import choose_rates, planned_trials, scores_by_seed
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -41,11 +42,14 @@ class ProgressRow:
 
 def progress_rows(grid: Grid, records: dict[str, TrialRecord]) -> list[ProgressRow]:
     """Return a row for each task and model."""
-    chosen, groups = choose_rates(grid, records), trials_by_group(grid)
+    chosen, planned = choose_rates(grid, records), planned_trials(grid, records)
+    groups: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for trial, cell in planned.items():
+        groups[cell.model, cell.task].append(trial)
     rows = []
     for task in grid.tasks:
         for model in grid.models:
-            trials = groups[model.name, task.name].values()
+            trials = groups[model.name, task.name]
             statuses = [records[trial].status for trial in trials if trial in records]
             best = chosen[model.name, task.name, task.results[0][1]]
             tests = scores_by_seed(records, best).values()
@@ -72,7 +76,8 @@ class View:
 
     def finished(self, record: TrialRecord) -> None:
         """Show a trial that has just finished."""
-        prefix = f"{len(self.records)}/{len(self.grid.trials)} {describe(record.cell)}"
+        planned = planned_trials(self.grid, self.records)
+        prefix = f"{len(planned.keys() & self.records.keys())}/{len(planned)} {describe(record.cell)}"
         if record.status == "failed":
             self.print(f"{prefix}: failed: {record.error}")
             return
@@ -93,11 +98,13 @@ class View:
 
     def summary(self) -> str:
         """Return counts and times in one line."""
-        failed = sum(record.status == "failed" for record in self.records.values())
-        waiting = [cell for trial, cell in self.grid.trials.items() if trial not in self.records]
+        planned = planned_trials(self.grid, self.records)
+        recorded = [self.records[trial] for trial in planned if trial in self.records]
+        failed = sum(record.status == "failed" for record in recorded)
+        waiting = [cell for trial, cell in planned.items() if trial not in self.records]
         ahead = TrialSeconds(self.records).total(waiting) / self.at_once
         remaining = f", {format_seconds(ahead)} left" if ahead else ""
-        counts = f"{len(self.records) - failed} done, {failed} failed, {len(waiting)} left, {self.running} running"
+        counts = f"{len(recorded) - failed} done, {failed} failed, {len(waiting)} left, {self.running} running"
         return f"{counts}; {format_seconds(time.monotonic() - self.start)}{remaining}"
 
 
