@@ -16,20 +16,19 @@ from __future__ import annotations
 import argparse
 import gc
 import math
-import platform
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config as inductor
+from gpu_machine import describe_machine, roofline, synchronize
 from gpu_report import Report
 from torch import Tensor
 from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
@@ -199,12 +198,6 @@ class Trained:
         return largest_microbatch(measure, limit, available_bytes() - state_bytes)
 
 
-def synchronize(device: str) -> None:
-    """Wait until the device has finished."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-
-
 def measure(trained: Trained, phase: str, rows: int, peak: float | None, steps: int = 4) -> dict[str, Any]:
     """Speed and memory of complete steps: the median of `steps`, after two steps that compile and warm up."""
     lengths, real = row_lengths(STEP_ROWS, trained.variant.packing)
@@ -278,30 +271,6 @@ def profile(trained: Trained, phase: str, rows: int) -> dict[str, Any]:
         "wall_seconds": wall,
         "share_of_wall": {**{kind: spent / wall for kind, spent in kinds.items()}, "idle": max(0.0, 1 - busy / wall)},
         "longest_kernels": [{"name": name[:120], "share_of_wall": spent / wall} for name, spent in longest],
-    }
-
-
-def roofline(device: str, side: int = 8192, copied: int = 2 << 30) -> dict[str, float]:
-    """FLOP/s of a large bf16 matrix product of random numbers, and bytes/s (read and written) of a large copy."""
-
-    def median(work: Callable[[], object]) -> float:
-        for _ in range(3):
-            work()
-        durations = []
-        for _ in range(10):
-            synchronize(device)
-            start = time.perf_counter()
-            work()
-            synchronize(device)
-            durations.append(time.perf_counter() - start)
-        return statistics.median(durations)
-
-    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    source = torch.randn(copied // 4, device=device)
-    target = torch.empty_like(source)
-    return {
-        "matrix_product_flops_per_second": 2 * side**3 / median(lambda: a @ b),
-        "copy_bytes_per_second": 2 * copied / median(lambda: target.copy_(source)),
     }
 
 
@@ -391,24 +360,6 @@ def free() -> None:
     torch.compiler.reset()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def describe_machine() -> dict[str, Any]:
-    """Device and versions."""
-    import transformers
-
-    properties = torch.cuda.get_device_properties(0)
-    return {
-        "device": properties.name,
-        "memory_gib": round(properties.total_memory / 2**30, 1),
-        "cuda": torch.version.cuda,  # pyright: ignore[reportAttributeAccessIssue]
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "attention_backends": [backend for backend in BACKENDS if backend_available(backend)],
-        "varlen": activate_flash_kernels(),
-        "date": datetime.now(UTC).date().isoformat(),
-    }
 
 
 if __name__ == "__main__":

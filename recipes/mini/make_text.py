@@ -20,11 +20,9 @@ import hashlib
 import importlib.metadata
 import json
 import multiprocessing
-import os
 import re
 import sys
 import sysconfig
-import warnings
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -37,7 +35,7 @@ from tqdm import tqdm
 from biphasic.storage import write_parquet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-from gather import SHORTEST, SKIPPED, normalised
+from gather import SHORTEST, normalised, parse, python_files, read_source
 
 HELD_OUT = {
     **dict.fromkeys(("composer", "huggingface_hub", "networkx", "streaming"), "validation"),
@@ -73,22 +71,17 @@ def source_files() -> list[Source]:
     paths = sysconfig.get_paths()
     files = list[Source]()
     for root, package in ((Path(paths["purelib"]), None), (Path(paths["stdlib"]), "python")):
-        for directory, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED]
-            for path in (Path(directory, name) for name in names if name.endswith(".py")):
-                name = path.relative_to(root).as_posix()
-                files.append(Source(path, name, package or name.partition("/")[0].removesuffix(".py")))
+        for path in python_files(root):
+            name = path.relative_to(root).as_posix()
+            files.append(Source(path, name, package or name.partition("/")[0].removesuffix(".py")))
     return sorted(files, key=lambda file: _hash(file.name))
 
 
 def pieces(file: Source) -> list[Piece]:
     """Return the docstrings and comments of a file in order; empty if this version of Python can't parse it."""
-    try:
-        source = file.path.read_text(encoding="utf-8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
+    source = read_source(file.path)
+    tree = parse(source)
+    if tree is None:
         return []
     found, strings = list[Piece](), set[int]()
     for node in ast.walk(tree):

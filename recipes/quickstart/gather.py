@@ -137,11 +137,15 @@ def source_files() -> list[tuple[Path, str, str]]:
             roots.append((root, root.parent, f"{name} {version}"))
     files = []
     for root, parent, package in roots:
-        for directory, folders, names in os.walk(root):
-            folders[:] = [name for name in folders if name not in SKIPPED]
-            paths = [Path(directory, name) for name in names if name.endswith(".py")]
-            files += [(path, path.relative_to(parent).as_posix(), package) for path in paths]
+        files += [(path, path.relative_to(parent).as_posix(), package) for path in python_files(root)]
     return sorted(files, key=lambda file: (file[2], file[1]))
+
+
+def python_files(root: Path) -> Iterator[Path]:
+    """Yield the Python files below a folder, without those of the folders in `SKIPPED`."""
+    for directory, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in SKIPPED]
+        yield from (Path(directory, name) for name in names if name.endswith(".py"))
 
 
 def read_all(files: list[tuple[Path, str, str]]) -> Iterator[Docstring]:
@@ -158,18 +162,29 @@ def read_all(files: list[tuple[Path, str, str]]) -> Iterator[Docstring]:
 def docstrings(file: tuple[Path, str, str]) -> list[Docstring]:
     """The docstrings of one file that are long enough; empty if it can't be parsed by this version of Python."""
     path, name, package = file
+    source, result = read_source(path), list[Docstring]()
+    tree = parse(source) if '"""' in source or "'''" in source else None
+    if tree is not None:
+        _collect(tree, name, "", package, result)
+    return result
+
+
+def read_source(path: Path) -> str:
+    """Return a file's text; empty if it can't be read as UTF-8."""
     try:
-        source = path.read_text(encoding="utf-8")
-        if '"""' not in source and "'''" not in source:
-            return []
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def parse(source: str) -> ast.Module | None:
+    """Return the syntax tree; None if this version of Python can't parse the source."""
+    try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
-        return []
-    result: list[Docstring] = []
-    _collect(tree, name, "", package, result)
-    return result
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _collect(node: ast.AST, name: str, qualified: str, package: str, result: list[Docstring]) -> None:
