@@ -1,6 +1,6 @@
 """Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
 
-    python recipes/mini/results.py FOLDER     # the folder of run.sh; writes recipes/mini/results/ and docs/images/mini.png
+    python recipes/mini/results.py FOLDER     # the folder of run.sh; writes recipes/mini/results/ and docs/results.png
 
 A model's score with a pretraining seed is the mean over its fine-tuning seeds, at the learning rate that validation chooses.
 Intervals are 95%, over pretraining seeds where there are several (paired by seed in differences), otherwise over
@@ -31,7 +31,7 @@ from biphasic.report.study_models import Facets
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
-PICTURE = HERE.parents[1] / "docs" / "images" / "mini.png"
+PICTURE = HERE.parents[1] / "docs" / "results.png"
 TASKS = ("types", "parameters", "questions", "retrieval")
 MAIN = {"MLM": 0.0, "CLM→MLM": 0.5, "CLM": 1.0}
 """The objectives of the main table by their share of CLM steps."""
