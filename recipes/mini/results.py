@@ -85,19 +85,19 @@ def clm_share(model: Facets) -> float:
 
 
 def read_results(folder: Path) -> Results:
-    """Read the studies in `study/` and `seed<N>/` of the recipe's folder, and the scores in `untrained/`."""
+    """Read `study/`, `seed<N>/` and `long/` of the recipe's folder, and the scores in `untrained/`."""
     studies = {_FIRST_SEED: read_study([str(folder / "study")])}
-    untrained = read_study([str(folder / UNTRAINED)])
+    same_seed = [read_study([str(folder / name)]) for name in ("long", UNTRAINED)]
     for other in sorted(folder.glob("seed*")):
         studies[int(other.name.removeprefix("seed"))] = read_study([str(other)])
     scores: Scores = {}
     losses: dict[tuple[str, str], dict[int, float]] = {}
-    for seed, study in [*studies.items(), (_FIRST_SEED, untrained)]:
+    for seed, study in [*studies.items(), *((_FIRST_SEED, study) for study in same_seed)]:
         for row in study.rows:
             scores.setdefault((row.model, row.task), {}).setdefault(seed, []).append(row.score)
         for (model, objective), loss in _last_losses(study).items():
             losses.setdefault((model, objective), {})[seed] = loss
-    return Results(studies[_FIRST_SEED].models, scores, losses)
+    return Results({**studies[_FIRST_SEED].models, **same_seed[0].models}, scores, losses)
 
 
 def _last_losses(study: Study) -> dict[tuple[str, str], float]:

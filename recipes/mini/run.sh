@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Does CLM first help? The paper's study, small, from text to tables: on two CPU cores, an afternoon.
+# Does CLM first help? The paper's study, small, from text to tables: on two CPU cores, a night.
 #
 #     recipes/mini/run.sh [FOLDER]
 #
@@ -40,6 +40,9 @@ for seed in 1 2; do  # the main objectives again
     step "export, seed $seed" python src/main.py $here/seeds.yaml --stage export
     step "finetune, seed $seed" python src/main.py $here/seeds.yaml --stage finetune
 done
+step "pretrain, long" python src/main.py $here/long.yaml
+step "export, long" python src/main.py $here/long.yaml --stage export
+step "finetune, long" python src/main.py $here/long.yaml --stage finetune
 step report biphasic report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
 step results python $here/results.py "$MINI"
 step totals python src/main.py $here/study.yaml

@@ -109,6 +109,19 @@ def test_other_seeds_have_the_main_objectives(study: StudyConfig, monkeypatch: p
         assert config.model_copy(update=same) == first[name], name
 
 
+def test_the_long_runs_share_half_of_clm(study: StudyConfig) -> None:
+    longer = load(RECIPE / "long.yaml")
+    assert isinstance(longer, StudyConfig)
+    plan, objectives = plan_study(longer), [config.objective for config in expand(study).values()]
+    assert sorted((run.name, run.own_batches) for run in plan.runs) == [
+        ("1m-clm-10240", 10240), ("1m-clm-5120-mlm40-10240", 5120), ("1m-mlm40-10240", 10240)
+    ]  # fmt: skip
+    for name, config in expand(longer).items():
+        facets = facets_of_name(name)
+        assert config.max_duration.value == facets.total_steps == 4 * 2560
+        assert config.seed == 42 and (config.objective in objectives or facets.clm_steps == 5120)
+
+
 def test_models_of_the_paper_have_one_here(study: StudyConfig) -> None:
     reference = in_place_of(
         read_reference(str(ROOT / "recipes/paper/reference.csv")), str(RECIPE / "paper_models.yaml")
