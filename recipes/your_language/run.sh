@@ -8,9 +8,16 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 here=recipes/your_language work=runs/your_language
+language=${1:-$(cat $work/language 2>/dev/null || echo fr)}
+if [[ -e $work/language && $(<$work/language) != "$language" ]]; then
+    echo "$work has the language $(<$work/language): remove this folder for $language" >&2
+    exit 2
+fi
+mkdir -p $work
+echo "$language" >$work/language
 
 if [[ ! -e $work/data/conversion.json ]]; then
-    python $here/gather.py "${1:-fr}"
+    python $here/gather.py "$language"
     biphasic tokenizer $here/data.yaml --size 8192
 fi
 biphasic convert $here/data.yaml

@@ -153,9 +153,9 @@ def fsdp_speed(size, rows, length, gpus):
 PUBLISHED = {
     # github.com/pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md: 5,605 over 5,762 tokens/s
     "torchtitan": (Architecture(128_256, 4096, 14_336, 32, 32, 8, 128), 2, 8192, 8, 128, 5605 / 5762),
-    # github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md, H100: 44,402 over 45,455. Its MLP has two
+    # github.com/mosaicml/llm-foundry, scripts/train/benchmarking/README.md, H100: 44,402 over 46,037. Its MLP has two
     # matrices of 8,192; three of 5,461 are as many parameters.
-    "llm-foundry": (Architecture(50_368, 2048, 5461, 24, 16, 16, 128, tied=True), 20, 2048, 8, 64, 44402 / 45455),
+    "llm-foundry": (Architecture(50_368, 2048, 5461, 24, 16, 16, 128, tied=True), 20, 2048, 16, 64, 44402 / 46037),
 }
 
 

@@ -258,3 +258,8 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     assert longer.batch is None and longer.problem is not None and longer.refused
     assert "objective.phases.0.until: 10ba (0.5dur of 20ba) until now, 12ba (0.5dur of 24ba) here" in longer.problem
     assert "a share moves" in longer.problem
+    # Nothing but another run's: the run would refuse to write there.
+    foreign = plan_start(
+        config_of(write_yaml("third", **{**keys, "optimizer__lr": 1e-3}, checkpoint__folder=str(folder)))
+    )
+    assert foreign.refused and "holds the checkpoints of another run, trunk" in (foreign.problem or "")

@@ -286,6 +286,12 @@ def test_filters(tmp_path: Path, ending: str) -> None:
         kept({"column": "dump", "any_of": ["x"]})
 
 
+def test_text_files_have_nothing_to_filter_by(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.\n")
+    with pytest.raises(UserError, match=r"a\.txt: a text file has no columns to filter by; remove filters, or"):
+        read(tmp_path / "a.txt", filters=(FilterConfig(column="language", any_of=["en"]),))
+
+
 def test_csv_with_bad_rows(tmp_path: Path) -> None:
     """As spreadsheets write it: a byte order mark, quoted line ends and delimiters."""
     rows = [

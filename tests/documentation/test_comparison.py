@@ -17,7 +17,7 @@ def test_each_mark_names_the_file_that_it_was_read_from() -> None:
     # Biphasic's own gaps and its date, and what was not read.
     assert without == [
         ("published models trained with it", "**none yet**"),
-        ("run on GPUs by its authors", "**not at full size**"),
+        ("run on GPUs by its authors", "**no**"),
         ("CI", "not read"),
         ("date of the newest commit seen", "2026-11-22"),
     ]

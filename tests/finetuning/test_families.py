@@ -125,6 +125,18 @@ def test_estimated_cost(toy: Path, tmp_path: Path) -> None:
     assert 0.3 < cost.flops / (6 * body * tokens) < 3
 
 
+def test_retrieval_is_estimated_with_its_complete_batch(toy: Path, tmp_path: Path) -> None:
+    """In-batch negatives need all of it; other families divide it into microbatches."""
+    for name, divided in (("sst2", True), ("msmarco", False)):
+        whole, small = (
+            estimate_cost(
+                config_of(name, toy / "tasks", toy / "start", tmp_path, microbatch_tokens=tokens)
+            ).forward_tokens
+            for tokens in (1 << 20, 8)
+        )
+        assert whole > 8 and small == (8 if divided else whole), name
+
+
 def test_run_writes_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("sst2", "conll2003", "squad"):
         config = config_of(name, toy / "tasks", toy / "start", tmp_path, max_duration="30ba", save_model=True)

@@ -17,7 +17,7 @@ from biphasic.checkpointing.manifest import (
     not_a_manifest,
 )
 from biphasic.checkpointing.run_lock import LOCK_FILE
-from biphasic.checkpointing.start import BranchPoint, find_branch_point, other_run
+from biphasic.checkpointing.start import BranchPoint, find_branch_point, foreign_folder, other_run
 from biphasic.checkpointing.store import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
@@ -74,10 +74,7 @@ def find_resume_point(
         except OSError as error:
             fault = f"checkpoint.folder {destination}: can't be read ({first_line(error)})"
         if newest is None and other_runs:
-            fault = (
-                f"checkpoint.folder {destination}: holds the checkpoints of another run, {other_runs[0]}: choose another "
-                "folder, or set run_name to that run's name, so that the configurations are compared"
-            )
+            fault = foreign_folder(destination, other_runs[0])
     manifest: Manifest | None = ranks.broadcast(newest)
     if manifest is not None and ranks.local_rank == 0 and ranks.rank:
         missing = download_files(manifest, open_store(destination), local_folder)

@@ -89,6 +89,14 @@ def other_run(manifest: Manifest, config: PretrainConfig) -> str | None:
     return f"it is of another run, {name}"
 
 
+def foreign_folder(destination: str, run: str) -> str:
+    """Return the message for a folder that holds nothing but the checkpoints of another run."""
+    return (
+        f"checkpoint.folder {destination}: holds the checkpoints of another run, {run}: choose another folder, or set "
+        "run_name to that run's name, so that the configurations are compared"
+    )
+
+
 def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> None:
     """Check that a run may resume from its own checkpoint: a restart may change the future, but not the past.
 
@@ -230,8 +238,12 @@ def plan_start(config: PretrainConfig) -> StartPlan:
     """Say where a run would start now, from the manifests alone. Files' hashes and the data are compared when it starts."""
     destination = config.checkpoint_destination
     try:
-        manifests = (found.manifest for found in _existing(destination) if found.manifest is not None)
-        own = next((manifest for manifest in manifests if other_run(manifest, config) is None), None)
+        own, others = None, list[Manifest]()
+        for found in _existing(destination):  # reads a manifest only when it is reached
+            if found.manifest is not None and other_run(found.manifest, config) is None:
+                own = found.manifest
+                break
+            others += [found.manifest] if found.manifest is not None else []
     except OSError as error:
         return StartPlan(problem=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
     try:
@@ -240,6 +252,8 @@ def plan_start(config: PretrainConfig) -> StartPlan:
             return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
     except UserError as error:
         return StartPlan(problem=str(error), refused=True)
+    if others:
+        return StartPlan(problem=foreign_folder(destination, others[0].run["name"]), refused=True)
     try:
         if config.start_from is not None:
             point = find_branch_point(config.start_from, config)

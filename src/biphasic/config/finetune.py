@@ -125,8 +125,8 @@ class FinetuneConfig(RunConfig):
     batch_size: Positive = 32
     """Number of examples in an optimizer step, over all ranks."""
     microbatch_tokens: Positive = 16384
-    """Approximate number of tokens in a forward pass of a rank. It affects only memory: in-batch negatives use the complete
-    batch."""
+    """Approximate maximum number of tokens in a forward pass of a rank, which affects only memory. Training for retrieval
+    needs the rank's complete batch at once, whatever this is."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """`amp_bf16`: weights in fp32, matrix products in bf16. `fp32`: everything in fp32."""
     warmup: Duration = Duration(0.1, "dur")

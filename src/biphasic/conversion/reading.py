@@ -86,7 +86,8 @@ def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document 
 
     Raises:
         DamagedFileError: the file can't be read to its end. The message says how far it was read.
-        UserError: the file lacks a column, a text is not a string, or the file can't be reached any more.
+        UserError: the file lacks a column (text files have none), a text is not a string, or the file can't be reached any
+            more.
     """
     readers = {"parquet": _read_parquet, "txt": _read_text, "csv": _read_csv, "tsv": _read_csv}
     return readers.get(_kind(file.path), _read_jsonl)(file, options)
@@ -298,6 +299,10 @@ def _utf8_or_bytes(text: str) -> str | bytes:
 
 
 def _read_text(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+    if options.filters:
+        raise UserError(
+            f"{file.path}: a text file has no columns to filter by; remove filters, or the file from source.paths"
+        )
     options = ReadOptions("text", None, max_characters=options.max_characters, text_files=options.text_files)
     lines: list[bytes] = []
     start = 1

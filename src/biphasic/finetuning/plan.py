@@ -73,5 +73,5 @@ def _add_cost(job_plan: JobPlan, config: FinetuneConfig) -> None:
     lines["FLOPs"] = f"{cost.flops:.3g}, scoring included"
     lines["memory"] = (
         f"about {format_bytes(cost.bytes)} a rank: weights, gradients, optimizer, "
-        f"activations of {config.microbatch_tokens:,} tokens, 2 GiB for CUDA"
+        f"activations of {cost.forward_tokens:,} tokens, 2 GiB for CUDA"
     )

@@ -40,7 +40,8 @@ class TrialResult:
 class TrialCost:
     """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown.
 
-    `parameters` has no language-model head; `train_tokens` counts four characters as a token.
+    `parameters` has no language-model head; `train_tokens` counts four characters as a token; `forward_tokens` are those of
+    a forward pass of one rank.
     """
 
     flops: float | None
@@ -48,3 +49,4 @@ class TrialCost:
     parameters: int | None = None
     steps: int = 0
     train_tokens: float = 0.0
+    forward_tokens: int = 0

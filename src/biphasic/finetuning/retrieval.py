@@ -31,6 +31,7 @@ class Retrieval(FinetuneTask):
 
     family = "retrieval"
     metric = "ndcg_at_10"
+    splits_batches = False  # in-batch negatives need all of its examples
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
         super().__init__(config, text_tokenizer, cache)
@@ -76,7 +77,7 @@ class Retrieval(FinetuneTask):
         return examples
 
     def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
-        """Return the whole batch, because in-batch negatives need all of its examples."""
+        """Return the whole batch."""
         return [indices]
 
     def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:

@@ -39,6 +39,8 @@ class FinetuneTask(ABC):
     family: str
     metric: str
     """The main metric."""
+    splits_batches = True
+    """Whether a rank's examples may be divided into microbatches."""
     prompts: dict[str, str] = {}
     """Text to prepend to inputs by role (`query`, `document`), saved with the fine-tuned encoder."""
 

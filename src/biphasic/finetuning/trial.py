@@ -151,10 +151,11 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     scored_tokens = sum(folder.characters(table) / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
     parameters = architecture.parameters - architecture.head_parameters
-    microbatch = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
-    activations = architecture.activation_bytes(microbatch, 2 if config.precision == "amp_bf16" else 4)
+    forward = round(config.batch_size * tokens_each)
+    forward = min(config.microbatch_tokens, forward) if task.splits_batches else forward
+    activations = architecture.activation_bytes(forward, 2 if config.precision == "amp_bf16" else 4)
     # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
-    return TrialCost(flops, 16 * parameters + activations + (2 << 30), parameters, steps, train_tokens)
+    return TrialCost(flops, 16 * parameters + activations + (2 << 30), parameters, steps, train_tokens, forward)
 
 
 def _architecture(model: EncoderConfig) -> Architecture | None:
