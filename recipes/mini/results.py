@@ -10,12 +10,15 @@ fine-tuning seeds. p-values of the differences are corrected by Holm's method ov
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from statistics import fmean
 
+from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
 from biphasic.report.formatting import (
     csv_table,
@@ -28,7 +31,9 @@ from biphasic.report.formatting import (
 from biphasic.report.statistics import Interval, holm, mean_interval, paired_difference
 from biphasic.report.study_folder import Study, read_study
 from biphasic.report.study_models import Facets
+from biphasic.report.sweep_scores import collect_scores
 from biphasic.storage import open_store
+from biphasic.sweep.records import read_grid, read_records
 
 HERE = Path(__file__).parent
 PICTURE = HERE.parents[1] / "docs" / "results.png"
@@ -40,8 +45,20 @@ UNTRAINED = "untrained"
 _TASK_TITLES = tuple(f"`{task}`" for task in TASKS)
 _FIRST_SEED = 42
 
-Scores = dict[tuple[str, str], dict[int, list[float]]]
-"""Test scores from 0 to 1, one for each fine-tuning seed, by (model, task) and pretraining seed."""
+
+@dataclass(frozen=True)
+class Trial:
+    """A fine-tuning. Scores are from 0 to 1."""
+
+    pretraining_seed: int
+    model: str
+    task: str
+    lr: float
+    finetuning_seed: int
+    validation: float | None
+    test: float | None
+    chosen: bool
+    """Whether its rate is the one that validation chose for this model and task."""
 
 
 @dataclass(frozen=True)
@@ -49,9 +66,35 @@ class Results:
     """What the studies of all pretraining seeds measured."""
 
     models: Mapping[str, Facets]
-    scores: Scores
+    trials: Sequence[Trial]
     losses: Mapping[tuple[str, str], Mapping[int, float]]
     """Validation losses at the end of each run, in nats, by (model, objective) and pretraining seed."""
+
+    @cached_property
+    def scores(self) -> dict[tuple[str, str], dict[int, list[float]]]:
+        """Test scores at the chosen rate, one for each fine-tuning seed, by (model, task) and pretraining seed."""
+        scores: dict[tuple[str, str], dict[int, list[float]]] = {}
+        for trial in self.trials:
+            if trial.chosen and trial.test is not None:
+                by_seed = scores.setdefault((trial.model, trial.task), {})
+                by_seed.setdefault(trial.pretraining_seed, []).append(trial.test)
+        return scores
+
+    def rate_range(self, model: str, task: str) -> str:
+        """Return the best minus the worst rate's validation score in points, as text.
+
+        Both are those of the fine-tuning seed that chooses the rate; the mean over pretraining seeds.
+        """
+        by_seed: dict[int, list[float]] = {}
+        for trial in self.trials:
+            if (
+                (trial.model, trial.task) == (model, task)
+                and trial.finetuning_seed == 0
+                and trial.validation is not None
+            ):
+                by_seed.setdefault(trial.pretraining_seed, []).append(trial.validation)
+        ranges = [max(values) - min(values) for values in by_seed.values()]
+        return format_points(fmean(ranges)) if ranges else "missing"
 
     def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
         """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
@@ -86,18 +129,31 @@ def clm_share(model: Facets) -> float:
 
 def read_results(folder: Path) -> Results:
     """Read `study/`, `seed<N>/` and `long/` of the recipe's folder, and the scores in `untrained/`."""
-    studies = {_FIRST_SEED: read_study([str(folder / "study")])}
-    same_seed = [read_study([str(folder / name)]) for name in ("long", UNTRAINED)]
-    for other in sorted(folder.glob("seed*")):
-        studies[int(other.name.removeprefix("seed"))] = read_study([str(other)])
-    scores: Scores = {}
+    folders = [(_FIRST_SEED, folder / name) for name in ("study", "long", UNTRAINED)]
+    folders += [(int(other.name.removeprefix("seed")), other) for other in sorted(folder.glob("seed*"))]
+    models: dict[str, Facets] = {}
+    trials = list[Trial]()
     losses: dict[tuple[str, str], dict[int, float]] = {}
-    for seed, study in [*studies.items(), *((_FIRST_SEED, study) for study in same_seed)]:
-        for row in study.rows:
-            scores.setdefault((row.model, row.task), {}).setdefault(seed, []).append(row.score)
+    for seed, part in folders:
+        study = read_study([str(part)])
+        models |= study.models
+        trials += read_trials(part / "sweep", seed)
         for (model, objective), loss in _last_losses(study).items():
             losses.setdefault((model, objective), {})[seed] = loss
-    return Results({**studies[_FIRST_SEED].models, **same_seed[0].models}, scores, losses)
+    return Results(models, trials, losses)
+
+
+def read_trials(folder: Path, pretraining_seed: int) -> Iterator[Trial]:
+    """Yield the finished trials of a sweep's folder."""
+    store = open_store(str(folder))
+    grid = read_grid(store)
+    sweep = collect_scores(grid, read_records(store, grid.trials))
+    for name, cell in sweep.planned.items():
+        if sweep.status(name) != "done":
+            continue
+        [result] = sweep.records[name].results
+        chosen = name in sweep.chosen[cell.model, cell.task, result.name].trials.values()
+        yield Trial(pretraining_seed, cell.model, cell.task, cell.lr, cell.seed, result.validation, result.test, chosen)
 
 
 def _last_losses(study: Study) -> dict[tuple[str, str], float]:
@@ -133,6 +189,12 @@ def tables(results: Results) -> list[str]:
     checkpoints = [name for name, model in sorted(results.models.items()) if not model.is_final]
     body = [[name, *(results.cell(name, task) for task in TASKS)] for name in checkpoints]
     lines += ["## Checkpoints before the decay", "", *markdown_table(["checkpoint", *_TASK_TITLES], body)]
+    lines += ["## Best minus worst of four learning rates, validation", ""]
+    body = [
+        [_tokens(model), names[clm_share(model)], *(results.rate_range(model.run, task) for task in TASKS)]
+        for model in main
+    ]
+    lines += markdown_table(["tokens", "objective", *_TASK_TITLES], body)
     lines += ["## Validation losses", "", *_loss_table(results)]
     return lines
 
@@ -221,16 +283,15 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the files, and print their names."""
     parser = argparse.ArgumentParser(description="Write the mini study's results.")
     parser.add_argument("folder", type=Path, help="the folder of run.sh")
-    results = read_results(parser.parse_args(arguments).folder)
-    scores = [
-        (seed, model, task, number, value)
-        for (model, task), by_seed in sorted(results.scores.items())
-        for seed, values in by_seed.items()
-        for number, value in enumerate(values)
-    ]
+    try:
+        results = read_results(parser.parse_args(arguments).folder)
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 2
+    trials = sorted(map(astuple, results.trials))
     losses = [(seed, *key, loss) for key, by_seed in sorted(results.losses.items()) for seed, loss in by_seed.items()]
     target = open_store(str(HERE / "results"))
-    target.write("scores.csv", csv_table("pretraining_seed model task finetuning_seed score", scores))
+    target.write("trials.csv", csv_table(" ".join(field.name for field in fields(Trial)), trials))
     target.write("losses.csv", csv_table("pretraining_seed model objective loss", losses))
     target.write("results.md", ("\n".join(tables(results)).rstrip() + "\n").encode())
     open_store(str(PICTURE.parent)).write(PICTURE.name, draw(results))
