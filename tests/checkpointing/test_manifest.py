@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -161,17 +163,26 @@ def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
     assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 1, {})] == [1]
 
 
-def test_a_manifest_that_cannot_be_read_is_no_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    write_checkpoint(tmp_path, 9)
+def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another attempt may read it, so no older one takes its place."""
+    made, here = tmp_path / "made", tmp_path / "here"
+    for batch in (8, 9):
+        write_checkpoint(made, batch)
+    place = open_store(str(made))
 
-    def read(self: Store, name: str) -> bytes:
-        raise OSError(f"connection lost while reading {name}")
+    def fail(self: Store, name: str, file: Path | None = None) -> bytes:
+        raise OSError(errno.ENOSPC if file else errno.EIO, os.strerror(errno.ENOSPC if file else errno.EIO))
 
-    place = open_store(str(tmp_path))
-    monkeypatch.setattr(type(place), "read", read)
-    [checkpoint] = list_checkpoints(place)
+    with monkeypatch.context() as patch:
+        patch.setattr(type(place), "download", fail)
+        with pytest.raises(OSError, match=rf"^ba9-rank0.pt can't be copied to {here} \(No space left on device\)$"):
+            newest_complete(place, here)
+    monkeypatch.setattr(type(place), "read", fail)
+    with pytest.raises(OSError, match=r"^ba9.json can't be read \(Input/output error\)$"):
+        newest_complete(place, here)
+    [checkpoint, _] = list_checkpoints(place)
     assert checkpoint.batch == 9 and checkpoint.manifest is None
-    assert checkpoint.fault == "ba9.json can't be read (connection lost while reading ba9.json)"
+    assert checkpoint.fault == "ba9.json can't be read (Input/output error)"
 
 
 def test_extra_files_of_outdated_checkpoints_are_deleted(tmp_path: Path) -> None:

@@ -95,6 +95,18 @@ def test_a_run_with_failing_requests_is_the_same_run(s3: Path, write_yaml: Write
     )
 
 
+def test_an_answer_that_breaks_off_is_read_again(s3: Path, proxy: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    place = f"s3://{bucket_for(s3, 'breaks')}/run"
+    open_store(place).write("ba1.json", b"manifest")
+    faults, bad = iter(("truncated", "none", "truncated")), proxy(0.0)
+    monkeypatch.setattr(bad, "fault", lambda: next(faults, "truncated"))
+    assert open_store(place).read("ba1.json") == b"manifest"
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "2")
+    with pytest.raises(OSError, match=r"IncompleteRead|bytes"):
+        open_store(place).read("ba1.json")
+    assert bad.requests["GET"] == 4
+
+
 def test_training_continues_while_the_bucket_is_unavailable(s3: Path, write_yaml: Write, proxy: Start) -> None:
     keys: dict[str, Any] = {"max_duration": "60ba", "checkpoint__interval": "10ba", "data__num_workers": 0}
     path, place = yaml_in_bucket(s3, write_yaml, "away", **keys)

@@ -129,11 +129,17 @@ def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
         OSError: the folder can't be listed.
     """
     # With the subfolders, whose files would otherwise be listed for each checkpoint.
-    return list(_newest_first(folder, folder.list()))
+    entries = folder.list()
+    return [_inspect(folder, entries, batch) for batch in _batches(entries)]
 
 
 def newest_first(folder: Store) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints in a folder like `list_checkpoints`, but read each one only when it is reached."""
+    """Yield the checkpoints in a folder like `list_checkpoints`, but read each one only when it is reached.
+
+    Raises:
+        OSError: the folder can't be listed, or a checkpoint can't be read. An older one must not take its place: the next
+            attempt to read it may succeed.
+    """
     yield from _newest_first(folder, folder.entries())
 
 
@@ -145,7 +151,7 @@ def newest_batch(files: Entries) -> int:
 
 def _newest_first(folder: Store, entries: Entries) -> Iterator[StoredCheckpoint]:
     for batch in _batches(entries):
-        yield _inspect(folder, entries, batch)
+        yield _read(folder, entries, batch)
 
 
 def _batches(entries: Entries) -> list[int]:
@@ -154,6 +160,13 @@ def _batches(entries: Entries) -> list[int]:
 
 
 def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
+    try:
+        return _read(folder, entries, batch)
+    except OSError as error:
+        return StoredCheckpoint(batch, None, first_line(error))
+
+
+def _read(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     name = manifest_name(batch)
     if name not in entries:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
@@ -161,14 +174,16 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
         manifest = Manifest.from_bytes(folder.read(name))
     except ValueError as error:
         return StoredCheckpoint(batch, None, not_a_manifest(name, error))
+    except FileNotFoundError:
+        return StoredCheckpoint(batch, None, f"{name} is missing")
     except OSError as error:
-        return StoredCheckpoint(batch, None, f"{name} can't be read ({first_line(error)})")
+        raise type(error)(f"{name} can't be read ({first_line(error)})") from error
     if manifest.batch != batch:
         return StoredCheckpoint(batch, None, f"{name} is the manifest of batch {manifest.batch}")
     try:
         files = files_beside(manifest, folder, entries)
     except OSError as error:
-        return StoredCheckpoint(batch, None, f"{manifest.path} can't be listed ({first_line(error)})")
+        raise type(error)(f"{manifest.path} can't be listed ({first_line(error)})") from error
     for file, (size, _) in manifest.files.items():
         stored = files.get(file)
         if stored is None:
@@ -208,7 +223,7 @@ def newest_complete(
         The manifest (Composer loads `local_folder / manifest.path`), or None if there is no such checkpoint.
 
     Raises:
-        OSError: the source can't be listed.
+        OSError: the source can't be listed, or a checkpoint can't be read or downloaded. It may be undamaged.
     """
     for checkpoint in _newest_first(source, source.entries() if entries is None else entries):
         fault = checkpoint.fault
@@ -224,7 +239,10 @@ def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str
     """Download a checkpoint's files unless they exist, and check their hashes.
 
     Returns:
-        None, or a message that names the file that is damaged or can't be read.
+        None, or a message that names the file that is damaged or missing.
+
+    Raises:
+        OSError: a file can't be read or written.
     """
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
         for fault in pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files):
@@ -244,8 +262,10 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
         return f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
     try:
         source.download(name, file)
+    except FileNotFoundError:
+        return f"{name} is missing"
     except OSError as error:
-        return f"{name} can't be read ({first_line(error)})"
+        raise type(error)(f"{name} can't be copied to {local_folder} ({first_line(error)})") from error
     if file.stat().st_size != size or file_hash(file) != hash_:
         file.unlink()
         return f"{name} is damaged: its hash is not the manifest's"

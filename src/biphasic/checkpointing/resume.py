@@ -22,7 +22,7 @@ from biphasic.checkpointing.store import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint
-from biphasic.storage import first_line, is_remote, open_store
+from biphasic.storage import Store, first_line, is_remote, open_store
 
 if TYPE_CHECKING:
     from biphasic.checkpointing.stopping import ProcessGroup
@@ -77,12 +77,16 @@ def find_resume_point(
             fault = foreign_folder(destination, other_runs[0])
     manifest: Manifest | None = ranks.broadcast(newest)
     if manifest is not None and ranks.local_rank == 0 and ranks.rank:
-        missing = download_files(manifest, open_store(destination), local_folder)
-        if missing is not None:
-            fault = (
-                f"checkpoint.folder {destination}: rank {ranks.rank} can't get {manifest.path} ({missing}); with several "
-                "machines it has to be a bucket, or a folder that all of them see"
-            )
+        place = f"checkpoint.folder {destination}: rank {ranks.rank}"
+        try:
+            missing = download_files(manifest, open_store(destination), local_folder)
+            if missing is not None:
+                fault = (
+                    f"{place} can't get {manifest.path} ({missing}); with several machines it has to be a bucket, or a "
+                    "folder that all of them see"
+                )
+        except OSError as error:
+            fault = f"{place} can't get {manifest.path} ({first_line(error)})"
     ranks.raise_first(fault)
     return manifest
 
@@ -130,9 +134,7 @@ def fetch_branch_point(config: PretrainConfig, ranks: ProcessGroup) -> tuple[Bra
     local_folder = config.run_folder / "from" if is_remote(point.folder) else Path(point.folder)
 
     def download() -> None:
-        fault = download_files(point.manifest, open_store(point.folder), local_folder)
-        if fault is not None:
-            raise _unusable(point.path, fault)
+        _download(point.path, point.manifest, open_store(point.folder), local_folder)
 
     ranks.once_per_machine(download)
     return point, str(local_folder / point.manifest.path)
@@ -175,19 +177,26 @@ def _download_named(path: str, local_folder: Path) -> str:
     batch = _batch_in_path(path)
     if batch is None:
         raise _unusable(path, "expected a checkpoint's name: ba18000-rank0.pt or ep0-ba18000")
-    file = manifest_name(batch)
+    file, folder = manifest_name(batch), open_store(parent)
     try:
-        manifest = Manifest.from_bytes(open_store(parent).read(file))
-        fault = f"{file} is the manifest of {manifest.path}"
-        if name == manifest.path:
-            fault = download_files(manifest, open_store(parent), local_folder)
+        manifest = Manifest.from_bytes(folder.read(file))
     except ValueError as error:
         raise _unusable(path, not_a_manifest(file, error)) from None
     except OSError as error:
         raise _unusable(path, f"{first_line(error)}; its manifest is {file}") from None
+    if name != manifest.path:
+        raise _unusable(path, f"{file} is the manifest of {manifest.path}")
+    _download(path, manifest, folder, local_folder)
+    return str(local_folder / name)
+
+
+def _download(path: str, manifest: Manifest, folder: Store, local_folder: Path) -> None:
+    try:
+        fault = download_files(manifest, folder, local_folder)
+    except OSError as error:
+        raise _unusable(path, first_line(error)) from None
     if fault is not None:
         raise _unusable(path, fault)
-    return str(local_folder / name)
 
 
 def _newest_in(path: str, local_folder: Path) -> str:

@@ -50,7 +50,8 @@ class S3Store(_BucketStore):
 
         self.root = root.rstrip("/")
         self._bucket, _, self._prefix = self.root.removeprefix("s3://").partition("/")
-        retries: dict[str, Any] = {"total_max_attempts": int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))}
+        self._attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))
+        retries: dict[str, Any] = {"total_max_attempts": self._attempts}
         retries["mode"] = os.environ.get("AWS_RETRY_MODE", "standard")
         with _as_os_error():
             self._client: Any = _session().client(
@@ -107,9 +108,19 @@ class S3Store(_BucketStore):
         return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
 
     def read(self, name: str) -> bytes:
-        """See `LocalStore`."""
+        """See `LocalStore`. boto3 retries requests, but not the rest of an answer that breaks off."""
+        from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
+
+        attempt = 1
         with _as_os_error():
-            return self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"].read()
+            while True:
+                body = self._client.get_object(Bucket=self._bucket, Key=self._key(name))["Body"]
+                try:
+                    return body.read()
+                except (IncompleteReadError, ReadTimeoutError, ResponseStreamingError):
+                    if attempt >= self._attempts:
+                        raise
+                    attempt += 1
 
     def write(self, name: str, content: bytes) -> None:
         """See `LocalStore`."""
