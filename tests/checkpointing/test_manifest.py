@@ -199,6 +199,19 @@ def test_extra_files_of_outdated_checkpoints_are_deleted(tmp_path: Path) -> None
     assert sorted(str(batch_of(name)) for name in open_store(str(tmp_path)).list()) == list("3333444")
 
 
+def test_a_checkpoint_is_not_outdated_by_one_that_the_run_could_not_resume_from(tmp_path: Path) -> None:
+    """The attempt resumed from 10, since 20 is damaged, and saves 15."""
+    _, manifest, _ = (write_checkpoint(tmp_path, batch) for batch in (10, 15, 20))
+    flip_bit(tmp_path / "ba20-rank0.pt")
+    (tmp_path / "ba15.json").unlink()
+    uploader = Uploader(tmp_path, str(tmp_path), keep=1)
+    uploader.add(manifest)
+    assert uploader.wait(10)
+    uploader.close()
+    assert newest_path(open_store(str(tmp_path)), tmp_path) == tmp_path / "ba15-rank0.pt"
+    assert not (tmp_path / "ba10.json").exists()
+
+
 def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path, 5, sharded=True)
     assert Manifest.from_bytes(manifest.to_bytes()) == manifest

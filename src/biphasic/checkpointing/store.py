@@ -139,7 +139,9 @@ class Uploader:
 
     def _delete_old(self, destination: Store, batch: int) -> None:
         entries = destination.entries()
-        for old in outdated_checkpoints(destination, dict(entries), self._keep, self._kept):
+        # Newer ones are from an earlier attempt, and this one did not resume from them because they can't be used.
+        own = {name: file for name, file in entries.items() if (batch_of(name) or 0) <= batch}
+        for old in outdated_checkpoints(destination, own, self._keep, self._kept):
             delete_checkpoint(old, destination)
             # Files of this batch from an attempt with more ranks now have no manifest, so they count as abandoned.
             for name in (old.name, *old.files):
