@@ -12,7 +12,8 @@ import pytest
 
 import warm
 from biphasic.config.plan import plan
-from biphasic.preflight import disk_needs, find_faults, report
+from biphasic.preflight import disk_needs, find_faults, rank_facts, report
+from biphasic.storage import LocalStore
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
 from tiny import config_of
@@ -55,6 +56,18 @@ def test_all_faults_are_reported(s3: Path, write_yaml: Write) -> None:
     assert "free, but the data's cache and the checkpoints need" in faults[1]
     assert f"shard {remote}/shard.00000.mds.zstd: is damaged" in faults[2]
     assert "Traceback" not in run.stdout + run.stderr
+
+
+def test_nodes_share_a_folder_of_checkpoints(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another node checks it at the same moment, and removes it once it is empty."""
+    config = config_of(write_yaml("shared"))
+
+    def stat(store: LocalStore, name: str) -> None:
+        Path(store.root).rmdir()
+
+    monkeypatch.setattr(LocalStore, "stat", stat)
+    facts = rank_facts(config)
+    assert facts["faults"] == [] and "written, read and deleted in" in facts["bucket"]
 
 
 def test_disk_needs_of_a_run(write_yaml: Write, tmp_path: Path) -> None:

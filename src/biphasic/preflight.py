@@ -9,6 +9,7 @@ import socket
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -180,8 +181,9 @@ def _bucket(config: PretrainConfig) -> str:
     if not same or not deleted:
         fault = "reads back other bytes than were written" if not same else "does not delete"
         raise UserError(f"checkpoint.folder {destination}: {fault}")
-    if not is_remote(destination) and not any(Path(destination).iterdir()):
-        Path(destination).rmdir()
+    if not is_remote(destination):
+        with suppress(OSError):  # not empty, or another node that sees the folder has removed it
+            Path(destination).rmdir()
     return f"{destination}: written, read and deleted in {time.perf_counter() - start:.2g} s"
 
 
