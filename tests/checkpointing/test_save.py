@@ -20,7 +20,7 @@ from biphasic.storage import S3Store, open_store
 from biphasic.training.loggers import read_metrics
 from buckets import bucket_for, flip_a_bit
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights
+from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
 
 
 def complete(place: str) -> list[int]:
@@ -168,6 +168,30 @@ def test_branch_points_between_two_intervals(write_yaml: Write) -> None:
     tokens = [entry["tokens"] for entry in read_metrics(folder / "metrics.jsonl")]
     crossing = next(index for index, count in enumerate(tokens) if count >= 1500) + 1
     assert complete(str(folder / "checkpoints")) == sorted({3, 5, 6, 8, 10, 12, crossing}, reverse=True)
+
+
+def yaml_of_four_epochs(write_yaml: Write, **keys: Any) -> Path:
+    """Three batches each; the decay starts after the third epoch."""
+    path = write_yaml("epochs", max_duration="4ep", schedule={"warmup": "3ba", "decay": "0.25dur"}, **keys)
+    shutil.rmtree(path.parent / "data" / "train")
+    write_rows(path.parent / "data" / "train", 40, seed=1)
+    return path
+
+
+@pytest.mark.parametrize("interval", ["0.25dur", "3ba"])
+def test_branch_points_at_the_end_of_an_epoch(
+    write_yaml: Write, capsys: pytest.CaptureFixture[str], interval: str
+) -> None:
+    path = yaml_of_four_epochs(write_yaml, checkpoint={"interval": interval, "keep": 1})
+    folder = train(config_of(path))
+    assert complete(str(folder / "checkpoints")) == [12, 9, 6]
+    train(config_of(path))
+    assert "already trained to 4ep" in capsys.readouterr().out
+    # The same as without the interruption.
+    expected = losses(folder)
+    keep_checkpoints_up_to(folder, 9)
+    train(config_of(path))
+    assert losses(folder) == expected
 
 
 def test_another_run_s_checkpoints_are_skipped(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:

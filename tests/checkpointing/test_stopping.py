@@ -70,8 +70,10 @@ def test_sigusr1_to_one_of_two_ranks_stops_both(s3: Path, write_yaml: Write) -> 
 
 
 def test_a_validation_is_interrupted(write_yaml: Write, tmp_path: Path) -> None:
+    """The one at the switch."""
     keys: dict[str, Any] = {"max_duration": "20ba", "checkpoint__interval": "1000ba", "evaluation__interval": "5ba",
                             "evaluation__batch_size": 1,
+                            "objective__phases": [{"name": "clm", "until": "10ba"}, {"name": "mlm"}],
                             "data__validation": {"local": str(tmp_path / "data" / "validation")}}  # fmt: skip
     assert launch(write_yaml("uninterrupted", **keys)).returncode == 0
     path = write_yaml("stopped", **keys)
@@ -88,6 +90,8 @@ tiny.add_callback(Signal())
     run = launch(path, "logging.progress_bar=true", code=code)
     assert run.returncode == 75, run.stderr[-3000:]
     assert "saved at batch 10" in run.stdout
+    [checkpoint] = list_checkpoints(open_store(str(runs / "stopped" / "checkpoints")))
+    assert checkpoint.manifest is not None and checkpoint.manifest.run["kept"]
     resumed = launch(path, "logging.progress_bar=true")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
     assert_says_what_it_does(resumed.stdout, resumed.stderr, runs / "stopped")

@@ -102,7 +102,7 @@ class Saver(Callback):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._fault: str | None = None
-        self._saved_batch: int | None = None
+        self._saved_batch = None if attempt.resume is None else attempt.resume.batch
         self._buffer = StagingBuffer()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -151,7 +151,7 @@ class Saver(Callback):
             self._wait_for_writer()
             raise UserError(stopping.reason)
         if self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, kept=False)
+            self._save(state, logger, kept=self._is_due(state, Event.BATCH_CHECKPOINT)[1])
         self._report_slow_uploads(stopping.reason)
         result = "saved"
         try:

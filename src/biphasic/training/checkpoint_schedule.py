@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from composer.core import Event, State
 from composer.utils import create_interval_scheduler
 
 from biphasic.config.checkpoint_plan import branch_points
+from biphasic.config.durations import Elapsed
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.training.objective_schedule import elapsed
 
@@ -20,12 +22,14 @@ def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tupl
     def is_due(state: State, event: Event) -> tuple[bool, bool]:
         if state.previous_timestamp is None:
             return False, False
-        before, now = elapsed(state.previous_timestamp), elapsed(state.timestamp)
-        kept = any(
-            now.reached(point) and not before.reached(point)
-            for point in points
-            if (point.unit == "ep") == (event == Event.EPOCH_CHECKPOINT)
-        )
+        before, now = elapsed(state.previous_timestamp), trained(state)
+        kept = any(now.reached(point) and not before.reached(point) for point in points)
         return at_interval(state, event), kept
 
     return is_due
+
+
+def trained(state: State) -> Elapsed:
+    """Return the counts after the last batch. Composer counts an epoch only after the checkpoint of its last batch."""
+    now = elapsed(state.timestamp)
+    return replace(now, epochs=now.epochs + (state.timestamp.batch_in_epoch == state.dataloader_len))

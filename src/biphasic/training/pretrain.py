@@ -34,7 +34,7 @@ from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
-from biphasic.training.checkpoint_schedule import checkpoint_schedule
+from biphasic.training.checkpoint_schedule import checkpoint_schedule, trained
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import AutoMicrobatch, require_precision, set_up
 from biphasic.training.gradients import Gradients
@@ -69,7 +69,7 @@ def run(config: PretrainConfig) -> Path:
 
     with close_on_fault(close):
         trainer = prepare(config, attempt)
-        if trainer.state.max_duration is not None and trainer.state.timestamp >= trainer.state.max_duration:
+        if trained(trainer.state).reached(config.max_duration):
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
             if config.compute.compile is True or (config.compute.compile == "auto" and has_gpu()):
