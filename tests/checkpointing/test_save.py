@@ -194,6 +194,15 @@ def test_branch_points_at_the_end_of_an_epoch(
     assert losses(folder) == expected
 
 
+def test_a_checkpoint_after_an_epoch_continues_with_the_next_one(write_yaml: Write) -> None:
+    path = yaml_of_four_epochs(write_yaml, checkpoint__interval="1ep")
+    folder = train(config_of(path))
+    expected = losses(folder)
+    keep_checkpoints_up_to(folder, 3)
+    train(config_of(path))
+    assert losses(folder) == expected
+
+
 def test_another_run_s_checkpoints_are_skipped(write_yaml: Write, caplog: pytest.LogCaptureFixture) -> None:
     other = train(config_of(write_yaml("other", optimizer__lr=1e-3)))
     expected = losses(train(config_of(write_yaml("uninterrupted"))))

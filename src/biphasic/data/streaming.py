@@ -55,6 +55,14 @@ class RowDataset(StreamingDataset):
         self.length = self.epoch_size // (ranks * self.batch_size) * self.batch_size
         self.has_whole_batches = True
 
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """Return the position in the order of rows, for a checkpoint.
+
+        After an epoch's end it is the beginning of the next one. Streaming's own would repeat the epoch.
+        """
+        state = super().state_dict(num_samples, from_beginning)
+        return state if num_samples else {**state, "epoch": self.next_epoch}
+
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download a shard. An error in a background thread is raised only when one of the shard's rows is needed.
 
