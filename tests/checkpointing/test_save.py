@@ -126,6 +126,31 @@ def test_pending_checkpoints_are_uploaded_by_the_next_start(
     assert (folder.parent / "metrics.jsonl").read_text().count("loss/train/total") == 12
 
 
+def test_all_ranks_wait_for_the_last_upload(write_yaml: Write) -> None:
+    """Longer than training's process group waits."""
+    code = """
+import time, tiny
+from datetime import timedelta
+from composer.core import Callback
+from torch.distributed import set_timeout
+from biphasic.checkpointing.store import Uploader
+upload = Uploader._upload
+def slow(self, one):
+    time.sleep(12 if one.manifest.batch == 12 else 0)
+    return upload(self, one)
+Uploader._upload = slow
+class Impatient(Callback):
+    def batch_end(self, state, logger):
+        if int(state.timestamp.batch) == 12:
+            set_timeout(timedelta(seconds=4))
+tiny.add_callback(Impatient())
+"""
+    path = write_yaml("waiting")
+    run = launch(path, processes=2, code=code)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert complete(str(config_of(path).local_checkpoints))[0] == 12
+
+
 def test_a_disk_that_is_full_stops_the_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """The newest complete checkpoint stays usable."""
     write = Saver._write_monolithic

@@ -49,7 +49,8 @@ def start_attempt(config: PretrainConfig) -> Attempt:
         UserError: another run holds the lock, or the folder can't be read or written.
     """
     destination, local_folder = config.checkpoint_destination, config.local_checkpoints
-    stopping, lock, ranks = StopCoordinator(), RunLock(destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
+    lock, ranks = RunLock(destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
+    stopping = StopCoordinator(config.checkpoint.upload_timeout)
     stopping.install_handlers()
 
     def close(reason: str) -> None:

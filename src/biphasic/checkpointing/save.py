@@ -125,12 +125,17 @@ class Saver(Callback):
         self._stop_if_requested(state, logger)
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until the last checkpoint is uploaded.
+        """Wait until all ranks have uploaded the last checkpoint, longer than training's process group would wait.
 
         Raises:
             UserError: a checkpoint can't be written or uploaded. Files that were written stay in the local folder.
         """
-        self._finish()
+        fault = None
+        try:
+            self._finish()
+        except UserError as error:
+            fault = str(error)
+        self._stopping.ranks.raise_first(fault)
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop the background threads."""

@@ -22,6 +22,7 @@ from biphasic.errors import UserError
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0
 """Time during which a repeated signal is ignored: one to a process group arrives twice, because the launcher forwards it."""
+_TIMEOUT = timedelta(minutes=30)
 _CONTINUE, _PREEMPTED, _FAULT = range(3)
 
 
@@ -33,7 +34,7 @@ class ProcessGroup:
             checkpoint.
     """
 
-    def __init__(self, timeout: timedelta = timedelta(minutes=30)):
+    def __init__(self, timeout: timedelta = _TIMEOUT):
         self.rank, self.local_rank, self.size = dist.get_global_rank(), dist.get_local_rank(), dist.get_world_size()
         self.group: Any = torch.distributed.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
         """None for a single process."""
@@ -95,6 +96,9 @@ class StopCoordinator(Callback):
     three seconds later ends the process at once with status 128 + signal number. Data loader processes ignore the signals
     until the run closes, because they may still be needed to finish the batch.
 
+    Args:
+        upload_timeout: seconds that a rank may wait for its uploads while the others wait for it.
+
     Attributes:
         reason: why the run stops; None while it doesn't.
         is_fault: whether the run stops because of a fault, without saving.
@@ -102,13 +106,13 @@ class StopCoordinator(Callback):
         ranks: process group in which the ranks agree.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, upload_timeout: float) -> None:
         self.reason: str | None = None
         self.is_fault = False
         self.saved = False
         self._request = (_CONTINUE, "")
         self._requested_at = 0.0
-        self.ranks = ProcessGroup()
+        self.ranks = ProcessGroup(_TIMEOUT + timedelta(seconds=upload_timeout))
         self._pid = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
 
