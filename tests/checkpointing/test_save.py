@@ -6,10 +6,13 @@ import errno
 import json
 import os
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
+from composer.core import Callback, State
+from composer.loggers import Logger
 
 from biphasic.checkpointing.manifest import batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
@@ -20,7 +23,7 @@ from biphasic.storage import S3Store, open_store
 from biphasic.training.loggers import read_metrics
 from buckets import bucket_for, flip_a_bit
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
+from tiny import add_callback, config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
 
 
 def complete(place: str) -> list[int]:
@@ -172,6 +175,26 @@ def test_a_disk_that_is_full_stops_the_run(write_yaml: Write, monkeypatch: pytes
     assert complete(str(folder / "checkpoints")) == [4, 3, 2, 1]
     train(config_of(path))
     assert losses(folder) == losses(uninterrupted)
+
+
+def test_a_preempted_run_whose_disk_is_full_does_not_say_that_it_saved(
+    write_yaml: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Signal(Callback):
+        def batch_start(self, state: State, logger: Logger) -> None:
+            if int(state.timestamp.batch) == 4:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    def fill_disk(saver: Saver, content: dict[str, Any], path: Path) -> list[Path]:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    add_callback(Signal(), monkeypatch.setattr)
+    monkeypatch.setattr(Saver, "_write_monolithic", fill_disk)
+    path = write_yaml("preempted", checkpoint__interval="1000ba")
+    with pytest.raises(UserError, match=r"^SIGTERM: not saved: checkpoint ba5-rank0.pt can't be written .* \(No space"):
+        train(config_of(path))
+    [attempt] = read_attempts(open_store(str(config_of(path).local_checkpoints)))
+    assert attempt["reason"].startswith("SIGTERM: not saved: ")
 
 
 def test_a_missing_bucket_is_refused(s3: Path, write_yaml: Write) -> None:

@@ -157,6 +157,8 @@ class Saver(Callback):
             raise UserError(stopping.reason)
         if self._saved_batch != int(state.timestamp.batch):
             self._save(state, logger, kept=self._is_due(state, Event.BATCH_CHECKPOINT)[1])
+        self._wait_for_writer()
+        stopping.ranks.raise_first(None if self._fault is None else f"{stopping.reason}: not saved: {self._fault}")
         self._report_slow_uploads(stopping.reason)
         result = "saved"
         try:
@@ -172,7 +174,6 @@ class Saver(Callback):
 
     def _report_slow_uploads(self, reason: str) -> None:
         """Print what is not uploaded yet after some seconds: the machine may be switched off before the upload ends."""
-        self._wait_for_writer()
         if not self._uploader.wait(min(_QUIET_SECONDS, self._upload_timeout)):
             pending = [f"{part.path} ({format_bytes(part.size)})" for part in self._uploader.pending]
             print(
