@@ -24,6 +24,9 @@ def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.Ca
               (json.loads(file.read_text()) for file in (folder / "checkpoints").glob("ba*.json"))}  # fmt: skip
     # As if it had been killed three batches later.
     attempt.write_text(json.dumps({**about, "batch": 11, "tokens": tokens[8] + 500, "until": None, "reason": KILLED}))
+    # A start that failed before it had found its checkpoint.
+    failed = {**about, "attempt": f"{about['attempt']}a", "from": None, "batch": 0, "tokens": 0, "reason": "no data"}
+    attempt.with_name(f"{attempt.stem}a.json").write_text(json.dumps(failed))
     train(config_of(path))
     (folder / "checkpoints" / "ba10-rank0.pt").write_bytes(b"cut off")
     cut = folder / "checkpoints" / "ba4-rank0.pt"
@@ -37,7 +40,10 @@ def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.Ca
     assert "not usable: it has no ba10.json, so it was not finished" in lines[10]
     assert lines[12].endswith("complete") and f"{tokens[8]:,}" in lines[8]
     assert f"batch 0 to 11: {KILLED}" in output
-    assert "lost: at least 500 tokens" in output
+    assert [line.strip() for line in output.splitlines() if "lost: " in line] == [
+        "lost: at least 500 tokens",
+        "lost: nothing",
+    ]
     assert "batch 8 to 12: finished" in output
 
 

@@ -57,8 +57,10 @@ def report(path: str) -> list[str]:
     lines += ["", "attempts"] if attempts else []
     for index, attempt in enumerate(attempts):
         lines += _attempt_lines(index + 1, attempt)
-        if index + 1 < len(attempts):
-            lines.append(f"     {_lost_tokens(attempt, attempts[index + 1])}")
+        # An attempt that failed before it found its checkpoint has lost nothing.
+        later = (start for after in attempts[index + 1 :] if (start := after["from"]) is not None)
+        if (start := next(later, None)) is not None:
+            lines.append(f"     {_lost_tokens(attempt, start)}")
     return lines
 
 
@@ -99,9 +101,8 @@ def _attempt_lines(number: int, attempt: dict[str, Any]) -> list[str]:
     ]
 
 
-def _lost_tokens(before: dict[str, Any], after: dict[str, Any]) -> str:
-    start = (after["from"] or {"tokens": 0})["tokens"]
-    lost = max(before["tokens"] - start, 0)
+def _lost_tokens(attempt: dict[str, Any], start: dict[str, Any]) -> str:
+    lost = max(attempt["tokens"] - start["tokens"], 0)
     # A killed attempt may have trained up to 15 seconds after its last heartbeat.
-    least = "" if before.get("until") else "at least "
+    least = "" if attempt.get("until") else "at least "
     return f"lost: {least}{lost:,} tokens" if lost or least else "lost: nothing"
