@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
-from biphasic.training.loggers import read_metrics
+from composer.core import Timestamp
+
+from biphasic.training.loggers import JSONLLogger, read_metrics
 
 
 def test_several_lines_of_one_batch_are_merged(tmp_path: Path) -> None:
@@ -23,3 +26,10 @@ def test_several_lines_of_one_batch_are_merged(tmp_path: Path) -> None:
     first, second = read_metrics(path)
     assert first == lines[0]
     assert second == {**lines[2], "metrics/clm/loss": 2.5, "data/wait_share_total": 0.1}
+    # A resumed run appends lines of its own.
+    logger = JSONLLogger(path)
+    logger.init(Mock(), Mock())
+    logger.log_metrics({"loss/train/total": 2.7})
+    logger.batch_end(Mock(timestamp=Timestamp(batch=3, token=14)), Mock())
+    logger.post_close()
+    assert [entry["loss/train/total"] for entry in read_metrics(path)] == [3.0, 2.8, 2.7]
