@@ -54,6 +54,15 @@ def test_an_attempt_is_recorded_from_start_to_end(tmp_path: Path) -> None:
     assert not (tmp_path / LOCK_FILE).exists()
 
 
+def test_a_lock_that_another_start_has_taken_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HEARTBEAT_SECONDS", 60.0)  # none since
+    lock = RunLock(str(tmp_path))
+    lock.acquire(1)
+    write_lock_of_other_machine(tmp_path)
+    lock.release("finished")
+    assert json.loads((tmp_path / LOCK_FILE).read_text())["host"] == "node7"
+
+
 def test_a_held_lock_is_refused_and_its_owner_named(tmp_path: Path) -> None:
     first = RunLock(str(tmp_path))
     first.acquire(1)

@@ -106,9 +106,11 @@ class RunLock:
         try:
             folder = open_store(self._destination)
             _write_attempt(folder, {**self._record, "until": _now(), "reason": reason})
-            if self.lost is None:
+            current = _read_lock(folder)
+            # Another start may have taken the lock since the last heartbeat.
+            if current is not None and current["attempt"] == self._record["attempt"]:
                 folder.remove([LOCK_FILE])
-        except OSError as error:
+        except (OSError, UserError) as error:
             _log.warning("%s: the end of this attempt can't be written there (%s)", self._name, first_line(error))
         self._record = None
 
