@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
@@ -65,6 +66,17 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is full"):
         fail()
     assert file_hash(file) == digest and [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+def test_two_machines_write_one_file_to_a_shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "file.txt"
+    with atomic_path(file) as first:
+        first.write_text("first")
+        monkeypatch.setattr(socket, "gethostname", lambda: "other")
+        with atomic_path(file) as second:
+            second.write_text("second")
+        assert file.read_text() == "second"
+    assert file.read_text() == "first" and list(tmp_path.iterdir()) == [file]
 
 
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import shutil
+import socket
 import stat
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
@@ -139,9 +140,13 @@ def _temporary_file(folder: Path) -> Any:
 
 @contextmanager
 def atomic_path(file: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `file`. It is renamed to `file` at the end, or removed after an error."""
+    """Yield a temporary path beside `file`. It is renamed to `file` at the end, or removed after an error.
+
+    Its name has the host's, because several machines may write the same file to a folder that they share. The host's next
+    attempt overwrites what a killed process left.
+    """
     file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{UNFINISHED_PREFIX}{file.name}")
+    partial = file.with_name(f"{UNFINISHED_PREFIX}{socket.gethostname()}-{file.name}")
     if partial.is_symlink():
         # Left in a folder from elsewhere, it would lead to a file outside.
         partial.unlink(missing_ok=True)
