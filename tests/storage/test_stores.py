@@ -88,6 +88,12 @@ def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> Non
     assert [path.name for path in (tmp_path / "a").iterdir()] == ["file.txt"]
 
 
+def test_an_endpoint_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("S3_ENDPOINT_URL", "localhost:9000")
+    with pytest.raises(UserError, match=r"^S3_ENDPOINT_URL: expected an address that begins with http:// or https://$"):
+        open_store("s3://bucket/run")
+
+
 @pytest.mark.parametrize("path", ["ftp://host/x", "dbfs://out/train", "file:///x"])
 def test_an_unsupported_scheme_is_refused(path: str) -> None:
     with pytest.raises(UserError, match="is not supported; expected a local path, s3://"):

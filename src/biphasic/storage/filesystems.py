@@ -58,7 +58,7 @@ def endpoint() -> str | None:
     """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable.
 
     Raises:
-        UserError: it holds a user and a password.
+        UserError: it holds a user and a password, or has no scheme.
     """
     for variable in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
         if url := os.environ.get(variable):
@@ -66,6 +66,8 @@ def endpoint() -> str | None:
                 raise UserError(
                     f"{variable}: expected an address without user and password, which error messages would show"
                 )
+            if not url.startswith(("http://", "https://")):
+                raise UserError(f"{variable}: expected an address that begins with http:// or https://")
             return url
     return None
 
