@@ -391,6 +391,7 @@ def test_a_run_begins_in_the_middle_of_the_order(tmp_path: Path, workers: int) -
         order = numbers(later) + numbers(later)
         assert order == [number for epoch in epochs for number in epoch][first * BATCH :][: len(order)]
         assert len(order) == (2 * 87 - first % 87) * BATCH
+        assert later.dataset.first_epoch == first // 87
         # The same after a resume, which begins another epoch in the middle.
         state = later.dataset.state_dict(6 * BATCH, from_beginning=True)
         later = build_loader(config, config.streams, BATCH, seed=3, train=True, first_row=first * BATCH)
