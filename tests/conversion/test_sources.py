@@ -267,7 +267,7 @@ def test_filters(tmp_path: Path, ending: str) -> None:
     records = [
         {"id": str(number), "text": f"{score} {language}", "int_score": score, "language": language}
         for number, (score, language) in enumerate(
-            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None)]
+            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None), (0, "fr")]
         )
     ]
     file = write(tmp_path / f"a.{ending}", records)
@@ -279,11 +279,19 @@ def test_filters(tmp_path: Path, ending: str) -> None:
 
     assert kept({"column": "int_score", "min": 3}) == ["3 en", "5 fr", "4 de", "3 None"]
     assert kept({"column": "int_score", "min": 3, "max": 4}, {"column": "language", "any_of": ["en", "fr"]}) == ["3 en"]
-    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de"]
+    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de", "0 fr"]
+    assert kept({"column": "int_score", "max": 2}) == ["2 en", "0 fr"]
     with pytest.raises(UserError, match=r"filters: column 'language' holds 'en', which is no number"):
         kept({"column": "language", "min": 3})
     with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
         kept({"column": "dump", "any_of": ["x"]})
+
+
+def test_csv_s_true_and_false(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,copy\none,true\ntwo,False\nthree,\n")
+    for value, expected in ((True, "one"), (False, "two")):
+        entries = read(tmp_path, id=None, filters=(FilterConfig(column="copy", any_of=[value]),))
+        assert texts(entries) == [expected]
 
 
 def test_text_files_have_nothing_to_filter_by(tmp_path: Path) -> None:
