@@ -50,6 +50,12 @@ def test_durations_are_compared_where_they_can_be(a: str, b: str, expected: bool
     assert SHAPE.not_before(Duration.parse(a), Duration.parse(b)) is expected
 
 
+@pytest.mark.parametrize("text", ["0.5dur", "1dur", "0dur", "0.07142857dur", "1e-07dur", "21000ba", "50000000000tok"])
+def test_a_duration_is_recorded_as_it_is(text: str) -> None:
+    """Records hold the text: with fewer digits, 3,000 batches of 42,000 would be 3,001 after a resume."""
+    assert str(Duration.parse(text)) == text
+
+
 def test_a_phase_begins_where_the_one_before_it_ends() -> None:
     laid_out = spans(phases({"until": "0.25dur"}, {"until": "200tok"}, {}), END)
     assert [(span.index, str(span.start), str(span.end)) for span in laid_out] == [
