@@ -262,7 +262,12 @@ def _evaluators(config: PretrainConfig, stopping: StopCoordinator) -> list[Evalu
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
-    batches = build_loader(config.data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
+    data = config.data
+    if config.evaluation.batches is None:
+        # With several canonical nodes Streaming leaves rows out and repeats others. They spread a number of batches over
+        # the split.
+        data = data.model_copy(update={"num_canonical_nodes": 1})
+    batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
     every = str(config.evaluation.interval or "1dur")
     return [
         Evaluator(
