@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_folders_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> No
     assert read(tmp_path) == expected
     assert read(tmp_path / "**" / "*.parquet", tmp_path / "a.jsonl", tmp_path) == expected
     assert read(f"{tmp_path}/*.parquet") == expected[1:2]
+
+
+def test_linked_folders_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, record in (("text", RECORDS[0]), ("elsewhere", RECORDS[1])):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a.jsonl", [record])
+    (tmp_path / "text" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "text")
+    assert read(tmp_path / "text") == documents(RECORDS[:2])
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path.endswith("linked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"^source .*/text/linked: can't be read \(Permission denied\)"):
+        read(tmp_path / "text")
 
 
 def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:
