@@ -98,7 +98,7 @@ def _objective(
     if step < first.until.value:
         return True, tokens, clm_targets(tokens, segment_ids)
     inputs, targets = mlm_inputs_and_targets(
-        tokens, segment_ids, batch["row_ids"], vocabulary, seed=seed, epoch=0, masking_ratio=second.masking_ratio
+        tokens, segment_ids, batch["row_ids"], vocabulary, seed=seed, counter=0, masking_ratio=second.masking_ratio
     )
     return False, inputs, targets
 

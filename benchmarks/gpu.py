@@ -142,7 +142,7 @@ def batch_of(size: Architecture, phase: str, lengths: list[list[int]], real: lis
     else:
         inputs, targets = mlm_inputs_and_targets(
             tokens, segment_ids, torch.arange(rows, device=device), Vocabulary(size.vocab_size, 3, (0, 1, 2, 3)),
-            seed=0, epoch=0, masking_ratio=MASKING_RATIO,
+            seed=0, counter=0, masking_ratio=MASKING_RATIO,
         )  # fmt: skip
     return {"inputs": inputs, "targets": targets, "lengths": lengths, "predicted": int((targets >= 0).sum())}
 

@@ -148,10 +148,9 @@ def test_without_warmup_and_decay_the_rate_is_one_piece() -> None:
     assert piece.texts["schedule.decay"] == "no decay"
 
 
-def test_a_warmup_in_epochs_comes_before_the_decay() -> None:
-    schedule = "schedule={warmup: 2ep, decay: 2ep}"
-    pieces = rate_pieces(config_of("max_duration=3ep", schedule, "evaluation.interval=1ep", "checkpoint.interval=1ep"))
-    assert [(piece.start, piece.clock) for piece in pieces] == [(BEGINNING, EPOCHS), (Time(EPOCHS, 2), EPOCHS)]
-    # Where it can't be known, the decay begins when it is written to begin.
-    whole = config_of("max_duration=3ep", "schedule={warmup: 7ba, decay: 2ep}", "checkpoint.interval=1ep")
-    assert [piece.start for piece in rate_pieces(whole)] == [BEGINNING, batch(7), Time(EPOCHS, 1)]
+def test_a_warmup_in_tokens_comes_before_the_decay() -> None:
+    """Without padding it ends after 16 batches, where the decay begins; with padding later."""
+    pieces = rate_pieces(config_of("schedule={warmup: 640tok, decay: 4ba}"))
+    assert [(piece.start, piece.clock) for piece in pieces] == [(BEGINNING, TOKENS), (Time(TOKENS, 640), BATCHES)]
+    shorter = rate_pieces(config_of("schedule={warmup: 600tok, decay: 4ba}"))
+    assert [piece.start for piece in shorter] == [BEGINNING, Time(TOKENS, 600), batch(16)]

@@ -50,6 +50,12 @@ def test_durations_are_compared_where_they_can_be(a: str, b: str, expected: bool
     assert SHAPE.not_before(Duration.parse(a), Duration.parse(b)) is expected
 
 
+@pytest.mark.parametrize("text", ["0.5dur", "1dur", "0dur", "0.07142857dur", "1e-07dur", "21000ba", "50000000000tok"])
+def test_a_duration_is_recorded_as_it_is(text: str) -> None:
+    """Records hold the text: with fewer digits, 3,000 batches of 42,000 would be 3,001 after a resume."""
+    assert str(Duration.parse(text)) == text
+
+
 def test_a_phase_begins_where_the_one_before_it_ends() -> None:
     laid_out = spans(phases({"until": "0.25dur"}, {"until": "200tok"}, {}), END)
     assert [(span.index, str(span.start), str(span.end)) for span in laid_out] == [
@@ -99,6 +105,8 @@ def test_phases_that_can_be(changes: list[dict[str, Any]]) -> None:
          "mask, random and keep must add up to 1; got 1.0 + 0.2 + 0.0"),
         ([{"until": "80tok"}, {"masking_ratio": RAMP}], ["1.masking_ratio"],
          "a ramp needs its phase's start (80tok) and end (10ba) in the same unit"),
+        ([{"until": "2ep", "masking_ratio": RAMP}, {}], ["0.masking_ratio", "0.until", "max_duration"],
+         "a ramp needs its phase's end in batches (ba), rows (sp) or tokens (tok), not in epochs; got 2ep"),
     ],
 )  # fmt: skip
 def test_phases_that_cannot_be_are_refused(changes: list[dict[str, Any]], keys: list[str], message: str) -> None:
@@ -120,7 +128,6 @@ def test_every_open_end_is_named() -> None:
         ({"warmup": "4ba", "decay": "6ba"}, [], ""),
         ({"warmup": "0.4dur", "decay": "0.6dur", "decay_shape": "cosine", "final_lr": 0.1}, [], ""),
         ({"warmup": "160tok", "decay": "6ba"}, [], ""),
-        ({"warmup": "2ep", "decay": "9ba"}, [], ""),
         ({"decay": "10ba"}, [], ""),
         ({"decay": "0tok"}, [], ""),
         ({"decay": "40tok"}, ["decay", "max_duration"],
@@ -141,9 +148,26 @@ def test_schedules_that_cannot_be_are_refused(values: dict[str, Any], keys: list
     assert problems == ([(names, message)] if keys else [])
 
 
-def test_a_decay_in_epochs_is_not_compared_with_a_warmup_in_batches() -> None:
-    schedule = ScheduleConfig.model_validate({"warmup": "9ba", "decay": "1ep"})
-    assert list(schedule_problems(schedule, Duration(1, "ep"), SHAPE)) == []
+@pytest.mark.parametrize(
+    ("values", "end", "messages"),
+    [
+        ({"warmup": "9ba"}, "1ep", {}),
+        ({"warmup": "0dur", "decay": "0dur"}, "1ep", {}),
+        ({"warmup": "1ep"}, "10ba", {"warmup": "expected the length of the warmup in batches (ba), rows (sp) or"}),
+        (
+            {"warmup": "0.05dur", "decay": "0.2dur"},
+            "2ep",
+            {
+                "warmup": "not in epochs; got 0.05dur of 2ep",
+                "decay": "a decay needs max_duration in batches (ba), rows (sp) or tokens (tok), not",
+            },
+        ),
+    ],
+)
+def test_epochs_are_too_coarse_for_the_rate(values: dict[str, Any], end: str, messages: dict[str, str]) -> None:
+    problems = list(schedule_problems(ScheduleConfig.model_validate(values), Duration.parse(end), SHAPE))
+    assert [keys for keys, _ in problems] == [[f"schedule.{key}", "max_duration"] for key in messages]
+    assert all(part in message for (_, message), part in zip(problems, messages.values(), strict=True))
 
 
 def test_the_decay_ends_with_the_run() -> None:

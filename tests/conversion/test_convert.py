@@ -136,6 +136,11 @@ def test_a_finished_conversion_is_left_as_it_is(
     assert convert(config) == record
     assert "already converted" in capsys.readouterr().out
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
+    # Killed after the record was written.
+    (tmp_path / "out" / "conversion.started").write_text("{}")
+    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert convert(config) == record
+    assert not (tmp_path / "out" / "conversion.started").exists()
 
 
 def test_a_finished_output_with_other_settings_is_refused(config_for: Make, tmp_path: Path) -> None:

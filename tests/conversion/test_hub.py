@@ -53,7 +53,7 @@ def records(count: int, seed: int) -> list[dict[str, Any]]:
 
 
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
+def repository(tmp_path: Path) -> Repository:
     folders = {COMMIT: tmp_path / "pinned", NEWER: tmp_path / "newer"}
     for commit, folder in folders.items():
         for name in ("sample/10BT", "data/CC-MAIN-2013-20"):
@@ -63,7 +63,11 @@ def hub(tmp_path: Path) -> Iterator[dict[str, str]]:
             write_parquet(folder / "sample" / "10BT" / f"{number:03d}_00000.parquet", records(300, seed=number))
         write_parquet(folder / "data" / "CC-MAIN-2013-20" / "train-0.parquet", records(50, seed=len(commit)))
     write_parquet(tmp_path / "newer" / "sample" / "10BT" / "002_00000.parquet", records(300, seed=9))
-    repository = Repository(folders, {"v1": COMMIT, "main": NEWER})
+    return Repository(folders, {"v1": COMMIT, "main": NEWER})
+
+
+@pytest.fixture
+def hub(repository: Repository, tmp_path: Path) -> Iterator[dict[str, str]]:
     with serve_hub({NAME: repository}, tmp_path / "home") as environment:
         yield environment
 
@@ -97,7 +101,9 @@ def test_a_pinned_dataset_of_the_hub(hub: dict[str, str], config_for: Make, tmp_
     assert "nothing to do" in again.stdout, again.stdout + again.stderr
 
 
-def test_the_newest_commit_is_looked_up_and_recorded(hub: dict[str, str], config_for: Make, tmp_path: Path) -> None:
+def test_the_newest_commit_is_looked_up_and_recorded(
+    hub: dict[str, str], repository: Repository, config_for: Make, tmp_path: Path
+) -> None:
     source = {"kind": "hub", "path": NAME, "name": "sample-10BT"}
     command = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
     assert command.returncode == 0, command.stdout + command.stderr
@@ -105,6 +111,15 @@ def test_the_newest_commit_is_looked_up_and_recorded(hub: dict[str, str], config
     assert record["source"]["commit"] == NEWER
     assert record["documents"]["read"] == 900
     assert f"source.revision: {NEWER}" in command.stdout
+    # The dataset moves on: what was converted stays right.
+    repository.revisions["main"] = COMMIT
+    again = run(hub, tmp_path, config_for([], source=source, cluster={"workers": 1}))
+    assert "nothing to do" in again.stdout, again.stdout + again.stderr
+    verified = subprocess.run(
+        [sys.executable, "-m", "biphasic", "verify", str(tmp_path / "out")], capture_output=True, text=True, env=hub
+    )
+    assert verified.returncode == 0 and "sources: 3 files, unchanged" in verified.stdout, verified.stdout
+    repository.revisions["main"] = NEWER
     # Unfinished, and the dataset has moved on since: what was begun is not mixed with other text.
     (tmp_path / "out" / "conversion.json").unlink()
     started = {"config": record["config"], "tokenizer": record["tokenizer"]["sha256"], "commit": COMMIT, "units": {}}

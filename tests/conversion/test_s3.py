@@ -81,6 +81,8 @@ def test_patterns_in_a_bucket(url: str) -> None:
         ("text/**/*.jsonl", ["text/more/b.jsonl"]),
         ("text/**/*.parquet", ["text/a.parquet"]),
         ("te?t/[a-c].parquet", ["text/a.parquet"]),
+        ("text/*[!bc].parquet", ["text/a.parquet"]),
+        ("text/**/[!a]*", ["text/more/b.jsonl"]),
         ("text/more/", ["text/more/b.jsonl"]),
         ("text/a.parquet", ["text/a.parquet"]),
     ):

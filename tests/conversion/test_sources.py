@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,25 @@ def test_folders_and_patterns_give_each_file_once_in_order(tmp_path: Path) -> No
     assert read(tmp_path) == expected
     assert read(tmp_path / "**" / "*.parquet", tmp_path / "a.jsonl", tmp_path) == expected
     assert read(f"{tmp_path}/*.parquet") == expected[1:2]
+
+
+def test_linked_folders_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for folder, record in (("text", RECORDS[0]), ("elsewhere", RECORDS[1])):
+        (tmp_path / folder).mkdir()
+        write(tmp_path / folder / "a.jsonl", [record])
+    (tmp_path / "text" / "linked").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "back").symlink_to(tmp_path / "text")
+    assert read(tmp_path / "text") == documents(RECORDS[:2])
+    scan = os.scandir
+
+    def refuse(path: str) -> Any:
+        if path.endswith("linked"):
+            raise PermissionError(13, "Permission denied", path)
+        return scan(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(UserError, match=r"^source .*/text/linked: can't be read \(Permission denied\)"):
+        read(tmp_path / "text")
 
 
 def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:
@@ -267,7 +287,7 @@ def test_filters(tmp_path: Path, ending: str) -> None:
     records = [
         {"id": str(number), "text": f"{score} {language}", "int_score": score, "language": language}
         for number, (score, language) in enumerate(
-            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None)]
+            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None), (0, "fr")]
         )
     ]
     file = write(tmp_path / f"a.{ending}", records)
@@ -279,11 +299,19 @@ def test_filters(tmp_path: Path, ending: str) -> None:
 
     assert kept({"column": "int_score", "min": 3}) == ["3 en", "5 fr", "4 de", "3 None"]
     assert kept({"column": "int_score", "min": 3, "max": 4}, {"column": "language", "any_of": ["en", "fr"]}) == ["3 en"]
-    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de"]
+    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de", "0 fr"]
+    assert kept({"column": "int_score", "max": 2}) == ["2 en", "0 fr"]
     with pytest.raises(UserError, match=r"filters: column 'language' holds 'en', which is no number"):
         kept({"column": "language", "min": 3})
     with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
         kept({"column": "dump", "any_of": ["x"]})
+
+
+def test_csv_s_true_and_false(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,copy\none,true\ntwo,False\nthree,\n")
+    for value, expected in ((True, "one"), (False, "two")):
+        entries = read(tmp_path, id=None, filters=(FilterConfig(column="copy", any_of=[value]),))
+        assert texts(entries) == [expected]
 
 
 def test_text_files_have_nothing_to_filter_by(tmp_path: Path) -> None:

@@ -75,6 +75,18 @@ def test_the_limit_takes_text_from_every_file(file: Path, tmp_path: Path, capsys
     assert "zw" in words or "zwei" in words or "zweite" in words
 
 
+def test_the_limit_with_files_of_one_document(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each is longer than its file's share of the limit."""
+    (tmp_path / "notes").mkdir()
+    for number in range(10):
+        (tmp_path / "notes" / f"{number}.txt").write_text(f"{number} " * 500)
+    arguments = ["tokenizer", str(file), f"source.paths=[{tmp_path / 'notes'}]", "--size", "300"]
+    assert main([*arguments, "validation_fraction=0", "--max-text", "9kb"]) == 0
+    assert "trained on 9 documents, 9 KB" in capsys.readouterr().out
+    assert main([*arguments, "--force", "--max-text", "0.9kb"]) == 2
+    assert "(the first of each file may be longer than --max-text, 900 bytes)" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -13,11 +13,14 @@ import pytest
 from streaming import MDSWriter
 from streaming.base.batching import generate_work
 from streaming.base.world import World
+from torch import Tensor
 
 from biphasic.config.data import DataConfig
 from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.objectives.mlm import mlm_inputs_and_targets
+from biphasic.training import objective_schedule
 from biphasic.training.record import conversion_record
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
@@ -165,11 +168,35 @@ def test_every_stream_must_fit_the_tokenizer(s3: Path, tmp_path: Path, write_yam
     assert (record["tokens"], record["rows"], record["documents"]) == (600, 20, 10)
 
 
-def test_a_tiny_run_over_a_mix(tmp_path: Path, write_yaml: Write) -> None:
+def test_a_tiny_run_over_a_mix(tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It reads the rows of `b` several times, in each batch with another mask."""
     write_yaml()
     mix = {
         "a": {"local": str(tmp_path / "data" / "train"), "proportion": 0.5},
-        "b": {"local": write(tmp_path / "b", 60, first=4), "proportion": 0.5},
+        "b": {"local": write(tmp_path / "b", 12, first=4), "proportion": 0.5},
     }
-    path = write_yaml("mixed", data__train=None, data__mix=mix, data__epoch_rows=400, checkpoint__interval="100ba")
+    masks: dict[int, list[tuple[bool, ...]]] = {}
+
+    def mask(tokens: Tensor, segment_ids: Tensor, row_ids: Tensor, *rest: Any, **keys: Any) -> tuple[Tensor, Tensor]:
+        inputs, targets = mlm_inputs_and_targets(tokens, segment_ids, row_ids, *rest, **keys)
+        for row, selected in dict(zip(row_ids.tolist(), (targets >= 0).tolist(), strict=True)).items():
+            masks.setdefault(row, []).append(tuple(selected))
+        return inputs, targets
+
+    monkeypatch.setattr(objective_schedule, "mlm_inputs_and_targets", mask)
+    only_mlm = {"objective__phases": [{"name": "mlm"}], "checkpoint__interval": "100ba"}
+    path = write_yaml("mixed", data__train=None, data__mix=mix, data__epoch_rows=400, **only_mlm)
     assert len(losses(train(config_of(path)))) == 12
+    assert max(len(of_row) for of_row in masks.values()) > 3
+    assert all(len(set(of_row)) == len(of_row) for of_row in masks.values())
+
+    # A run that begins in a later epoch has that epoch's masks.
+    short = {**only_mlm, "schedule": {}}
+
+    def masks_of(start: str, length: str) -> dict[int, list[tuple[bool, ...]]]:
+        masks.clear()
+        train(config_of(write_yaml(start, data__start_at=start, max_duration=length, **short)))
+        return dict(masks)
+
+    later, whole = masks_of("87ba", "2ba"), masks_of("0ba", "89ba")
+    assert len(later) == 16 and all(whole[row][-1:] == of_row for row, of_row in later.items())

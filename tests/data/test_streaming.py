@@ -231,6 +231,23 @@ def test_a_damaged_shard_stops_a_run_of_two_ranks_in_one_line(s3: Path, tmp_path
     assert "Traceback" not in run.stderr
 
 
+def test_the_cache_of_another_dataset_is_refused(tmp_path: Path) -> None:
+    """Also of the same name, or an earlier conversion in the same place."""
+    one, other = (write_numbered(tmp_path / version / "text", rows) for version, rows in (("v1", 60), ("v2", 61)))
+    keys: dict[str, Any] = {"local": str(tmp_path / "cache"), "download_retry": 1}
+    for _ in range(2):
+        assert sorted(numbers(open_rows(data(str(one), **keys), train=False))) == list(range(60))
+        release_streaming()
+    with pytest.raises(
+        UserError, match=rf"^{tmp_path}/cache: holds the shards of another dataset than {other}: remove it"
+    ):
+        open_rows(data(str(other), **keys))
+    shutil.rmtree(one)
+    with pytest.raises(UserError, match=f"^dataset {one}: can't be opened"):
+        open_rows(data(str(one), **keys))
+    assert not [path.name for path in (tmp_path / "cache").glob("index.json.*")]
+
+
 def test_an_unfinished_conversion_is_named(s3: Path, tmp_path: Path) -> None:
     bucket = bucket_for(s3, "unfinished")
     made = write_numbered(tmp_path / "made" / "train", 60)
@@ -374,6 +391,7 @@ def test_a_run_begins_in_the_middle_of_the_order(tmp_path: Path, workers: int) -
         order = numbers(later) + numbers(later)
         assert order == [number for epoch in epochs for number in epoch][first * BATCH :][: len(order)]
         assert len(order) == (2 * 87 - first % 87) * BATCH
+        assert later.dataset.first_epoch == first // 87
         # The same after a resume, which begins another epoch in the middle.
         state = later.dataset.state_dict(6 * BATCH, from_beginning=True)
         later = build_loader(config, config.streams, BATCH, seed=3, train=True, first_row=first * BATCH)

@@ -39,7 +39,7 @@ from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder
+from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder, load_text_tokenizer
 from biphasic.model.forward import is_bidirectional
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.packing_probe import switch_to_packed_attention
@@ -207,6 +207,12 @@ def test_families_are_packed_and_equal_their_own_padded_batches(
         segments = Segments.of([len(text) for text in texts], torch.device("cpu"))
         hidden = encoder.hidden(padded[mask.bool()], segments)
     torch.testing.assert_close(hidden, expected, atol=1e-5, rtol=1e-5)
+    # A tokenizer without a limit: as many tokens as there are positions for.
+    path = tmp_path / "model" / "tokenizer_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_max_length": int(1e30)}))
+    length = load_text_tokenizer(str(tmp_path / "model")).max_length
+    assert length == 64 - {XLMRobertaConfig: 1, MPNetConfig: 2}.get(config_class, 0)
+    encoder.hidden(torch.full((length,), 5), Segments.of([length], torch.device("cpu")))
 
 
 def test_attention_of_another_meaning_is_not_replaced() -> None:

@@ -28,7 +28,7 @@ def test_clm_predicts_the_next_token_of_the_segment() -> None:
 @pytest.mark.parametrize("ratio", [0.2, 0.4, 0.5])
 def test_mlm_masks_the_given_share_and_predicts_only_masked_tokens(ratio: float) -> None:
     tokens, segments, rows = rows_of(400)
-    inputs, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=ratio)
+    inputs, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, counter=0, masking_ratio=ratio)
     masked = targets != IGNORE
     # 102,400 draws: five standard deviations are below 0.008.
     assert abs(masked.float().mean() - ratio) < 0.008
@@ -41,7 +41,7 @@ def test_special_tokens_and_padding_are_never_masked() -> None:
     tokens, segments, rows = rows_of(50)
     tokens[:, ::3] = 1
     segments[:, -10:] = 0
-    _, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.9)
+    _, targets = mlm_inputs_and_targets(tokens, segments, rows, WORDS, seed=1, counter=0, masking_ratio=0.9)
     assert (targets[:, ::3] == IGNORE).all()
     assert (targets[:, -10:] == IGNORE).all()
 
@@ -49,7 +49,7 @@ def test_special_tokens_and_padding_are_never_masked() -> None:
 def test_replacement_shares() -> None:
     tokens, segments, rows = rows_of(400)
     inputs, targets = mlm_inputs_and_targets(
-        tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.5, random_share=0.1, keep_share=0.1
+        tokens, segments, rows, WORDS, seed=1, counter=0, masking_ratio=0.5, random_share=0.1, keep_share=0.1
     )
     chosen = targets != IGNORE
     assert abs((inputs == 3)[chosen].float().mean() - 0.8) < 0.01
@@ -64,7 +64,7 @@ def test_next_target_is_predicted_one_position_before() -> None:
     tokens, segments, rows = rows_of(20, 64)
     segments[:, 30:] = 2
     inputs, targets = mlm_inputs_and_targets(
-        tokens, segments, rows, WORDS, seed=1, epoch=0, masking_ratio=0.4, target="next"
+        tokens, segments, rows, WORDS, seed=1, counter=0, masking_ratio=0.4, target="next"
     )
     masked = inputs == 3
     assert not masked[:, 0].any()
@@ -74,14 +74,14 @@ def test_next_target_is_predicted_one_position_before() -> None:
     assert (targets[:, -1] == IGNORE).all()
 
 
-def test_masks_depend_on_seed_epoch_row_and_position_only() -> None:
+def test_masks_depend_on_seed_counter_row_and_position_only() -> None:
     tokens, segments, rows = rows_of(8)
-    arguments = {"seed": 5, "epoch": 2, "masking_ratio": 0.4}
+    arguments = {"seed": 5, "counter": 2, "masking_ratio": 0.4}
     all_rows = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **arguments)[0]
     order = torch.tensor([6, 1, 3])
     part = mlm_inputs_and_targets(tokens[order], segments[order], rows[order], WORDS, **arguments)[0]
     assert torch.equal(part, all_rows[order])
-    for change in ({"seed": 6}, {"epoch": 3}):
+    for change in ({"seed": 6}, {"counter": 3}):
         other = mlm_inputs_and_targets(tokens, segments, rows, WORDS, **{**arguments, **change})[0]
         assert not torch.equal(other, all_rows)
     assert not torch.equal(mlm_inputs_and_targets(tokens, segments, rows + 1, WORDS, **arguments)[0], all_rows)

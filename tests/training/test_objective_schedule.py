@@ -69,8 +69,8 @@ class Run:
         return {name: entries[-1][1] for name, entries in self.logged.data.items() if entries[-1][0] is now}
 
 
-def schedule() -> ObjectiveSchedule:
-    return ObjectiveSchedule(PHASES, Duration(8, "ba"), VOCABULARY, 9, 0.3, "sdpa")
+def schedule(first_epoch: int = 0, repeats_rows: bool = False) -> ObjectiveSchedule:
+    return ObjectiveSchedule(PHASES, Duration(8, "ba"), VOCABULARY, 9, 0.3, "sdpa", first_epoch, repeats_rows)
 
 
 def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inputs: Any, targets: Any) -> None:
@@ -85,7 +85,7 @@ def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inp
 def masked(**keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
     raw = raw_batch()
     return mlm_inputs_and_targets(
-        raw["tokens"], raw["segment_ids"], raw["row_ids"], VOCABULARY, **{"seed": 9, "epoch": 0, **keys}
+        raw["tokens"], raw["segment_ids"], raw["row_ids"], VOCABULARY, **{"seed": 9, "counter": 0, **keys}
     )
 
 
@@ -97,12 +97,18 @@ def test_a_batch_gets_the_objective_of_its_phase() -> None:
         assert_prepared(prepared, "clm", 0, raw["tokens"], clm_targets(raw["tokens"], raw["segment_ids"]))
         assert run.last_metrics() == {"objective/phase": 0}
     prepared = run.apply(objective, Event.BATCH_START, batch=2, epoch=5)
-    assert_prepared(prepared, "mlm", 1, *masked(epoch=5, masking_ratio=0.5, target="next"))
+    assert_prepared(prepared, "mlm", 1, *masked(counter=5, masking_ratio=0.5, target="next"))
     assert run.last_metrics() == {"objective/phase": 1, "objective/masking_ratio": 0.5}
     assert objective.phase_name == "mlm"
     prepared = run.apply(objective, Event.BATCH_START, batch=6)
     assert_prepared(prepared, "mlm", 2, *masked(masking_ratio=0.4, random_share=0.3, keep_share=0.2))
     assert run.last_metrics() == {"objective/phase": 2, "objective/masking_ratio": pytest.approx(0.4)}
+
+
+def test_the_masks_count_batches_where_an_epoch_repeats_rows() -> None:
+    for objective, counter in ((schedule(first_epoch=4), 5), (schedule(first_epoch=4, repeats_rows=True), 3)):
+        prepared = Run().apply(objective, Event.BATCH_START, batch=3, epoch=1)
+        assert_prepared(prepared, "mlm", 1, *masked(counter=counter, masking_ratio=0.5, target="next"))
 
 
 def test_other_events_leave_the_batch_as_it_is() -> None:

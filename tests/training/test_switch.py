@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from itertools import pairwise
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from biphasic.config.plan import plan
+from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.training.loggers import read_metrics
+from biphasic.training.objective_schedule import ObjectiveSchedule
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
 
@@ -166,15 +169,32 @@ def test_missing_data_and_another_sequence_length_are_refused(write_yaml: Write,
         train(config_of(write_yaml(data__sequence_length=64)))
 
 
-def test_validation_doesn_t_depend_on_the_phase(write_yaml: Write, tmp_path: Path) -> None:
-    """CLM and MLM loss, at masks that stay the same: with a rate of almost 0 both losses stay where they are."""
+def test_validation_doesn_t_depend_on_the_phase(
+    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CLM and MLM loss, at masks that stay the same: with a rate of almost 0 both losses stay where they are.
+
+    Each reads every row of the split once.
+    """
+    prepare, validated = ObjectiveSchedule.prepare, list[int]()
+
+    def record(self: ObjectiveSchedule, batch: Batch, phase: Any, index: int | None, *rest: Any, **keys: Any) -> Any:
+        if index is None:
+            validated.extend(batch["row_ids"].tolist())
+        return prepare(self, batch, phase, index, *rest, **keys)
+
+    monkeypatch.setattr(ObjectiveSchedule, "prepare", record)
     path = write_yaml(
+        data__num_canonical_nodes=16,
         data__validation={"local": str(tmp_path / "data" / "validation")},
         evaluation={"interval": "3ba"},
         optimizer__lr=1e-12,
     )
     entries = [entry for entry in read_metrics(train(config_of(path)) / "metrics.jsonl") if "metrics/clm/loss" in entry]
     assert len(entries) >= 4
+    index = json.loads((tmp_path / "data" / "validation" / "index.json").read_text())
+    rows = range(sum(shard["samples"] for shard in index["shards"]))
+    assert sorted(validated) == sorted([*rows] * (len(validated) // len(rows)))
     for name in ("metrics/clm/loss", "metrics/mlm/loss"):
         values = [entry[name] for entry in entries]
         assert values == pytest.approx([values[0]] * len(values), abs=1e-5)

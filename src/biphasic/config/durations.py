@@ -60,7 +60,7 @@ class Duration:
         return Duration(math.ceil(round(self.value * total.value, 6)), total.unit)
 
     def __str__(self) -> str:
-        return f"{self.value:g}dur" if self.unit == "dur" else f"{int(self.value)}{self.unit}"
+        return f"{self.value!r}".removesuffix(".0") + "dur" if self.unit == "dur" else f"{int(self.value)}{self.unit}"
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:

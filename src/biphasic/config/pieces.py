@@ -169,7 +169,7 @@ def rate_pieces(config: PretrainConfig) -> list[Piece]:
         append(START, warmup, "schedule.warmup", "schedule.warmup", warmup=_exact(warmup, shape))
     append(warmup, None, "schedule.warmup", "schedule.decay")
     if decay != end:
-        # The warmup comes first if the two overlap, which can't be excluded for durations in epochs.
+        # The warmup comes first if the two overlap, which can't be excluded for durations in different units.
         overlap = clock_time(decay, shape).is_certainly_reached(clock_time(warmup, shape), shape)
         append(
             warmup if overlap else decay,

@@ -15,6 +15,7 @@ from biphasic.config.base import KeyProblems, Section, Share
 from biphasic.config.durations import Duration, Elapsed
 
 START = Duration(0, "ba")
+_COUNTED = "batches (ba), rows (sp) or tokens (tok)"
 
 
 class RampConfig(Section):
@@ -192,6 +193,9 @@ def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, ba
         if ramps and span.start.value and span.start.unit != span.end.unit:
             message = f"a ramp needs its phase's start ({span.start}) and end ({span.end}) in the same unit"
             yield [f"{key}.masking_ratio"], message
+        elif ramps and span.end.unit == "ep":
+            message = f"a ramp needs its phase's end in {_COUNTED}, not in epochs; got {span.end}"
+            yield [f"{key}.masking_ratio", f"{key}.until", "max_duration"], message
 
 
 def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: BatchShape) -> KeyProblems:
@@ -201,15 +205,17 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         yield ["schedule.decay", "max_duration"], f"{message}; got {schedule.decay}"
         return
     warmup, decay = schedule.warmup.resolve(max_duration), schedule.decay.resolve(max_duration)
+    in_epochs = [key for key, length in (("warmup", warmup), ("decay", decay)) if length.value and length.unit == "ep"]
+    if in_epochs:
+        for name in in_epochs:
+            where = f"{_COUNTED}, not in epochs; got {getattr(schedule, name)} of {max_duration}"
+            subject = "expected the length of the warmup" if name == "warmup" else "a decay needs max_duration"
+            yield [f"schedule.{name}", "max_duration"], f"{subject} in {where}"
+        return
     if batch.not_before(warmup, max_duration):
         message = f"expected less than max_duration ({max_duration}); got {schedule.warmup}"
         yield ["schedule.warmup", "max_duration"], message
-    elif (
-        warmup.value
-        and decay.value
-        and "ep" not in (warmup.unit, decay.unit)
-        and batch.batches(warmup) + batch.batches(decay) > batch.batches(max_duration)
-    ):
+    elif warmup.value and decay.value and batch.batches(warmup) + batch.batches(decay) > batch.batches(max_duration):
         message = f"warmup ({schedule.warmup}) and decay ({schedule.decay}) are longer than the run ({max_duration})"
         yield ["schedule.warmup", "schedule.decay", "max_duration"], message
     if decay.value > max_duration.value:

@@ -23,7 +23,14 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.merge import merge_records, publish
-from biphasic.conversion.output import LockedOutput, lock_output, read_record, require_same, write_error_message
+from biphasic.conversion.output import (
+    LockedOutput,
+    lock_output,
+    read_record,
+    require_same_files,
+    require_same_settings,
+    write_error_message,
+)
 from biphasic.conversion.pool import InlinePool, UnitResult, WorkerPool, open_pool
 from biphasic.conversion.progress import Progress
 from biphasic.conversion.reading import ReadOptions, SourceFile
@@ -50,11 +57,12 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     boundary_tokens(config, tokenizer)
     context = ConversionContext.of(config, tokenizer)
     finished = read_record(config.output)
-    files, commit = source_files(config)
     if finished is not None:
-        require_same(finished, context, files)
+        require_same_settings(finished, context)
+        require_same_files(finished, config.output, source_files(config, finished["source"]["commit"])[0])
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished
+    files, commit = source_files(config)
     if isinstance(config.source, HubSource) and commit not in (None, config.source.revision):
         print(f"the hub dataset is read at this commit, which others can name too: source.revision: {commit}")
     layouts = inspect_files(files, ReadOptions.from_config(config))
@@ -71,15 +79,19 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     return record
 
 
-def source_files(config: ConvertConfig) -> tuple[list[SourceFile], str | None]:
+def source_files(config: ConvertConfig, commit: str | None = None) -> tuple[list[SourceFile], str | None]:
     """Return the files of the YAML's `source:`, and the commit if it is a hub dataset.
+
+    Args:
+        config: the conversion.
+        commit: the commit of a hub dataset that an earlier conversion read. Default: that of the YAML's `revision`.
 
     Raises:
         UserError: there is no usable file.
     """
     if isinstance(config.source, FilesSource):
         return find_files(config.source), None
-    return find_hub_files(config.source)
+    return find_hub_files(config.source.model_copy(update={"revision": commit or config.source.revision}))
 
 
 class _Driver:

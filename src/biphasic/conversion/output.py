@@ -38,6 +38,8 @@ class LockedOutput:
 def read_record(output: str) -> dict[str, Any] | None:
     """Return the record of the finished conversion at `output`, or None if it is empty or unfinished.
 
+    Removes `conversion.started` beside a record, which a command that was killed in between left.
+
     Raises:
         UserError: `output` holds other files, is a conversion with missing or damaged shards, or can't be read.
     """
@@ -51,6 +53,11 @@ def read_record(output: str) -> dict[str, Any] | None:
                 if files.get(name) != size:
                     problem = f"has {files[name]} bytes instead of {size}" if name in files else "is missing"
                     raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")
+        if CONVERSION_STARTED in files:
+            try:
+                store.remove([CONVERSION_STARTED])
+            except OSError as error:
+                raise UserError(write_error_message(output, error)) from error
         return record
     others = [name for name in files if name != CONVERSION_LOG]
     if others and CONVERSION_STARTED not in files:
@@ -83,19 +90,27 @@ def require_record(output: str) -> dict[str, Any]:
     raise UserError(f"{output}: is an unfinished conversion: {state}; run `biphasic convert` again to finish it")
 
 
-def require_same(record: dict[str, Any], context: ConversionContext, files: list[SourceFile]) -> None:
-    """Check that a finished conversion has the requested settings and source files.
+def require_same_settings(record: dict[str, Any], context: ConversionContext) -> None:
+    """Check that a finished conversion has the requested settings.
 
     Raises:
-        UserError: names the settings or the file that differ.
+        UserError: names the settings that differ.
     """
     _require_same_settings("a conversion", record["config"], record["tokenizer"]["sha256"], context, FREE_KEYS)
+
+
+def require_same_files(record: dict[str, Any], output: str, files: list[SourceFile]) -> None:
+    """Check that a finished conversion has the source's files.
+
+    Raises:
+        UserError: names the first file that differs.
+    """
     current = {file.path: (file.bytes, file.version) for file in files}
     recorded = {file["path"]: (file["bytes"], file["version"]) for file in record["source"]["files"]}
     if changed := sorted(path for path in current | recorded if current.get(path) != recorded.get(path)):
         others = " and others" if len(changed) > 1 else ""
         message = f"holds a conversion of other files ({changed[0]}{others})"
-        raise UserError(f"output {context.config.output} {message}: choose another output, or remove it")
+        raise UserError(f"output {output} {message}: choose another output, or remove it")
 
 
 def _require_same_settings(

@@ -269,7 +269,7 @@ def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Ski
             values: dict[str, Any] = dict(zip(header, row, strict=True))
             text = values[options.text_column]
             values |= {column: _scalar(values[column]) for column in numbers}
-            values |= {filter.column: values[filter.column] or None for filter in options.filters}
+            values |= {filter.column: None for filter in options.filters if values[filter.column] == ""}
             yield _document(_utf8_or_bytes(text), values, where, options)
 
 

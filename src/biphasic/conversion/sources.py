@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import glob
+import os
 import posixpath
 import re
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from biphasic.config.convert import FilesSource, HubSource
 from biphasic.conversion.reading import ReadOptions, SourceFile, missing_column_message
 from biphasic.errors import UserError
-from biphasic.storage import filesystem, first_line, is_remote, open_store
+from biphasic.storage import UNFINISHED_PREFIX, filesystem, first_line, is_remote, open_store
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _SUFFIXES = (
@@ -61,10 +63,34 @@ def find_files(source: FilesSource) -> list[SourceFile]:
 def _local_files(path: str) -> list[SourceFile]:
     files = []
     for name in sorted(glob.glob(path, recursive=True)) if _is_pattern(path) else [path.rstrip("/")]:
-        inside = open_store(name).list() if Path(name).is_dir() and not _is_pattern(path) else {}
-        files += [SourceFile(posixpath.join(name, below), file.bytes, file.version) for below, file in inside.items()]
-        if (file := open_store(posixpath.dirname(name) or ".").stat(posixpath.basename(name))) is not None:
+        if Path(name).is_dir() and not _is_pattern(path):
+            files += _files_below(name)
+        elif (file := open_store(posixpath.dirname(name) or ".").stat(posixpath.basename(name))) is not None:
             files.append(SourceFile(name, file.bytes, file.version))
+    return files
+
+
+def _files_below(folder: str) -> list[SourceFile]:
+    """Return the files of a folder and its subfolders, each folder once. Links are followed, which may form cycles.
+
+    Raises:
+        UserError: a folder can't be read.
+    """
+
+    def fail(error: OSError) -> NoReturn:
+        raise UserError(f"source {error.filename}: can't be read ({first_line(error)})") from None
+
+    files, visited = [], set[str]()
+    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+        if (real := os.path.realpath(place)) in visited:
+            folders.clear()
+            continue
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
+        store = open_store(place)
+        for name in names:
+            if (file := store.stat(name)) is not None:
+                files.append(SourceFile(posixpath.join(place, name), file.bytes, file.version))
     return files
 
 
@@ -88,7 +114,13 @@ def _regex(pattern: str) -> str:
     """Return a glob pattern as a regular expression. `**/` matches any folders; `*` and `?` match within one folder."""
     parts = re.split(r"(\*\*/|\*|\?|\[[^\]]*\])", pattern)
     wildcards = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-    return "".join(wildcards.get(part) or (part if part.startswith("[") else re.escape(part)) for part in parts)
+    return "".join(wildcards.get(part) or (_set(part) if part.startswith("[") else re.escape(part)) for part in parts)
+
+
+def _set(part: str) -> str:
+    """Return a glob pattern's set of characters as a regular expression: `[!a-c]` gives `[^/a-c]`."""
+    characters = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
+    return f"[^/{characters[1:]}]" if characters.startswith("!") else f"[{characters}]"
 
 
 def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:

@@ -81,7 +81,10 @@ def train_tokenizer(
     text = _TrainingText(config, max_bytes)
     tokenizer.train_from_iterator(text, trainer)
     if not text.documents:
-        raise UserError("source: no document of the training split has text: a tokenizer can't be trained")
+        small = (
+            "" if max_bytes is None else f" (the first of each file may be longer than --max-text, {max_bytes:,} bytes)"
+        )
+        raise UserError(f"source: no document of the training split has text{small}: a tokenizer can't be trained")
     partial = folder.with_name(f".{folder.name}.partial")
     names = {f"{role}_token": token for role, token in special_tokens.items()}
     PreTrainedTokenizerFast(
@@ -115,10 +118,12 @@ class _TrainingText:
     def __iter__(self) -> Iterator[str]:
         from tqdm import tqdm
 
-        stored = sum(file.bytes for file in self._files) or 1
+        stored, so_far = sum(file.bytes for file in self._files) or 1, 0
         with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
             for file in self._files:
-                limit = None if self._max_bytes is None else self._max_bytes * file.bytes // stored
+                # A file's share, and what the files before it left.
+                so_far += file.bytes
+                limit = None if self._max_bytes is None else self._max_bytes * so_far // stored - self.bytes
                 for text, size in self._texts(file, limit):
                     self.documents += 1
                     self.bytes += size

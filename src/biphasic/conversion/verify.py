@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from biphasic.config.conversion_record import CONVERSION_RECORD
+from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.merge import count_repeated, document_numbers
@@ -153,7 +153,8 @@ class _Verifier:
         if missing := [name for name in unit_files if name not in self.sizes]:
             self.faults.append(f"{missing[0]}: is missing")
             return
-        listed = {CONVERSION_RECORD, CONVERSION_LOG, *unit_files}
+        # A command that was killed after it wrote the record leaves `conversion.started`.
+        listed = {CONVERSION_RECORD, CONVERSION_STARTED, CONVERSION_LOG, *unit_files}
         folders = ("tokenizer/", *(f"{split}/" for split in splits))
         unlisted = [name for name in self.sizes if name not in listed and not name.startswith(folders)]
         self.faults += [f"{name}: is not in the record" for name in unlisted]
@@ -178,7 +179,7 @@ class _Verifier:
         config = ConvertConfig.model_validate(self.record["config"])
         files = [SourceFile(**file) for file in self.record["source"]["files"]]
         try:
-            current = {file.path: file for file in source_files(config)[0]}
+            current = {file.path: file for file in source_files(config, self.record["source"]["commit"])[0]}
             changed = [file.path for file in files if current.get(file.path) != file]
             if changed:
                 state = "has changed since" if changed[0] in current else "is not there any more"

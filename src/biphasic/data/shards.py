@@ -65,9 +65,11 @@ class CheckedStream(Stream):
         that one process reads another one's answer.
 
         Raises:
-            UserError: a shard's name leads out of the folder, or into a link.
+            UserError: the cache holds another dataset, or a shard's name leads out of the folder, or into a link.
         """
         try:
+            if self.remote is not None and world.is_local_leader:
+                self._require_own_cache()
             shards = super().get_shards(world, allow_unsafe_types)
         finally:
             self._downloader.clean_up()
@@ -80,6 +82,21 @@ class CheckedStream(Stream):
             if not parent.resolve().is_relative_to(folder.resolve()):
                 raise UserError(f"{folder / INDEX}: names shards in {parent}, which is a link out of its folder")
         return shards
+
+    def _require_own_cache(self) -> None:
+        """Refuse a cache whose index is not the remote one. Streaming would read the rows of the dataset in the cache."""
+        index, downloaded = Path(self.local) / INDEX, f"{INDEX}.{secrets.token_hex(4)}"
+        if not index.is_file():
+            return
+        try:
+            remote = Path(self._download_file(INDEX, downloaded)).read_bytes()
+        except Exception as error:
+            raise UserError(f"dataset {self.remote}: can't be opened ({first_line(error)})") from error
+        finally:
+            (index.parent / downloaded).unlink(missing_ok=True)
+        if remote != index.read_bytes():
+            advice = "remove it if no other job reads it, or set another one (data.cache, or the stream's `local`)"
+            raise UserError(f"{self.local}: holds the shards of another dataset than {self.remote}: {advice}")
 
     def prepare_shard(self, shard: Any) -> int:
         """Download, check and unpack a shard, and return by how many bytes the cache has grown.

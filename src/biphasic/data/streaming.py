@@ -44,6 +44,11 @@ class RowDataset(StreamingDataset):
         row = super().__getitem__(at)
         return row if isinstance(row, list) else {**row, "row_id": int(at)}
 
+    @property
+    def first_epoch(self) -> int:
+        """Epoch in which the run begins."""
+        return self.first_row // (self.length * self._parallel_rank_world.num_ranks)
+
     def make_epoch_whole_batches(self) -> None:
         """End an epoch with its last complete global batch.
 
@@ -88,9 +93,8 @@ class RowDataset(StreamingDataset):
             raise LoaderError(f"data.num_canonical_nodes: {message}; got {canonical}")
         # The state in checkpoints counts from the run's first row, as the run's own progress does.
         epoch_rows = self.length * self._parallel_rank_world.num_ranks
-        skipped_epochs, offset = divmod(self.first_row, epoch_rows)
-        sample_in_epoch += offset if epoch == 0 else 0
-        rows = super()._get_work(epoch + skipped_epochs, sample_in_epoch)
+        sample_in_epoch += self.first_row % epoch_rows if epoch == 0 else 0
+        rows = super()._get_work(epoch + self.first_epoch, sample_in_epoch)
         if not self.has_whole_batches:
             return rows
         # Composer ends an epoch after `len` batches, but can't do so in an epoch that doesn't begin with its first row.

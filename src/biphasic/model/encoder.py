@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import yaml
@@ -23,7 +24,13 @@ from biphasic.model.backbone import (
     train_padding_embedding,
 )
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
-from biphasic.model.forward import is_bidirectional, packed_encoder_forward, packed_forward, padded_forward
+from biphasic.model.forward import (
+    is_bidirectional,
+    packed_encoder_forward,
+    packed_forward,
+    padded_forward,
+    reserved_positions,
+)
 from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
@@ -179,12 +186,24 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are those of `load_encoder`."""
     if is_checkpoint(path):
         return _text_tokenizer_of(read_checkpoint(path))
-    positions: int = load_hf_config(path, revision, trust_remote_code).max_position_embeddings
+    config = load_hf_config(path, revision, trust_remote_code)
+    positions: int = config.max_position_embeddings
     tokenizer = load_tokenizer(path, revision)
     settings = read_sentence_settings(path, revision)
-    # The configuration may include reserved positions (RoBERTa); the tokenizer's limit doesn't.
-    limit = min(positions, int(tokenizer.settings.get("model_max_length") or positions))
+    # The configuration may include reserved positions (RoBERTa); the tokenizer's limit, if there is one, doesn't.
+    limit = int(tokenizer.settings.get("model_max_length") or positions)
+    if limit >= positions:
+        limit = positions - _reserved_positions(config)
     return TextTokenizer(tokenizer, settings.max_length or limit, settings, *tokenizer.prefix_and_suffix())
+
+
+def _reserved_positions(config: Any) -> int:
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
+
+    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
+        return 0
+    with torch.device("meta"):
+        return reserved_positions(AutoModel.from_config(config))
 
 
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:

@@ -63,13 +63,17 @@ def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> 
     prepare_segments(segments, encoder.config, device, dtype, causal=False, training=encoder.training)
     embeddings = getattr(encoder, "embeddings", None)
     positions = segments.position_ids[None]
-    # The first positions of RoBERTa's families are reserved: a text begins after the padding token's.
-    reserved: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
-    if reserved is not None:
-        positions = positions + reserved + 1
+    positions = positions + reserved_positions(encoder)
     options = {"token_type_ids": torch.zeros_like(positions)} if hasattr(embeddings, "token_type_embeddings") else {}
     output = encoder(input_ids=tokens[None], position_ids=positions, segments=segments, is_causal=False, **options)
     return output.last_hidden_state[0]
+
+
+def reserved_positions(encoder: nn.Module) -> int:
+    """Return the first position of a text. In RoBERTa's families, it is the one after the padding token's; in others 0."""
+    embeddings = getattr(encoder, "embeddings", None)
+    padding: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
+    return 0 if padding is None else padding + 1
 
 
 def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id: int) -> Tensor:

@@ -1,7 +1,8 @@
 """Generate random numbers by a counter-based RNG, for masks that don't depend on batching, devices or resumes.
 
-The number for (seed, purpose, epoch, row, position) is a hash of these five, computed with 64-bit integers, which are exact
-on every device. A row therefore gets the same mask in any batch, on any rank or machine, and after any number of resumes.
+The number for (seed, purpose, counter, row, position) is a hash of these five, computed with 64-bit integers, which are
+exact on every device. A row therefore gets the same mask on any rank or machine, among any other rows, and after any number
+of resumes.
 The hash is splitmix64's finalizer (Steele, Lea and Flood, 2014).
 """
 
@@ -33,13 +34,13 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ _shift(x, 31)
 
 
-def random_integers(seed: int, purpose: int, epoch: int, row_ids: Tensor, length: int) -> Tensor:
+def random_integers(seed: int, purpose: int, counter: int, row_ids: Tensor, length: int) -> Tensor:
     """Generate a uniformly distributed integer for each position of each row.
 
     Args:
         seed: the run's seed.
         purpose: id of the use; different purposes get independent numbers.
-        epoch: number of finished passes over the data.
+        counter: a number that is another one each time a row is read, such as the epoch.
         row_ids: int64 [rows], ids in the dataset.
         length: number of positions in a row.
 
@@ -47,7 +48,7 @@ def random_integers(seed: int, purpose: int, epoch: int, row_ids: Tensor, length
         int64 [rows, length] in [0, 2**BITS).
     """
     key = torch.zeros((), dtype=torch.int64, device=row_ids.device)
-    for part in (seed, purpose, epoch):
+    for part in (seed, purpose, counter):
         key = _mix(key + _signed((part + 1) * _GOLDEN))
     row_keys = _mix(key + (row_ids.long() + 1) * _signed(_GOLDEN))
     positions = torch.arange(1, length + 1, device=row_ids.device) * _signed(_GOLDEN)

@@ -32,7 +32,7 @@ def mlm_inputs_and_targets(
     vocabulary: Vocabulary,
     *,
     seed: int,
-    epoch: int,
+    counter: int,
     masking_ratio: float,
     random_share: float = 0.0,
     keep_share: float = 0.0,
@@ -43,10 +43,10 @@ def mlm_inputs_and_targets(
     Args:
         tokens: int64 [rows, length].
         segment_ids: [rows, length]; 0 at padding.
-        row_ids: int64 [rows], ids in the dataset. Random numbers depend on seed, epoch, row id and position.
+        row_ids: int64 [rows], ids in the dataset. Random numbers depend on seed, counter, row id and position.
         vocabulary: which tokens exist and which are special.
         seed: the run's seed.
-        epoch: number of finished passes over the data.
+        counter: a number that is another one each time a row is read, such as the epoch.
         masking_ratio: probability of selecting a token, in (0, 1).
         random_share: share of the selected tokens that are replaced by a random token instead of the mask token.
         keep_share: share of the selected tokens that are left unchanged.
@@ -58,26 +58,26 @@ def mlm_inputs_and_targets(
     """
     length = tokens.shape[1]
     special = torch.tensor(vocabulary.special_ids, device=tokens.device)
-    selected = with_probability(random_integers(seed, _SELECT, epoch, row_ids, length), masking_ratio)
+    selected = with_probability(random_integers(seed, _SELECT, counter, row_ids, length), masking_ratio)
     selected &= (segment_ids > 0) & ~torch.isin(tokens, special)
     if target == "next":
         selected[:, 0] = False
         selected[:, 1:] &= segment_ids[:, 1:] == segment_ids[:, :-1]
     inputs = tokens.masked_fill(selected, vocabulary.mask_id)
     if random_share or keep_share:
-        integers = random_integers(seed, _REPLACE, epoch, row_ids, length)
+        integers = random_integers(seed, _REPLACE, counter, row_ids, length)
         keep = with_probability(integers, keep_share)
         inputs = torch.where(selected & keep, tokens, inputs)
         replace = selected & ~keep & with_probability(integers, keep_share + random_share)
-        inputs = torch.where(replace, _random_tokens(row_ids, length, vocabulary, seed, epoch), inputs)
+        inputs = torch.where(replace, _random_tokens(row_ids, length, vocabulary, seed, counter), inputs)
     targets = torch.where(selected, tokens, IGNORE)
     if target == "next":
         targets = torch.cat([targets[:, 1:], torch.full_like(targets[:, :1], IGNORE)], dim=1)
     return inputs, targets
 
 
-def _random_tokens(row_ids: Tensor, length: int, vocabulary: Vocabulary, seed: int, epoch: int) -> Tensor:
+def _random_tokens(row_ids: Tensor, length: int, vocabulary: Vocabulary, seed: int, counter: int) -> Tensor:
     ordinary = torch.ones(vocabulary.size, dtype=torch.bool, device=row_ids.device)
     ordinary[list(vocabulary.special_ids)] = False
     ids = ordinary.nonzero()[:, 0]
-    return ids[(random_integers(seed, _RANDOM_TOKEN, epoch, row_ids, length) * len(ids)) >> BITS]
+    return ids[(random_integers(seed, _RANDOM_TOKEN, counter, row_ids, length) * len(ids)) >> BITS]

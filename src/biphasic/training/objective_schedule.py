@@ -42,6 +42,9 @@ class ObjectiveSchedule(Algorithm):
         seed: random seed for the masks.
         evaluation_masking_ratio: masking ratio in MLM validation, whose masks never change.
         attention: attention backend for the batches.
+        first_epoch: the epoch of the data in which the run begins (`data.start_at`).
+        repeats_rows: whether an epoch repeats rows, as that of a mix does. A row then gets another mask in each batch, not
+            in each epoch; rows that are repeated within a batch share one.
     """
 
     def __init__(
@@ -52,9 +55,12 @@ class ObjectiveSchedule(Algorithm):
         seed: int,
         evaluation_masking_ratio: float,
         attention: str,
+        first_epoch: int,
+        repeats_rows: bool,
     ):
         self.spans = spans(phases, max_duration)
         self.vocabulary, self.seed, self.attention = vocabulary, seed, attention
+        self.first_epoch, self.repeats_rows = first_epoch, repeats_rows
         self.evaluation_phase = MLMPhase(name="mlm", masking_ratio=evaluation_masking_ratio)
         self.last_batch: Elapsed | None = None
         """When the last batch began; stored in checkpoints."""
@@ -75,7 +81,7 @@ class ObjectiveSchedule(Algorithm):
             phase = CLMPhase(name="clm") if state.dataloader_label == "clm" else self.evaluation_phase
             ratio = self.evaluation_phase.masking_ratio
             assert isinstance(ratio, float)
-            state.batch = self.prepare(batch, phase, None, epoch=0, masking_ratio=ratio)
+            state.batch = self.prepare(batch, phase, None, counter=0, masking_ratio=ratio)
             return
         now = elapsed(state.timestamp)
         span = span_at(self.spans, now)
@@ -84,14 +90,15 @@ class ObjectiveSchedule(Algorithm):
             reset_optimizers(state)
         self.last_batch = now
         ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
-        state.batch = self.prepare(batch, span.phase, span.index, now.epochs, ratio)
+        counter = now.batches if self.repeats_rows else self.first_epoch + now.epochs
+        state.batch = self.prepare(batch, span.phase, span.index, counter, ratio)
         metrics: dict[str, float] = {"objective/phase": span.index}
         if ratio is not None:
             metrics["objective/masking_ratio"] = ratio
         logger.log_metrics(metrics)
 
     def prepare(
-        self, batch: Batch, phase: CLMPhase | MLMPhase, index: int | None, epoch: int, masking_ratio: float | None
+        self, batch: Batch, phase: CLMPhase | MLMPhase, index: int | None, counter: int, masking_ratio: float | None
     ) -> PreparedBatch:
         """Apply a phase's objective to a raw batch. All ranks must call this together."""
         tokens, segment_ids, row_ids = batch["tokens"], batch["segment_ids"], batch["row_ids"]
@@ -105,7 +112,7 @@ class ObjectiveSchedule(Algorithm):
                 row_ids,
                 self.vocabulary,
                 seed=self.seed,
-                epoch=epoch,
+                counter=counter,
                 masking_ratio=masking_ratio,
                 random_share=phase.replacement.random,
                 keep_share=phase.replacement.keep,

@@ -25,7 +25,7 @@ from biphasic.config.load import dump
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import index_hashes
-from biphasic.data.streaming import build_loader
+from biphasic.data.streaming import RowDataset, build_loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.faults import close_on_fault
@@ -105,6 +105,8 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     batches = build_loader(
         config.data, config.data.streams, rows_per_rank, config.seed, train=True, first_row=first_row
     )
+    dataset = batches.dataset
+    assert isinstance(dataset, RowDataset)
     indexes = index_hashes(config.data.streams)
     overridden = []
     if attempt.resume is not None:
@@ -121,6 +123,8 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         config.seed,
         config.evaluation.masking_ratio,
         config.compute.attention,
+        dataset.first_epoch,
+        repeats_rows=config.data.mix is not None,
     )
     algorithms: list[Algorithm] = [
         WarmupStableDecay(config.schedule, config.max_duration, config.optimizer.lr),
@@ -258,7 +262,12 @@ def _evaluators(config: PretrainConfig, stopping: StopCoordinator) -> list[Evalu
     if config.data.validation is None:
         return []
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
-    batches = build_loader(config.data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
+    data = config.data
+    if config.evaluation.batches is None:
+        # With several canonical nodes Streaming leaves rows out and repeats others. They spread a number of batches over
+        # the split.
+        data = data.model_copy(update={"num_canonical_nodes": 1})
+    batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
     every = str(config.evaluation.interval or "1dur")
     return [
         Evaluator(
