@@ -100,7 +100,7 @@ def test_a_changed_mirror_is_read_again(model: Path, tmp_path: Path) -> None:
     """`datasets` itself identifies a folder by its last name and card, and would return the first one's rows."""
     versions = []
     for seed in (1, 2):
-        root = tmp_path / str(seed)
+        root = tmp_path / ".hidden" / str(seed)
         write_set(root / "mteb" / "nq", seed, ["test"])
         [planned] = plan_tasks(config_of(model, tmp_path, mirror=str(root), tasks=["NQ"]))
         versions.append((planned.fingerprint, planned.load().dataset["default"]["test"]["corpus"]["text"]))
