@@ -89,6 +89,10 @@ def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
         assert trial_name(config) != first, file
         path.write_bytes(content)
         assert trial_name(config) == first
+    # A separator changes the inputs, and is in no hash of these files.
+    path = tmp_path / "start" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "w1"}))
+    assert trial_name(config) != first
 
 
 def test_data_is_tokenized_once_for_all_trials(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

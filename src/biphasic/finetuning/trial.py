@@ -173,10 +173,9 @@ def _architecture(model: EncoderConfig) -> Architecture | None:
 def _content(config: FinetuneConfig) -> list[Any]:
     """Return hashes of everything that a trial reads."""
     task = build_task(config.model, config.task, config.cache)
-    tokenizer = task.text_tokenizer
     return [
         model_fingerprint(config.model.path, config.model.revision),
-        [tokenizer.tokenizer.sha256, tokenizer.prefix, tokenizer.suffix, tokenizer.max_length],
+        [task.text_tokenizer.fingerprint, task.text_tokenizer.max_length],
         [[table, folder.content_hash(table)] for folder, table in task.tables()],
         list(getattr(config.task, "scored_on", {})),
     ]
