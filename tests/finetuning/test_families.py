@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from biphasic.errors import UserError
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trial import estimate_cost, run_trial, scored_sets, trial_name
+from biphasic.finetuning.trial import estimate_cost, run_trial, scored_sets, train_and_score, trial_name
 from toy_sets import config_of
 
 EPOCHS = {"sst2": 4, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}
@@ -93,6 +95,15 @@ def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
     path = tmp_path / "start" / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "w1"}))
     assert trial_name(config) != first
+
+
+def test_a_trial_s_model_is_freed(toy: Path, tmp_path: Path) -> None:
+    """A sweep's worker runs hundreds."""
+    _, model, _ = train_and_score(config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ba"))
+    backbone = weakref.ref(model.encoder.backbone)
+    del model
+    gc.collect()
+    assert backbone() is None
 
 
 def test_data_is_tokenized_once_for_all_trials(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

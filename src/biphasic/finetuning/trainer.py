@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -76,6 +77,9 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
         # `trainer.close()` would deadlock: it waits for the other ranks, which wait for this rank's batch.
         trainer.engine.close()
         raise
+    finally:
+        # Composer leaves the closed engine's exit handler registered, and with it model, optimizer and data.
+        atexit.unregister(trainer.engine._close)
     losses: dict[str, float] = trainer.state.total_loss_dict or {}
     tokens = trainer.state.timestamp.token.value
     return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total")}
