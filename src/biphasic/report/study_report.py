@@ -148,11 +148,13 @@ def _scores_csv(study: Study) -> bytes:
         known = (facets.size, facets.objective, facets.masking_ratio, facets.clm_steps, facets.total_steps, facets.steps,
                  facets.continued_from) if facets is not None else (None,) * 7  # fmt: skip
         rows.append([
-            *(row.model, *known, row.group, row.task, row.test_set),
+            *(row.model, *known, row.group, row.trained_on, row.task, row.test_set),
             *(row.seed, row.score, "yes" if row.settled else "no"),
         ])  # fmt: skip
-    columns = "model size objective masking_ratio clm_steps total_steps steps continued_from group task test_set seed"
-    return csv_table(f"{columns} score settled", rows)
+    columns = (
+        "model size objective masking_ratio clm_steps total_steps steps continued_from group trained_on task test_set"
+    )
+    return csv_table(f"{columns} seed score settled", rows)
 
 
 def _groups_json(table: ScoreTable) -> bytes:
