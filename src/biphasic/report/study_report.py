@@ -56,7 +56,7 @@ def report_files(study: Study) -> dict[str, bytes | None]:
             "the objective. Triangles: the learning rate begins to fall.",
             "",
         ]
-    lines += [*_evaluations(study), *_left_out(study, missing)]
+    lines += [*_evaluations(study), *_left_out(study, figures, missing)]
     return {
         "report.md": ("\n".join(lines).rstrip() + "\n").encode(),
         "scores.csv": _scores_csv(study),
@@ -135,8 +135,13 @@ def _evaluations(study: Study) -> list[str]:
     return ["## Evaluations", "", *markdown_table(header, body)]
 
 
-def _left_out(study: Study, missing: dict[str, str]) -> list[str]:
+def _left_out(study: Study, figures: list[ArrangedFigure], missing: dict[str, str]) -> list[str]:
     reasons = [f"- `{name}` {reason}." for name, reason in missing.items()]
+    reasons += [
+        f"- `{arranged.figure.name}` doesn't show {escape(name)}, because {escape(shown)} has the same place in it."
+        for arranged in figures
+        for name, shown in arranged.layout.hidden.items()
+    ]
     reasons += [f"- {escape(reason)}." for reason in [*study.unplaced.values(), *study.notes]]
     return ["## Left out", "", *(reasons or ["Nothing."]), ""]
 
