@@ -215,6 +215,7 @@ def test_bad_input_is_refused_in_one_line(toy: Path, tmp_path: Path) -> None:
     fails("sst2", "has no dev", task__validation="dev")
     fails("sst2", "has single texts", task__text="{text} {text_pair}")
     fails("sst2", "don't fill one batch of 1024", batch_size=1024)
+    fails("sst2", r"^warmup: 30ba is not shorter than the training of 25 batches", max_duration="1000ba", warmup="30ba")
     fails("conll2003", "can't be loaded", model__path=str(tmp_path / "no-model"))
     fails("msmarco", "of 1,600 pairs in .* have none", task__hard_negatives=1)
     fails("sst2", "loss is not a finite number", optimizer__lr=1e30)
