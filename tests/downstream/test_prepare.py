@@ -17,7 +17,7 @@ from datasets import Dataset, Sequence
 
 from biphasic.config.load import load
 from biphasic.config.tasks import DatasetConfig, TasksConfig
-from biphasic.downstream.prepare import TASK_RECORD, prepare_task
+from biphasic.downstream.prepare import TASK_RECORD, is_finished, prepare_task
 from biphasic.downstream.tables import open_table
 from biphasic.errors import UserError
 from biphasic.storage import open_store
@@ -168,6 +168,11 @@ def test_an_interrupted_task_is_prepared_again(sets: dict[str, str], tmp_path: P
     made = {path.name: path.read_bytes() for path in (tmp_path / "sst2").iterdir()}
     (tmp_path / "sst2" / TASK_RECORD).unlink()
     (tmp_path / "sst2" / "old.parquet").write_bytes(b"")
+    with pytest.raises(UserError, match=r"sst2 holds something else \(old.parquet\); choose another output"):
+        prepare_task("sst2", config_of(sets, tmp_path))  # a user's own tables
+    (tmp_path / "sst2" / "task.started").touch()
+    assert not is_finished("sst2", config_of(sets, tmp_path))
+    assert len(list((tmp_path / "sst2").iterdir())) == 5  # a plan removes nothing
     prepare_task("sst2", config_of(sets, tmp_path))
     assert {path.name: path.read_bytes() for path in (tmp_path / "sst2").iterdir()} == made
     (tmp_path / "qqp").mkdir()
@@ -286,6 +291,8 @@ def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str,
     task = config_of(sets, tmp_path).tasks["nq"].model_dump() | {"qrels": {"test": {"files": {"train": [path]}}}}
     with pytest.raises(UserError, match=r"qrels/test: 1 of 2 rows .* number 2: its document is not in the corpus"):
         prepare_task("it", local(tmp_path, task))
+    # Its queries and corpus are written already: the next preparation may remove them.
+    assert prepare_task("it", local(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1
 
 
 @pytest.mark.parametrize(

@@ -100,7 +100,7 @@ def test_a_changed_mirror_is_read_again(model: Path, tmp_path: Path) -> None:
     """`datasets` itself identifies a folder by its last name and card, and would return the first one's rows."""
     versions = []
     for seed in (1, 2):
-        root = tmp_path / str(seed)
+        root = tmp_path / ".hidden" / str(seed)
         write_set(root / "mteb" / "nq", seed, ["test"])
         [planned] = plan_tasks(config_of(model, tmp_path, mirror=str(root), tasks=["NQ"]))
         versions.append((planned.fingerprint, planned.load().dataset["default"]["test"]["corpus"]["text"]))
@@ -212,6 +212,26 @@ def test_recorded_scores_are_not_computed_again(
     monkeypatch.setattr("biphasic.evaluation.run.model_fingerprint", lambda *_: "another")
     with pytest.raises(AssertionError, match="scored again"):
         run(config)
+
+
+def test_other_splits_subsets_and_languages_are_scored(mirror: Path, model: Path, tmp_path: Path) -> None:
+    name, own = "MultiLongDocRetrieval", write_own(tmp_path / "my-set")
+    for split in ("dev", "test"):
+        changes = {"tasks": [name], "subsets": {name: ["en"]}, "splits": {name: [split]}, "baselines": []}
+        folder = run(config_of(model, tmp_path, mirror=str(mirror), **changes))
+        assert {key[1] for key in values_of(folder)} == {split}
+
+    def chosen(task: str, **changes: Any) -> dict[str, Any]:
+        return next(
+            planned.chosen for planned in plan_tasks(config_of(model, tmp_path, **changes)) if planned.name == task
+        )
+
+    assert chosen(name, tasks=[name], subsets={name: ["de"]}) == {"subsets": ["de"]}
+    benchmark = {"benchmarks": ["MTEB(Multilingual, v2)"]}
+    assert chosen("STS22.v2", **benchmark, subsets={"STS22.v2": ["en"]}) == {"subsets": ["en"]}
+    assert chosen("STS22.v2", **benchmark) == {}
+    assert chosen("my-set", sets=[str(own)], splits={"my-set": ["test"]}, sets_language="deu-Latn") == {
+        "splits": ["test"], "language": "deu-Latn"}  # fmt: skip
 
 
 def test_an_interrupted_evaluation_resumes(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +365,10 @@ def test_bad_input_is_refused_in_one_line(
         ({"tasks": ["MSMARC"]}, r"tasks: mteb has none of this name: .*MSMARCO"),
         ({"benchmarks": ["NanoBIER"]}, r"benchmarks: mteb has none of this name: .*NanoBEIR"),
         ({"tasks": ["NQ"], "splits": {"NQ": ["train"]}}, r"splits\.NQ: train is none of test"),
+        (
+            {"benchmarks": ["NanoBEIR"], "splits": {"NanoNQRetrieval": ["test"]}},
+            r"splits\.NanoNQRetrieval: test is none of train",
+        ),
         (
             {"tasks": ["MultiLongDocRetrieval"], "subsets": {"MultiLongDocRetrieval": ["eng"]}},
             "eng is none of ar, de, en",

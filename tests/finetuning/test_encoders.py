@@ -268,21 +268,22 @@ def test_every_weight_has_a_gradient(model: Path) -> None:
 
 
 def test_an_exported_model_tokenizes_as_in_training(toy: Path, tmp_path: Path) -> None:
-    """Special tokens are in the exported tokenizer exactly if they were used in training."""
+    """Special tokens are in the exported tokenizer exactly if they were used in training; texts are lowercased as there."""
     bert_tokenizer(tmp_path / "tokenizer")
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
     torch.manual_seed(0)
     size = Architecture(65, 32, 48, 1, 4, 4, 8, False)
     backbone = from_hf_config(llama_config(size, 64), seed=0).backbone
     for around in (((), ()), ((2,), (3,))):
-        text_tokenizer = TextTokenizer(tokenizer, 64, SentenceSettings(), *around)
+        lowercase = bool(around[0])
+        text_tokenizer = TextTokenizer(tokenizer, 64, SentenceSettings(lowercase=lowercase), *around)
         out = tmp_path / f"out{len(around[0])}"
         export_finetuned(
             Encoder(backbone, text_tokenizer), torch.nn.Identity(), None, out, "card", prompts={}, max_length=64
         )
         assert AutoTokenizer.from_pretrained(out)("w0")["input_ids"] == [*around[0], 5, *around[1]]
         again = load_encoder(str(out)).text_tokenizer
-        assert (again.prefix, again.suffix) == around
+        assert (again.prefix, again.suffix, again.settings.lowercase) == (*around, lowercase)
 
 
 def test_another_decoder_family_is_written_with_its_code(tmp_path: Path, toy: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import torch
 from biphasic.errors import UserError
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trial import estimate_cost, run_trial, scored_sets, trial_name
+from biphasic.finetuning.trial import estimate_cost, run_trial, scored_sets, train_and_score, trial_name
 from toy_sets import config_of
 
 EPOCHS = {"sst2": 4, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}
@@ -89,6 +91,19 @@ def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
         assert trial_name(config) != first, file
         path.write_bytes(content)
         assert trial_name(config) == first
+    # A separator changes the inputs, and is in no hash of these files.
+    path = tmp_path / "start" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"sep_token": "w1"}))
+    assert trial_name(config) != first
+
+
+def test_a_trial_s_model_is_freed(toy: Path, tmp_path: Path) -> None:
+    """A sweep's worker runs hundreds."""
+    _, model, _ = train_and_score(config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ba"))
+    backbone = weakref.ref(model.encoder.backbone)
+    del model
+    gc.collect()
+    assert backbone() is None
 
 
 def test_data_is_tokenized_once_for_all_trials(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,6 +215,7 @@ def test_bad_input_is_refused_in_one_line(toy: Path, tmp_path: Path) -> None:
     fails("sst2", "has no dev", task__validation="dev")
     fails("sst2", "has single texts", task__text="{text} {text_pair}")
     fails("sst2", "don't fill one batch of 1024", batch_size=1024)
+    fails("sst2", r"^warmup: 30ba is not shorter than the training of 25 batches", max_duration="1000ba", warmup="30ba")
     fails("conll2003", "can't be loaded", model__path=str(tmp_path / "no-model"))
     fails("msmarco", "of 1,600 pairs in .* have none", task__hard_negatives=1)
     fails("sst2", "loss is not a finite number", optimizer__lr=1e30)

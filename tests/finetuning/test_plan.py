@@ -39,6 +39,15 @@ def test_everything_is_there(toy: Path, tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_a_warmup_that_never_ends(toy: Path) -> None:
+    keys = [f"model.path={toy / 'start'}", f"task.data={toy / 'tasks' / 'sst2'}", "max_duration=1000ba"]
+    [problem] = plan_finetuning(config_of(*keys, "warmup=25ba"), 1).problems
+    assert problem.startswith(
+        "warmup: 25ba is not shorter than the training of 25 batches (one epoch, which max_duration"
+    )
+    assert not plan_finetuning(config_of(*keys, "warmup=24ba"), 1).problems
+
+
 def test_what_is_missing(tmp_path: Path) -> None:
     job_plan = plan_finetuning(config_of(f"task.data={tmp_path}"), 1)
     assert job_plan.missing == [

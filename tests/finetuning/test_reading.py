@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import string
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from biphasic.finetuning.task import resolve_max_length
 from biphasic.finetuning.tokens import TokenClassification, word_of_each_token
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.losses import IGNORE
+from biphasic.model.pooling import SentenceSettings
 from biphasic.storage import json_bytes
 
 WORDS = [
@@ -270,7 +272,7 @@ def test_arrays_are_made_once(tmp_path: Path) -> None:
 
 
 def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    rows = [{"text": "it of", "text_pair": None, "label": 0}]
+    rows = [{"text": text, "text_pair": None, "label": 0} for text in ("it of", "IT", "")]
     config = ClassificationConfig(
         kind="classification", name="c", data=write(tmp_path / "c", "classification", rows, ["a"])
     )
@@ -284,11 +286,15 @@ def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tm
         TextTokenizer(other, 512),
         TextTokenizer(other, 512, prefix=(8,)),
         TextTokenizer(other, 512, suffix=(8,)),
+        TextTokenizer(replace(other, eos_id=7), 512),  # the hash doesn't see it
+        TextTokenizer(other, 512, SentenceSettings(lowercase=True)),
     ]
-    texts = [
-        Classification(config, one, str(tmp_path / "cache")).training_examples().texts[0].tolist() for one in readers
-    ]
-    assert texts[1:] == [[7, 8], [8, 7, 8], [7, 8, 8]]
+    made = [Classification(config, one, str(tmp_path / "cache")).training_examples().texts for one in readers]
+    texts = [[tokens[at].tolist() for at in range(3)] for tokens in made]
+    assert texts[1:4] == [[[7, 8], [0], [0]], [[8, 7, 8], [8, 0], [8]], [[7, 8, 8], [0, 8], [8]]]
+    assert texts[4:] == [[[7, 8], [0], [7]], [[7, 8], [7], [0]]]
+    separated = replace(other, settings={**other.settings, "sep_token": "of"})
+    assert TextTokenizer(separated, 512).fingerprint != TextTokenizer(other, 512).fingerprint
     assert texts[0] != texts[1]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import pytest
 
@@ -114,3 +115,13 @@ def test_continued_pretraining() -> None:
 def test_missing_models(function: Callable[[Models], Layout], models: tuple[str, ...], message: str) -> None:
     with pytest.raises(MissingModels, match=message):
         arrange(function, models)
+
+
+@pytest.mark.parametrize("function", [objective_by_size, masking_ratio, clm_share, ratio_sensitivity])
+def test_models_with_equal_facets_are_named(function: Callable[[Models], Layout]) -> None:
+    models = {name: facets_of_name(name) for name in MODELS}
+    models["610m-muon"] = replace(models["610m-mlm40-400"], run="610m-muon")
+    models["1b-mlm40-400"], models["1b-muon"] = (facets_of_name("1b-mlm40-400") for _ in range(2))  # in no figure
+    layout = function(models)
+    assert layout.hidden == {"610m-muon": "610m-mlm40-400"}
+    assert "610m-mlm40-400" in {placement.model for placement in layout.placements}

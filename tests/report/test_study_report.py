@@ -126,7 +126,7 @@ def test_the_same_records_give_the_same_bytes_in_one_folder_or_two(study: Path, 
 
 
 def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    write_sweep(tmp_path / "first", ["610m-clm-42k", "encoder"], lambda cell, name: (0.5, 0.6))
+    write_sweep(tmp_path / "first", ["610m-clm-42k", "610m-clm-42000", "encoder"], lambda cell, name: (0.5, 0.6))
     write_sweep(tmp_path / "second", ["610m-mlm40-42k"], lambda cell, name: (0.5, 0.6) if cell.seed else None)
     write_evaluation(tmp_path / "elsewhere", "x")
     (tmp_path / "report").mkdir()
@@ -137,6 +137,7 @@ def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pyt
     left_out = page.split("## Left out\n", 1)[1]
     for name in NAMES - {"objective-by-size"}:
         assert f"- `{name}` needs " in left_out
+    assert "- `objective-by-size` doesn't show 610m-clm-42k, because 610m-clm-42000 has the same place" in left_out
     assert "- model encoder: expected a name such as" in left_out
     assert "- elsewhere/scores.json: is not used, because no folder above it has the name of a model." in left_out
     assert "| MLM 40% | 610m | 610m-mlm40-42k | 60.00 ± 0.00 (2 of 3, rate open) |" in page

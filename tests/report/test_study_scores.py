@@ -70,6 +70,15 @@ def test_rows_of_a_sweep_give_its_family_means() -> None:
     assert len(table.cell("b", Column("IR")).by_seed) == 2
 
 
+def test_a_test_set_of_two_training_tasks_counts_for_each() -> None:
+    mldr = replace(MSMARCO, name="mldr", results=(("nq", "nq", "ndcg_at_10"), ("mldr", "mldr", "ndcg_at_10")))
+    grid = grid_of(tasks=(replace(MSMARCO, results=MSMARCO.results[1:]), mldr))
+    records = records_of(grid, lambda cell, name: (cell.lr, {"msmarco": 0.8, "mldr": 0.2}[cell.task]))
+    table = score_table(rows_of_sweep(collect_scores(grid, records)))
+    assert [column.title for column in table.columns] == ["IR", "nq (from msmarco)", "nq (from mldr)", "mldr"]
+    assert table.cell("a", Column("IR")).by_seed == pytest.approx(dict.fromkeys(range(3), 0.4))
+
+
 def test_differences_are_paired_and_corrected_together() -> None:
     scores = {
         (model, "sst2", "sst2", seed): base + noise * seed + (0.001 if (model, seed) == ("c", 1) else 0)

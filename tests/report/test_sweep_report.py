@@ -16,7 +16,7 @@ from scipy import stats
 
 from biphasic.commands import main
 from biphasic.report.sweep_report import report_files
-from biphasic.report.sweep_scores import collect_scores
+from biphasic.report.sweep_scores import collect_scores, stability
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell, Grid, TrialRecord, write_grid, write_record
 from sweeps import MNLI, MSMARCO, RATES, SEEDS, SST2, grid_of, records_of
@@ -165,6 +165,16 @@ def test_rates_near_the_best_are_those_within_a_point() -> None:
     page = files_of(grid, records_of(grid, lambda cell, _: (scores[cell.lr], scores[cell.lr])))["report.md"]
     [line] = [line for line in page.split("## Stability\n", 1)[1].splitlines() if line.startswith("| a | sst2 |")]
     assert "| 2 of 4 |" in line
+
+
+def test_failures_that_the_sweep_does_not_run_again_are_not_counted() -> None:
+    """Trials of another grid in the same output, at rates that the other seeds don't run."""
+    grid = grid_of(models=("a",), rate_seeds=1)
+    scores = collect_scores(
+        grid, records_of(grid, lambda cell, _: (cell.lr, cell.lr) if cell.seed == 0 or cell.lr == RATES[-1] else None)
+    )
+    found = stability(scores, "a", scores.rows[0])
+    assert (found.failed, found.trials) == (0, len(RATES) + len(SEEDS) - 1)
 
 
 def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -250,10 +250,14 @@ def test_a_signal_reaches_the_ranks_and_stops_the_study(status: int, tmp_path: P
         "sys.exit(train_here(LocalExecutor(kind='local', processes=2), Path('run.yaml')))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
-    study = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    command = ["nohup", sys.executable, "-c", code]
+    study = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert study.stdout is not None
     assert study.stdout.readline().strip() == f"arguments ['-n', '2', '{ROOT}/src/main.py', 'run.yaml']"
     assert study.stdout.readline() == "up\n"
+    study.send_signal(signal.SIGHUP)  # ignored, because of nohup
+    with pytest.raises(subprocess.TimeoutExpired):
+        study.wait(2)
     start = time.monotonic()
     study.send_signal(signal.SIGTERM)
     assert study.wait(30) == 75 and time.monotonic() - start < 20

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -111,6 +112,15 @@ def test_rows_of_the_view(sweep: LoadSweep) -> None:
     console.print(view.table())
     text = console.export_text()
     assert "15.0" in text and "25.0" in text and "3 done, 4 failed, 1 left" in text
+
+    class Growing(dict[str, TrialRecord]):  # the driver adds a record while the table's thread reads them
+        def values(self) -> Any:
+            for record in super().values():
+                self["new"] = record
+                yield record
+
+    view.records = Growing(records)
+    assert "3 done" in view.summary()
 
 
 def _record(name: str, cell: Cell) -> TrialRecord:

@@ -82,6 +82,9 @@ class EvaluateConfig(RunConfig):
         names = [set_name(path) for path in self.sets]
         if repeated := _repeated(names):
             yield ["sets"], f"has two folders with the same name, {repeated[0]}: results are stored by it"
+        for name in names:
+            if name in self.subsets:
+                yield [f"subsets.{name}"], "is a folder in sets, which has no subsets"
         for key in ("subsets", "splits"):
             for name in getattr(self, key):
                 if not self.benchmarks and name not in (*self.tasks, *names):

@@ -130,7 +130,8 @@ class FinetuneConfig(RunConfig):
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """`amp_bf16`: weights in fp32, matrix products in bf16. `fp32`: everything in fp32."""
     warmup: Duration = Duration(0.1, "dur")
-    """Length of the linear warmup. After it, the learning rate decays linearly to 0."""
+    """Length of the linear warmup, which must be shorter than the training. After it, the learning rate decays linearly to
+    0."""
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-5)
     """The optimizer. Give `lr` beside any other of its keys."""
     save_model: bool = True

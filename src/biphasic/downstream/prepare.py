@@ -7,7 +7,8 @@
                          queries.parquet: _id, text; qrels/<split>.parquet: query-id, corpus-id, score
 
 Texts are stored unchanged; fine-tuning adds the prompts (`Premise: …`). `task.json` is written last, so a folder without
-it is incomplete. The same sources and YAML give the same bytes.
+it is incomplete; until then, `task.started` says that the tables are this program's. The same sources and YAML give the
+same bytes.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ from biphasic.grouping import groups_up_to
 from biphasic.storage import first_line, join, json_bytes, open_store
 
 TASK_RECORD = "task.json"
+_STARTED = "task.started"
+"""Written before the first table and removed after the record: only tables beside it may be removed."""
 _WRITE_ROWS = 1000
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
@@ -99,6 +102,8 @@ class _TaskWriter:
                 count += len(valid)
         if not count:
             raise UserError(f"{self.name}: {name}: there are no rows")
+        if not self.rows:
+            self.store.write(_STARTED, b"`biphasic tasks` may remove the tables beside this file\n")
         self.store.move(file, f"{name}.parquet")
         self.rows[name] = count
         if left_out:
@@ -120,6 +125,7 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
             return record
         writer = _TaskWriter(name, config)
         try:
+            writer.store.remove(file for file in writer.store.list() if file.endswith(".parquet"))
             _WRITERS[task.kind](writer, task)
             record = {
                 "task": name,
@@ -133,6 +139,7 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
                 "settings": settings,
             }
             writer.store.write(TASK_RECORD, json_bytes(record))
+            writer.store.remove([_STARTED])
         finally:
             shutil.rmtree(writer.scratch, ignore_errors=True)
     except OSError as error:
@@ -149,10 +156,10 @@ def _finished_record(path: str, settings: dict[str, Any]) -> dict[str, Any] | No
     store = open_store(path)
     files = store.list()
     if TASK_RECORD not in files:
-        # An interrupted run leaves tables; any other file means that the folder is not a task's.
-        if others := [name for name in files if not name.endswith(".parquet")]:
-            raise UserError(f"{path} holds something else ({others[0]}); choose another output")
-        store.remove(files)
+        # An interrupted run leaves tables beside its marker; any other file means that the folder is not a task's.
+        tables = [name for name in files if _STARTED in files and name.endswith(".parquet")]
+        if others := files.keys() - {_STARTED, *tables}:
+            raise UserError(f"{path} holds something else ({min(others)}); choose another output")
         return None
     try:
         record = json.loads(store.read(TASK_RECORD))

@@ -108,7 +108,7 @@ def _record(
 ) -> dict[str, Any]:
     """Return a system's record for a task; the task is scored first if there is no record."""
     about = {"system": system.fingerprint, "task": task.name, "documents": documents, "data": task.fingerprint,
-             "mteb": importlib.metadata.version("mteb")}  # fmt: skip
+             "mteb": importlib.metadata.version("mteb"), **task.chosen}  # fmt: skip
     name = f"records/{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
     if (record := ranks.from_first_rank(lambda: _read_record(folder / name))) is not None:
         return record

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import warnings
@@ -35,6 +36,8 @@ class PlannedTask:
     """Where the data is read from."""
     fingerprint: str
     """Fingerprint of the data: the hub's path and revision, or a hash of a folder's files."""
+    chosen: dict[str, Any]
+    """Splits, subsets and language, each only if it is not the default."""
     load: Callable[[], Any]
     """Returns mteb's task with its data loaded."""
 
@@ -45,7 +48,7 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     Raises:
         UserError: mteb has no such task, benchmark, split or language, or a folder is missing.
     """
-    tasks = {name: _mteb_task(name, config) for name in config.tasks}
+    tasks = {name: _mteb_task(name) for name in config.tasks}
     for name in config.benchmarks:
         try:
             of_benchmark = mteb.get_benchmark(name).tasks
@@ -59,44 +62,60 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
             raise UserError(f"{key}.{unknown[0]}: is none of the tasks ({', '.join(names)})")
     if taken := [name for name in sets if name in tasks]:
         raise UserError(f"sets: {taken[0]} is the name of one of mteb's tasks: rename the folder")
-    return [_plan_mteb_task(task, config) for task in tasks.values()] + [
+    return [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()] + [
         _plan_set(path, config) for path in config.sets
     ]
 
 
-def _mteb_task(name: str, config: EvaluateConfig) -> Any:
-    subsets, splits = config.subsets.get(name), config.splits.get(name)
+def _mteb_task(name: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            task = mteb.get_task(name)
+            return mteb.get_task(name)
     except KeyError as error:
         raise UserError(f"tasks: mteb has none of this name: {_message(error)}") from None
+
+
+def _choose(name: str, task: Any, config: EvaluateConfig) -> Any:
+    """Return the task with only the splits and subsets that the configuration names."""
+    subsets, splits = config.subsets.get(name), config.splits.get(name)
+    if not (subsets or splits):
+        return task
     for key, chosen, known in (("subsets", subsets, task.hf_subsets), ("splits", splits, task.eval_splits)):
         if unknown := [value for value in chosen or () if value not in known]:
             raise UserError(f"{key}.{name}: {unknown[0]} is none of {', '.join(known)}")
-    if isinstance(task, AbsTaskAggregate) and (subsets or splits):
+    if isinstance(task, AbsTaskAggregate):
         raise UserError(f"{name}: is made of other tasks ({len(task.metadata.tasks)}): name these to choose among them")
-    return mteb.get_task(name, eval_splits=splits, hf_subsets=subsets) if subsets or splits else task
+    task = copy.copy(task)  # mteb's benchmarks keep their tasks
+    task.filter_eval_splits(splits or task.eval_splits)
+    return task.filter_languages(None, hf_subsets=subsets or task.hf_subsets)
 
 
 def _plan_mteb_task(task: Any, config: EvaluateConfig) -> PlannedTask:
     name, dataset, retrieval = task.metadata.name, task.metadata.dataset, isinstance(task, AbsTaskRetrieval)
+    chosen = {
+        key: list(values)
+        for key, values, default in (
+            ("splits", task.eval_splits, task.metadata.eval_splits),
+            ("subsets", task.hf_subsets, task.metadata.hf_subsets),
+        )
+        if list(values) != list(default)
+    }
     if config.mirror is None:
         revision = f"{dataset['path']}@{dataset['revision']}"
-        return PlannedTask(name, True, retrieval, revision, revision, lambda: _load(task))
+        return PlannedTask(name, True, retrieval, revision, revision, chosen, lambda: _load(task))
     parts = list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
     copies = [_find_in_mirror(part.metadata.dataset, config.mirror) for part in parts]
     fingerprint = hashlib.sha256("".join(map(_folder_hash, copies)).encode()).hexdigest()[:24]
 
     def load() -> Any:
-        for part, copy in zip(parts, copies, strict=True):
-            local = {**part.metadata.dataset, "path": str(copy)}
+        for part, folder in zip(parts, copies, strict=True):
+            local = {**part.metadata.dataset, "path": str(folder)}
             part.metadata = part.metadata.model_copy(update={"dataset": local})
         with _local_only(Path(config.cache) / "datasets" / fingerprint):
             return _load(task)
 
-    return PlannedTask(name, True, retrieval, ", ".join(map(str, copies)), fingerprint, load)
+    return PlannedTask(name, True, retrieval, ", ".join(map(str, copies)), fingerprint, chosen, load)
 
 
 def _plan_set(path: str, config: EvaluateConfig) -> PlannedTask:
@@ -109,7 +128,10 @@ def _plan_set(path: str, config: EvaluateConfig) -> PlannedTask:
         task.load_data()
         return task
 
-    return PlannedTask(name, False, True, path, _folder_hash(Path(path)), load)
+    chosen: dict[str, Any] = {"splits": config.splits[name]} if name in config.splits else {}
+    if config.sets_language != EvaluateConfig.model_fields["sets_language"].default:
+        chosen["language"] = config.sets_language
+    return PlannedTask(name, False, True, path, _folder_hash(Path(path)), chosen, load)
 
 
 def _load(task: Any) -> Any:
@@ -134,9 +156,9 @@ def _find_in_mirror(dataset: Any, mirror: str) -> Path:
 
 
 def _folder_hash(folder: Path) -> str:
-    """Return a hash of the names and contents of a folder's files."""
-    files = sorted(file for file in folder.rglob("*") if file.is_file() and "/." not in file.as_posix())
-    content = [(file.relative_to(folder).as_posix(), file_hash(file)) for file in files]
+    """Return a hash of the names and contents of a folder's files, without hidden ones."""
+    names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file()]
+    content = [(name, file_hash(folder / name)) for name in names if "/." not in f"/{name}"]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:24]
 
 

@@ -75,7 +75,8 @@ def export_finetuned(
         UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
     """
     backbone: Any = encoder.backbone
-    tokenizer, settings = encoder.tokenizer, SentenceSettings(prompts, max_length=max_length)
+    tokenizer, lowercase = encoder.tokenizer, encoder.text_tokenizer.settings.lowercase
+    settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase)
     if encoder.is_own_family:
         require_free(out, True)
 
@@ -91,9 +92,8 @@ def export_finetuned(
         "keep_special_tokens": bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix),
     }
     if type(head) not in _KINDS or label_names is None:
-        export_encoder(
-            backbone, tokenizer, out, card, prompts=prompts, max_length=max_length, head=head.state_dict(), **options
-        )
+        options |= {"prompts": prompts, "max_length": max_length, "lowercase": lowercase, "head": head.state_dict()}
+        export_encoder(backbone, tokenizer, out, card, **options)
         return
     fmt = choose_format(backbone.config, tokenizer)
     fmt.config.id2label = dict(enumerate(label_names))

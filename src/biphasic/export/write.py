@@ -82,15 +82,17 @@ def export_encoder(
     *,
     prompts: dict[str, str] | None = None,
     max_length: int | None = None,
+    lowercase: bool = False,
     **options: Any,
 ) -> None:
     """Export an encoder in memory, without a head. Other arguments and errors are as for `write_folder`.
 
     `prompts` (`query`, `document`) is the text that sentence-transformers prepends to inputs. `max_length` is the length in
-    tokens to which it truncates them. Default: the context length.
+    tokens to which it truncates them. Default: the context length. With `lowercase` it lowercases them.
     """
     fmt = choose_format(backbone.config, tokenizer)
-    settings = SentenceSettings(prompts or {}, max_length=max_length or fmt.config.max_position_embeddings)
+    max_length = max_length or fmt.config.max_position_embeddings
+    settings = SentenceSettings(prompts or {}, max_length=max_length, lowercase=lowercase)
     write_folder(fmt, "model", Weights.in_memory(backbone.state_dict()), tokenizer, out, card, settings, **options)
 
 
@@ -218,7 +220,7 @@ def write_shared_files(
     files = {
         "modules.json": modules,
         "1_Pooling/config.json": {**pooling, "include_prompt": True},
-        "sentence_bert_config.json": {"max_seq_length": settings.max_length, "do_lower_case": False},
+        "sentence_bert_config.json": {"max_seq_length": settings.max_length, "do_lower_case": settings.lowercase},
         "config_sentence_transformers.json": {
             "prompts": settings.prompts,
             "default_prompt_name": None,

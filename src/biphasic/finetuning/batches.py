@@ -83,6 +83,19 @@ def count_steps(config: FinetuneConfig, examples: int) -> int:
     return max(min(per_epoch, in_batches(config, config.max_duration)), 1)
 
 
+def require_shorter_warmup(config: FinetuneConfig, steps: int) -> None:
+    """Refuse a warmup that is as long as the training of `steps` batches, in which the peak rate is never reached.
+
+    Raises:
+        UserError: the warmup is too long.
+    """
+    if config.warmup.unit in ("ba", "sp") and in_batches(config, config.warmup) >= steps:
+        raise UserError(
+            f"warmup: {config.warmup} is not shorter than the training of {steps:,} batches (one epoch, which "
+            f"max_duration={config.max_duration} can't exceed): give a share, such as 0.1dur"
+        )
+
+
 def in_batches(config: FinetuneConfig, duration: Duration) -> int:
     """Convert a duration in batches or rows to batches."""
     return int(duration.value) if duration.unit == "ba" else int(duration.value) // config.batch_size

@@ -102,8 +102,7 @@ class FinetuneTask(ABC):
             "format": RESULT_FORMAT,
             "what": what,
             "table": (folder or self.data).content_hash(table),
-            "tokenizer": self.text_tokenizer.tokenizer.sha256,
-            "around": [self.text_tokenizer.prefix, self.text_tokenizer.suffix],
+            "tokenizer": self.text_tokenizer.fingerprint,
             "longest": self.max_length,
             **settings,
         }

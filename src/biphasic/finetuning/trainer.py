@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from torch.utils.data import DataLoader
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.timeline import ScheduleConfig
-from biphasic.finetuning.batches import GlobalBatches, count_steps, in_batches
+from biphasic.finetuning.batches import GlobalBatches, count_steps, in_batches, require_shorter_warmup
 from biphasic.finetuning.examples import TaskBatch
 from biphasic.finetuning.task import FinetuneTask
 from biphasic.model.encoder import Encoder
@@ -67,6 +68,7 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
     reproducibility.seed_all(config.seed)
     examples = task.training_examples()
     steps = count_steps(config, len(examples))
+    require_shorter_warmup(config, steps)
     batches = GlobalBatches(task, examples, config, steps, dist.get_global_rank(), dist.get_world_size())
     trainer = _build_trainer(config, encoder, head, task, batches)
     try:
@@ -76,6 +78,9 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
         # `trainer.close()` would deadlock: it waits for the other ranks, which wait for this rank's batch.
         trainer.engine.close()
         raise
+    finally:
+        # Composer leaves the closed engine's exit handler registered, and with it model, optimizer and data.
+        atexit.unregister(trainer.engine._close)
     losses: dict[str, float] = trainer.state.total_loss_dict or {}
     tokens = trainer.state.timestamp.token.value
     return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total")}

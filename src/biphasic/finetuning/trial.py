@@ -17,7 +17,7 @@ from biphasic.config.architecture import Architecture
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
 from biphasic.errors import UserError
-from biphasic.finetuning.batches import count_steps, derive_seed
+from biphasic.finetuning.batches import count_steps, derive_seed, require_shorter_warmup
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialCost, TrialResult
@@ -137,13 +137,15 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     """Estimate a trial's FLOPs and memory, assuming four characters per token.
 
     Raises:
-        UserError: the model or the data is missing.
+        UserError: the model or the data is missing, or the warmup is too long for the data.
     """
     task = build_task(config.model, config.task, config.cache)
     rows, characters = task.data.rows("train"), task.data.characters("train")
     special = len(task.text_tokenizer.prefix) + len(task.text_tokenizer.suffix)
     tokens_each = min(characters / 4 / rows + special, task.max_length)
     steps = count_steps(config, max(rows, config.batch_size))
+    if config.task.kind != "question_answering":  # a long context makes several examples
+        require_shorter_warmup(config, steps)
     train_tokens = steps * config.batch_size * tokens_each
     architecture = _architecture(config.model)
     if architecture is None:
@@ -173,10 +175,9 @@ def _architecture(model: EncoderConfig) -> Architecture | None:
 def _content(config: FinetuneConfig) -> list[Any]:
     """Return hashes of everything that a trial reads."""
     task = build_task(config.model, config.task, config.cache)
-    tokenizer = task.text_tokenizer
     return [
         model_fingerprint(config.model.path, config.model.revision),
-        [tokenizer.tokenizer.sha256, tokenizer.prefix, tokenizer.suffix, tokenizer.max_length],
+        [task.text_tokenizer.fingerprint, task.text_tokenizer.max_length],
         [[table, folder.content_hash(table)] for folder, table in task.tables()],
         list(getattr(config.task, "scored_on", {})),
     ]

@@ -64,6 +64,13 @@ class TextTokenizer:
         """Token that represents an empty text: end of text."""
         return self.tokenizer.pad_id if self.tokenizer.eos_id is None else self.tokenizer.eos_id
 
+    @property
+    def fingerprint(self) -> list[Any]:
+        """Everything that decides a text's tokens, besides the maximum length, as JSON types."""
+        tokenizer, special = self.tokenizer, [list(self.prefix), list(self.suffix)]
+        # The hash is of tokenizer.json alone; separator and EOS are named in tokenizer_config.json.
+        return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, self.settings.lowercase]
+
     def with_special_tokens(self, ids: Sequence[int], max_length: int) -> list[int]:
         """Add prefix and suffix to a text, truncated so that the result has 1 to `max_length` tokens."""
         room = max_length - len(self.prefix) - len(self.suffix)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from biphasic.report.study_models import Facets, parameters_in_size, short_steps
 
@@ -38,6 +39,8 @@ class Layout:
     """By line, and within a line by x."""
     ticks: Mapping[float, str] | None = None
     """The labels of an axis that has no numbers, by x."""
+    hidden: Mapping[str, str] = field(default_factory=dict)
+    """Models that aren't shown, by name, each with the model that has its place."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,10 @@ def objective_by_size(models: Models) -> Layout:
     """CLM and MLM models of each size, with the same number of steps and the usual masking ratio."""
     ratio = _usual_ratio(models)
     by_size: dict[str, dict[tuple[int, str], str]] = defaultdict(dict)
+    hidden: dict[str, str] = {}
     for name, facets in _from_scratch(models).items():
         if facets.objective == "clm" or (facets.objective == "mlm" and facets.masking_ratio == ratio):
-            by_size[facets.size][facets.total_steps, facets.objective] = name
+            _place(by_size[facets.size], (facets.total_steps, facets.objective), name, hidden)
     pairs: dict[str, dict[str, str]] = {}
     for size in _sorted_sizes(by_size):
         budgets = [
@@ -76,15 +80,16 @@ def objective_by_size(models: Models) -> Layout:
         for objective, label in lines.items()
         for index, pair in enumerate(pairs.values())
     ]
-    return Layout(tuple(placements), dict(enumerate(pairs)))
+    return _layout(placements, hidden, dict(enumerate(pairs)))
 
 
 def masking_ratio(models: Models) -> Layout:
     """MLM models with several masking ratios, by size, with the number of steps for which there are most ratios."""
     by_size: dict[str, dict[int, dict[float, str]]] = defaultdict(lambda: defaultdict(dict))
+    hidden: dict[str, str] = {}
     for name, facets in _from_scratch(models).items():
         if facets.objective == "mlm" and facets.masking_ratio is not None:
-            by_size[facets.size][facets.total_steps][facets.masking_ratio] = name
+            _place(by_size[facets.size][facets.total_steps], facets.masking_ratio, name, hidden)
     placements: list[Placement] = []
     for size in _sorted_sizes(by_size):
         steps = max(by_size[size], key=lambda steps: (len(by_size[size][steps]), steps))
@@ -93,16 +98,17 @@ def masking_ratio(models: Models) -> Layout:
             placements += [Placement(line, 100 * ratio, name) for ratio, name in sorted(by_size[size][steps].items())]
     if not placements:
         raise MissingModels("needs MLM models of one size and number of steps with different masking ratios")
-    return Layout(tuple(placements))
+    return _layout(placements, hidden)
 
 
 def clm_share(models: Models) -> Layout:
     """CLM, biphasic and MLM models of the usual masking ratio by the share of CLM steps, a line for each budget."""
     ratio = _usual_ratio(models)
     lines: dict[tuple[str, int], dict[float, str]] = defaultdict(dict)
+    hidden: dict[str, str] = {}
     for name, facets in _from_scratch(models).items():
         if facets.objective == "clm" or (facets.objective in ("mlm", "clm-mlm") and facets.masking_ratio == ratio):
-            lines[facets.size, facets.total_steps][facets.clm_steps / facets.total_steps] = name
+            _place(lines[facets.size, facets.total_steps], facets.clm_steps / facets.total_steps, name, hidden)
     placements: list[Placement] = []
     for size, steps in sorted(lines, key=lambda line: (parameters_in_size(line[0]), *line)):
         shares = lines[size, steps]
@@ -111,15 +117,16 @@ def clm_share(models: Models) -> Layout:
             placements += [Placement(line, 100 * share, name) for share, name in sorted(shares.items())]
     if not placements:
         raise MissingModels("needs a CLM-then-MLM model, and another CLM share of the same size and number of steps")
-    return Layout(tuple(placements))
+    return _layout(placements, hidden)
 
 
 def ratio_sensitivity(models: Models) -> Layout:
     """Models with several masking ratios, trained with MLM alone, and with the same number of steps after CLM."""
     by_budget: dict[tuple[str, int], dict[int, dict[float, str]]] = defaultdict(lambda: defaultdict(dict))
+    hidden: dict[str, str] = {}
     for name, facets in _from_scratch(models).items():
         if facets.objective in ("mlm", "clm-mlm") and facets.masking_ratio is not None:
-            by_budget[facets.size, facets.total_steps][facets.clm_steps][facets.masking_ratio] = name
+            _place(by_budget[facets.size, facets.total_steps][facets.clm_steps], facets.masking_ratio, name, hidden)
     placements: list[Placement] = []
     for size, steps in sorted(by_budget, key=lambda budget: (parameters_in_size(budget[0]), *budget)):
         lines = {clm: by_ratio for clm, by_ratio in by_budget[size, steps].items() if len(by_ratio) > 1}
@@ -133,14 +140,15 @@ def ratio_sensitivity(models: Models) -> Layout:
         raise MissingModels(
             "needs two masking ratios with CLM first and two without, of the same size and number of steps"
         )
-    return Layout(tuple(placements))
+    return _layout(placements, hidden)
 
 
 def learning_curves(models: Models) -> Layout:
     """Runs with scores of several checkpoints."""
     runs: dict[str, dict[int, str]] = defaultdict(dict)
+    hidden: dict[str, str] = {}
     for name, facets in models.items():
-        runs[facets.run][facets.steps] = name
+        _place(runs[facets.run], facets.steps, name, hidden)
     placements = [
         Placement(run, steps, name)
         for run, checkpoints in runs.items()
@@ -149,17 +157,18 @@ def learning_curves(models: Models) -> Layout:
     ]
     if not placements:
         raise MissingModels("needs scores of at least two checkpoints of a run, such as 610m-mlm40-42k-5000")
-    return Layout(tuple(placements))
+    return _layout(placements, hidden)
 
 
 def continued_pretraining(models: Models) -> Layout:
     """Continued models by their additional steps, a line for each model that is continued; 0 steps is that model."""
     lines: dict[tuple[str, str], dict[int, str]] = defaultdict(dict)
+    hidden: dict[str, str] = {}
     for name, facets in models.items():
         if facets.continued_from is not None and facets.is_final:
             ratio = "" if facets.masking_ratio is None else f" {100 * facets.masking_ratio:g}%"
             kind = facets.objective.upper().replace("-", ", ") + ratio
-            lines[facets.continued_from, kind][facets.total_steps - facets.base_steps] = name
+            _place(lines[facets.continued_from, kind], facets.total_steps - facets.base_steps, name, hidden)
     placements: list[Placement] = []
     for (base, kind), by_steps in lines.items():
         points = {0: base, **by_steps} if base in models else by_steps
@@ -167,7 +176,7 @@ def continued_pretraining(models: Models) -> Layout:
             placements += [Placement(f"{kind} from {base}", steps, name) for steps, name in sorted(points.items())]
     if not placements:
         raise MissingModels("needs a model that continues a decayed one, and that one or another number of steps")
-    return Layout(tuple(placements))
+    return _layout(placements, hidden)
 
 
 FIGURES = (
@@ -216,6 +225,20 @@ FIGURES = (
     ),
 )
 """The figures of scores. `losses` is drawn from the runs' metrics, see `study_losses`."""
+
+
+def _place(points: dict[Any, str], key: Any, name: str, hidden: dict[str, str]) -> None:
+    """Give a model its place, unless another model has it (one with another optimizer, for example)."""
+    if (shown := points.setdefault(key, name)) != name:
+        hidden[name] = shown
+
+
+def _layout(
+    placements: Iterable[Placement], hidden: Mapping[str, str], ticks: Mapping[float, str] | None = None
+) -> Layout:
+    placements = tuple(placements)
+    models = {placement.model for placement in placements}
+    return Layout(placements, ticks, {name: shown for name, shown in hidden.items() if shown in models})
 
 
 def _from_scratch(models: Models) -> dict[str, Facets]:

@@ -56,7 +56,7 @@ def report_files(study: Study) -> dict[str, bytes | None]:
             "the objective. Triangles: the learning rate begins to fall.",
             "",
         ]
-    lines += [*_evaluations(study), *_left_out(study, missing)]
+    lines += [*_evaluations(study), *_left_out(study, figures, missing)]
     return {
         "report.md": ("\n".join(lines).rstrip() + "\n").encode(),
         "scores.csv": _scores_csv(study),
@@ -135,8 +135,13 @@ def _evaluations(study: Study) -> list[str]:
     return ["## Evaluations", "", *markdown_table(header, body)]
 
 
-def _left_out(study: Study, missing: dict[str, str]) -> list[str]:
+def _left_out(study: Study, figures: list[ArrangedFigure], missing: dict[str, str]) -> list[str]:
     reasons = [f"- `{name}` {reason}." for name, reason in missing.items()]
+    reasons += [
+        f"- `{arranged.figure.name}` doesn't show {escape(name)}, because {escape(shown)} has the same place in it."
+        for arranged in figures
+        for name, shown in arranged.layout.hidden.items()
+    ]
     reasons += [f"- {escape(reason)}." for reason in [*study.unplaced.values(), *study.notes]]
     return ["## Left out", "", *(reasons or ["Nothing."]), ""]
 
@@ -148,11 +153,13 @@ def _scores_csv(study: Study) -> bytes:
         known = (facets.size, facets.objective, facets.masking_ratio, facets.clm_steps, facets.total_steps, facets.steps,
                  facets.continued_from) if facets is not None else (None,) * 7  # fmt: skip
         rows.append([
-            *(row.model, *known, row.group, row.task, row.test_set),
+            *(row.model, *known, row.group, row.trained_on, row.task, row.test_set),
             *(row.seed, row.score, "yes" if row.settled else "no"),
         ])  # fmt: skip
-    columns = "model size objective masking_ratio clm_steps total_steps steps continued_from group task test_set seed"
-    return csv_table(f"{columns} score settled", rows)
+    columns = (
+        "model size objective masking_ratio clm_steps total_steps steps continued_from group trained_on task test_set"
+    )
+    return csv_table(f"{columns} seed score settled", rows)
 
 
 def _groups_json(table: ScoreTable) -> bytes:

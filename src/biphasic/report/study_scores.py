@@ -25,6 +25,8 @@ class ScoreRow:
     """From 0 to 1."""
     settled: bool = True
     """Whether no missing trial could change the chosen rate."""
+    trained_on: str = ""
+    """The task that the model was fine-tuned on."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +103,9 @@ class ModelDifference:
 def rows_of_sweep(sweep: SweepScores) -> list[ScoreRow]:
     """Return the test scores of a sweep at the chosen rates."""
     return [
-        ScoreRow(model, FAMILIES.get(row.family, row.family), row.counts_as, row.name, seed, value, score.settled)
+        ScoreRow(
+            model, FAMILIES.get(row.family, row.family), row.counts_as, row.name, seed, value, score.settled, row.task
+        )
         for (model, row), score in sweep.scores.items()
         if row.task is not None
         for seed, value in score.by_seed.items()
@@ -112,12 +116,18 @@ def score_table(rows: Iterable[ScoreRow]) -> ScoreTable:
     """Return the means of the rows' scores.
 
     A group's score with a seed is the mean over the group's tasks. It exists if the model has a score with this seed on
-    every test set that any model of the table has, so that means of different models are over the same tasks.
+    every test set that any model of the table has, so that means of different models are over the same tasks. A test set
+    of several training tasks is a task of its own for each.
     """
     rows = list(rows)
+    training_tasks: dict[tuple[str, str], set[str]] = {}
+    for row in rows:
+        training_tasks.setdefault((row.group, row.test_set), set()).add(row.trained_on)
     by_column: dict[Column, dict[str, list[ScoreRow]]] = {}
     for row in rows:
-        by_column.setdefault(Column(row.group, row.task, row.test_set), {}).setdefault(row.model, []).append(row)
+        origin = f" (from {row.trained_on})" if len(training_tasks[row.group, row.test_set]) > 1 else ""
+        column = Column(row.group, row.task + origin, row.test_set + origin)
+        by_column.setdefault(column, {}).setdefault(row.model, []).append(row)
     order = {group: index for index, group in enumerate(FAMILIES.values())}
     groups = sorted({row.group for row in rows}, key=lambda group: (order.get(group, len(order)), group))
     columns: list[Column] = []

@@ -77,7 +77,7 @@ class Stability:
     seeds: int
     """Number of seeds with a record for every rate. Other seeds are not used: they would favour rates without a record."""
     failed: int
-    """Number of failed trials of the model on the task."""
+    """Number of failed trials of the model on the task, of those that the sweep runs."""
     trials: int
 
 
@@ -139,6 +139,7 @@ def scores_by_rate(sweep: SweepScores, model: str, row: TableRow) -> dict[float,
 def stability(sweep: SweepScores, model: str, row: TableRow) -> Stability:
     """Return how much a model's score on a test set depends on the learning rate and the seed."""
     trials = sweep.groups[model, row.task or ""]
+    planned = [trial for trial in trials.values() if trial in sweep.planned]
     rates, by_rate = sweep.grid.learning_rates, scores_by_rate(sweep, model, row)
     seeds = [s for s in sweep.grid.seeds if all(trials[lr, s] in sweep.records for lr in rates)]
     by_seed = [[by_rate[lr][seed] for lr in rates if seed in by_rate[lr]] for seed in seeds]
@@ -151,8 +152,8 @@ def stability(sweep: SweepScores, model: str, row: TableRow) -> Stability:
         near=sum(mean >= max(means) - NEAR - 1e-12 for mean in means) if seeds else None,
         rates=len(rates),
         seeds=len(seeds),
-        failed=sum(sweep.status(trial) == "failed" for trial in trials.values()),
-        trials=sum(trial in sweep.planned for trial in trials.values()),
+        failed=sum(sweep.status(trial) == "failed" for trial in planned),
+        trials=len(planned),
     )
 
 

@@ -48,13 +48,14 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
 
 @contextmanager
 def _signals() -> Iterator[list[int]]:
-    """Collect signals instead of ending by them."""
+    """Collect signals instead of ending by them. An ignored signal stays ignored: `nohup` ignores SIGHUP."""
     received: list[int] = []
 
     def note(number: int, frame: FrameType | None) -> None:
         received.append(number)
 
-    previous = {number: signal.signal(number, note) for number in _SIGNALS}
+    noted = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in noted}
     try:
         yield received
     finally:

@@ -98,11 +98,12 @@ class View:
 
     def summary(self) -> str:
         """Return counts and times in one line."""
-        planned = planned_trials(self.grid, self.records)
-        recorded = [self.records[trial] for trial in planned if trial in self.records]
+        records = dict(self.records)  # the live table's thread reads while the driver adds records
+        planned = planned_trials(self.grid, records)
+        recorded = [records[trial] for trial in planned if trial in records]
         failed = sum(record.status == "failed" for record in recorded)
-        waiting = [cell for trial, cell in planned.items() if trial not in self.records]
-        ahead = TrialSeconds(self.records).total(waiting) / self.at_once
+        waiting = [cell for trial, cell in planned.items() if trial not in records]
+        ahead = TrialSeconds(records).total(waiting) / self.at_once
         remaining = f", {format_seconds(ahead)} left" if ahead else ""
         counts = f"{len(recorded) - failed} done, {failed} failed, {len(waiting)} left, {self.running} running"
         return f"{counts}; {format_seconds(time.monotonic() - self.start)}{remaining}"
