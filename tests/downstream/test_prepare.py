@@ -205,6 +205,7 @@ def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
 def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     path = tmp_path / f"train.{kind}"
     rows = [{"a": f"one, {at}", "b": f"two {at}", "gold": ["bad", "good"][at % 2]} for at in range(10)]
+    rows[4] |= {"a": "null", "b": "NA"}
     if kind == "parquet":
         Dataset.from_list(rows).to_parquet(path)
     elif kind.startswith("jsonl"):
@@ -226,6 +227,12 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
     prepare_task("it", local(tmp_path, task))
     row = {"id": "train-3", "text": "one, 3", "text_pair": "two 3", "label": 0}
     assert rows_of(tmp_path / "out" / "it", "test")[3] == row
+    assert rows_of(tmp_path / "out" / "it", "test")[4] == {
+        "id": "train-4",
+        "text": "null",
+        "text_pair": "NA",
+        "label": 1,
+    }
 
 
 def test_answers_can_be_texts(tmp_path: Path) -> None:
@@ -293,6 +300,38 @@ def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str,
         prepare_task("it", local(tmp_path, task))
     # Its queries and corpus are written already: the next preparation may remove them.
     assert prepare_task("it", local(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "values", "why"),
+    [
+        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: its text is no text"),
+        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: its text is no text"),
+        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: one of its texts is no text"),
+        ("qrels", "score", [1, 1, None], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
+        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
+    ],
+)
+def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str, values: list[Any], why: str) -> None:
+    tables = {
+        "queries": [{"_id": f"q{at}", "text": "w"} for at in range(3)],
+        "corpus": [{"_id": f"d{at}", "title": None, "text": "w"} for at in range(3)],
+        "qrels": [{"query-id": f"q{at}", "corpus-id": f"d{at}", "score": 1} for at in range(3)],
+    }
+    for row, value in zip(tables[table], values, strict=True):
+        row[column] = value
+    files = {name: {"files": {"train": [jsonl(tmp_path / f"{name}.jsonl", rows)]}} for name, rows in tables.items()}
+    task = {
+        "kind": "retrieval",
+        "corpus": files["corpus"],
+        "queries": [files["queries"]],
+        "qrels": {"test": files["qrels"]},
+    }
+    with pytest.raises(UserError, match=why):
+        prepare_task("it", local(tmp_path, task))
+    if None in values:
+        left = prepare_task("it", local(tmp_path, task, max_invalid_share=0.5))["rows"]
+        assert left["qrels/test"] == 2
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from typing import Any
 
 from biphasic.config.tasks import CorpusConfig, PairsConfig, QrelsConfig, QueriesConfig
 from biphasic.downstream.tables import InvalidRow, Table, TableRow
@@ -25,18 +26,31 @@ def pairs(config: PairsConfig, table: Table) -> Iterator[TableRow | InvalidRow]:
                 yield InvalidRow("one of its texts is no text", f"{table.source}, row {number}")
 
 
-def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow]:
+def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow | InvalidRow]:
     """Yield judgments with any score, of all queries or of one half of them (`config.half`)."""
     columns = [config.query_column, config.list_column or config.document_column]
     columns += [] if config.score_column is None else [config.score_column]
+    number = 0
     for batch in table.batches(columns):
         scores = batch[config.score_column] if config.score_column else [1] * len(batch[columns[0]])
         for query, judged, score in zip(batch[columns[0]], batch[columns[1]], scores, strict=True):
+            number += 1
             if config.half is not None and in_first_half(seed, str(query)) != (config.half == "first"):
+                continue
+            if (whole := _whole_number(score)) is None:
+                yield InvalidRow("its score is no whole number", f"{table.source}, row {number}")
                 continue
             documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
             for document in documents:
-                yield {"query-id": str(query), "corpus-id": str(document), "score": int(score)}
+                yield {"query-id": str(query), "corpus-id": str(document), "score": whole}
+
+
+def _whole_number(score: Any) -> int | None:
+    try:
+        whole = int(score)
+        return whole if whole == float(score) else None
+    except (TypeError, ValueError, OverflowError):  # null, a text, NaN, Inf
+        return None
 
 
 def in_first_half(seed: int, query: str) -> bool:
@@ -44,20 +58,39 @@ def in_first_half(seed: int, query: str) -> bool:
     return hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()[0] < 128
 
 
-def queries(config: QueriesConfig, table: Table, judged: set[str], written: set[str]) -> Iterator[TableRow]:
+def queries(
+    config: QueriesConfig, table: Table, judged: set[str], written: set[str]
+) -> Iterator[TableRow | InvalidRow]:
     """Yield the queries with ids in `judged`, each once, and add their ids to `written`."""
+    number = 0
     for batch in table.batches([config.id_column, config.text_column]):
         for id, text in zip(map(str, batch[config.id_column]), batch[config.text_column], strict=True):
-            if id in judged and id not in written:
+            number += 1
+            if id not in judged or id in written:
+                continue
+            if isinstance(text, str):
                 written.add(id)
                 yield {"_id": id, "text": text}
+            else:
+                yield InvalidRow("its text is no text", f"{table.source}, row {number}")
 
 
-def corpus(config: CorpusConfig, table: Table, judged: set[str] | None, written: set[str]) -> Iterator[TableRow]:
-    """Yield the documents with ids in `judged` (None means all), each once, and add their ids to `written`."""
+def corpus(
+    config: CorpusConfig, table: Table, judged: set[str] | None, written: set[str]
+) -> Iterator[TableRow | InvalidRow]:
+    """Yield the documents with ids in `judged` (None means all), each once, and add their ids to `written`.
+
+    A null is an empty text.
+    """
+    number = 0
     for batch in table.batches([config.id_column, *config.text_columns]):
         texts = zip(*(batch[name] for name in config.text_columns), strict=True)
         for id, parts in zip(map(str, batch[config.id_column]), texts, strict=True):
-            if (judged is None or id in judged) and id not in written:
+            number += 1
+            if (judged is not None and id not in judged) or id in written:
+                continue
+            if all(part is None or isinstance(part, str) for part in parts):
                 written.add(id)
                 yield {"_id": id, "title": "", "text": config.separator.join(part for part in parts if part)}
+            else:
+                yield InvalidRow("one of its texts is no text", f"{table.source}, row {number}")

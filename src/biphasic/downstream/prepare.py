@@ -319,12 +319,17 @@ def _write_retrieval(writer: _TaskWriter, task: RetrievalSet) -> None:
         writer.write("train", "pairs", pairs(task.train, table), len(table))
     judged_documents: set[str] = set()
     judged_queries: set[str] = set()
-    relevant: dict[str, list[TableRow]] = {}
+    relevant: dict[str, list[TableRow | InvalidRow]] = {}
     for split, config in task.qrels.items():
-        judgments = list(qrels(config, writer.table(config, config.split), writer.config.seed))
-        judged_documents.update(row["corpus-id"] for row in judgments)
-        relevant[split] = [row for row in judgments if row["score"] >= task.min_score]
-        judged_queries.update(row["query-id"] for row in relevant[split])
+        relevant[split] = []
+        for row in qrels(config, writer.table(config, config.split), writer.config.seed):
+            if isinstance(row, InvalidRow):
+                relevant[split].append(row)
+                continue
+            judged_documents.add(row["corpus-id"])
+            if row["score"] >= task.min_score:
+                judged_queries.add(row["query-id"])
+                relevant[split].append(row)
     query_ids: set[str] = set()
     corpus_ids: set[str] = set()
     tables = [(config, writer.table(config, config.split)) for config in task.queries]
@@ -337,9 +342,11 @@ def _write_retrieval(writer: _TaskWriter, task: RetrievalSet) -> None:
         writer.write(f"qrels/{split}", "qrels", _known(judgments, query_ids, corpus_ids, split), len(judgments))
 
 
-def _known(judgments: list[TableRow], query_ids: set[str], corpus_ids: set[str], split: str) -> Rows:
+def _known(judgments: list[TableRow | InvalidRow], query_ids: set[str], corpus_ids: set[str], split: str) -> Rows:
     for number, row in enumerate(judgments, start=1):
-        if row["query-id"] not in query_ids:
+        if isinstance(row, InvalidRow):
+            yield row
+        elif row["query-id"] not in query_ids:
             yield InvalidRow("its query is not among the queries", f"qrels of {split}, number {number}")
         elif row["corpus-id"] not in corpus_ids:
             yield InvalidRow("its document is not in the corpus", f"qrels of {split}, number {number}")

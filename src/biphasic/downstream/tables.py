@@ -100,7 +100,9 @@ def open_table(config: DatasetConfig, split: str) -> Table:
             assert config.files is not None
             source = ", ".join(config.files[split])
             files, builder = _local_files(config.files[split])
-            options: dict[str, Any] = {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
+            # pandas would read the texts `null` and `NA` as no text.
+            options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if builder == "csv" else {}
+            options |= {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
             rows = datasets.load_dataset(builder, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, **options)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
