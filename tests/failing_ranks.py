@@ -14,7 +14,7 @@ from pathlib import Path
 import torch.distributed
 
 from biphasic import faults
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
 from biphasic.faults import close_on_fault, run_rank
 
 
@@ -23,6 +23,8 @@ def fail(case: str, rank: int) -> None:
         raise UserError("the shard is damaged\nput it right")
     if case == "bug" and rank == 1:
         print(1 / 0)
+    if case == "away" and rank == 1:
+        raise Unavailable("the bucket can't be reached")
     if case == "all":
         time.sleep(0 if rank else 1)
         raise UserError("the loss is not a finite number")

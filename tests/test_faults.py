@@ -23,6 +23,7 @@ CASES: dict[str, tuple[int, int, list[str], str | None]] = {
     "one": (3, 2, ["the shard is damaged\nput it right\n"], "rank 1: the shard is damaged"),
     "bug": (2, 1, ["ZeroDivisionError: division by zero\n"], "rank 1: ZeroDivisionError: division by zero"),
     "all": (2, 2, ["the loss is not a finite number\n"], "the loss is not a finite number"),
+    "away": (2, 1, ["the bucket can't be reached\n"], "rank 1: the bucket can't be reached"),
     "two": (3, 2, ["the disk of rank 1 is full\n", "the disk of rank 2 is full\n"], None),
     "killed": (2, 1, [LOST], LOST),
     "early": (2, 2, ["the file is not the same on this node\n"], ""),

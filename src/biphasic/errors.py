@@ -30,6 +30,10 @@ class UserError(Exception):
     """An error that the user can correct. The message says how, and no traceback is shown."""
 
 
+class Unavailable(UserError):
+    """Something that the job needs can't be reached for now, such as a bucket. Starting again later may help."""
+
+
 class Preempted(Exception):
     """The run saved a checkpoint and stopped on request. The same command resumes it."""
 

@@ -22,7 +22,7 @@ from datetime import timedelta
 from threading import Event, Lock, Thread, Timer
 from typing import Any, TextIO
 
-from biphasic.errors import PREEMPTED, ConfigError, Preempted, UserError, is_lost_rank
+from biphasic.errors import PREEMPTED, ConfigError, Preempted, Unavailable, UserError, is_lost_rank
 from biphasic.storage import first_line
 
 FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
@@ -44,9 +44,9 @@ def run_rank(job: Callable[[], int]) -> int:
         job: function that returns an exit status or raises an exception.
 
     Returns:
-        The job's exit status; 1 if it failed, 2 if something must be changed first, 75 if it was preempted, 130 after
-        Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault and is not local rank 0
-        returns 0, because the launcher prints the output of a rank with any other status.
+        The job's exit status; 1 if it failed or a bucket is unavailable, 2 if something must be changed first, 75 if it was
+        preempted, 130 after Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault and is not
+        local rank 0 returns 0, because the launcher prints the output of a rank with any other status.
     """
     global _ranks
     # With the umask 0 of some containers, anyone on the machine could replace checkpoints and records.
@@ -68,7 +68,7 @@ def run_rank(job: Callable[[], int]) -> int:
         if not isinstance(error, ConfigError | UserError):
             raise
         print(error, file=sys.stderr)
-        return REFUSED
+        return _Fault.of(error).status
     finally:
         if _ranks is not None:
             _ranks.stop()
@@ -130,7 +130,7 @@ class _Fault:
             text = f"MASTER_PORT {os.environ['MASTER_PORT']} is in use by another program: start again"
             return cls(rank, node, FAILED, text, lost=True)
         if isinstance(error, ConfigError | UserError):
-            return cls(rank, node, REFUSED, str(error))
+            return cls(rank, node, FAILED if isinstance(error, Unavailable) else REFUSED, str(error))
         # Composer's handler of SIGINT exits with this status.
         if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == INTERRUPTED):
             return cls(rank, node, INTERRUPTED, "interrupted with Ctrl-C (SIGINT), without saving")
@@ -272,10 +272,11 @@ class _Ranks:
     def _show(self) -> int:
         own, first = self._own, self._first or self._own
         assert first is not None
-        if own is not None and not self._shown_by_lower_rank and (own.status == REFUSED or own.text == first.text):
+        is_message = isinstance(self._error, ConfigError | UserError)
+        if own is not None and not self._shown_by_lower_rank and (is_message or own.text == first.text):
             if own.lost:
                 print(own, file=sys.stderr)
-            elif own.status == REFUSED:
+            elif is_message:
                 print(own.text, file=sys.stderr)
             else:
                 traceback.print_exception(self._error)

@@ -19,8 +19,9 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, open_store
+from biphasic.errors import Unavailable, UserError
+from biphasic.faults import FAILED, REFUSED
+from biphasic.storage import first_line, is_remote, open_store, user_error
 
 _ALL_REDUCE_VALUES = 1 << 25
 """Number of fp32 values in the timed all-reduce: 128 MiB on a GPU. CPUs use an eighth of this."""
@@ -31,11 +32,12 @@ _MIN_BANDWIDTH_SHARE = 0.5
 """A node is reported if its all-reduce has less than this share of the median node's bandwidth."""
 
 RankFacts = dict[str, Any]
-"""Results of one rank: its host and node, a value for each check by name, and `faults`, a list of messages."""
+"""Results of one rank: its host and node, a value for each check by name, and `faults`, a list of messages, of
+which `unavailable` are about a bucket that can't be reached for now."""
 
 
 def check(file: str, overrides: list[str]) -> int:
-    """Run all checks on all ranks, print the report on rank 0, and return the exit status: 2 with faults.
+    """Run all checks on all ranks, print the report on rank 0, and return the exit status: 2 with faults, 1 if all may pass.
 
     Raises:
         ConfigError: the YAML can't be used.
@@ -52,7 +54,8 @@ def check(file: str, overrides: list[str]) -> int:
     if dist.get_global_rank() == 0:
         print("\n".join(report(all_facts, faults)), flush=True)
     dist.barrier()
-    return 2 if faults else 0
+    unavailable = sum(facts["unavailable"] for facts in all_facts)
+    return 0 if not faults else FAILED if unavailable >= len(faults) else REFUSED
 
 
 def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
@@ -64,7 +67,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     on_gpu = torch.cuda.is_available()
     dist.barrier()
     facts: RankFacts = {"host": socket.gethostname(), "node": dist.get_node_rank(), "rank": dist.get_global_rank(),
-                        "clock": time.time(), "faults": []}  # fmt: skip
+                        "clock": time.time(), "faults": [], "unavailable": 0}  # fmt: skip
     device = torch.cuda.get_device_properties(dist.get_local_rank()) if on_gpu else None
     facts["device"] = f"{device.name}, {format_bytes(device.total_memory)}" if device is not None else "CPU"
     cuda = torch.version.cuda  # pyright: ignore[reportAttributeAccessIssue]
@@ -77,6 +80,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
                 facts[check.__name__.lstrip("_")] = check(config)
             except (UserError, OSError) as error:
                 facts["faults"].append(str(error) if isinstance(error, UserError) else first_line(error))
+                facts["unavailable"] += isinstance(error, Unavailable)
     return facts
 
 
@@ -177,7 +181,7 @@ def _bucket(config: PretrainConfig) -> str:
         deleted = place.stat(name) is None
     except OSError as error:
         message = f"can't be written, read and deleted ({first_line(error)})"
-        raise UserError(f"checkpoint.folder {destination}: {message}") from error
+        raise user_error(f"checkpoint.folder {destination}: {message}", error) from error
     if not same or not deleted:
         fault = "reads back other bytes than were written" if not same else "does not delete"
         raise UserError(f"checkpoint.folder {destination}: {fault}")

@@ -18,7 +18,7 @@ from biphasic.checkpointing.manifest import batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.store import Uploader
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
 from biphasic.training.loggers import read_metrics
 from buckets import bucket_for, flip_a_bit
@@ -198,8 +198,10 @@ def test_a_preempted_run_whose_disk_is_full_does_not_say_that_it_saved(
 
 
 def test_a_missing_bucket_is_refused(s3: Path, write_yaml: Write) -> None:
-    with pytest.raises(UserError, match=r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read and written \("):
+    message = r"^checkpoint.folder s3://no-such-bucket-here/x: can't be read and written \("
+    with pytest.raises(UserError, match=message) as refused:
         train(config_of(write_yaml("none", checkpoint__folder="s3://no-such-bucket-here/x")))
+    assert not isinstance(refused.value, Unavailable)
 
 
 def test_the_newest_and_the_branch_points_are_kept(write_yaml: Write) -> None:

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from biphasic.checkpointing.manifest import list_checkpoints
+from biphasic.preflight import rank_facts
 from biphasic.storage import open_store
 from biphasic.training.loggers import read_metrics
 from buckets import bucket_for, upload
@@ -105,6 +106,26 @@ def test_an_answer_that_breaks_off_is_read_again(s3: Path, proxy: Start, monkeyp
     with pytest.raises(OSError, match=r"IncompleteRead|bytes"):
         open_store(place).read("ba1.json")
     assert bad.requests["GET"] == 4
+
+
+def test_a_bucket_that_is_away_ends_a_run_with_status_1(
+    s3: Path, write_yaml: Write, proxy: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launchers restart it."""
+    path, place = yaml_in_bucket(s3, write_yaml, "outage", data__num_workers=1, data__download_retry=1)
+    bad = proxy(0.0)
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    bad.away = True
+    run = launch(path)
+    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr[-3000:]
+    assert f"checkpoint.folder {place}: can't be read and written (" in run.stderr
+    facts = rank_facts(config_of(path))
+    assert facts["unavailable"] == len(facts["faults"]) == 2, facts
+    # When a shard is needed.
+    monkeypatch.setattr(bad, "count", lambda command, path: setattr(bad, "away", ".mds" in path))
+    run = launch(path, "checkpoint.folder=null")
+    assert run.returncode == 1 and "Traceback" not in run.stderr, run.stderr[-3000:]
+    assert "shard.00000.mds.zstd: can't be read into" in run.stderr
 
 
 def test_training_continues_while_the_bucket_is_unavailable(s3: Path, write_yaml: Write, proxy: Start) -> None:

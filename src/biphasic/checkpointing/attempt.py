@@ -63,7 +63,7 @@ def start_attempt(config: PretrainConfig) -> Attempt:
             try:
                 name = lock.acquire(ranks.size)
             except UserError as error:
-                fault = str(error)
+                fault = error
         ranks.raise_first(fault)
         name = ranks.broadcast(name)
         resume = find_resume_point(destination, local_folder, config, ranks)

@@ -22,7 +22,7 @@ from biphasic.checkpointing.store import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint
-from biphasic.storage import Store, first_line, is_remote, open_store
+from biphasic.storage import Store, first_line, is_remote, open_store, user_error
 
 if TYPE_CHECKING:
     from biphasic.checkpointing.stopping import ProcessGroup
@@ -51,7 +51,7 @@ def find_resume_point(
         try:
             entries = open_store(destination).entries()
         except OSError as error:
-            fault = f"checkpoint.folder {destination}: can't be reached ({first_line(error)})"
+            fault = user_error(f"checkpoint.folder {destination}: can't be reached ({first_line(error)})", error)
     ranks.raise_first(fault)
     if is_remote(destination) and _upload_pending(destination, local_folder, entries, ranks):
         entries = None
@@ -72,21 +72,21 @@ def find_resume_point(
                 entries = folder.entries()
             newest = newest_complete(folder, local_folder, reject_other_run, entries)
         except OSError as error:
-            fault = f"checkpoint.folder {destination}: can't be read ({first_line(error)})"
+            fault = user_error(f"checkpoint.folder {destination}: can't be read ({first_line(error)})", error)
         if newest is None and other_runs:
-            fault = foreign_folder(destination, other_runs[0])
+            fault = fault or UserError(foreign_folder(destination, other_runs[0]))
     manifest: Manifest | None = ranks.broadcast(newest)
     if manifest is not None and ranks.local_rank == 0 and ranks.rank:
         place = f"checkpoint.folder {destination}: rank {ranks.rank}"
         try:
             missing = download_files(manifest, open_store(destination), local_folder)
             if missing is not None:
-                fault = (
+                fault = UserError(
                     f"{place} can't get {manifest.path} ({missing}); with several machines it has to be a bucket, or a "
                     "folder that all of them see"
                 )
         except OSError as error:
-            fault = f"{place} can't get {manifest.path} ({first_line(error)})"
+            fault = user_error(f"{place} can't get {manifest.path} ({first_line(error)})", error)
     ranks.raise_first(fault)
     return manifest
 
@@ -105,7 +105,8 @@ def _upload_pending(destination: str, local_folder: Path, entries: Entries | Non
             store.stat(LOCK_FILE)
             counts.append(upload_pending(local_folder, store, newest))
         except OSError as error:
-            raise UserError(f"checkpoint.folder {destination}: can't be reached ({first_line(error)})") from None
+            message = f"checkpoint.folder {destination}: can't be reached ({first_line(error)})"
+            raise user_error(message, error) from None
 
     ranks.once_per_machine(upload)
     return bool(ranks.maximum(sum(counts)))
@@ -128,7 +129,7 @@ def fetch_branch_point(config: PretrainConfig, ranks: ProcessGroup) -> tuple[Bra
         try:
             point = find_branch_point(config.start_from, config)
         except UserError as error:
-            fault = str(error)
+            fault = error
     ranks.raise_first(fault)
     point = ranks.broadcast(point)
     local_folder = config.run_folder / "from" if is_remote(point.folder) else Path(point.folder)
@@ -183,7 +184,7 @@ def _download_named(path: str, local_folder: Path) -> str:
     except ValueError as error:
         raise _unusable(path, not_a_manifest(file, error)) from None
     except OSError as error:
-        raise _unusable(path, f"{first_line(error)}; its manifest is {file}") from None
+        raise _unusable(path, f"{first_line(error)}; its manifest is {file}", error) from None
     if name != manifest.path:
         raise _unusable(path, f"{file} is the manifest of {manifest.path}")
     _download(path, manifest, folder, local_folder)
@@ -194,7 +195,7 @@ def _download(path: str, manifest: Manifest, folder: Store, local_folder: Path) 
     try:
         fault = download_files(manifest, folder, local_folder)
     except OSError as error:
-        raise _unusable(path, first_line(error)) from None
+        raise _unusable(path, first_line(error), error) from None
     if fault is not None:
         raise _unusable(path, fault)
 
@@ -207,7 +208,7 @@ def _newest_in(path: str, local_folder: Path) -> str:
             faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
             raise _unusable(path, "; ".join(["it holds no complete checkpoint", *faults[:1]]))
     except OSError as error:
-        raise _unusable(path, first_line(error)) from None
+        raise _unusable(path, first_line(error), error) from None
     return str(local_folder / manifest.path)
 
 
@@ -222,5 +223,5 @@ def _batch_in_path(path: str) -> int | None:
     return batch_of(name) if name.endswith(".pt") else batch_of(f"{name}/")
 
 
-def _unusable(path: str, reason: str) -> UserError:
-    return UserError(f"checkpoint {path}: can't be used ({reason})")
+def _unusable(path: str, reason: str, error: OSError | None = None) -> UserError:
+    return user_error(f"checkpoint {path}: can't be used ({reason})", error)

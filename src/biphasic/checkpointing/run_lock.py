@@ -16,7 +16,7 @@ from threading import Event, Thread
 from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.storage import Store, first_line, json_bytes, open_store
+from biphasic.storage import Store, first_line, json_bytes, open_store, user_error
 
 LOCK_FILE = "lock.json"
 ATTEMPTS, CLAIMS = "attempts", "claims"
@@ -78,7 +78,7 @@ class RunLock:
             _write_attempt(folder, record)
         except OSError as error:
             message = f"{self._name}: can't be read and written ({first_line(error)})"
-            raise UserError(message) from error
+            raise user_error(message, error) from error
         self._record = record
         self._thread = Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
         self._thread.start()

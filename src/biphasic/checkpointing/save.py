@@ -134,7 +134,7 @@ class Saver(Callback):
         try:
             self._finish()
         except UserError as error:
-            fault = str(error)
+            fault = error
         self._stopping.ranks.raise_first(fault)
 
     def close(self, state: State, logger: Logger) -> None:
@@ -158,7 +158,8 @@ class Saver(Callback):
         if self._saved_batch != int(state.timestamp.batch):
             self._save(state, logger, kept=self._is_due(state, Event.BATCH_CHECKPOINT)[1])
         self._wait_for_writer()
-        stopping.ranks.raise_first(None if self._fault is None else f"{stopping.reason}: not saved: {self._fault}")
+        fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
+        stopping.ranks.raise_first(fault)
         self._report_slow_uploads(stopping.reason)
         result = "saved"
         try:

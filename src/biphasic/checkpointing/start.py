@@ -17,7 +17,7 @@ from biphasic.config.history import Difference, constant_differences, first_diff
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, join, open_store
+from biphasic.storage import first_line, is_remote, join, open_store, user_error
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def find_branch_point(path: str, config: PretrainConfig) -> BranchPoint:
             complete.append(f"ba{checkpoint.batch}")
             difference = difference or next(iter(differences), None)
     except OSError as error:
-        raise UserError(f"start_from: {path}: can't be read ({first_line(error)})") from None
+        raise user_error(f"start_from: {path}: can't be read ({first_line(error)})", error) from None
     raise UserError(f"start_from: {path}: {_no_branch_point(config, batch, complete, others, difference)}")
 
 

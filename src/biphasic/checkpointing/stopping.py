@@ -64,15 +64,15 @@ class ProcessGroup:
         torch.distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
         return values[0]
 
-    def raise_first(self, fault: str | None) -> None:
+    def raise_first(self, fault: UserError | None) -> None:
         """Raise on all ranks if any rank has a fault.
 
         Raises:
             UserError: the fault of the lowest rank that has one.
         """
-        faults = [text for text in self.all_gather(fault) if text]
-        if faults:
-            raise UserError(faults[0])
+        for first in self.all_gather(fault):
+            if first is not None:
+                raise first
 
     def once_per_machine(self, action: Callable[[], object]) -> None:
         """Run a function on local rank 0 of each node while all ranks wait. A UserError on any node is raised on all."""
@@ -81,7 +81,7 @@ class ProcessGroup:
             try:
                 action()
             except UserError as error:
-                fault = str(error)
+                fault = error
         self.raise_first(fault)
 
     def barrier(self) -> None:

@@ -15,8 +15,17 @@ from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 from biphasic.config.conversion_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
 from biphasic.data.mds_reader import INDEX, shard_file
-from biphasic.errors import UserError
-from biphasic.storage import Store, azure_account, file_hash, first_line, is_inside, open_store
+from biphasic.errors import Unavailable, UserError
+from biphasic.storage import (
+    Store,
+    azure_account,
+    file_hash,
+    first_line,
+    is_inside,
+    is_unreachable,
+    open_store,
+    user_error,
+)
 from biphasic.versions import require_form
 
 
@@ -31,6 +40,10 @@ class LoaderError(UserError):
 
 class ShardError(LoaderError):
     """A shard can't be used. Unlike other loader errors, this can happen on any rank and in the middle of a run."""
+
+
+class UnavailableShardError(ShardError, Unavailable):
+    """A shard can't be downloaded for now."""
 
 
 class AzureBlobDownloader(AzureDownloader):
@@ -119,7 +132,8 @@ class CheckedStream(Stream):
                 message = f"is damaged: its {self.validate_hash} is not the one in {folder / INDEX}"
                 check = f"check the conversion with `biphasic verify` and put the shard right{cache}"
                 raise ShardError(f"shard {name}: {message}; nothing of it was used; {check}") from error
-            raise ShardError(f"shard {name}: can't be read into {folder} ({first_line(error)})") from error
+            kind = UnavailableShardError if is_unreachable(error) else ShardError
+            raise kind(f"shard {name}: can't be read into {folder} ({first_line(error)})") from error
 
     def _decompress_shard_part(
         self, zip_info: Any, zip_filename: str, raw_filename: str, compression: str | None
@@ -177,7 +191,7 @@ def require_first_shard(stream: StreamConfig) -> None:
         file = shard_file(json.loads(store.read(INDEX))["shards"][0])
         content = store.read(file["basename"])
     except (OSError, ValueError, LookupError) as error:
-        raise UserError(f"dataset {dataset}: its first shard can't be read ({first_line(error)})") from error
+        raise user_error(f"dataset {dataset}: its first shard can't be read ({first_line(error)})", error) from error
     expected = file["hashes"].get("xxh64")
     if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
         raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
@@ -195,7 +209,7 @@ def _require_dataset(dataset: str, local: str) -> None:
         parent = _open_known_store(conversion)
         unfinished = parent is not None and parent.stat(CONVERSION_STARTED) is not None
     except OSError as error:
-        raise UserError(f"dataset {dataset}: can't be opened ({first_line(error)})") from error
+        raise user_error(f"dataset {dataset}: can't be opened ({first_line(error)})", error) from error
     if unfinished:
         advice = "run `biphasic verify` on it to see which work units are missing"
         raise UserError(

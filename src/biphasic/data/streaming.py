@@ -19,7 +19,7 @@ from biphasic.data.loader_signals import handle_loader_signals
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
 from biphasic.errors import UserError, is_lost_rank
-from biphasic.storage import first_line
+from biphasic.storage import first_line, user_error
 from biphasic.versions import require_form
 
 Batch = dict[str, Any]
@@ -159,7 +159,7 @@ def build_loader(
     except (OSError, ValueError, RuntimeError) as error:
         if is_lost_rank(error):
             raise
-        raise UserError(f"dataset {names}: can't be opened ({first_line(error)})") from error
+        raise user_error(f"dataset {names}: can't be opened ({first_line(error)})", error) from error
     _require_row_length(dataset, streams, config.sequence_length)
     if limit is not None:
         require_room(limit, dataset, config.num_workers)

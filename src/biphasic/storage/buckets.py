@@ -15,12 +15,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from biphasic.errors import Unavailable, UserError
 from biphasic.storage.filesystems import ATTEMPTS, CONNECT_SECONDS, READ_SECONDS, endpoint, filesystem, region
 from biphasic.storage.local import atomic_path
-from biphasic.storage.paths import StoredFile, require_inside
+from biphasic.storage.paths import StoredFile, UnreachableError, require_inside
 
 _KEYS_PER_REQUEST = 1000
 _UNSUPPORTED = (400, 405, 411, 501)
+_BUSY = (408, 429)
+_GOOGLE_BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
 _CONNECTIONS = 96
 """Connections of a client, which several threads use, with ten connections for each large file."""
 
@@ -293,11 +296,34 @@ def _as_os_error() -> Iterator[None]:
 
     try:
         yield
-    except ClientError as error:
-        missing = error.response.get("Error", {}).get("Code") in ("404", "NoSuchKey", "NotFound")
-        raise (FileNotFoundError if missing else OSError)(str(error)) from error
-    except (Boto3Error, BotoCoreError) as error:
-        raise OSError(str(error)) from error
+    except (ClientError, Boto3Error, BotoCoreError) as error:
+        code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
+        missing = code in ("404", "NoSuchKey", "NotFound")
+        kind = FileNotFoundError if missing else UnreachableError if is_unreachable(error) else OSError
+        raise kind(str(error)) from error
+
+
+def is_unreachable(error: BaseException | None) -> bool:
+    """Return whether an operation failed because a bucket can't be reached or is overloaded: it may succeed later."""
+    from boto3.exceptions import RetriesExceededError
+    from botocore.exceptions import ClientError, HTTPClientError, IncompleteReadError
+    from botocore.exceptions import ConnectionError as BotoConnectionError
+
+    kinds = (UnreachableError, ConnectionError, TimeoutError, RetriesExceededError, HTTPClientError, IncompleteReadError,
+             BotoConnectionError)  # fmt: skip
+    while error is not None:
+        if isinstance(error, kinds):
+            return True
+        if isinstance(error, ClientError):
+            status = error.response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
+            return status >= 500 or status in _BUSY or error.response.get("Error", {}).get("Code") == "RequestTimeout"
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def user_error(message: str, error: BaseException | None) -> UserError:
+    """Return the error to show after a failed operation: `Unavailable` if a bucket can't be reached for now."""
+    return Unavailable(message) if is_unreachable(error) else UserError(message)
 
 
 @contextmanager
@@ -312,4 +338,6 @@ def _arrow_as_os_error() -> Iterator[None]:
         if google is None and isinstance(error, OSError):
             raise
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
+        if google is not None and google[1].startswith(_GOOGLE_BUSY):
+            kind = UnreachableError
         raise kind(google[1] if google is not None else str(error)) from error

@@ -24,6 +24,10 @@ class StoredFile:
     version: str
 
 
+class UnreachableError(OSError):
+    """A bucket can't be reached or is overloaded. The same request may succeed later."""
+
+
 def is_remote(path: str) -> bool:
     """Return whether `path` is a URL, not a local path."""
     return "://" in path
