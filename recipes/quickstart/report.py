@@ -36,7 +36,7 @@ NEXT = """## What next
 
       biphasic convert yamls/data/own_text.yaml 'source.paths=[my_text/]' tokenizer=runs/quickstart/tokenizer \\
           sequence_length=256 output=data/mine
-      composer src/main.py yamls/quickstart.yaml run_name=mine data.folder=data/mine data.train=null data.validation=null
+      composer src/main.py yamls/quickstart.yaml run_name=mine data.folder=data/mine
 
 - **A GPU**: the paper's smallest model, `python src/main.py yamls/210m_biphasic.yaml --plan`, then
   `composer src/main.py yamls/210m_biphasic.yaml`. `make bench-gpu` measures the throughput.

@@ -47,7 +47,8 @@ def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys:
 
 def test_without_a_validation_split() -> None:
     for splits in ({"train": {}}, {"train": {}, "validation": {"rows": 0}}):
-        assert "validation_fraction=" in after_conversion("out", {"splits": splits})
+        record = {"splits": splits, "sequence_length": 2048, "tokenizer": {"vocab_size": 128_003}}
+        assert load_line(after_conversion("out", record)).data.validation is None
 
 
 def test_rows_of_the_paper_need_no_keys() -> None:

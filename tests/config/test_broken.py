@@ -94,7 +94,7 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
         (QUICKSTART, "max_duration=1e400ba", "max_duration: expected less than 2**63; got '1e400ba'"),
         (SWEEP, "learning_rates=[1e-5, .inf]", "learning_rates.1: expected a finite number; got inf"),
         # Addresses that nothing reads.
-        (QUICKSTART, "data.train.remote=s3:/oops", "data.train.remote: expected a local path, s3://…, gs://…, az://…"),
+        (QUICKSTART, "data.train={local: a, remote: s3:/oops}", "data.train.remote: expected a local path, s3://…, gs://…, az://…"),
         (QUICKSTART, "checkpoint.folder=ftp://x", "checkpoint.folder: expected a local path, s3://…, gs://…, az://…"),
         (QUICKSTART, "checkpoint.folder=s3:///x", "checkpoint.folder: expected a local path, s3://…, gs://…, az://…"),
         (QUICKSTART, "output=s3://bucket/x", "output: expected a local path; got 's3://bucket/x'"),
@@ -156,7 +156,7 @@ def test_message_of_an_invalid_value(path: Path, override: str, message: str) ->
 
 
 def test_sizes_are_decimal_numbers_of_bytes() -> None:
-    remote = ["data.train.remote=s3://bucket/train"]
+    remote = ["data.folder=s3://bucket"]
     for text, size in {"200gb": 200 * 10**9, "1.5 MB": 1_500_000, "1_000b": 1000, "4096": 4096}.items():
         config = load(QUICKSTART, [*remote, f"data.cache_limit={text}"])
         assert isinstance(config, PretrainConfig)

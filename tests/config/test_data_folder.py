@@ -55,6 +55,17 @@ def test_a_folder_in_a_bucket_has_a_cache_and_a_local_one_has_none() -> None:
     assert load_paper("210m_biphasic", "data.folder=mine").data.train == StreamConfig(local="mine/train")
 
 
+def test_a_folder_without_its_validation_split(tmp_path: Path) -> None:
+    """Null in place of the split is kept, also by a recorded configuration."""
+    nulls = ("data.validation=null", "evaluation.interval=null", "evaluation.batches=null")
+    config = load_paper("210m_biphasic", "data.folder=mine", *nulls)
+    assert list(config.data.splits) == ["data.train"]
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert load(tmp_path / "config.yaml") == config
+    with pytest.raises(ConfigError, match=r"evaluation\.interval: has no effect without data\.validation"):
+        load_paper("210m_biphasic", "data.folder=mine", *nulls[:1])
+
+
 def test_the_tokenizer_may_be_another() -> None:
     assert load_paper("210m_biphasic", "data.folder=mine", "tokenizer=other").tokenizer == "other"
 

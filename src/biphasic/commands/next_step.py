@@ -28,10 +28,10 @@ _STAGES = {"pretrain": "export", "export": "finetune", "finetune": "evaluate", "
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
     """Return the pretraining command that reads a finished conversion."""
-    if not record["splits"].get("validation", {}).get("rows"):
-        return "next: pretraining needs a validation split: convert to another output with validation_fraction=0.001"
     output = output.rstrip("/")
     words = [f"run_name={basename(output)}", f"data.folder={output}"]
+    if not record["splits"].get("validation", {}).get("rows"):
+        words += ["data.validation=null", "evaluation.interval=null", "evaluation.batches=null"]
     if record["sequence_length"] != _PAPER_LENGTH:
         words.append(f"data.sequence_length={record['sequence_length']}")
     tokens = record["tokenizer"]["vocab_size"]

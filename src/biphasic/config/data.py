@@ -57,7 +57,7 @@ class DataConfig(Section):
     epoch_rows: Positive | None = None
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
     validation: StreamConfig | None = None
-    """The validation split, for `evaluation`. Null: no validation."""
+    """The validation split, for `evaluation`. Null: no validation, also beside `folder`."""
     start_at: Duration = Duration(0, "ba")
     """Where in the order of rows the run begins, in batches, rows or tokens (padding counts), rounded up to whole batches. A
     run that continues another model's training gives what that run has read. Beyond the last row it is in a later epoch."""
@@ -102,16 +102,17 @@ class DataConfig(Section):
 def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
     """Return a pretraining YAML's content with the keys that `data.folder` stands for: the streams and `tokenizer`.
 
-    Keys that are given explicitly are kept; `data_problems` reports those that contradict `data.folder`.
+    Keys that are given explicitly are kept, also `validation: null`; `data_problems` reports those that contradict
+    `data.folder`.
     """
     data = content.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
         return content
     folder, cache = data["folder"].rstrip("/"), data.get("cache", _CACHE)
     expanded = dict(data)
-    for split in ("train", "validation") if data.get("mix") is None else ("validation",):
-        if expanded.get(split) is None:
-            expanded[split] = _split_of(folder, cache, split)
+    if data.get("mix") is None and data.get("train") is None:
+        expanded["train"] = _split_of(folder, cache, "train")
+    expanded.setdefault("validation", _split_of(folder, cache, "validation"))
     tokenizer = content.get("tokenizer") or join(folder, "tokenizer")
     return {**content, "tokenizer": tokenizer, "data": expanded}
 
