@@ -221,8 +221,8 @@ def test_branch_points_between_two_intervals(write_yaml: Write) -> None:
 
 
 def yaml_of_four_epochs(write_yaml: Write, **keys: Any) -> Path:
-    """Three batches each; the decay starts after the third epoch."""
-    path = write_yaml("epochs", max_duration="4ep", schedule={"warmup": "3ba", "decay": "0.25dur"}, **keys)
+    """Three batches each."""
+    path = write_yaml("epochs", max_duration="4ep", schedule={"warmup": "3ba"}, **keys)
     shutil.rmtree(path.parent / "data" / "train")
     write_rows(path.parent / "data" / "train", 40, seed=1)
     return path
@@ -232,7 +232,7 @@ def yaml_of_four_epochs(write_yaml: Write, **keys: Any) -> Path:
 def test_branch_points_at_the_end_of_an_epoch(
     write_yaml: Write, capsys: pytest.CaptureFixture[str], interval: str
 ) -> None:
-    path = yaml_of_four_epochs(write_yaml, checkpoint={"interval": interval, "keep": 1})
+    path = yaml_of_four_epochs(write_yaml, checkpoint={"interval": interval, "keep": 1, "keep_at": ["3ep"]})
     folder = train(config_of(path))
     assert complete(str(folder / "checkpoints")) == [12, 9, 6]
     train(config_of(path))
