@@ -40,7 +40,13 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def overrides_of(data: Path) -> list[str]:
     streams = [f"data.{split}.local={data / split}" for split in ("train", "validation")]
-    return ["data.folder=null", *streams, f"tokenizer={data / 'tokenizer'}", f"model.vocab_size={WORDS}", "data.sequence_length=512"]
+    return [
+        "data.folder=null",
+        *streams,
+        f"tokenizer={data / 'tokenizer'}",
+        f"model.vocab_size={WORDS}",
+        "data.sequence_length=512",
+    ]
 
 
 def checks_of(data: Path, *overrides: str) -> RowChecks:
