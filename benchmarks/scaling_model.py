@@ -246,9 +246,8 @@ def main(arguments: list[str] | None = None) -> None:
     options = vars(parser.parse_args(arguments))
     machine = {field.name: options[field.name] for field in fields(Machine)[1:]}
     works: dict[str, Work] = {}
-    reports = [
-        path for path in RESULTS.glob("gpu-*.json") if path.name != "gpu-run.json"
-    ]  # of gpu.py, not of gpu_run.py
+    # Those of gpu.py: gpu_run.py writes gpu-run.json.
+    reports = [path for path in RESULTS.glob("gpu-*.json") if path.name != "gpu-run.json"]
     measured = max(reports, default=RESULTS / "none", key=lambda path: path.stat().st_mtime)
     for name in options["size"]:
         work = Work(**{field.name: options[field.name] for field in fields(Work)})

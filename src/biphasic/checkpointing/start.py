@@ -238,12 +238,12 @@ def plan_start(config: PretrainConfig) -> StartPlan:
     """Say where a run would start now, from the manifests alone. Files' hashes and the data are compared when it starts."""
     destination = config.checkpoint_destination
     try:
-        own, others = None, list[Manifest]()
+        own = other = None
         for found in _existing(destination):  # reads a manifest only when it is reached
             if found.manifest is not None and other_run(found.manifest, config) is None:
                 own = found.manifest
                 break
-            others += [found.manifest] if found.manifest is not None else []
+            other = other or found.manifest
     except OSError as error:
         return StartPlan(problem=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
     try:
@@ -252,8 +252,8 @@ def plan_start(config: PretrainConfig) -> StartPlan:
             return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
     except UserError as error:
         return StartPlan(problem=str(error), refused=True)
-    if others:
-        return StartPlan(problem=foreign_folder(destination, others[0].run["name"]), refused=True)
+    if other is not None:
+        return StartPlan(problem=foreign_folder(destination, other.run["name"]), refused=True)
     try:
         if config.start_from is not None:
             point = find_branch_point(config.start_from, config)

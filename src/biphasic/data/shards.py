@@ -104,7 +104,7 @@ class CheckedStream(Stream):
         try:
             remote = Path(self._download_file(INDEX, downloaded)).read_bytes()
         except Exception as error:
-            raise UserError(f"dataset {self.remote}: can't be opened ({first_line(error)})") from error
+            raise user_error(f"dataset {self.remote}: can't be opened ({first_line(error)})", error) from error
         finally:
             (index.parent / downloaded).unlink(missing_ok=True)
         if remote != index.read_bytes():

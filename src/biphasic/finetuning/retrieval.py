@@ -76,10 +76,6 @@ class Retrieval(FinetuneTask):
             )
         return examples
 
-    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
-        """Return the whole batch."""
-        return [indices]
-
     def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """See `FinetuneTask`. Concatenates the queries, each query's document, then the hard negatives."""
         documents, ids = unpack(examples.arrays, "documents"), examples.arrays["ids.flat"]

@@ -78,7 +78,12 @@ class FinetuneTask(ABC):
         return len(indices)
 
     def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
-        """Return a rank's examples in full microbatches of at most `tokens` tokens; a longer example has its own."""
+        """Return a rank's examples in full microbatches of at most `tokens` tokens; a longer example has its own.
+
+        Where a batch may not be divided, return the complete one.
+        """
+        if not self.splits_batches:
+            return [indices]
         return full_groups(tokens, indices, lambda index: len(examples.texts[index]))
 
     def tokenize_once(

@@ -148,16 +148,16 @@ class Driver:
     def missing(self) -> list[str]:
         """Copy records from done trials with the same content hash, and return the trials that may start, in order."""
         # Copies may settle a rate, so that other trials may start.
-        while copies := [trial for trial in self._without_record() if content_hash(trial) in self._done_by_hash]:
+        while True:
+            waiting = [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
+            copies = [trial for trial in waiting if content_hash(trial) in self._done_by_hash]
+            if not copies:
+                return waiting
             for trial in copies:
                 original = self._done_by_hash[content_hash(trial)]
                 about = {**original.about, "copy_of": original.trial}
                 self.records[trial] = replace(original, trial=trial, cell=self.grid.trials[trial], about=about)
                 self._write([self.records[trial]])
-        return self._without_record()
-
-    def _without_record(self) -> list[str]:
-        return [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
 
     def jobs(self, workers: Workers, limit: int | None) -> Iterator[TrialJob]:
         """Yield the jobs that may start, in the grid's order; trials with the same content hash run one at a time."""

@@ -82,7 +82,9 @@ def startable_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str
 
 
 def _settled_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], set[float]]:
-    """Return the chosen rates by (model, task), if all trials that choose them have a record."""
+    """Return the chosen rates by (model, task), if all trials that choose them have a record and other seeds need them."""
+    if grid.rate_seeds == len(grid.seeds):
+        return {}
     choosing = set(grid.seeds[: grid.rate_seeds])
     open_pairs = {
         (cell.model, cell.task) for trial, cell in grid.trials.items() if cell.seed in choosing and trial not in records
