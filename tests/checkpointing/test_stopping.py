@@ -10,9 +10,13 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.storage import open_store
+from biphasic.training.loggers import read_metrics
+from biphasic.training.objective_schedule import EVALUATIONS
 from buckets import bucket_for
 from conftest import Write
 from tiny import ROOT, composer_command, config_of, launch, losses, start, train_alone, wait_for_batch, weights
@@ -69,8 +73,8 @@ def test_sigusr1_to_one_of_two_ranks_stops_both(s3: Path, write_yaml: Write) -> 
     assert_stopped_and_saved(run.stdout, "SIGUSR1", destination, folder)
 
 
-def test_a_validation_is_interrupted(write_yaml: Write, tmp_path: Path) -> None:
-    """The one at the switch."""
+@pytest.mark.parametrize("batch", [10, 20], ids=["at the switch", "at the end"])
+def test_an_interrupted_validation_is_repeated(write_yaml: Write, tmp_path: Path, batch: int) -> None:
     keys: dict[str, Any] = {"max_duration": "20ba", "checkpoint__interval": "1000ba", "evaluation__interval": "5ba",
                             "evaluation__batch_size": 1,
                             "objective__phases": [{"name": "clm", "until": "10ba"}, {"name": "mlm"}],
@@ -78,37 +82,48 @@ def test_a_validation_is_interrupted(write_yaml: Write, tmp_path: Path) -> None:
     assert launch(write_yaml("uninterrupted", **keys)).returncode == 0
     path = write_yaml("stopped", **keys)
     runs = Path(config_of(path).output)
-    code = """
+    code = f"""
 import os, signal, tiny
 from composer.core import Callback
 class Signal(Callback):
     def eval_batch_end(self, state, logger):
-        if int(state.timestamp.batch) == 10 and int(state.eval_timestamp.batch) == 3:
+        if int(state.timestamp.batch) == {batch} and int(state.eval_timestamp.batch) == 3:
             os.kill(os.getpid(), signal.SIGTERM)
 tiny.add_callback(Signal())
 """
     run = launch(path, "logging.progress_bar=true", code=code)
     assert run.returncode == 75, run.stderr[-3000:]
-    assert "saved at batch 10" in run.stdout
-    [checkpoint] = list_checkpoints(open_store(str(runs / "stopped" / "checkpoints")))
-    assert checkpoint.manifest is not None and checkpoint.manifest.run["kept"]
+    assert f"saved at batch {batch}" in run.stdout
+    checkpoint, *_ = list_checkpoints(open_store(str(runs / "stopped" / "checkpoints")))
+    assert checkpoint.manifest is not None and checkpoint.manifest.run["kept"] == (batch == 10)
     resumed = launch(path, "logging.progress_bar=true")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert_says_what_it_does(resumed.stdout, resumed.stderr, runs / "stopped")
+    assert_says_what_it_does(resumed.stdout, resumed.stderr, runs / "stopped", batch)
     assert losses(runs / "stopped") == losses(runs / "uninterrupted")
+    assert validations(runs / "stopped") == validations(runs / "uninterrupted")
 
 
-def assert_says_what_it_does(out: str, err: str, folder: Path) -> None:
+def validations(folder: Path) -> dict[int, list[float]]:
+    """The validation losses after each batch that has some."""
+    entries = read_metrics(folder / "metrics.jsonl")
+    keys = [f"metrics/{label}/loss" for label in EVALUATIONS]
+    found = {entry["batch"]: [entry[key] for key in keys] for entry in entries if any(key in entry for key in keys)}
+    assert len(found) == 4
+    return found
+
+
+def assert_says_what_it_does(out: str, err: str, folder: Path, batch: int) -> None:
     """A resumed run's lines before the first batch and after the last, and no settings of Composer's around its bar."""
     lines = [line.removeprefix("stopped: ") for line in out.splitlines()]
     assert [line.split()[0] for line in lines[:4]] == ["importing", "reading", "building", "layers"]
-    checkpoint = folder / "checkpoints" / "ba10-rank0.pt"
-    assert re.fullmatch(rf"resuming at batch 10 of 20 from {checkpoint}, \d+\.\d s", lines[5])
+    checkpoint = folder / "checkpoints" / f"ba{batch}-rank0.pt"
+    assert re.fullmatch(rf"resuming at batch {batch} of 20 from {checkpoint}, \d+\.\d s", lines[5])
+    assert lines[6] == "repeating the validation in which the run was stopped"
     assert lines[-2:] == [
         f"written to {folder}",
         f"next: biphasic export {folder / 'checkpoints'} {folder / 'encoder'}",
     ]
-    assert "train" in err and "Config:" not in err + out
+    assert ("train" in err) == (batch < 20) and "Config:" not in err + out
 
 
 def test_a_second_signal_ends_the_run_at_once(write_yaml: Write, s3: Path) -> None:

@@ -47,7 +47,8 @@ class Manifest:
         files: size in bytes and xxh64 hash of each file, by name.
         run: the run's `name`, `attempt` and `config`, the hashes of its data's `indexes`, the keys that were `overridden`
             when it resumed, its `rows`, `tokens`, `epochs` and `phase`, when its `last_batch` began (batches, rows, tokens,
-            epochs), and `writers`, the number of ranks that write files of this checkpoint.
+            epochs), whether the run was stopped while `validating`, and `writers`, the number of ranks that write files of
+            this checkpoint.
     """
 
     batch: int

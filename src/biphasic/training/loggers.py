@@ -117,6 +117,10 @@ class JSONLLogger(LoggerDestination):
         """Write the validation metrics, under the last trained batch."""
         self._write(state)
 
+    def eval_standalone_end(self, state: State, logger: Logger) -> None:
+        """The same, for a validation that `Trainer.eval` has repeated."""
+        self._write(state)
+
     def fit_end(self, state: State, logger: Logger) -> None:
         """Write the run's totals."""
         self._write(state)

@@ -69,6 +69,9 @@ def run(config: PretrainConfig) -> Path:
 
     with close_on_fault(close):
         trainer = prepare(config, attempt)
+        if attempt.resume is not None and attempt.resume.run["validating"] and config.data.validation is not None:
+            _print(f"{config.run_name}: repeating the validation in which the run was stopped")
+            trainer.eval()
         if trained(trainer.state).reached(config.max_duration):
             print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
         else:
@@ -250,6 +253,7 @@ def _saver(config: PretrainConfig, attempt: Attempt, history: dict[str, Any], ob
             "epochs": int(state.timestamp.epoch),
             "last_batch": list(astuple(objective.last_batch or Elapsed(0, 0, 0, 0))),
             "ranks": dist.get_world_size(),
+            "validating": state.dataloader_label in EVALUATIONS,  # the run was stopped within a validation
         }
 
     local_ranks = range(rank - local_rank, rank - local_rank + dist.get_local_world_size())
