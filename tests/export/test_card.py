@@ -82,7 +82,8 @@ def test_base_model_and_license(record: dict[str, Any], tmp_path: Path, monkeypa
     tuned = metadata(finetuned_card("mine", {"From": "EuroBERT/EuroBERT-210m"}), tmp_path)
     assert tuned["base_model"] == "EuroBERT/EuroBERT-210m"
     assert (tuned["library_name"], tuned["pipeline_tag"]) == ("sentence-transformers", "sentence-similarity")
-    assert metadata(finetuned_card("mine", {"From": "runs/x/model"}), tmp_path)["license"] == "apache-2.0"
+    # The folder of a model may hold another model's weights.
+    assert "license" not in metadata(finetuned_card("mine", {"From": "runs/x/model"}), tmp_path)
 
 
 def test_the_record_as_tables(record: dict[str, Any]) -> None:

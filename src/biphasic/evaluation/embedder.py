@@ -46,14 +46,12 @@ class EncoderEmbedder:
     @property
     def settings(self) -> dict[str, Any]:
         """Everything besides the weights that affects an embedding, as JSON types."""
-        tokenizer = self.encoder.text_tokenizer
         return {
             **asdict(self.sentence_settings),
             "pooling": asdict(self.encoder.pooling),
             "max_length": self.encoder.max_length,
             "precision": "amp_bf16" if self.bf16 else "fp32",
-            "tokenizer": tokenizer.tokenizer.sha256,
-            "around": [list(tokenizer.prefix), list(tokenizer.suffix)],
+            "tokens": self.encoder.text_tokenizer.fingerprint,
         }
 
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:

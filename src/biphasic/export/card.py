@@ -93,9 +93,10 @@ def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_c
     name = name or model_name(config, record)
     datasets = [path for path in dict.fromkeys(s["path"] for s in _hub_sources(record["data"])) if hub_id(path)]
     languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
-    base = hub_id(config["model"].get("init_from"))
+    start = config["model"].get("init_from")
     family = json.loads(record["backbone"])["model_type"] if remote_code else "eurobert"
-    parts = [_front(base=base, datasets=datasets, languages=languages, family=family), f"# {name}\n", _summary(record)]
+    front = _front(trained_from=start, datasets=datasets, languages=languages, family=family)
+    parts = [front, f"# {name}\n", _summary(record)]
     parts.append(_table("Training", _training(record, config)))
     parts.append(_phases(record, config))
     if record["losses"]:
@@ -107,7 +108,7 @@ def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_c
     limits = [_PRETRAINED.format(length=config["data"]["sequence_length"])]
     limits += [_SHIFTED] if last.get("target") == "next" else []
     limits += [] if any(phase["name"] == "mlm" for phase in trained) else [_CAUSAL]
-    return _finished([*parts, _use(name, remote_code), _limits(limits, base)])
+    return _finished([*parts, _use(name, remote_code), _limits(limits, hub_id(start))])
 
 
 def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
@@ -116,7 +117,7 @@ def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_co
     start = config["model"].get("init_from")
     weights = f", from `{start}`" if start else f" (seed {config['seed']}), untrained"
     text = f"The initial weights of the run `{config['run_name']}`{weights}.\n"
-    front = _front(base=hub_id(start), family=None if remote_code else "eurobert")
+    front = _front(trained_from=start, family=None if remote_code else "eurobert")
     limits = _limits([] if start else [_UNTRAINED], hub_id(start))
     return _finished([front, f"# {name}\n", text, _use(name, remote_code), limits])
 
@@ -133,10 +134,10 @@ def finetuned_card(name: str, rows: dict[str, Any], *, remote_code: bool = False
     Raises:
         UserError: the hub would refuse the card's metadata.
     """
-    base = hub_id(rows.get("From"))
-    front = _front("sentence-similarity", library="sentence-transformers", base=base, family=family)
+    start = rows.get("From")
+    front = _front("sentence-similarity", library="sentence-transformers", trained_from=start, family=family)
     use = _use(name, remote_code, family == "eurobert")
-    return _finished([front, f"# {name}\n", _table("Fine-tuning", rows), use, _limits([_FINETUNED], base)])
+    return _finished([front, f"# {name}\n", _table("Fine-tuning", rows), use, _limits([_FINETUNED], hub_id(start))])
 
 
 def _finished(parts: list[str]) -> str:
@@ -150,7 +151,7 @@ def _front(
     pipeline: str = "feature-extraction",
     library: str = "transformers",
     *,
-    base: str | None = None,
+    trained_from: str | None = None,
     datasets: Sequence[str] = (),
     languages: Sequence[str] = (),
     family: str | None = "eurobert",
@@ -158,11 +159,11 @@ def _front(
     """Return the metadata for the hub. A model trained from another one has no license unless `--license` names it."""
     data = ModelCardData(
         language=list(languages) or None,
-        license=None if base else "apache-2.0",
+        license=None if trained_from else "apache-2.0",
         library_name=library,
         pipeline_tag=pipeline,
         tags=[tag for tag in ("biphasic", family, "encoder", "sentence-transformers") if tag],
-        base_model=base,
+        base_model=hub_id(trained_from),
         datasets=list(datasets) or None,
     )
     return f"---\n{data.to_yaml()}\n---\n"
