@@ -13,7 +13,7 @@ from biphasic.config.sweep import SweepConfig
 from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
-from biphasic.sweep.records import Cell, TrialRecord, write_grid, write_record
+from biphasic.sweep.records import Cell, GridTask, TrialRecord, write_grid, write_record
 from sweeps import MNLI, MSMARCO, SST2, Score, grid_of, records_of
 
 MODELS = (
@@ -27,6 +27,7 @@ MODELS = (
 )
 """Models for every figure. The last two are checkpoints."""
 RATES, SEEDS = (1e-5, 5e-5), (0, 1, 2)
+STEP_SECONDS = 0.25
 
 
 def config_of(name: str, **changes: Any) -> PretrainConfig:
@@ -63,7 +64,7 @@ def metrics_of(facets: Facets) -> list[dict[str, Any]]:
         objective = "clm" if batch <= facets.clm_steps else "mlm"
         loss = 2 + 3 / (1 + batch / 50) + 0.01 * (batch % 7)
         line: dict[str, Any] = {"batch": batch, "tokens": 250 * batch, "time": float(batch)}
-        line |= {"loss/train/total": loss, f"loss/train/{objective}": loss}
+        line |= {"loss/train/total": loss, f"loss/train/{objective}": loss, "time/step_seconds": STEP_SECONDS}
         if batch % 50 == 0:
             line |= {"metrics/clm/loss": loss + 0.1, "metrics/mlm/loss": loss + 0.2}
         lines.append(line)
@@ -87,9 +88,14 @@ def write_run(folder: Path, name: str) -> None:
     (run / "metrics.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
-def write_sweep(folder: Path, models: Sequence[str], scores: Score | Callable[[Cell, str], Any] = score) -> None:
-    """Write a sweep over three tasks in the folder."""
-    grid = grid_of(models, (SST2, MNLI, MSMARCO), RATES, SEEDS)
+def write_sweep(
+    folder: Path,
+    models: Sequence[str],
+    scores: Score | Callable[[Cell, str], Any] = score,
+    tasks: Sequence[GridTask] = (SST2, MNLI, MSMARCO),
+) -> None:
+    """Write a sweep over the tasks in the folder."""
+    grid = grid_of(models, tasks, RATES, SEEDS)
     store = open_store(str(folder))
     for record in records_of(grid, scores).values():
         write_record(store, record)

@@ -10,11 +10,12 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from results import process_hours
 
 from biphasic.report.recipe_results import RESULTS_FILE, RecipeResults
 from biphasic.storage import json_bytes, open_store
@@ -26,14 +27,12 @@ MODELS = ("1m-clm-2560", "1m-mlm40-2560", "1m-clm-1280-mlm40-2560")
 SPEED = ("1m-mlm40-2560", "throughput/mlm/tokens_per_second")
 LOSS_TOLERANCE, SCORE_TOLERANCE = 0.05, 0.05
 """Of another run on the same text: nats, and scores from 0 to 1. The scores are of five seeds and 583 to 800 examples."""
-_STEP = re.compile(r"\S+ .+: (\d+) s")
+PROCESSES = 2
+"""Of run.sh, at a time."""
 
 
 def results(folder: Path, hardware: str) -> RecipeResults:
     """Return the recipe's row, from the files of a finished run."""
-    seconds = [
-        int(match[1]) for line in (folder / "times.txt").read_text().splitlines() if (match := _STEP.fullmatch(line))
-    ]
     commit = subprocess.run(
         ["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE
     )
@@ -44,7 +43,7 @@ def results(folder: Path, hardware: str) -> RecipeResults:
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "hardware": hardware,
-        "hours": round(sum(seconds) / 3600, 2),
+        "hours": round(sum(process_hours(folder)) / PROCESSES, 2),
         "tokens_per_second": speed and {**speed, "value": round(speed["value"])},
         "losses": dict(_losses(folder)),
         "scores": {

@@ -34,6 +34,7 @@ from biphasic.report.study_models import Facets
 from biphasic.report.sweep_scores import collect_scores
 from biphasic.storage import open_store
 from biphasic.sweep.records import read_grid, read_records
+from biphasic.training.metrics_file import parse_metrics
 
 HERE = Path(__file__).parent
 PICTURE = HERE.parents[1] / "docs" / "results.png"
@@ -127,14 +128,31 @@ def clm_share(model: Facets) -> float:
     return model.clm_steps / (model.total_steps - model.base_steps)
 
 
+def study_folders(folder: Path) -> list[tuple[int, Path]]:
+    """Return `study/`, `untrained/`, `seed<N>/` and `long/`, if there, each with its pretraining seed."""
+    folders = [(_FIRST_SEED, folder / "study"), (_FIRST_SEED, folder / UNTRAINED)]
+    folders += [(_FIRST_SEED, long) for long in folder.glob("long")]
+    return folders + [(int(other.name.removeprefix("seed")), other) for other in sorted(folder.glob("seed*"))]
+
+
+def process_hours(folder: Path) -> tuple[float, float]:
+    """Return the hours of a process in pretraining steps, and in fine-tunings. Two processes run at a time."""
+    steps, finetunings = 0.0, 0.0
+    for _, part in study_folders(folder):
+        for file in part.glob("*/metrics.jsonl"):
+            steps += sum(entry.get("time/step_seconds", 0.0) for entry in parse_metrics(file.read_text()))
+        store = open_store(str(part / "sweep"))
+        records = read_records(store, read_grid(store).trials).values()
+        finetunings += sum(record.seconds.get("total", 0.0) for record in records if "copy_of" not in record.about)
+    return steps / 3600, finetunings / 3600
+
+
 def read_results(folder: Path) -> Results:
-    """Read `study/`, `seed<N>/` and `long/` of the recipe's folder, and the scores in `untrained/`."""
-    folders = [(_FIRST_SEED, folder / name) for name in ("study", "long", UNTRAINED)]
-    folders += [(int(other.name.removeprefix("seed")), other) for other in sorted(folder.glob("seed*"))]
+    """Read the studies of the recipe's folder, and the scores of the untrained model."""
     models: dict[str, Facets] = {}
     trials = list[Trial]()
     losses: dict[tuple[str, str], dict[int, float]] = {}
-    for seed, part in folders:
+    for seed, part in study_folders(folder):
         study = read_study([str(part)])
         models |= study.models
         trials += read_trials(part / "sweep", seed)
@@ -161,8 +179,8 @@ def _last_losses(study: Study) -> dict[tuple[str, str], float]:
     return {(point.run, point.objective): point.loss for point in points}
 
 
-def tables(results: Results) -> list[str]:
-    """Return the lines of results.md."""
+def tables(results: Results, hours: tuple[float, float]) -> list[str]:
+    """Return the lines of results.md; `hours` are those of `process_hours`."""
     scratch = results.at_forty_percent()
     main = [model for model in scratch if clm_share(model) in MAIN.values()]
     names = {share: name for name, share in MAIN.items()}
@@ -196,6 +214,9 @@ def tables(results: Results) -> list[str]:
     ]
     lines += markdown_table(["tokens", "objective", *_TASK_TITLES], body)
     lines += ["## Validation losses", "", *_loss_table(results)]
+    steps, finetunings = hours
+    lines += ["## Compute", "", f"- Pretraining steps: {steps:.2f} hours of one process with one thread"]
+    lines += [f"- {len(results.trials):,} fine-tunings: {finetunings:.2f} hours of one process with one thread"]
     return lines
 
 
@@ -284,7 +305,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Write the mini study's results.")
     parser.add_argument("folder", type=Path, help="the folder of run.sh")
     try:
-        results = read_results(parser.parse_args(arguments).folder)
+        folder = parser.parse_args(arguments).folder
+        results, hours = read_results(folder), process_hours(folder)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
@@ -293,7 +315,7 @@ def main(arguments: list[str] | None = None) -> int:
     target = open_store(str(HERE / "results"))
     target.write("trials.csv", csv_table(" ".join(field.name for field in fields(Trial)), trials))
     target.write("losses.csv", csv_table("pretraining_seed model objective loss", losses))
-    target.write("results.md", ("\n".join(tables(results)).rstrip() + "\n").encode())
+    target.write("results.md", ("\n".join(tables(results, hours)).rstrip() + "\n").encode())
     open_store(str(PICTURE.parent)).write(PICTURE.name, draw(results))
     print("\n".join(map(str, (*sorted((HERE / "results").iterdir()), PICTURE))))
     return 0

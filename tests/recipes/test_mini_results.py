@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
+from pathlib import Path
 from types import ModuleType
 
 import pytest
 
 from biphasic.report.study_models import facets_of_name
+from studies import RATES, SEEDS, STEP_SECONDS, write_run, write_sweep
+from sweeps import SST2
 from tiny import ROOT
 
 MODELS = (
@@ -55,7 +59,7 @@ def table(lines: list[str], title: str) -> list[list[str]]:
 
 
 def test_tables(module: ModuleType) -> None:
-    lines = module.tables(results_of(module))
+    lines = module.tables(results_of(module), (1.5, 2.25))
     initial, *main = table(lines, "Objectives by budget")
     assert [row[:2] for row in main] == [
         [tokens, name] for tokens in ("0.66 M", "2.62 M") for name in ("MLM", "CLM→MLM", "CLM")
@@ -73,7 +77,7 @@ def test_tables(module: ModuleType) -> None:
 
 
 def test_differences_are_paired_by_pretraining_seed(module: ModuleType) -> None:
-    rows = table(module.tables(results_of(module)), "Differences")
+    rows = table(module.tables(results_of(module), (1.5, 2.25)), "Differences")
     assert len(rows) == 2 * 3 * 4
     [row] = [row for row in rows if row[:3] == ["0.66 M", "CLM→MLM minus MLM", "`types`"]]
     assert row[3] == "+10.05 ± 0.12", "+10.00, +10.05, +10.10: the seeds' own levels cancel"
@@ -82,7 +86,7 @@ def test_differences_are_paired_by_pretraining_seed(module: ModuleType) -> None:
 
 def test_one_pretraining_seed(module: ModuleType) -> None:
     """Intervals are over fine-tuning seeds, and differences have none."""
-    lines = module.tables(results_of(module, (42,)))
+    lines = module.tables(results_of(module, (42,)), (1.5, 2.25))
     assert table(lines, "Objectives by budget")[1][2] == "51.00 ± 12.71"
     first = table(lines, "Differences")[0]
     assert first[1:] == ["CLM minus CLM→MLM", "`types`", "-10.00", "n/a", "n/a"]
@@ -90,3 +94,35 @@ def test_one_pretraining_seed(module: ModuleType) -> None:
 
 def test_the_figure_is_drawn(module: ModuleType) -> None:
     assert module.draw(results_of(module))[:4] == b"\x89PNG"
+
+
+def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two models and the untrained one; there is no long/."""
+    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
+    for part, models in (
+        ("study", ["210m-clm-400", "210m-mlm40-400"]),
+        ("untrained", ["untrained"]),
+        ("seed1", ["210m-clm-400"]),
+    ):
+        for model in models:
+            if model != "untrained":
+                write_run(tmp_path / "run" / part, model)
+        write_sweep(tmp_path / "run" / part / "sweep", models, lambda *_: (0.5, 0.5), (SST2,))
+    assert module.main([str(tmp_path / "run")]) == 0
+    rows = (tmp_path / "results" / "trials.csv").read_text().splitlines()
+    assert rows[0] == "pretraining_seed,model,task,lr,finetuning_seed,validation,test,chosen"
+    trials = len(RATES) * len(SEEDS)
+    assert Counter(tuple(row.split(",")[:2]) for row in rows[1:]) == {
+        ("42", "210m-clm-400"): trials, ("42", "210m-mlm40-400"): trials, ("42", "untrained"): trials,
+        ("1", "210m-clm-400"): trials,
+    }  # fmt: skip
+    assert Counter(row.split(",")[-1] for row in rows[1:]) == {
+        "True": 4 * trials / len(RATES),
+        "False": 4 * trials / len(RATES),
+    }
+    losses = (tmp_path / "results" / "losses.csv").read_text().splitlines()
+    assert losses[0] == "pretraining_seed,model,objective,loss" and len(losses) == 1 + 3 * 2
+    assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
+    steps, finetunings = module.process_hours(tmp_path / "run")
+    assert (steps * 3600, finetunings * 3600) == pytest.approx((3 * 400 * STEP_SECONDS, 4 * trials * 10.0))
