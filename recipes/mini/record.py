@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from results import process_hours
+from results import machine_hours
 
 from biphasic.report.recipe_results import RESULTS_FILE, RecipeResults
 from biphasic.storage import json_bytes, open_store
@@ -27,8 +27,6 @@ MODELS = ("1m-clm-2560", "1m-mlm40-2560", "1m-clm-1280-mlm40-2560")
 SPEED = ("1m-mlm40-2560", "throughput/mlm/tokens_per_second")
 LOSS_TOLERANCE, SCORE_TOLERANCE = 0.05, 0.05
 """Of another run on the same text: nats, and scores from 0 to 1. The scores are of five seeds and 583 to 800 examples."""
-PROCESSES = 2
-"""Of run.sh, at a time."""
 
 
 def results(folder: Path, hardware: str) -> RecipeResults:
@@ -43,7 +41,7 @@ def results(folder: Path, hardware: str) -> RecipeResults:
         "commit": commit.stdout.strip(),
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "hardware": hardware,
-        "hours": round(sum(process_hours(folder)) / PROCESSES, 2),
+        "hours": round(sum(machine_hours(folder)), 2),
         "tokens_per_second": speed and {**speed, "value": round(speed["value"])},
         "losses": dict(_losses(folder)),
         "scores": {

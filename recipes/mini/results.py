@@ -135,8 +135,8 @@ def study_folders(folder: Path) -> list[tuple[int, Path]]:
     return folders + [(int(other.name.removeprefix("seed")), other) for other in sorted(folder.glob("seed*"))]
 
 
-def process_hours(folder: Path) -> tuple[float, float]:
-    """Return the hours of a process in pretraining steps, and in fine-tunings. Two processes run at a time."""
+def machine_hours(folder: Path) -> tuple[float, float]:
+    """Return the machine's hours in pretraining steps, of two ranks each, and in fine-tunings, two at a time."""
     steps, finetunings = 0.0, 0.0
     for _, part in study_folders(folder):
         for file in part.glob("*/metrics.jsonl"):
@@ -144,7 +144,7 @@ def process_hours(folder: Path) -> tuple[float, float]:
         store = open_store(str(part / "sweep"))
         records = read_records(store, read_grid(store).trials).values()
         finetunings += sum(record.seconds.get("total", 0.0) for record in records if "copy_of" not in record.about)
-    return steps / 3600, finetunings / 3600
+    return steps / 3600, finetunings / 3600 / 2
 
 
 def read_results(folder: Path) -> Results:
@@ -180,7 +180,7 @@ def _last_losses(study: Study) -> dict[tuple[str, str], float]:
 
 
 def tables(results: Results, hours: tuple[float, float]) -> list[str]:
-    """Return the lines of results.md; `hours` are those of `process_hours`."""
+    """Return the lines of results.md; `hours` are those of `machine_hours`."""
     scratch = results.at_forty_percent()
     main = [model for model in scratch if clm_share(model) in MAIN.values()]
     names = {share: name for name, share in MAIN.items()}
@@ -215,8 +215,8 @@ def tables(results: Results, hours: tuple[float, float]) -> list[str]:
     lines += markdown_table(["tokens", "objective", *_TASK_TITLES], body)
     lines += ["## Validation losses", "", *_loss_table(results)]
     steps, finetunings = hours
-    lines += ["## Compute", "", f"- Pretraining steps: {steps:.2f} hours of one process with one thread"]
-    lines += [f"- {len(results.trials):,} fine-tunings: {finetunings:.2f} hours of one process with one thread"]
+    lines += ["## Compute", "", f"- Pretraining steps: {steps:.2f} hours of two cores"]
+    lines += [f"- {len(results.trials):,} fine-tunings: {finetunings:.2f} hours of two cores"]
     return lines
 
 
@@ -306,7 +306,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("folder", type=Path, help="the folder of run.sh")
     try:
         folder = parser.parse_args(arguments).folder
-        results, hours = read_results(folder), process_hours(folder)
+        results, hours = read_results(folder), machine_hours(folder)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2

@@ -124,5 +124,5 @@ def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pyt
     losses = (tmp_path / "results" / "losses.csv").read_text().splitlines()
     assert losses[0] == "pretraining_seed,model,objective,loss" and len(losses) == 1 + 3 * 2
     assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
-    steps, finetunings = module.process_hours(tmp_path / "run")
-    assert (steps * 3600, finetunings * 3600) == pytest.approx((3 * 400 * STEP_SECONDS, 4 * trials * 10.0))
+    steps, finetunings = module.machine_hours(tmp_path / "run")
+    assert (steps * 3600, finetunings * 3600) == pytest.approx((3 * 400 * STEP_SECONDS, 4 * trials * 10.0 / 2))
