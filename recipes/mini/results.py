@@ -279,13 +279,16 @@ def _tokens(model: Facets) -> str:
 
 def draw(results: Results) -> bytes:
     """Return the figure of scores against tokens, a panel for each task, as PNG."""
+    models = results.at_forty_percent()
+    budgets = {tokens: f"{tokens:.2g}" for model in models if (tokens := model.total_steps * TOKENS_PER_BATCH / 1e6)}
     with default_style():
         figure, panels = make_panels(TASKS)
         for task, axes in zip(TASKS, panels, strict=True):
             for index, (name, share) in enumerate(MAIN.items()):
-                models = [model for model in results.at_forty_percent() if clm_share(model) == share]
                 points = [
-                    (m.total_steps * TOKENS_PER_BATCH / 1e6, i) for m in models if (i := results.interval(m.run, task))
+                    (model.total_steps * TOKENS_PER_BATCH / 1e6, interval)
+                    for model in models
+                    if clm_share(model) == share and (interval := results.interval(model.run, task))
                 ]
                 axes.errorbar(
                     [x for x, _ in points], [100 * i.mean for _, i in points], [100 * (i.half or 0) for _, i in points],
@@ -295,6 +298,8 @@ def draw(results: Results) -> bytes:
             if initial is not None:
                 axes.axhline(100 * initial.mean, color="gray", linestyle=":", label=UNTRAINED)
             axes.set_xscale("log")
+            axes.set_xticks(list(budgets), list(budgets.values()), minor=False)
+            axes.minorticks_off()
             axes.set_xlabel("pretraining tokens, millions")
             axes.set_ylabel("test (points)")
         return png(figure)
