@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
+import pyarrow.parquet as pq
 from datasets import ClassLabel, Dataset, Features, Sequence, Value
+
+from biphasic.config.tasks import TasksConfig
 
 TEXT, NUMBER = Value("string"), Value("int32")
 ANSWERS = {"text": Sequence(TEXT), "answer_start": Sequence(NUMBER)}
@@ -127,3 +131,20 @@ def make_all(root: Path, labels: list[str]) -> dict[str, str]:
         places |= {f"tasks.{task}.qrels.{split}.path": qrels for split in ("validation", "test")}
     places["tasks.mldr.queries.1.path"] = mldr
     return {key: str(place) for key, place in places.items()}
+
+
+def one_task(tmp_path: Path, task: dict[str, Any], **keys: Any) -> TasksConfig:
+    """The configuration of one task, `it`."""
+    content = {"job": "tasks", "output": str(tmp_path / "out"), "tasks": {"it": {"license": "none", **task}}, **keys}
+    return TasksConfig.model_validate(content)
+
+
+def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
+    """Rows as a file; returns its path."""
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """The rows of a prepared table."""
+    return pq.read_table(folder / f"{name}.parquet").to_pylist()

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -16,13 +13,12 @@ import pytest
 from datasets import Dataset, Sequence
 
 from biphasic.config.load import load
-from biphasic.config.tasks import DatasetConfig, TasksConfig
+from biphasic.config.tasks import TasksConfig
 from biphasic.downstream.prepare import TASK_RECORD, is_finished, prepare_task
-from biphasic.downstream.tables import open_table
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 from buckets import bucket_for
-from downstream_sets import ROWS, TEXT, card, make_all, make_answers, write_split
+from downstream_sets import ROWS, TEXT, jsonl, make_all, make_answers, one_task, rows_of, write_split
 from hub_server import Repository, serve_hub
 from tiny import ROOT
 
@@ -36,17 +32,6 @@ def sets(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     return make_all(tmp_path_factory.mktemp("sets"), labels)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    import datasets
-
-    datasets.disable_progress_bars()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("cache"))
-        yield
-    datasets.enable_progress_bars()
-
-
 def config_of(sets: dict[str, str], output: Path | str, *more: str) -> TasksConfig:
     config = load(YAML, [*(f"{key}={place}" for key, place in sets.items()), f"output={output}", *more])
     assert isinstance(config, TasksConfig)
@@ -56,10 +41,6 @@ def config_of(sets: dict[str, str], output: Path | str, *more: str) -> TasksConf
 def run(arguments: list[str], environment: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "biphasic", "tasks", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def rows_of(folder: Path, name: str) -> list[dict[str, Any]]:
-    return pq.read_table(folder / f"{name}.parquet").to_pylist()
 
 
 def test_the_command_prepares_all_twelve_sets(sets: dict[str, str], tmp_path: Path) -> None:
@@ -191,96 +172,6 @@ def test_a_task_in_a_bucket(s3: Path, sets: dict[str, str], tmp_path: Path) -> N
     assert open_store(place).read("sst2/train.parquet") == (tmp_path / "sst2" / "train.parquet").read_bytes()
 
 
-def local(tmp_path: Path, task: dict[str, Any], **keys: Any) -> TasksConfig:
-    content = {"job": "tasks", "output": str(tmp_path / "out"), "tasks": {"it": {"license": "none", **task}}, **keys}
-    return TasksConfig.model_validate(content)
-
-
-def jsonl(path: Path, rows: list[dict[str, Any]]) -> str:
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return str(path)
-
-
-@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv", "tsv"])
-def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
-    path = tmp_path / f"train.{kind}"
-    rows = [{"a": f"one, {at}", "b": f"two {at}", "gold": ["bad", "good"][at % 2]} for at in range(10)]
-    rows[4] |= {"a": "null", "b": "NA"}
-    if kind == "parquet":
-        Dataset.from_list(rows).to_parquet(path)
-    elif kind.startswith("jsonl"):
-        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
-        path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
-    else:
-        mark = "\t" if kind == "tsv" else ","
-        lines = [mark.join(rows[0]), *(mark.join(f'"{value}"' for value in row.values()) for row in rows)]
-        path.write_text("\n".join([*lines, ""]))
-    task = {
-        "kind": "classification",
-        "text_column": "a",
-        "text_pair_column": "b",
-        "label_column": "gold",
-        "label_names": ["good", "bad"],
-        "source": {"files": {"train": [str(path)]}},
-        "splits": {"test": "train"},
-    }
-    prepare_task("it", local(tmp_path, task))
-    row = {"id": "train-3", "text": "one, 3", "text_pair": "two 3", "label": 0}
-    assert rows_of(tmp_path / "out" / "it", "test")[3] == row
-    assert rows_of(tmp_path / "out" / "it", "test")[4] == {
-        "id": "train-4",
-        "text": "null",
-        "text_pair": "NA",
-        "label": 1,
-    }
-
-
-def test_answers_can_be_texts(tmp_path: Path) -> None:
-    """ReCoRD from upstream."""
-    row = {"passage": "Ann met Bob. Ann left.", "query": "@placeholder left", "answers": ["Ann", "Ann"]}
-    task = {"kind": "question_answering", "question_column": "query", "context_column": "passage",
-            "source": {"files": {"dev": [jsonl(tmp_path / "r.jsonl", [row])]}}, "splits": {"test": "dev"}}  # fmt: skip
-    prepare_task("it", local(tmp_path, task))
-    [row] = rows_of(tmp_path / "out" / "it", "test")
-    assert row["answers"] == {"text": ["Ann"], "answer_start": [0]}
-
-
-TOKENS = {"kind": "tokens", "labels_column": "tags", "label_names": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]}
-GOOD = {"tokens": ["Ann", "Lee"], "tags": [1, 2]}
-ASK = {"kind": "question_answering"}
-ASKED = {"question": "Who?", "context": "It was Ann.", "answers": {"text": ["Ann"], "answer_start": [7]}}
-LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", "b"]}
-
-
-@pytest.mark.parametrize(
-    ("task", "good", "bad", "why"),
-    [
-        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [1, 2]}, "it has another number of labels than of tokens"),
-        (TOKENS, GOOD, {"tokens": [], "tags": []}, "it has no tokens"),
-        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "its label 5 is none of 5"),
-        (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
-        (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "an answer doesn't stand in its place in the context"),
-        (ASK, ASKED, {**ASKED, "question": None}, "its question is no text"),
-        (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "its label -1 is none of 2"),
-        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "its text is no text"),
-    ],
-)
-def test_invalid_rows_are_left_out(
-    tmp_path: Path, task: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], why: str
-) -> None:
-    file = jsonl(tmp_path / "rows.jsonl", [*[good] * 6, bad, *[good] * 3])
-    task = {**task, "source": {"files": {"all": [file]}}, "splits": {"test": "all"}}
-    with pytest.raises(UserError) as stopped:
-        prepare_task("it", local(tmp_path, task))
-    assert str(stopped.value) == (
-        f"it: test: 1 of 10 rows can't be used, and max_invalid_share allows 0.10%; the first: {file}, row 7: {why}"
-    )
-    assert not (tmp_path / "out" / "it" / TASK_RECORD).exists()
-    record = prepare_task("it", local(tmp_path, task, max_invalid_share=0.1))
-    assert record["left_out"] == {"test": {why: 1}}
-    assert record["rows"] == {"test": 9} and len(rows_of(tmp_path / "out" / "it", "test")) == 9
-
-
 def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path: Path) -> None:
     names = "[O, I-PER, B-PER, B-ORG, I-ORG, B-LOC, I-LOC]"
     with pytest.raises(UserError, match=r"label_names are O, I-PER, .*but the dataset says O, B-PER"):
@@ -297,65 +188,9 @@ def test_judgments_of_unknown_queries_and_documents_are_left_out(sets: dict[str,
     path = jsonl(tmp_path / "qrels.jsonl", [{"query-id": "1", "corpus-id": str(at), "score": 1} for at in (1, 999)])
     task = config_of(sets, tmp_path).tasks["nq"].model_dump() | {"qrels": {"test": {"files": {"train": [path]}}}}
     with pytest.raises(UserError, match=r"qrels/test: 1 of 2 rows .* number 2: its document is not in the corpus"):
-        prepare_task("it", local(tmp_path, task))
+        prepare_task("it", one_task(tmp_path, task))
     # Its queries and corpus are written already: the next preparation may remove them.
-    assert prepare_task("it", local(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1
-
-
-@pytest.mark.parametrize(
-    ("table", "column", "values", "why"),
-    [
-        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: its text is no text"),
-        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: its text is no text"),
-        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: one of its texts is no text"),
-        ("qrels", "score", [1, 1, None], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
-        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
-    ],
-)
-def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str, values: list[Any], why: str) -> None:
-    tables = {
-        "queries": [{"_id": f"q{at}", "text": "w"} for at in range(3)],
-        "corpus": [{"_id": f"d{at}", "title": None, "text": "w"} for at in range(3)],
-        "qrels": [{"query-id": f"q{at}", "corpus-id": f"d{at}", "score": 1} for at in range(3)],
-    }
-    for row, value in zip(tables[table], values, strict=True):
-        row[column] = value
-    files = {name: {"files": {"train": [jsonl(tmp_path / f"{name}.jsonl", rows)]}} for name, rows in tables.items()}
-    task = {
-        "kind": "retrieval",
-        "corpus": files["corpus"],
-        "queries": [files["queries"]],
-        "qrels": {"test": files["qrels"]},
-    }
-    with pytest.raises(UserError, match=why):
-        prepare_task("it", local(tmp_path, task))
-    if None in values:
-        left = prepare_task("it", local(tmp_path, task, max_invalid_share=0.5))["rows"]
-        assert left["qrels/test"] == 2
-
-
-@pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ({"path": "nowhere/at-all", "files": None}, "nowhere/at-all, train: can't be read ("),
-        ({"files": {"train": ["{tmp}/none.parquet"]}}, "{tmp}/none.parquet: there is no such file"),
-        ({"files": {"train": ["{tmp}/damaged.parquet"]}}, "{tmp}/damaged.parquet: can't be read ("),
-        ({"files": {"train": ["{tmp}/rows.txt"]}}, "{tmp}/rows.txt: expected files of one kind: .parquet, "),
-        ({"files": {"train": ["{tmp}/rows.jsonl"]}}, "{tmp}/rows.jsonl: has no column 'tags' (it has: text)"),
-    ],
-)
-def test_unreadable_sources_are_named(
-    tmp_path: Path, source: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
-    (tmp_path / "rows.txt").write_text("text\n")
-    jsonl(tmp_path / "rows.jsonl", [{"text": "t"}])
-    filled = json.loads(json.dumps(source).replace("{tmp}", str(tmp_path)))
-    with pytest.raises(UserError) as caught:
-        prepare_task("it", local(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))
-    assert str(caught.value).startswith(says.replace("{tmp}", str(tmp_path)))
-    assert len(str(caught.value).splitlines()) == 1
+    assert prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]["qrels/test"] == 1
 
 
 def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path: Path) -> None:
@@ -421,14 +256,3 @@ def test_numbers_keep_their_types(sets: dict[str, str], tmp_path: Path) -> None:
         np.asarray(pq.read_table(tmp_path / "uner" / "train.parquet")["labels"].combine_chunks().values).dtype
         == np.int32
     )
-
-
-def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
-    # The datasets library identifies a folder by its last name and its card.
-    for parent, count in (("a", 3), ("b", 5)):
-        folder = tmp_path / parent / "same"
-        write_split(folder / "default", "train", [{"x": str(at)} for at in range(count)], {"x": TEXT})
-        card(folder, {"default": ["train"]})
-        assert len(open_table(DatasetConfig(path=str(folder)), "train")) == count
-    write_split(folder / "default", "train", [{"x": "new"}] * 7, {"x": TEXT})
-    assert len(open_table(DatasetConfig(path=str(folder)), "train")) == 7

@@ -1,0 +1,164 @@
+"""Tasks from files of each kind, and rows of them that are no examples."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from biphasic.config.tasks import DatasetConfig
+from biphasic.downstream.prepare import TASK_RECORD, prepare_task
+from biphasic.downstream.tables import open_table
+from biphasic.errors import UserError
+from downstream_sets import TEXT, card, jsonl, one_task, rows_of, write_split
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv", "tsv"])
+def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"train.{kind}"
+    rows = [{"a": f"one, {at}", "b": f"two {at}", "gold": ["bad", "good"][at % 2]} for at in range(10)]
+    rows[4] |= {"a": "null", "b": "NA"}
+    if kind == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif kind.startswith("jsonl"):
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
+    else:
+        mark = "\t" if kind == "tsv" else ","
+        lines = [mark.join(rows[0]), *(mark.join(f'"{value}"' for value in row.values()) for row in rows)]
+        path.write_text("\n".join([*lines, ""]))
+    task = {
+        "kind": "classification",
+        "text_column": "a",
+        "text_pair_column": "b",
+        "label_column": "gold",
+        "label_names": ["good", "bad"],
+        "source": {"files": {"train": [str(path)]}},
+        "splits": {"test": "train"},
+    }
+    prepare_task("it", one_task(tmp_path, task))
+    row = {"id": "train-3", "text": "one, 3", "text_pair": "two 3", "label": 0}
+    assert rows_of(tmp_path / "out" / "it", "test")[3] == row
+    assert rows_of(tmp_path / "out" / "it", "test")[4] == {
+        "id": "train-4",
+        "text": "null",
+        "text_pair": "NA",
+        "label": 1,
+    }
+
+
+def test_answers_can_be_texts(tmp_path: Path) -> None:
+    """ReCoRD from upstream."""
+    row = {"passage": "Ann met Bob. Ann left.", "query": "@placeholder left", "answers": ["Ann", "Ann"]}
+    task = {"kind": "question_answering", "question_column": "query", "context_column": "passage",
+            "source": {"files": {"dev": [jsonl(tmp_path / "r.jsonl", [row])]}}, "splits": {"test": "dev"}}  # fmt: skip
+    prepare_task("it", one_task(tmp_path, task))
+    [row] = rows_of(tmp_path / "out" / "it", "test")
+    assert row["answers"] == {"text": ["Ann"], "answer_start": [0]}
+
+
+TOKENS = {"kind": "tokens", "labels_column": "tags", "label_names": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]}
+GOOD = {"tokens": ["Ann", "Lee"], "tags": [1, 2]}
+ASK = {"kind": "question_answering"}
+ASKED = {"question": "Who?", "context": "It was Ann.", "answers": {"text": ["Ann"], "answer_start": [7]}}
+LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", "b"]}
+
+
+@pytest.mark.parametrize(
+    ("task", "good", "bad", "why"),
+    [
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [1, 2]}, "it has another number of labels than of tokens"),
+        (TOKENS, GOOD, {"tokens": [], "tags": []}, "it has no tokens"),
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "its label 5 is none of 5"),
+        (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
+        (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "an answer doesn't stand in its place in the context"),
+        (ASK, ASKED, {**ASKED, "question": None}, "its question is no text"),
+        (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "its label -1 is none of 2"),
+        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "its text is no text"),
+    ],
+)
+def test_invalid_rows_are_left_out(
+    tmp_path: Path, task: dict[str, Any], good: dict[str, Any], bad: dict[str, Any], why: str
+) -> None:
+    file = jsonl(tmp_path / "rows.jsonl", [*[good] * 6, bad, *[good] * 3])
+    task = {**task, "source": {"files": {"all": [file]}}, "splits": {"test": "all"}}
+    with pytest.raises(UserError) as stopped:
+        prepare_task("it", one_task(tmp_path, task))
+    assert str(stopped.value) == (
+        f"it: test: 1 of 10 rows can't be used, and max_invalid_share allows 0.10%; the first: {file}, row 7: {why}"
+    )
+    assert not (tmp_path / "out" / "it" / TASK_RECORD).exists()
+    record = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.1))
+    assert record["left_out"] == {"test": {why: 1}}
+    assert record["rows"] == {"test": 9} and len(rows_of(tmp_path / "out" / "it", "test")) == 9
+
+
+@pytest.mark.parametrize(
+    ("table", "column", "values", "why"),
+    [
+        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: its text is no text"),
+        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: its text is no text"),
+        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: one of its texts is no text"),
+        ("qrels", "score", [1, 1, None], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
+        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
+    ],
+)
+def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str, values: list[Any], why: str) -> None:
+    tables = {
+        "queries": [{"_id": f"q{at}", "text": "w"} for at in range(3)],
+        "corpus": [{"_id": f"d{at}", "title": None, "text": "w"} for at in range(3)],
+        "qrels": [{"query-id": f"q{at}", "corpus-id": f"d{at}", "score": 1} for at in range(3)],
+    }
+    for row, value in zip(tables[table], values, strict=True):
+        row[column] = value
+    files = {name: {"files": {"train": [jsonl(tmp_path / f"{name}.jsonl", rows)]}} for name, rows in tables.items()}
+    task = {
+        "kind": "retrieval",
+        "corpus": files["corpus"],
+        "queries": [files["queries"]],
+        "qrels": {"test": files["qrels"]},
+    }
+    with pytest.raises(UserError, match=why):
+        prepare_task("it", one_task(tmp_path, task))
+    if None in values:
+        left = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]
+        assert left["qrels/test"] == 2
+
+
+def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
+    # The datasets library identifies a folder by its last name and its card.
+    for parent, count in (("a", 3), ("b", 5)):
+        folder = tmp_path / parent / "same"
+        write_split(folder / "default", "train", [{"x": str(at)} for at in range(count)], {"x": TEXT})
+        card(folder, {"default": ["train"]})
+        assert len(open_table(DatasetConfig(path=str(folder)), "train")) == count
+    write_split(folder / "default", "train", [{"x": "new"}] * 7, {"x": TEXT})
+    assert len(open_table(DatasetConfig(path=str(folder)), "train")) == 7
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ({"path": "nowhere/at-all", "files": None}, "nowhere/at-all, train: can't be read ("),
+        ({"files": {"train": ["{tmp}/none.parquet"]}}, "{tmp}/none.parquet: there is no such file"),
+        ({"files": {"train": ["{tmp}/damaged.parquet"]}}, "{tmp}/damaged.parquet: can't be read ("),
+        ({"files": {"train": ["{tmp}/rows.txt"]}}, "{tmp}/rows.txt: expected files of one kind: .parquet, "),
+        ({"files": {"train": ["{tmp}/rows.jsonl"]}}, "{tmp}/rows.jsonl: has no column 'tags' (it has: text)"),
+    ],
+)
+def test_unreadable_sources_are_named(
+    tmp_path: Path, source: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
+    (tmp_path / "rows.txt").write_text("text\n")
+    jsonl(tmp_path / "rows.jsonl", [{"text": "t"}])
+    filled = json.loads(json.dumps(source).replace("{tmp}", str(tmp_path)))
+    with pytest.raises(UserError) as caught:
+        prepare_task("it", one_task(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))
+    assert str(caught.value).startswith(says.replace("{tmp}", str(tmp_path)))
+    assert len(str(caught.value).splitlines()) == 1
