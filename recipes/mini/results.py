@@ -100,7 +100,9 @@ class Results:
     def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
         """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
         found = [model for model in self.models.values() if model.is_final and is_wanted(model)]
-        return sorted(found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0))
+        return sorted(
+            found, key=lambda model: (model.total_steps, clm_share(model), model.masking_ratio or 0, model.run)
+        )
 
     def at_forty_percent(self) -> list[Facets]:
         """Return the ends of the runs from initial weights whose MLM, if they have any, masks 40%."""

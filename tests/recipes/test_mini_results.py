@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import re
 import sys
 from collections import Counter
 from pathlib import Path
@@ -126,3 +128,38 @@ def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
     steps, finetunings = module.machine_hours(tmp_path / "run")
     assert (steps * 3600, finetunings * 3600) == pytest.approx((3 * 400 * STEP_SECONDS, 4 * trials * 10.0 / 2))
+
+
+RECORDS = ROOT / "recipes" / "mini" / "results"
+
+
+def test_the_published_tables_are_those_of_the_published_records(module: ModuleType) -> None:
+    def rows(name: str) -> list[dict[str, str]]:
+        with (RECORDS / name).open(newline="") as file:
+            return list(csv.DictReader(file))
+
+    def score(text: str) -> float | None:
+        return float(text) if text else None
+
+    trials = [
+        module.Trial(int(row["pretraining_seed"]), row["model"], row["task"], float(row["lr"]), int(row["finetuning_seed"]),
+                     score(row["validation"]), score(row["test"]), row["chosen"] == "True")
+        for row in rows("trials.csv")
+    ]  # fmt: skip
+    losses: dict[tuple[str, str], dict[int, float]] = {}
+    for row in rows("losses.csv"):
+        losses.setdefault((row["model"], row["objective"]), {})[int(row["pretraining_seed"])] = float(row["loss"])
+    names = {trial.model for trial in trials} - {module.UNTRAINED}
+    results = module.Results({name: facets_of_name(name) for name in names}, trials, losses)
+    published = (RECORDS / "results.md").read_text().splitlines()
+    made = module.tables(results, (0.0, 0.0))
+    assert published[: made.index("## Compute")] == made[: made.index("## Compute")]
+
+
+def test_the_page_has_the_published_tables() -> None:
+    """Every row of docs/results.md that begins with a number of tokens is one of results.md."""
+    published = set((RECORDS / "results.md").read_text().splitlines())
+    rows = [
+        line for line in (ROOT / "docs" / "results.md").read_text().splitlines() if re.match(r"\| [\d.]+ M \|", line)
+    ]
+    assert len(rows) > 20 and not set(rows) - published

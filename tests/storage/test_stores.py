@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 
 from biphasic.errors import UserError
-from biphasic.storage import UNFINISHED_PREFIX, LocalStore, Store, atomic_path, file_hash, open_store
+from biphasic.storage import (
+    UNFINISHED_PREFIX,
+    LocalStore,
+    Store,
+    atomic_path,
+    file_hash,
+    filesystems,
+    is_unreachable,
+    open_store,
+)
 from conftest import MakeBucket
+from s3_server import CREDENTIALS, free_port
 from store_servers import STORES
 
 
@@ -98,3 +109,22 @@ def test_an_endpoint_without_a_scheme_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_an_unsupported_scheme_is_refused(path: str) -> None:
     with pytest.raises(UserError, match="is not supported; expected a local path, s3://"):
         open_store(path)
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/x", "gs://bucket/x", "az://bucket/x"])
+def test_a_store_that_does_not_answer_is_unreachable(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    nowhere = f"http://127.0.0.1:{free_port()}"
+    monkeypatch.setattr(filesystems, "_GCS_RETRIES", timedelta(seconds=1))
+    for name, value in {
+        **CREDENTIALS,
+        "AWS_MAX_ATTEMPTS": "1",
+        "S3_ENDPOINT_URL": nowhere,
+        "STORAGE_EMULATOR_HOST": nowhere,
+        "AZURE_ACCOUNT_NAME": "account",
+        "AZURE_ACCOUNT_ACCESS_KEY": "a2V5",
+        "AZURE_STORAGE_SERVICE_ENDPOINT": f"{nowhere}/account",
+    }.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(OSError) as unreachable:
+        open_store(address).list()
+    assert is_unreachable(unreachable.value), repr(unreachable.value)

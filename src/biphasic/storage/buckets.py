@@ -24,6 +24,8 @@ _KEYS_PER_REQUEST = 1000
 _UNSUPPORTED = (400, 405, 411, 501)
 _BUSY = (408, 429)
 _GOOGLE_BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
+_AZURE_BUSY = re.compile(r"Azure Error: \[(ServerBusy|InternalError|OperationTimedOut|\].*(connect|timed out))")
+"""Without a code in the brackets, no answer arrived."""
 _CONNECTIONS = 96
 """Connections of a client, which several threads use, with ten connections for each large file."""
 
@@ -335,6 +337,8 @@ def _arrow_as_os_error() -> Iterator[None]:
         yield
     except (OSError, ArrowException) as error:
         google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
+        if _AZURE_BUSY.search(str(error)):
+            raise UnreachableError(str(error)) from error
         if google is None and isinstance(error, OSError):
             raise
         kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
