@@ -244,6 +244,13 @@ def test_branch_points_at_the_end_of_an_epoch(
     assert losses(folder) == expected
 
 
+def test_a_branch_point_at_the_end_of_a_shortened_epoch(write_yaml: Write) -> None:
+    """With `data.start_at` the first epoch has two batches instead of three."""
+    path = yaml_of_four_epochs(write_yaml, checkpoint={"keep": 1, "keep_at": ["1ep"], "interval": "1ba"},
+                               data__start_at="1ba")  # fmt: skip
+    assert complete(str(train(config_of(path)) / "checkpoints")) == [11, 6, 2]  # the switch is at 6
+
+
 def test_a_checkpoint_after_an_epoch_continues_with_the_next_one(write_yaml: Write) -> None:
     path = yaml_of_four_epochs(write_yaml, checkpoint__interval="1ep")
     folder = train(config_of(path))

@@ -49,6 +49,13 @@ class RowDataset(StreamingDataset):
         """Epoch in which the run begins."""
         return self.first_row // (self.length * self._parallel_rank_world.num_ranks)
 
+    @property
+    def skipped_batches(self) -> int:
+        """Batches of the first epoch that come before the run's first row."""
+        assert self.batch_size is not None
+        ranks = self._parallel_rank_world.num_ranks
+        return self.first_row % (self.length * ranks) // (ranks * self.batch_size)
+
     def make_epoch_whole_batches(self) -> None:
         """End an epoch with its last complete global batch.
 

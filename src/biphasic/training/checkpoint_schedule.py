@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from composer.core import Event, State
 from composer.utils import create_interval_scheduler
@@ -32,4 +33,8 @@ def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tupl
 def trained(state: State) -> Elapsed:
     """Return the counts after the last batch. Composer counts an epoch only after the checkpoint of its last batch."""
     now = elapsed(state.timestamp)
-    return replace(now, epochs=now.epochs + (state.timestamp.batch_in_epoch == state.dataloader_len))
+    # Not `state.dataloader`, which is the validation's while it runs.
+    batches: Any = state.train_dataloader
+    skipped = batches.dataset.skipped_batches if now.epochs == 0 else 0
+    is_last = state.timestamp.batch_in_epoch.value + skipped == len(batches)
+    return replace(now, epochs=now.epochs + is_last)
