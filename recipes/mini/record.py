@@ -29,16 +29,13 @@ LOSS_TOLERANCE, SCORE_TOLERANCE = 0.05, 0.05
 """Of another run on the same text: nats, and scores from 0 to 1. The scores are of five seeds and 583 to 800 examples."""
 
 
-def results(folder: Path, hardware: str) -> RecipeResults:
+def results(folder: Path, hardware: str, commit: str) -> RecipeResults:
     """Return the recipe's row, from the files of a finished run."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short=10", "HEAD"], capture_output=True, text=True, check=True, cwd=HERE
-    )
     groups: dict[str, dict[str, float]] = json.loads((folder / "study" / "report" / "groups.json").read_text())
     speed = _last(folder, *SPEED)
     return RecipeResults.model_validate({
         "command": "recipes/mini/run.sh",
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "hardware": hardware,
         "hours": round(sum(machine_hours(folder)), 2),
@@ -81,8 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Record the results of a run of the mini study.")
     parser.add_argument("folder", type=Path, help="the folder of run.sh")
     parser.add_argument("--hardware", required=True, help="in words, as in `2 CPU cores`")
+    parser.add_argument("--commit", default="HEAD", help="the commit that was run; default: HEAD")
     options = parser.parse_args(arguments)
-    row = results(options.folder, options.hardware).model_dump(mode="json")
+    command = ["git", "rev-parse", "--short=10", options.commit]
+    commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE).stdout.strip()
+    row = results(options.folder, options.hardware, commit).model_dump(mode="json")
     open_store(str(HERE)).write(RESULTS_FILE, json_bytes(row))
     print(HERE / RESULTS_FILE)
     return 0

@@ -81,6 +81,14 @@ class Results:
                 by_seed.setdefault(trial.pretraining_seed, []).append(trial.test)
         return scores
 
+    def of_first_seed(self) -> Results:
+        """Return what the first pretraining seed measured, the only one of most models. Its intervals can be compared."""
+        losses = {
+            key: {_FIRST_SEED: by_seed[_FIRST_SEED]} for key, by_seed in self.losses.items() if _FIRST_SEED in by_seed
+        }
+        trials = [trial for trial in self.trials if trial.pretraining_seed == _FIRST_SEED]
+        return Results(self.models, trials, losses)
+
     def rate_range(self, model: str, task: str) -> str:
         """Return the best minus the worst rate's validation score in points, as text.
 
@@ -191,24 +199,27 @@ def tables(results: Results, hours: tuple[float, float]) -> list[str]:
     initial = ["0", UNTRAINED, *(results.cell(UNTRAINED, task) for task in TASKS), ""]
     lines += _score_table(results, main, "objective", lambda model: names[clm_share(model)], [initial])
     lines += ["## Differences", "", *_difference_table(results, main)]
-    lines += ["## Share of CLM", ""]
-    lines += _score_table(results, scratch, "CLM share", lambda model: f"{clm_share(model):.0%}")
+    first = results.of_first_seed()
+    lines += [f"## Share of CLM (pretraining seed {_FIRST_SEED})", ""]
+    lines += _score_table(first, scratch, "CLM share", lambda model: f"{clm_share(model):.0%}")
     ratios = results.final(
         lambda model: model.continued_from is None and model.masking_ratio is not None and model.total_steps == 640
         and clm_share(model) in (0, 0.5)
     )  # fmt: skip
-    lines += ["## Masking ratio", ""]
-    lines += _score_table(
-        results, ratios, "model", lambda model: f"{names[clm_share(model)]}, {model.masking_ratio:.0%}"
-    )
+    lines += [f"## Masking ratio (pretraining seed {_FIRST_SEED})", ""]
+    lines += _score_table(first, ratios, "model", lambda model: f"{names[clm_share(model)]}, {model.masking_ratio:.0%}")
     continued = results.final(lambda model: model.continued_from is not None)
-    lines += ["## Continued pretraining with MLM", ""]
+    lines += [f"## Continued pretraining with MLM (pretraining seed {_FIRST_SEED})", ""]
     lines += _score_table(
-        results, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
+        first, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
     )
     checkpoints = [name for name, model in sorted(results.models.items()) if not model.is_final]
-    body = [[name, *(results.cell(name, task) for task in TASKS)] for name in checkpoints]
-    lines += ["## Checkpoints before the decay", "", *markdown_table(["checkpoint", *_TASK_TITLES], body)]
+    body = [[name, *(first.cell(name, task) for task in TASKS)] for name in checkpoints]
+    lines += [
+        f"## Checkpoints before the decay (pretraining seed {_FIRST_SEED})",
+        "",
+        *markdown_table(["checkpoint", *_TASK_TITLES], body),
+    ]
     lines += ["## Best minus worst of four learning rates, validation", ""]
     body = [
         [_tokens(model), names[clm_share(model)], *(results.rate_range(model.run, task) for task in TASKS)]
@@ -293,7 +304,9 @@ def draw(results: Results) -> bytes:
                     if clm_share(model) == share and (interval := results.interval(model.run, task))
                 ]
                 axes.errorbar(
-                    [x for x, _ in points], [100 * i.mean for _, i in points], [100 * (i.half or 0) for _, i in points],
+                    [tokens * 1.04 ** (index - 1) for tokens, _ in points],  # beside one another
+                    [100 * interval.mean for _, interval in points],
+                    [100 * (interval.half or 0) for _, interval in points],
                     **line_style(index), label=name, capsize=2, marker="o", markersize=3,
                 )  # fmt: skip
             initial = results.interval(UNTRAINED, task)

@@ -75,6 +75,7 @@ READ_ONLY = {
     "docs/quickstart.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "docs/recipes.md": "repeats the recipes' commands",
     "docs/reproduce.md": "38 models; tests/recipes/test_reproduce.py runs them, small",
+    "docs/results.md": "hours; tests/recipes/test_mini.py runs the study, small",
     "docs/scaling.md": "tests/benchmarks/test_scaling_model.py runs them",
     "docs/study.md": "38 models; tests/study runs small studies",
     "docs/tasks.md": "the hub; tests/downstream runs them on small files",
