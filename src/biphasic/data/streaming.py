@@ -47,14 +47,17 @@ class RowDataset(StreamingDataset):
     @property
     def first_epoch(self) -> int:
         """Epoch in which the run begins."""
-        return self.first_row // (self.length * self._parallel_rank_world.num_ranks)
+        return self.first_row // self._epoch_rows
 
     @property
     def skipped_batches(self) -> int:
         """Batches of the first epoch that come before the run's first row."""
         assert self.batch_size is not None
-        ranks = self._parallel_rank_world.num_ranks
-        return self.first_row % (self.length * ranks) // (ranks * self.batch_size)
+        return self.first_row % self._epoch_rows // (self._parallel_rank_world.num_ranks * self.batch_size)
+
+    @property
+    def _epoch_rows(self) -> int:
+        return self.length * self._parallel_rank_world.num_ranks
 
     def make_epoch_whole_batches(self) -> None:
         """End an epoch with its last complete global batch.
@@ -99,14 +102,13 @@ class RowDataset(StreamingDataset):
             message = f"expected a multiple or a divisor of the number of nodes ({nodes})"
             raise LoaderError(f"data.num_canonical_nodes: {message}; got {canonical}")
         # The state in checkpoints counts from the run's first row, as the run's own progress does.
-        epoch_rows = self.length * self._parallel_rank_world.num_ranks
-        sample_in_epoch += self.first_row % epoch_rows if epoch == 0 else 0
+        sample_in_epoch += self.first_row % self._epoch_rows if epoch == 0 else 0
         rows = super()._get_work(epoch + self.first_epoch, sample_in_epoch)
         if not self.has_whole_batches:
             return rows
         # Composer ends an epoch after `len` batches, but can't do so in an epoch that doesn't begin with its first row.
         assert self.batch_size is not None
-        batches = (epoch_rows - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
+        batches = (self._epoch_rows - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
         return rows[: len(range(world.worker_of_rank, batches, world.workers_per_rank)) * self.batch_size]
 
 
