@@ -90,6 +90,7 @@ READ_ONLY = {
     "recipes/long_context/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
     "recipes/muon/README.md": "most of an hour; tests/recipes/test_muon.py makes its tables",
     "recipes/mini/README.md": "hours; tests/recipes/test_mini.py runs the study, small",
+    "recipes/mini/results/results.md": "is made by the command that it names",
     "recipes/quickstart/README.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
     "recipes/paper/README.md": "38 models; tests/study runs small studies",
     "recipes/your_language/README.md": "minutes; tests/recipes runs its steps",
