@@ -103,13 +103,15 @@ def test_linked_folders_are_read_once(tmp_path: Path, monkeypatch: pytest.Monkey
     scan = os.scandir
 
     def refuse(path: str) -> Any:
-        if path.endswith("linked"):
+        if path.rstrip("/").endswith("linked"):
             raise PermissionError(13, "Permission denied", path)
         return scan(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    with pytest.raises(UserError, match=r"^source .*/text/linked: can't be read \(Permission denied\)"):
-        read(tmp_path / "text")
+    for path in ("text", "text/**/*.jsonl", "text/*/*.jsonl", "text/linked/*.jsonl"):
+        with pytest.raises(UserError, match=r"^source .*/text/linked/?: can't be read \(Permission denied\)"):
+            read(tmp_path / path)
+    assert read(tmp_path / "text/*.jsonl") == documents(RECORDS[:1])
 
 
 def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import json
 import re
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -11,6 +13,7 @@ from types import ModuleType
 
 import pytest
 
+from biphasic.report.recipe_results import check_run, read_results
 from biphasic.report.study_models import facets_of_name
 from studies import RATES, SEEDS, STEP_SECONDS, write_run, write_sweep
 from sweeps import SST2
@@ -98,19 +101,23 @@ def test_the_figure_is_drawn(module: ModuleType) -> None:
     assert module.draw(results_of(module))[:4] == b"\x89PNG"
 
 
+TWO_MODELS = {"study": ("210m-clm-400", "210m-mlm40-400"), "untrained": ("untrained",)}
+
+
+def write_parts(folder: Path, parts: dict[str, tuple[str, ...]]) -> None:
+    """Write the runs of each part's models, and their sweep."""
+    for part, models in parts.items():
+        for model in models:
+            if model != "untrained":
+                write_run(folder / part, model)
+        write_sweep(folder / part / "sweep", models, lambda *_: (0.5, 0.5), (SST2,))
+
+
 def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two models and the untrained one; there is no long/."""
     monkeypatch.setattr(module, "HERE", tmp_path)
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
-    for part, models in (
-        ("study", ["210m-clm-400", "210m-mlm40-400"]),
-        ("untrained", ["untrained"]),
-        ("seed1", ["210m-clm-400"]),
-    ):
-        for model in models:
-            if model != "untrained":
-                write_run(tmp_path / "run" / part, model)
-        write_sweep(tmp_path / "run" / part / "sweep", models, lambda *_: (0.5, 0.5), (SST2,))
+    write_parts(tmp_path / "run", {**TWO_MODELS, "seed1": ("210m-clm-400",)})
     assert module.main([str(tmp_path / "run")]) == 0
     rows = (tmp_path / "results" / "trials.csv").read_text().splitlines()
     assert rows[0] == "pretraining_seed,model,task,lr,finetuning_seed,validation,test,chosen"
@@ -128,6 +135,35 @@ def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
     steps, finetunings = module.machine_hours(tmp_path / "run")
     assert (steps * 3600, finetunings * 3600) == pytest.approx((3 * 400 * STEP_SECONDS, 4 * trials * 10.0 / 2))
+
+
+def test_a_recorded_run_agrees_with_its_record(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import record
+
+    monkeypatch.setattr(record, "HERE", tmp_path)
+    monkeypatch.setattr(record, "MODELS", TWO_MODELS["study"])
+    monkeypatch.setattr(record, "SPEED", ("210m-mlm40-400", "loss/train/mlm"))
+    subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
+    identity = ["-c", "user.name=A", "-c", "user.email=a@b.c"]
+    subprocess.run(["git", "-C", tmp_path, *identity, "commit", "--quiet", "--allow-empty", "-m", "run"], check=True)
+    write_parts(tmp_path / "run", TWO_MODELS)
+    scores = {model: {"SC": 0.5 + 0.1 * at} for at, model in enumerate(record.MODELS)}
+    report = tmp_path / "run" / "study" / "report"
+    report.mkdir()
+    (report / "groups.json").write_text(json.dumps(scores))
+    assert record.main([str(tmp_path / "run"), "--hardware", "2 CPU cores"]) == 0
+    recorded = read_results(str(tmp_path))
+    assert recorded.hours == round((2 * 400 * STEP_SECONDS + 3 * len(RATES) * len(SEEDS) * 10.0 / 2) / 3600, 2)
+    numbers = {number.name: number for number in check_run(recorded, str(tmp_path / "run"))}
+    assert {name: number.verdict for name, number in numbers.items()} == {
+        "tokens/s": "not checked",
+        **{f"{model}: {kind}, validation": "ok" for model in record.MODELS for kind in ("CLM", "MLM")},
+        **{f"{model}: SC": "ok" for model in record.MODELS},
+    }
+    assert numbers["210m-mlm40-400: SC"].value == 0.6
+    assert numbers["210m-clm-400: CLM, validation"].value == pytest.approx(2 + 3 / 9 + 0.01 + 0.1)
 
 
 RECORDS = ROOT / "recipes" / "mini" / "results"

@@ -62,6 +62,8 @@ def find_files(source: FilesSource) -> list[SourceFile]:
 
 def _local_files(path: str) -> list[SourceFile]:
     files = []
+    if _is_pattern(path):
+        _require_readable_folders(path)
     for name in sorted(glob.glob(path, recursive=True)) if _is_pattern(path) else [path.rstrip("/")]:
         if Path(name).is_dir() and not _is_pattern(path):
             files += _files_below(name)
@@ -70,18 +72,33 @@ def _local_files(path: str) -> list[SourceFile]:
     return files
 
 
+def _require_readable_folders(pattern: str) -> None:
+    """Check each folder whose names a pattern is compared with: `glob` leaves out what it can't read.
+
+    Raises:
+        UserError: a folder can't be read.
+    """
+    parts = pattern.split("/")
+    for level in range(1, len(parts)):
+        for folder in glob.glob("/".join([*parts[:level], ""]), recursive=True) if _is_pattern(parts[level]) else []:
+            try:
+                os.scandir(folder).close()
+            except OSError as error:
+                _unreadable(error)
+
+
+def _unreadable(error: OSError) -> NoReturn:
+    raise UserError(f"source {error.filename}: can't be read ({first_line(error)})") from None
+
+
 def _files_below(folder: str) -> list[SourceFile]:
     """Return the files of a folder and its subfolders, each folder once. Links are followed, which may form cycles.
 
     Raises:
         UserError: a folder can't be read.
     """
-
-    def fail(error: OSError) -> NoReturn:
-        raise UserError(f"source {error.filename}: can't be read ({first_line(error)})") from None
-
     files, visited = [], set[str]()
-    for place, folders, names in os.walk(folder, onerror=fail, followlinks=True):
+    for place, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
         if (real := os.path.realpath(place)) in visited:
             folders.clear()
             continue
