@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from functools import cached_property
 from itertools import combinations
+from math import nan
 from pathlib import Path
 from statistics import fmean
 
@@ -120,6 +121,15 @@ class Results:
         """Return a model's mean score on a task by pretraining seed."""
         return {seed: fmean(values) for seed, values in self.scores.get((model, task), {}).items()}
 
+    @cached_property
+    def seeds(self) -> int:
+        """The number of pretraining seeds of the models that have most."""
+        return max((len(by_seed) for by_seed in self.scores.values()), default=0)
+
+    def has_all_seeds(self, model: str) -> bool:
+        """Return whether a model has scores with as many pretraining seeds as any."""
+        return any(len(self.means(model, task)) == self.seeds for task in TASKS)
+
     def interval(self, model: str, task: str) -> Interval | None:
         """Return a model's mean score on a task with its interval; None without scores."""
         by_seed = self.scores.get((model, task), {})
@@ -194,11 +204,11 @@ def tables(results: Results, hours: tuple[float, float]) -> list[str]:
     scratch = results.at_forty_percent()
     main = [model for model in scratch if clm_share(model) in MAIN.values()]
     names = {share: name for name, share in MAIN.items()}
-    seeds = max((len(by_seed) for by_seed in results.scores.values()), default=0)
-    lines = [f"## Objectives by budget ({seeds} pretraining seeds)", ""]
+    replicated = [model for model in main if results.has_all_seeds(model.run)]
+    lines = [f"## Objectives by budget ({results.seeds} pretraining seeds)", ""]
     initial = ["0", UNTRAINED, *(results.cell(UNTRAINED, task) for task in TASKS), ""]
-    lines += _score_table(results, main, "objective", lambda model: names[clm_share(model)], [initial])
-    lines += ["## Differences", "", *_difference_table(results, main)]
+    lines += _score_table(results, replicated, "objective", lambda model: names[clm_share(model)], [initial])
+    lines += ["## Differences", "", *_difference_table(results, replicated)]
     first = results.of_first_seed()
     lines += [f"## Share of CLM (pretraining seed {_FIRST_SEED})", ""]
     lines += _score_table(first, scratch, "CLM share", lambda model: f"{clm_share(model):.0%}")
@@ -299,16 +309,25 @@ def draw(results: Results) -> bytes:
         for task, axes in zip(TASKS, panels, strict=True):
             for index, (name, share) in enumerate(MAIN.items()):
                 points = [
-                    (model.total_steps * TOKENS_PER_BATCH / 1e6, interval)
+                    # Beside one another.
+                    (model.total_steps * TOKENS_PER_BATCH / 1e6 * 1.04 ** (index - 1), interval, model.run)
                     for model in models
                     if clm_share(model) == share and (interval := results.interval(model.run, task))
                 ]
+                # An interval over fine-tuning seeds can't be compared with one over pretraining seeds.
                 axes.errorbar(
-                    [tokens * 1.04 ** (index - 1) for tokens, _ in points],  # beside one another
-                    [100 * interval.mean for _, interval in points],
-                    [100 * (interval.half or 0) for _, interval in points],
+                    [tokens for tokens, _, _ in points],
+                    [100 * interval.mean for _, interval, _ in points],
+                    [
+                        100 * interval.half if interval.half is not None and results.has_all_seeds(run) else nan
+                        for _, interval, run in points
+                    ],
                     **line_style(index), label=name, capsize=2, marker="o", markersize=3,
                 )  # fmt: skip
+                for tokens, interval, run in points:
+                    if not results.has_all_seeds(run):
+                        style = line_style(index) | {"markerfacecolor": "white", "markersize": 4, "zorder": 3}
+                        axes.plot(tokens, 100 * interval.mean, marker="o", **style)
             initial = results.interval(UNTRAINED, task)
             if initial is not None:
                 axes.axhline(100 * initial.mean, color="gray", linestyle=":", label=UNTRAINED)

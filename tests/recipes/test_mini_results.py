@@ -97,6 +97,26 @@ def test_one_pretraining_seed(module: ModuleType) -> None:
     assert first[1:] == ["CLM minus CLM→MLM", "`types`", "-10.00", "n/a", "n/a"]
 
 
+def test_a_budget_with_one_seed_is_not_beside_those_with_three(module: ModuleType) -> None:
+    """Its scores are in the tables of the first seed; in the figure it has a marker without an interval."""
+    results = results_of(module)
+    longest = {name: facets_of_name(name) for name in ("1m-clm-2560", "1m-mlm40-2560", "1m-clm-1280-mlm40-2560")}
+    trials = [
+        module.Trial(42, model, task, 2e-3, seed, 0.5, 0.7, True)
+        for model in longest
+        for task in module.TASKS
+        for seed in (0, 1)
+    ]
+    results = module.Results({**results.models, **longest}, [*results.trials, *trials], results.losses)
+    lines = module.tables(results, (1.5, 2.25))
+    assert {row[0] for row in table(lines, "Objectives by budget")} == {"0", "0.66 M", "2.62 M"}
+    assert {row[0] for row in table(lines, "Differences")} == {"0.66 M", "2.62 M"}
+    assert [row[:3] for row in table(lines, "Share of CLM")][-3:] == [
+        ["10.49 M", share, "70.00 ± 0.00"] for share in ("0%", "50%", "100%")
+    ]
+    assert module.draw(results)[:4] == b"\x89PNG"
+
+
 def test_the_figure_is_drawn(module: ModuleType) -> None:
     assert module.draw(results_of(module))[:4] == b"\x89PNG"
 
