@@ -149,10 +149,11 @@ def clm_share(model: Facets) -> float:
 
 
 def study_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return `study/`, `untrained/`, `seed<N>/` and `long/`, if there, each with its pretraining seed."""
+    """Return `study/`, `untrained/`, and `seed<N>/` and `long<N>/`, if there, each with its pretraining seed."""
     folders = [(_FIRST_SEED, folder / "study"), (_FIRST_SEED, folder / UNTRAINED)]
-    folders += [(_FIRST_SEED, long) for long in folder.glob("long")]
-    return folders + [(int(other.name.removeprefix("seed")), other) for other in sorted(folder.glob("seed*"))]
+    for name in ("seed", "long"):
+        folders += [(int(part.name.removeprefix(name)), part) for part in sorted(folder.glob(f"{name}*"))]
+    return folders
 
 
 def machine_hours(folder: Path) -> tuple[float, float]:

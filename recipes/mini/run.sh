@@ -40,9 +40,12 @@ for seed in 1 2; do  # the main objectives again
     step "export, seed $seed" python src/main.py $here/seeds.yaml --stage export
     step "finetune, seed $seed" python src/main.py $here/seeds.yaml --stage finetune
 done
-step "pretrain, long" python src/main.py $here/long.yaml
-step "export, long" python src/main.py $here/long.yaml --stage export
-step "finetune, long" python src/main.py $here/long.yaml --stage finetune
+for seed in 42 1 2; do  # and longer
+    export MINI_SEED=$seed
+    step "pretrain, long, seed $seed" python src/main.py $here/long.yaml
+    step "export, long, seed $seed" python src/main.py $here/long.yaml --stage export
+    step "finetune, long, seed $seed" python src/main.py $here/long.yaml --stage finetune
+done
 step report biphasic report "$MINI/study" --against recipes/paper/reference.csv --models $here/paper_models.yaml
 step results python $here/results.py "$MINI"
 step totals python src/main.py $here/study.yaml

@@ -109,9 +109,12 @@ def test_other_seeds_have_the_main_objectives(study: StudyConfig, monkeypatch: p
         assert config.model_copy(update=same) == first[name], name
 
 
-def test_the_long_runs_share_half_of_clm(study: StudyConfig) -> None:
+@pytest.mark.parametrize("seed", [42, 1])
+def test_the_long_runs_share_half_of_clm(study: StudyConfig, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    if seed != 42:
+        monkeypatch.setenv("MINI_SEED", str(seed))
     longer = load(RECIPE / "long.yaml")
-    assert isinstance(longer, StudyConfig)
+    assert isinstance(longer, StudyConfig) and Path(longer.folder).name == f"long{seed}"
     plan, objectives = plan_study(longer), [config.objective for config in expand(study).values()]
     assert sorted((run.name, run.own_batches) for run in plan.runs) == [
         ("1m-clm-10240", 10240), ("1m-clm-5120-mlm40-10240", 5120), ("1m-mlm40-10240", 10240)
@@ -119,7 +122,7 @@ def test_the_long_runs_share_half_of_clm(study: StudyConfig) -> None:
     for name, config in expand(longer).items():
         facets = facets_of_name(name)
         assert config.max_duration.value == facets.total_steps == 4 * 2560
-        assert config.seed == 42 and (config.objective in objectives or facets.clm_steps == 5120)
+        assert config.seed == seed and (config.objective in objectives or facets.clm_steps == 5120)
 
 
 def test_models_of_the_paper_have_one_here(study: StudyConfig) -> None:

@@ -134,27 +134,28 @@ def write_parts(folder: Path, parts: dict[str, tuple[str, ...]]) -> None:
 
 
 def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two models and the untrained one; there is no long/."""
+    """Two models and the untrained one, a longer run of each seed."""
     monkeypatch.setattr(module, "HERE", tmp_path)
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
-    write_parts(tmp_path / "run", {**TWO_MODELS, "seed1": ("210m-clm-400",)})
+    longer = {part: ("210m-clm-1600",) for part in ("long42", "long1")}
+    write_parts(tmp_path / "run", {**TWO_MODELS, "seed1": ("210m-clm-400",), **longer})
     assert module.main([str(tmp_path / "run")]) == 0
     rows = (tmp_path / "results" / "trials.csv").read_text().splitlines()
     assert rows[0] == "pretraining_seed,model,task,lr,finetuning_seed,validation,test,chosen"
     trials = len(RATES) * len(SEEDS)
     assert Counter(tuple(row.split(",")[:2]) for row in rows[1:]) == {
         ("42", "210m-clm-400"): trials, ("42", "210m-mlm40-400"): trials, ("42", "untrained"): trials,
-        ("1", "210m-clm-400"): trials,
+        ("1", "210m-clm-400"): trials, ("42", "210m-clm-1600"): trials, ("1", "210m-clm-1600"): trials,
     }  # fmt: skip
     assert Counter(row.split(",")[-1] for row in rows[1:]) == {
-        "True": 4 * trials / len(RATES),
-        "False": 4 * trials / len(RATES),
+        "True": 6 * trials / len(RATES),
+        "False": 6 * trials / len(RATES),
     }
     losses = (tmp_path / "results" / "losses.csv").read_text().splitlines()
-    assert losses[0] == "pretraining_seed,model,objective,loss" and len(losses) == 1 + 3 * 2
+    assert losses[0] == "pretraining_seed,model,objective,loss" and len(losses) == 1 + 5 * 2
     assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
     steps, finetunings = module.machine_hours(tmp_path / "run")
-    assert (steps * 3600, finetunings * 3600) == pytest.approx((3 * 400 * STEP_SECONDS, 4 * trials * 10.0 / 2))
+    assert (steps * 3600, finetunings * 3600) == pytest.approx(((3 * 400 + 2 * 1600) * STEP_SECONDS, 6 * trials * 10.0 / 2))
 
 
 def test_a_recorded_run_agrees_with_its_record(
