@@ -155,7 +155,9 @@ def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pyt
     assert losses[0] == "pretraining_seed,model,objective,loss" and len(losses) == 1 + 5 * 2
     assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
     steps, finetunings = module.machine_hours(tmp_path / "run")
-    assert (steps * 3600, finetunings * 3600) == pytest.approx(((3 * 400 + 2 * 1600) * STEP_SECONDS, 6 * trials * 10.0 / 2))
+    assert (steps * 3600, finetunings * 3600) == pytest.approx(
+        ((3 * 400 + 2 * 1600) * STEP_SECONDS, 6 * trials * 10.0 / 2)
+    )
 
 
 def test_a_recorded_run_agrees_with_its_record(
