@@ -61,13 +61,16 @@ def find_files(source: FilesSource) -> list[SourceFile]:
 
 
 def _local_files(path: str) -> list[SourceFile]:
-    files = []
     if _is_pattern(path):
         _require_readable_folders(path)
-    for name in sorted(glob.glob(path, recursive=True)) if _is_pattern(path) else [path.rstrip("/")]:
-        if Path(name).is_dir() and not _is_pattern(path):
-            files += _files_below(name)
-        elif (file := open_store(posixpath.dirname(name) or ".").stat(posixpath.basename(name))) is not None:
+        names = sorted(glob.glob(path, recursive=True))
+    elif Path(path).is_dir():
+        return _files_below(path.rstrip("/"))
+    else:
+        names = [path.rstrip("/")]
+    files = []
+    for name in names:
+        if (file := open_store(posixpath.dirname(name) or ".").stat(posixpath.basename(name))) is not None:
             files.append(SourceFile(name, file.bytes, file.version))
     return files
 
