@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from results import machine_hours
+from raw_records import read_run
 
 from biphasic.report.recipe_results import RESULTS_FILE, RecipeResults
 from biphasic.storage import json_bytes, open_store
@@ -38,7 +38,7 @@ def results(folder: Path, hardware: str, commit: str) -> RecipeResults:
         "commit": commit,
         "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
         "hardware": hardware,
-        "hours": round(sum(machine_hours(folder)), 2),
+        "hours": round(sum(read_run(folder).total_hours), 2),
         "tokens_per_second": speed and {**speed, "value": round(speed["value"])},
         "losses": dict(_losses(folder)),
         "scores": {

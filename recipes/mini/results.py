@@ -1,6 +1,8 @@
 """Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
 
-    python recipes/mini/results.py FOLDER     # the folder of run.sh; writes recipes/mini/results/ and docs/results.png
+    python recipes/mini/results.py FOLDER          # the folder of run.sh; writes recipes/mini/results/ and docs/results.png
+    python recipes/mini/results.py FOLDER --add    # FOLDER has some of the studies, on the same text: the records of the others stay
+    python recipes/mini/results.py                 # tables and figure from the records that are there
 
 A model's score with a pretraining seed is the mean over its fine-tuning seeds, at the learning rate that validation chooses.
 Intervals are 95%, over pretraining seeds where there are several (paired by seed in differences), otherwise over
@@ -11,72 +13,49 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import combinations
 from math import nan
 from pathlib import Path
 from statistics import fmean
 
+from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, write_records
+
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
-from biphasic.report.formatting import (
-    csv_table,
-    format_interval,
-    format_p,
-    format_points,
-    format_signed,
-    markdown_table,
-)
+from biphasic.report.formatting import format_interval, format_p, format_points, format_signed, markdown_table
 from biphasic.report.statistics import Interval, holm, mean_interval, paired_difference
-from biphasic.report.study_folder import Study, read_study
-from biphasic.report.study_models import Facets
-from biphasic.report.sweep_scores import collect_scores
+from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
-from biphasic.sweep.records import read_grid, read_records
-from biphasic.training.metrics_file import parse_metrics
 
 HERE = Path(__file__).parent
+RECORDS = HERE / "results"
 PICTURE = HERE.parents[1] / "docs" / "results.png"
 TASKS = ("types", "parameters", "questions", "retrieval")
 MAIN = {"MLM": 0.0, "CLM→MLM": 0.5, "CLM": 1.0}
 """The objectives of the main table by their share of CLM steps."""
 TOKENS_PER_BATCH = 4096
-UNTRAINED = "untrained"
 _TASK_TITLES = tuple(f"`{task}`" for task in TASKS)
-_FIRST_SEED = 42
-
-
-@dataclass(frozen=True)
-class Trial:
-    """A fine-tuning. Scores are from 0 to 1."""
-
-    pretraining_seed: int
-    model: str
-    task: str
-    lr: float
-    finetuning_seed: int
-    validation: float | None
-    test: float | None
-    chosen: bool
-    """Whether its rate is the one that validation chose for this model and task."""
 
 
 @dataclass(frozen=True)
 class Results:
-    """What the studies of all pretraining seeds measured."""
+    """What is computed from the records."""
 
-    models: Mapping[str, Facets]
-    trials: Sequence[Trial]
-    losses: Mapping[tuple[str, str], Mapping[int, float]]
-    """Validation losses at the end of each run, in nats, by (model, objective) and pretraining seed."""
+    records: Records
+
+    @cached_property
+    def models(self) -> dict[str, Facets]:
+        """The models with scores, but the untrained one."""
+        return {name: facets_of_name(name) for name in {trial.model for trial in self.records.trials} - {UNTRAINED}}
 
     @cached_property
     def scores(self) -> dict[tuple[str, str], dict[int, list[float]]]:
         """Test scores at the chosen rate, one for each fine-tuning seed, by (model, task) and pretraining seed."""
         scores: dict[tuple[str, str], dict[int, list[float]]] = {}
-        for trial in self.trials:
+        for trial in self.records.trials:
             if trial.chosen and trial.test is not None:
                 by_seed = scores.setdefault((trial.model, trial.task), {})
                 by_seed.setdefault(trial.pretraining_seed, []).append(trial.test)
@@ -84,11 +63,7 @@ class Results:
 
     def of_first_seed(self) -> Results:
         """Return what the first pretraining seed measured, the only one of most models. Its intervals can be compared."""
-        losses = {
-            key: {_FIRST_SEED: by_seed[_FIRST_SEED]} for key, by_seed in self.losses.items() if _FIRST_SEED in by_seed
-        }
-        trials = [trial for trial in self.trials if trial.pretraining_seed == _FIRST_SEED]
-        return Results(self.models, trials, losses)
+        return Results(self.records.with_seed(FIRST_SEED))
 
     def rate_range(self, model: str, task: str) -> str:
         """Return the best minus the worst rate's validation score in points, as text.
@@ -96,7 +71,7 @@ class Results:
         Both are those of the fine-tuning seed that chooses the rate; the mean over pretraining seeds.
         """
         by_seed: dict[int, list[float]] = {}
-        for trial in self.trials:
+        for trial in self.records.trials:
             if (
                 (trial.model, trial.task) == (model, task)
                 and trial.finetuning_seed == 0
@@ -148,60 +123,8 @@ def clm_share(model: Facets) -> float:
     return model.clm_steps / (model.total_steps - model.base_steps)
 
 
-def study_folders(folder: Path) -> list[tuple[int, Path]]:
-    """Return `study/`, `untrained/`, and `seed<N>/` and `long<N>/`, if there, each with its pretraining seed."""
-    folders = [(_FIRST_SEED, folder / "study"), (_FIRST_SEED, folder / UNTRAINED)]
-    for name in ("seed", "long"):
-        folders += [(int(part.name.removeprefix(name)), part) for part in sorted(folder.glob(f"{name}*"))]
-    return folders
-
-
-def machine_hours(folder: Path) -> tuple[float, float]:
-    """Return the machine's hours in pretraining steps, of two ranks each, and in fine-tunings, two at a time."""
-    steps, finetunings = 0.0, 0.0
-    for _, part in study_folders(folder):
-        for file in part.glob("*/metrics.jsonl"):
-            steps += sum(entry.get("time/step_seconds", 0.0) for entry in parse_metrics(file.read_text()))
-        store = open_store(str(part / "sweep"))
-        records = read_records(store, read_grid(store).trials).values()
-        finetunings += sum(record.seconds.get("total", 0.0) for record in records if "copy_of" not in record.about)
-    return steps / 3600, finetunings / 3600 / 2
-
-
-def read_results(folder: Path) -> Results:
-    """Read the studies of the recipe's folder, and the scores of the untrained model."""
-    models: dict[str, Facets] = {}
-    trials = list[Trial]()
-    losses: dict[tuple[str, str], dict[int, float]] = {}
-    for seed, part in study_folders(folder):
-        study = read_study([str(part)])
-        models |= study.models
-        trials += read_trials(part / "sweep", seed)
-        for (model, objective), loss in _last_losses(study).items():
-            losses.setdefault((model, objective), {})[seed] = loss
-    return Results(models, trials, losses)
-
-
-def read_trials(folder: Path, pretraining_seed: int) -> Iterator[Trial]:
-    """Yield the finished trials of a sweep's folder."""
-    store = open_store(str(folder))
-    grid = read_grid(store)
-    sweep = collect_scores(grid, read_records(store, grid.trials))
-    for name, cell in sweep.planned.items():
-        if sweep.status(name) != "done":
-            continue
-        [result] = sweep.records[name].results
-        chosen = name in sweep.chosen[cell.model, cell.task, result.name].trials.values()
-        yield Trial(pretraining_seed, cell.model, cell.task, cell.lr, cell.seed, result.validation, result.test, chosen)
-
-
-def _last_losses(study: Study) -> dict[tuple[str, str], float]:
-    points = sorted((point for point in study.losses if point.split == "validation"), key=lambda point: point.step)
-    return {(point.run, point.objective): point.loss for point in points}
-
-
-def tables(results: Results, hours: tuple[float, float]) -> list[str]:
-    """Return the lines of results.md; `hours` are those of `machine_hours`."""
+def tables(results: Results) -> list[str]:
+    """Return the lines of results.md."""
     scratch = results.at_forty_percent()
     main = [model for model in scratch if clm_share(model) in MAIN.values()]
     names = {share: name for name, share in MAIN.items()}
@@ -211,23 +134,23 @@ def tables(results: Results, hours: tuple[float, float]) -> list[str]:
     lines += _score_table(results, replicated, "objective", lambda model: names[clm_share(model)], [initial])
     lines += ["## Differences", "", *_difference_table(results, replicated)]
     first = results.of_first_seed()
-    lines += [f"## Share of CLM (pretraining seed {_FIRST_SEED})", ""]
+    lines += [f"## Share of CLM (pretraining seed {FIRST_SEED})", ""]
     lines += _score_table(first, scratch, "CLM share", lambda model: f"{clm_share(model):.0%}")
     ratios = results.final(
         lambda model: model.continued_from is None and model.masking_ratio is not None and model.total_steps == 640
         and clm_share(model) in (0, 0.5)
     )  # fmt: skip
-    lines += [f"## Masking ratio (pretraining seed {_FIRST_SEED})", ""]
+    lines += [f"## Masking ratio (pretraining seed {FIRST_SEED})", ""]
     lines += _score_table(first, ratios, "model", lambda model: f"{names[clm_share(model)]}, {model.masking_ratio:.0%}")
     continued = results.final(lambda model: model.continued_from is not None)
-    lines += [f"## Continued pretraining with MLM (pretraining seed {_FIRST_SEED})", ""]
+    lines += [f"## Continued pretraining with MLM (pretraining seed {FIRST_SEED})", ""]
     lines += _score_table(
         first, continued, "from the decayed", lambda model: "CLM" if "-clm-" in str(model.continued_from) else "MLM"
     )
     checkpoints = [name for name, model in sorted(results.models.items()) if not model.is_final]
     body = [[name, *(first.cell(name, task) for task in TASKS)] for name in checkpoints]
     lines += [
-        f"## Checkpoints before the decay (pretraining seed {_FIRST_SEED})",
+        f"## Checkpoints before the decay (pretraining seed {FIRST_SEED})",
         "",
         *markdown_table(["checkpoint", *_TASK_TITLES], body),
     ]
@@ -238,9 +161,9 @@ def tables(results: Results, hours: tuple[float, float]) -> list[str]:
     ]
     lines += markdown_table(["tokens", "objective", *_TASK_TITLES], body)
     lines += ["## Validation losses", "", *_loss_table(results)]
-    steps, finetunings = hours
-    lines += ["## Compute", "", f"- Pretraining steps: {steps:.2f} hours of two cores"]
-    lines += [f"- {len(results.trials):,} fine-tunings: {finetunings:.2f} hours of two cores"]
+    pretraining, finetuning = results.records.total_hours
+    lines += ["## Compute", "", f"- Pretraining steps: {pretraining:.2f} hours of two cores"]
+    lines += [f"- {len(results.records.trials):,} fine-tunings: {finetuning:.2f} hours of two cores"]
     return lines
 
 
@@ -293,8 +216,8 @@ def _loss_table(results: Results) -> list[str]:
 
 
 def _loss(results: Results, model: str, objective: str = "mlm") -> str:
-    values = results.losses.get((model, objective))
-    return f"{fmean(values.values()):.3f}" if values else ""
+    values = [row.loss for row in results.records.losses if (row.model, row.objective) == (model, objective)]
+    return f"{fmean(values):.3f}" if values else ""
 
 
 def _tokens(model: Facets) -> str:
@@ -343,21 +266,24 @@ def draw(results: Results) -> bytes:
 def main(arguments: list[str] | None = None) -> int:
     """Write the files, and print their names."""
     parser = argparse.ArgumentParser(description="Write the mini study's results.")
-    parser.add_argument("folder", type=Path, help="the folder of run.sh")
+    parser.add_argument("folder", type=Path, nargs="?", help="the folder of run.sh; without one, the records are used")
+    parser.add_argument("--add", action="store_true", help="keep the records of models and seeds that FOLDER doesn't have")
+    options = parser.parse_args(arguments)
     try:
-        folder = parser.parse_args(arguments).folder
-        results, hours = read_results(folder), machine_hours(folder)
-    except UserError as error:
+        if options.folder is None:
+            records = read_written(RECORDS)
+        else:
+            records = read_run(options.folder)
+            if options.add:
+                records = read_written(RECORDS).with_added(records)
+            write_records(records, RECORDS)
+    except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    trials = sorted(map(astuple, results.trials))
-    losses = [(seed, *key, loss) for key, by_seed in sorted(results.losses.items()) for seed, loss in by_seed.items()]
-    target = open_store(str(HERE / "results"))
-    target.write("trials.csv", csv_table(" ".join(field.name for field in fields(Trial)), trials))
-    target.write("losses.csv", csv_table("pretraining_seed model objective loss", losses))
-    target.write("results.md", ("\n".join(tables(results, hours)).rstrip() + "\n").encode())
+    results = Results(records)
+    open_store(str(RECORDS)).write("results.md", ("\n".join(tables(results)).rstrip() + "\n").encode())
     open_store(str(PICTURE.parent)).write(PICTURE.name, draw(results))
-    print("\n".join(map(str, (*sorted((HERE / "results").iterdir()), PICTURE))))
+    print("\n".join(map(str, (*sorted(RECORDS.iterdir()), PICTURE))))
     return 0
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import re
 import subprocess
@@ -10,6 +9,7 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
@@ -23,6 +23,7 @@ MODELS = (
     "1m-clm-160", "1m-mlm40-160", "1m-clm-80-mlm40-160", "1m-clm-640", "1m-mlm40-640", "1m-mlm20-640",
     "1m-clm-320-mlm40-640", "1m-clm-320-mlm20-640", "1m-clm-dec640-mlm40-832", "1m-mlm40-640-320",
 )  # fmt: skip
+TASKS = ("types", "parameters", "questions", "retrieval")
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +34,31 @@ def module() -> ModuleType:
     return results
 
 
-def results_of(module: ModuleType, seeds: tuple[int, ...] = (42, 1, 2)) -> object:
+@pytest.fixture(scope="module")
+def raw(module: ModuleType) -> ModuleType:
+    import raw_records
+
+    return raw_records
+
+
+def records_of(raw: ModuleType, seeds: tuple[int, ...] = (42, 1, 2)) -> Any:
     """CLM→MLM is 10 points better than MLM with every seed, within a point."""
     trials = []
 
     def add(seed: int, model: str, scores: list[float]) -> None:
         """Two fine-tuning seeds at the chosen rate, and one at a rate that is 8 points worse on validation."""
-        for task in module.TASKS:
+        for task in TASKS:
             for number, score in enumerate(scores):
-                trials.append(module.Trial(seed, model, task, 2e-3, number, 0.5, score, True))
-            trials.append(module.Trial(seed, model, task, 4e-3, 0, 0.42, 0.9, False))
+                trials.append(raw.Trial(seed, model, task, 2e-3, number, 0.5, score, True))
+            trials.append(raw.Trial(seed, model, task, 4e-3, 0, 0.42, 0.9, False))
 
     add(42, "untrained", [0.25, 0.25])
     for model in MODELS:
         gain = 0.1 if facets_of_name(model).objective == "clm-mlm" else 0.0
         for at, seed in enumerate(seeds):
             add(seed, model, [0.5 + gain + 0.01 * at + 0.001 * at * (gain > 0), 0.52 + gain + 0.01 * at])
-    losses = {("1m-mlm40-640", "mlm"): {42: 4.0, 1: 4.2}}
-    return module.Results({name: facets_of_name(name) for name in MODELS}, trials, losses)
+    losses = [raw.Loss(42, "1m-mlm40-640", "mlm", 4.0), raw.Loss(1, "1m-mlm40-640", "mlm", 4.2)]
+    return raw.Records(trials, losses, [raw.Hours("study", 1.5, 2.0), raw.Hours("seed1", 0.5, 0.25)])
 
 
 def table(lines: list[str], title: str) -> list[list[str]]:
@@ -63,8 +71,8 @@ def table(lines: list[str], title: str) -> list[list[str]]:
     return rows[2:]
 
 
-def test_tables(module: ModuleType) -> None:
-    lines = module.tables(results_of(module), (1.5, 2.25))
+def test_tables(module: ModuleType, raw: ModuleType) -> None:
+    lines = module.tables(module.Results(records_of(raw)))
     initial, *main = table(lines, "Objectives by budget")
     assert [row[:2] for row in main] == [
         [tokens, name] for tokens in ("0.66 M", "2.62 M") for name in ("MLM", "CLM→MLM", "CLM")
@@ -79,36 +87,35 @@ def test_tables(module: ModuleType) -> None:
     assert [row[:2] for row in table(lines, "Checkpoints before")] == [["1m-mlm40-640-320", "51.00 ± 12.71"]]
     assert table(lines, "Best minus worst of four")[0][:3] == ["0.66 M", "MLM", "8.00"]
     assert [row[:2] for row in table(lines, "Continued pretraining")] == [["3.41 M", "CLM"]]
+    assert "- Pretraining steps: 2.00 hours of two cores" in lines and lines[-1].endswith("2.25 hours of two cores")
 
 
-def test_differences_are_paired_by_pretraining_seed(module: ModuleType) -> None:
-    rows = table(module.tables(results_of(module), (1.5, 2.25)), "Differences")
+def test_differences_are_paired_by_pretraining_seed(module: ModuleType, raw: ModuleType) -> None:
+    rows = table(module.tables(module.Results(records_of(raw))), "Differences")
     assert len(rows) == 2 * 3 * 4
     [row] = [row for row in rows if row[:3] == ["0.66 M", "CLM→MLM minus MLM", "`types`"]]
     assert row[3] == "+10.05 ± 0.12", "+10.00, +10.05, +10.10: the seeds' own levels cancel"
     assert row[4] == "< 0.0001" and row[5] != "1.0000"
 
 
-def test_one_pretraining_seed(module: ModuleType) -> None:
+def test_one_pretraining_seed(module: ModuleType, raw: ModuleType) -> None:
     """Intervals are over fine-tuning seeds, and differences have none."""
-    lines = module.tables(results_of(module, (42,)), (1.5, 2.25))
+    lines = module.tables(module.Results(records_of(raw, (42,))))
     assert table(lines, "Objectives by budget")[1][2] == "51.00 ± 12.71"
     first = table(lines, "Differences")[0]
     assert first[1:] == ["CLM minus CLM→MLM", "`types`", "-10.00", "n/a", "n/a"]
 
 
-def test_a_budget_with_one_seed_is_not_beside_those_with_three(module: ModuleType) -> None:
+def test_a_budget_with_one_seed_is_not_beside_those_with_three(module: ModuleType, raw: ModuleType) -> None:
     """Its scores are in the tables of the first seed; in the figure it has a marker without an interval."""
-    results = results_of(module)
-    longest = {name: facets_of_name(name) for name in ("1m-clm-2560", "1m-mlm40-2560", "1m-clm-1280-mlm40-2560")}
     trials = [
-        module.Trial(42, model, task, 2e-3, seed, 0.5, 0.7, True)
-        for model in longest
+        raw.Trial(42, model, task, 2e-3, seed, 0.5, 0.7, True)
+        for model in ("1m-clm-2560", "1m-mlm40-2560", "1m-clm-1280-mlm40-2560")
         for task in module.TASKS
         for seed in (0, 1)
     ]
-    results = module.Results({**results.models, **longest}, [*results.trials, *trials], results.losses)
-    lines = module.tables(results, (1.5, 2.25))
+    results = module.Results(records_of(raw).with_added(raw.Records(trials, (), ())))
+    lines = module.tables(results)
     assert {row[0] for row in table(lines, "Objectives by budget")} == {"0", "0.66 M", "2.62 M"}
     assert {row[0] for row in table(lines, "Differences")} == {"0.66 M", "2.62 M"}
     assert [row[:3] for row in table(lines, "Share of CLM")][-3:] == [
@@ -117,8 +124,8 @@ def test_a_budget_with_one_seed_is_not_beside_those_with_three(module: ModuleTyp
     assert module.draw(results)[:4] == b"\x89PNG"
 
 
-def test_the_figure_is_drawn(module: ModuleType) -> None:
-    assert module.draw(results_of(module))[:4] == b"\x89PNG"
+def test_the_figure_is_drawn(module: ModuleType, raw: ModuleType) -> None:
+    assert module.draw(module.Results(records_of(raw)))[:4] == b"\x89PNG"
 
 
 TWO_MODELS = {"study": ("210m-clm-400", "210m-mlm40-400"), "untrained": ("untrained",)}
@@ -133,9 +140,11 @@ def write_parts(folder: Path, parts: dict[str, tuple[str, ...]]) -> None:
         write_sweep(folder / part / "sweep", models, lambda *_: (0.5, 0.5), (SST2,))
 
 
-def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_run(
+    module: ModuleType, raw: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Two models and the untrained one, a longer run of each seed."""
-    monkeypatch.setattr(module, "HERE", tmp_path)
+    monkeypatch.setattr(module, "RECORDS", tmp_path / "results")
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
     longer = {part: ("210m-clm-1600",) for part in ("long42", "long1")}
     write_parts(tmp_path / "run", {**TWO_MODELS, "seed1": ("210m-clm-400",), **longer})
@@ -154,10 +163,39 @@ def test_the_files_of_a_run(module: ModuleType, tmp_path: Path, monkeypatch: pyt
     losses = (tmp_path / "results" / "losses.csv").read_text().splitlines()
     assert losses[0] == "pretraining_seed,model,objective,loss" and len(losses) == 1 + 5 * 2
     assert (tmp_path / "docs" / "picture.png").exists() and (tmp_path / "results" / "results.md").exists()
-    steps, finetunings = module.machine_hours(tmp_path / "run")
-    assert (steps * 3600, finetunings * 3600) == pytest.approx(
+    pretraining, finetuning = raw.read_run(tmp_path / "run").total_hours
+    assert (pretraining * 3600, finetuning * 3600) == pytest.approx(
         ((3 * 400 + 2 * 1600) * STEP_SECONDS, 6 * trials * 10.0 / 2)
     )
+    written = {file.name: file.read_bytes() for file in (tmp_path / "results").iterdir()}
+    (tmp_path / "results" / "results.md").unlink()
+    assert module.main([]) == 0
+    assert {file.name: file.read_bytes() for file in (tmp_path / "results").iterdir()} == written
+
+
+def test_studies_of_another_machine_are_added(
+    module: ModuleType, raw: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if all had been run on one machine; a study that is run again takes the place of the first."""
+    monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
+    longer = {"long1": ("210m-clm-1600",)}
+    write_parts(tmp_path / "one", {**TWO_MODELS, "seed1": ("210m-clm-400",), **longer})
+    write_parts(tmp_path / "first", {**TWO_MODELS, "seed1": ("210m-clm-400",)})
+    write_parts(tmp_path / "second", {"seed1": ("210m-clm-400",), **longer})
+    monkeypatch.setattr(module, "RECORDS", tmp_path / "at once")
+    assert module.main([str(tmp_path / "one")]) == 0
+    monkeypatch.setattr(module, "RECORDS", tmp_path / "added")
+    assert module.main([str(tmp_path / "first")]) == 0
+    assert module.main([str(tmp_path / "second"), "--add"]) == 0
+    at_once, added = (
+        {file.name: file.read_text() for file in (tmp_path / name).iterdir()} for name in ("at once", "added")
+    )
+    assert added == at_once and {"hours.csv", "losses.csv", "results.md", "trials.csv"} == set(added)
+
+
+def test_a_folder_without_a_study(module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert module.main([str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"{tmp_path}: has no study, expected a folder that recipes/mini/run.sh has finished\n"
 
 
 def test_a_recorded_run_agrees_with_its_record(
@@ -192,27 +230,9 @@ def test_a_recorded_run_agrees_with_its_record(
 RECORDS = ROOT / "recipes" / "mini" / "results"
 
 
-def test_the_published_tables_are_those_of_the_published_records(module: ModuleType) -> None:
-    def rows(name: str) -> list[dict[str, str]]:
-        with (RECORDS / name).open(newline="") as file:
-            return list(csv.DictReader(file))
-
-    def score(text: str) -> float | None:
-        return float(text) if text else None
-
-    trials = [
-        module.Trial(int(row["pretraining_seed"]), row["model"], row["task"], float(row["lr"]), int(row["finetuning_seed"]),
-                     score(row["validation"]), score(row["test"]), row["chosen"] == "True")
-        for row in rows("trials.csv")
-    ]  # fmt: skip
-    losses: dict[tuple[str, str], dict[int, float]] = {}
-    for row in rows("losses.csv"):
-        losses.setdefault((row["model"], row["objective"]), {})[int(row["pretraining_seed"])] = float(row["loss"])
-    names = {trial.model for trial in trials} - {module.UNTRAINED}
-    results = module.Results({name: facets_of_name(name) for name in names}, trials, losses)
-    published = (RECORDS / "results.md").read_text().splitlines()
-    made = module.tables(results, (0.0, 0.0))
-    assert published[: made.index("## Compute")] == made[: made.index("## Compute")]
+def test_the_published_tables_are_those_of_the_published_records(module: ModuleType, raw: ModuleType) -> None:
+    made = "\n".join(module.tables(module.Results(raw.read_written(RECORDS))))
+    assert (RECORDS / "results.md").read_text() == made + "\n"
 
 
 def test_the_page_has_the_published_tables() -> None:
