@@ -11,12 +11,14 @@ import argparse
 import datetime
 import json
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from raw_records import read_run
 
+from biphasic.errors import UserError
 from biphasic.report.recipe_results import RESULTS_FILE, RecipeResults
 from biphasic.storage import json_bytes, open_store
 from biphasic.training.metrics_file import parse_metrics
@@ -80,9 +82,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--hardware", required=True, help="in words, as in `2 CPU cores`")
     parser.add_argument("--commit", default="HEAD", help="the commit that was run; default: HEAD")
     options = parser.parse_args(arguments)
-    command = ["git", "rev-parse", "--short=10", options.commit]
-    commit = subprocess.run(command, capture_output=True, text=True, check=True, cwd=HERE).stdout.strip()
-    row = results(options.folder, options.hardware, commit).model_dump(mode="json")
+    command = ["git", "rev-parse", "--short=10", "--verify", f"{options.commit}^{{commit}}"]
+    git = subprocess.run(command, capture_output=True, text=True, cwd=HERE)
+    if git.returncode:
+        print(f"--commit {options.commit}: {git.stderr.strip()}", file=sys.stderr)
+        return 2
+    try:
+        row = results(options.folder, options.hardware, git.stdout.strip()).model_dump(mode="json")
+    except (UserError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
     open_store(str(HERE)).write(RESULTS_FILE, json_bytes(row))
     print(HERE / RESULTS_FILE)
     return 0

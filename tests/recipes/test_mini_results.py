@@ -199,7 +199,7 @@ def test_a_folder_without_a_study(module: ModuleType, tmp_path: Path, capsys: py
 
 
 def test_a_recorded_run_agrees_with_its_record(
-    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import record
 
@@ -214,7 +214,12 @@ def test_a_recorded_run_agrees_with_its_record(
     report = tmp_path / "run" / "study" / "report"
     report.mkdir()
     (report / "groups.json").write_text(json.dumps(scores))
-    assert record.main([str(tmp_path / "run"), "--hardware", "2 CPU cores"]) == 0
+    options = ["--hardware", "2 CPU cores"]
+    assert record.main([str(tmp_path / "run"), *options, "--commit", "0abc"]) == 2
+    assert capsys.readouterr().err.startswith("--commit 0abc: fatal: ")
+    assert record.main([str(tmp_path / "absent"), *options]) == 2
+    assert str(tmp_path / "absent") in capsys.readouterr().err and not (tmp_path / "results.json").exists()
+    assert record.main([str(tmp_path / "run"), *options]) == 0
     recorded = read_results(str(tmp_path))
     assert recorded.hours == round((2 * 400 * STEP_SECONDS + 3 * len(RATES) * len(SEEDS) * 10.0 / 2) / 3600, 2)
     numbers = {number.name: number for number in check_run(recorded, str(tmp_path / "run"))}
