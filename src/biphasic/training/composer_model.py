@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from composer.models import ComposerModel
@@ -51,7 +52,8 @@ class PretrainModel(ComposerModel):
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
         """Return the validation metric: the mean loss per target, in nats. Training has none, since it logs its loss."""
-        return {} if is_train else {"loss": MeanMetric(nan_strategy="disable")}
+        # A NaN stays NaN. "disable" would do so too, but it ignores the weights (torchmetrics 1.9.0).
+        return {} if is_train else {"loss": MeanMetric(nan_strategy=math.nan)}
 
     def update_metric(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
         """Add a microbatch to the mean loss."""
