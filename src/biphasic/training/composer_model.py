@@ -52,7 +52,7 @@ class PretrainModel(ComposerModel):
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
         """Return the validation metric: the mean loss per target, in nats. Training has none, since it logs its loss."""
-        # A NaN stays NaN. "disable" would do so too, but it ignores the weights (torchmetrics 1.9.0).
+        # A NaN stays NaN. "disable" would do so too, but it ignores the weights (torchmetrics 1.9, its issue 3434).
         return {} if is_train else {"loss": MeanMetric(nan_strategy=math.nan)}
 
     def update_metric(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
