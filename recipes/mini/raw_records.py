@@ -148,8 +148,9 @@ def read_written(folder: Path) -> Records:
     """Read the three files."""
 
     def rows(name: str) -> list[Any]:
+        adapter = TypeAdapter[Any](_KINDS[name])
         with (folder / f"{name}.csv").open(newline="", encoding="utf-8") as file:
             cells = [{column: cell or None for column, cell in row.items()} for row in csv.DictReader(file)]
-        return TypeAdapter(list[_KINDS[name]]).validate_python(cells)
+        return list(map(adapter.validate_python, cells))
 
     return Records(**{part.name: rows(part.name) for part in fields(Records)})

@@ -1,7 +1,7 @@
 """Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
 
     python recipes/mini/results.py FOLDER          # the folder of run.sh; writes recipes/mini/results/ and docs/results.png
-    python recipes/mini/results.py FOLDER --add    # FOLDER has some of the studies, on the same text: the records of the others stay
+    python recipes/mini/results.py FOLDER --add    # FOLDER has some studies, of the same text; the others' records stay
     python recipes/mini/results.py                 # tables and figure from the records that are there
 
 A model's score with a pretraining seed is the mean over its fine-tuning seeds, at the learning rate that validation chooses.
@@ -267,7 +267,9 @@ def main(arguments: list[str] | None = None) -> int:
     """Write the files, and print their names."""
     parser = argparse.ArgumentParser(description="Write the mini study's results.")
     parser.add_argument("folder", type=Path, nargs="?", help="the folder of run.sh; without one, the records are used")
-    parser.add_argument("--add", action="store_true", help="keep the records of models and seeds that FOLDER doesn't have")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the records of models and seeds that FOLDER doesn't have"
+    )
     options = parser.parse_args(arguments)
     try:
         if options.folder is None:

@@ -195,7 +195,10 @@ def test_studies_of_another_machine_are_added(
 
 def test_a_folder_without_a_study(module: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert module.main([str(tmp_path)]) == 2
-    assert capsys.readouterr().err == f"{tmp_path}: has no study, expected a folder that recipes/mini/run.sh has finished\n"
+    assert (
+        capsys.readouterr().err
+        == f"{tmp_path}: has no study, expected a folder that recipes/mini/run.sh has finished\n"
+    )
 
 
 def test_a_recorded_run_agrees_with_its_record(

@@ -184,6 +184,7 @@ def test_validation_doesn_t_depend_on_the_phase(
         return prepare(self, batch, phase, index, *rest, **keys)
 
     monkeypatch.setattr(ObjectiveSchedule, "prepare", record)
+
     def validate(name: str, **changes: Any) -> list[dict[str, Any]]:
         path = write_yaml(
             name,
