@@ -6,7 +6,7 @@ They are read from a folder of run.sh, and written to and read from trials.csv, 
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -16,9 +16,9 @@ from pydantic import TypeAdapter
 from biphasic.errors import UserError
 from biphasic.report.formatting import csv_table
 from biphasic.report.study_folder import read_study
-from biphasic.report.sweep_scores import collect_scores
+from biphasic.report.sweep_scores import SweepScores, collect_scores
 from biphasic.storage import open_store
-from biphasic.sweep.records import read_grid, read_records
+from biphasic.sweep.records import TrialRecord, read_grid, read_records
 from biphasic.training.metrics_file import parse_metrics
 
 FIRST_SEED = 42
@@ -105,19 +105,19 @@ def read_run(folder: Path) -> Records:
         raise UserError(f"{folder}: has no study, expected a folder that recipes/mini/run.sh has finished")
     trials, losses, hours = list[Trial](), list[Loss](), list[Hours]()
     for seed, part in parts:
-        trials += _trials(part / "sweep", seed)
+        store = open_store(str(part / "sweep"))
+        grid = read_grid(store)
+        records = read_records(store, grid.trials)
+        trials += _trials(collect_scores(grid, records), seed)
         points = [point for point in read_study([str(part)]).losses if point.split == "validation"]
         last = {(point.run, point.objective): point.loss for point in sorted(points, key=lambda point: point.step)}
         losses += [Loss(seed, *key, loss) for key, loss in last.items()]
-        hours.append(_hours(part))
+        hours.append(_hours(part, records.values()))
     return Records(trials, losses, hours)
 
 
-def _trials(folder: Path, pretraining_seed: int) -> Iterator[Trial]:
-    """Yield the finished trials of a sweep's folder."""
-    store = open_store(str(folder))
-    grid = read_grid(store)
-    sweep = collect_scores(grid, read_records(store, grid.trials))
+def _trials(sweep: SweepScores, pretraining_seed: int) -> Iterator[Trial]:
+    """Yield the finished trials of a sweep."""
     for name, cell in sweep.planned.items():
         if sweep.status(name) != "done":
             continue
@@ -126,12 +126,10 @@ def _trials(folder: Path, pretraining_seed: int) -> Iterator[Trial]:
         yield Trial(pretraining_seed, cell.model, cell.task, cell.lr, cell.seed, result.validation, result.test, chosen)
 
 
-def _hours(folder: Path) -> Hours:
+def _hours(folder: Path, records: Iterable[TrialRecord]) -> Hours:
     steps = 0.0
     for file in folder.glob("*/metrics.jsonl"):
         steps += sum(entry.get("time/step_seconds", 0.0) for entry in parse_metrics(file.read_text()))
-    store = open_store(str(folder / "sweep"))
-    records = read_records(store, read_grid(store).trials).values()
     finetunings = sum(record.seconds.get("total", 0.0) for record in records if "copy_of" not in record.about)
     return Hours(folder.name, steps / 3600, finetunings / 3600 / 2)
 

@@ -271,13 +271,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--add", action="store_true", help="keep the records of models and seeds that FOLDER doesn't have"
     )
     options = parser.parse_args(arguments)
+    if options.add and options.folder is None:
+        parser.error("--add needs a FOLDER")
     try:
         if options.folder is None:
             records = read_written(RECORDS)
         else:
             records = read_run(options.folder)
+            missing = {"study", UNTRAINED} - {hours.study for hours in records.hours}
             if options.add:
                 records = read_written(RECORDS).with_added(records)
+            elif missing:
+                names = " and no ".join(sorted(missing))
+                raise UserError(f"{options.folder}: has no {names}; --add adds what it has to the records")
             write_records(records, RECORDS)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)

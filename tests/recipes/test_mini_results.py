@@ -174,7 +174,7 @@ def test_the_files_of_a_run(
 
 
 def test_studies_of_another_machine_are_added(
-    module: ModuleType, raw: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """As if all had been run on one machine; a study that is run again takes the place of the first."""
     monkeypatch.setattr(module, "PICTURE", tmp_path / "docs" / "picture.png")
@@ -186,6 +186,8 @@ def test_studies_of_another_machine_are_added(
     assert module.main([str(tmp_path / "one")]) == 0
     monkeypatch.setattr(module, "RECORDS", tmp_path / "added")
     assert module.main([str(tmp_path / "first")]) == 0
+    assert module.main([str(tmp_path / "second")]) == 2
+    assert "has no study and no untrained; --add" in capsys.readouterr().err
     assert module.main([str(tmp_path / "second"), "--add"]) == 0
     at_once, added = (
         {file.name: file.read_text() for file in (tmp_path / name).iterdir()} for name in ("at once", "added")
