@@ -8,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +61,9 @@ def test_numbers_of_the_main_table() -> None:
     # MNLI's two test sets count as one task.
     family = [(tests(model, "sst2") + (tests(model, "mnli-m") + tests(model, "mnli-mm")) / 2) / 2 for model in "ab"]
     assert cells(page, "Test scores", "SC, mean")[2] == cell_of(family[0])
-    assert cells(page, "Chosen learning rates", "nq") == ["nq", "2e-5", "2e-5"]
+    by_rate = [np.mean([noisy(Cell("b", "", lr, seed), "nq")[0] for seed in SEEDS]) for lr in RATES]
+    rates = [f"{100 * mean:.2f}" for mean in by_rate]
+    assert cells(page, "Chosen learning rates", "nq | b") == ["nq", "b", "2e-5", *rates]
     differences = page.split("## Differences between models\n", 1)[1]
     p = stats.ttest_rel(tests("a", "sst2"), tests("b", "sst2")).pvalue
     [line] = [line for line in differences.splitlines() if line.startswith("| sst2 |")][:1]
@@ -104,7 +107,26 @@ def test_failures_are_listed_in_a_line() -> None:
     assert sum(r"ValueError: a \| b" in line for line in lines) == 6
     assert "| a | sst2 | 1e-4 | 0 |" in page
     assert "more" not in "".join(line for line in lines if line.startswith("| a"))
-    assert cells(page, "Chosen learning rates", "sst2")[1] == "2e-5"
+    assert cells(page, "Chosen learning rates", "sst2 | a")[2] == "2e-5"
+    assert cells(page, "Chosen learning rates", "sst2 | a")[3 + RATES.index(1e-4)] == "missing"
+
+
+def test_a_task_without_a_test_set() -> None:
+    grid = grid_of(tasks=(SST2, MNLI))
+    records = {
+        trial: replace(
+            record, results=tuple(replace(r, test=None if r.name == "sst2" else r.test) for r in record.results)
+        )
+        for trial, record in records_of(grid, noisy).items()
+    }
+    page = files_of(grid, records)["report.md"]
+    assert cells(page, "Test scores", "sst2")[2:] == ["n/a", "n/a"]
+    assert cells(page, "Differences between models", "sst2 | a")[3:6] == ["n/a"] * 3
+    assert cells(page, "Stability", "a | sst2")[2] == "n/a"
+    assert cells(page, "Chosen learning rates", "sst2 | a")[2] == "2e-5"
+    assert "n/a" not in cells(page, "Test scores", "mnli-m")
+    # A mean over the family's other tasks would not be the family's.
+    assert cells(page, "Test scores", "SC, mean")[2:] == ["n/a", "n/a"]
 
 
 def test_no_records_one_seed_and_an_empty_grid() -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from statistics import fmean
+from typing import Literal
 
 from biphasic.report.statistics import Interval, deviation, mean_interval
 from biphasic.sweep.records import Cell, Grid, TrialRecord
@@ -101,6 +103,18 @@ class SweepScores:
         """Return a trial's status: `done`, `failed` or `missing`."""
         return self.records[trial].status if trial in self.records else "missing"
 
+    @cached_property
+    def without_test_set(self) -> frozenset[TableRow]:
+        """The rows whose trials that are done have no test score, and their families: their tasks have no test set."""
+        tests: dict[tuple[str, str], list[float | None]] = {}
+        for trial, cell in self.planned.items():
+            for result in self.records[trial].results if trial in self.records else ():
+                tests.setdefault((cell.task, result.name), []).append(result.test)
+        absent = {key for key, scores in tests.items() if all(score is None for score in scores)}
+        rows = {row for row in self.rows if row.task is not None and (row.task, row.name) in absent}
+        families = {row.family for row in rows}
+        return frozenset(rows | {row for row in self.rows if row.task is None and row.family in families})
+
     def counts(self, model: str | None = None) -> Counter[str]:
         """Return the number of trials by status, for one model or for all."""
         return Counter(self.status(trial) for trial, cell in self.planned.items() if model in (None, cell.model))
@@ -124,13 +138,15 @@ def collect_scores(grid: Grid, records: Mapping[str, TrialRecord]) -> SweepScore
     return SweepScores(grid, dict(records), chosen, planned, trials_by_group(grid), rows, scores)
 
 
-def scores_by_rate(sweep: SweepScores, model: str, row: TableRow) -> dict[float, dict[int, float]]:
+def scores_by_rate(
+    sweep: SweepScores, model: str, row: TableRow, split: Literal["validation", "test"] = "test"
+) -> dict[float, dict[int, float]]:
     """Return a model's scores on a test set, from 0 to 1, by learning rate and seed; rates without scores are empty."""
     trials = sweep.groups[model, row.task or ""]
     scores: dict[float, dict[int, float]] = {lr: {} for lr in sweep.grid.learning_rates}
     for lr, by_seed in scores.items():
         for seed in sweep.grid.seeds:
-            value = score_of(sweep.records.get(trials[lr, seed]), row.name, "test")
+            value = score_of(sweep.records.get(trials[lr, seed]), row.name, split)
             if value is not None:
                 by_seed[seed] = value
     return scores

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import fmean
 
 from biphasic.report.formatting import (
     NOT_AVAILABLE,
@@ -16,7 +17,7 @@ from biphasic.report.formatting import (
     markdown_table,
 )
 from biphasic.report.statistics import Difference, holm, paired_difference
-from biphasic.report.sweep_scores import ModelScore, SweepScores, TableRow, stability
+from biphasic.report.sweep_scores import ModelScore, SweepScores, TableRow, scores_by_rate, stability
 
 MISSING = "missing"
 MAX_DIFFERENCES = 300
@@ -39,14 +40,13 @@ class Comparison:
 
 
 def summary(sweep: SweepScores) -> list[str]:
-    """Return the lines of the grid's overview and the main table."""
-    return [*_overview(sweep), *_main_table(sweep)]
+    """Return the lines of the grid's overview, the learning rates and the main table."""
+    return [*_overview(sweep), *_rates(sweep), *_main_table(sweep)]
 
 
 def details(sweep: SweepScores, comparisons: Sequence[Comparison]) -> list[str]:
     """Return the lines after the main table, except the figures."""
     return [
-        *_rates(sweep),
         *_differences(sweep, comparisons),
         *_stability(sweep),
         *_steps(sweep),
@@ -98,31 +98,36 @@ def _main_table(sweep: SweepScores) -> list[str]:
         # An incomplete mean may still change, so it can't be the best.
         complete = [format_points(score.interval.mean) for score in scores if score.complete and score.interval]
         best = max(complete, key=float) if len(complete) > 1 else None
-        body.append([_title(row), escape(row.metric), *(_score(score, best) for score in scores)])
+        cells = [_score(score, best, _absent(sweep, row)) for score in scores]
+        body.append([_title(row), escape(row.metric), *cells])
     return [
         *["## Test scores", ""],
         *markdown_table(["", "metric", *map(escape, names)], body),
         "Points (100 times the score): mean ± half of the 95% interval over seeds, with the number of seeds in brackets.",
         "Bold: the best of the complete ones. `3 of 5`: the other seeds have no score. `rate open`: missing trials could",
-        f"change the chosen learning rate. `{MISSING}`: no score.",
+        f"change the chosen learning rate. `{MISSING}`: no score so far. `{NOT_AVAILABLE}`: no test set.",
         "",
     ]
 
 
 def _rates(sweep: SweepScores) -> list[str]:
-    names = [model.name for model in sweep.grid.models]
+    rates, choosing = sweep.grid.learning_rates, sweep.grid.seeds[: sweep.grid.rate_seeds]
     body = []
     for row in _test_sets(sweep):
-        chosen = [sweep.chosen[name, row.task or "", row.name] for name in names]
-        cells = [
-            MISSING if choice.lr is None else format_rate(choice.lr) + ("" if choice.complete else " (open)")
-            for choice in chosen
-        ]
-        body.append([_title(row), *cells])
-    choosing = sweep.grid.seeds[: sweep.grid.rate_seeds]
-    over = "seeds" if choosing == sweep.grid.seeds else f"seeds {', '.join(map(str, choosing))}"
-    lines = ["## Chosen learning rates", "", f"By the mean validation score over {over}.", ""]
-    return [*lines, *markdown_table(["", *map(escape, names)], body)]
+        for model in (model.name for model in sweep.grid.models):
+            choice = sweep.chosen[model, row.task or "", row.name]
+            chosen = MISSING if choice.lr is None else format_rate(choice.lr) + ("" if choice.complete else " (open)")
+            by_rate = scores_by_rate(sweep, model, row, "validation")
+            of_rate = [[score for seed, score in by_rate[lr].items() if seed in choosing] for lr in rates]
+            means = [format_points(fmean(scores)) if scores else MISSING for scores in of_rate]
+            body.append([_title(row), escape(model), chosen, *means])
+    seeds = f"seed{'' if len(choosing) == 1 else 's'} {', '.join(map(str, choosing))}"
+    return [
+        *["## Chosen learning rates", ""],
+        f"By the validation score in points, of {seeds}, at each rate: the mean over the seeds with a score.",
+        "",
+        *markdown_table(["", "model", "chosen", *map(format_rate, rates)], body),
+    ]
 
 
 def _differences(sweep: SweepScores, comparisons: Sequence[Comparison]) -> list[str]:
@@ -140,18 +145,19 @@ def _differences(sweep: SweepScores, comparisons: Sequence[Comparison]) -> list[
         lines += [f"Only those with {escape(reference)}; p is corrected over all, which are in `differences.csv`.", ""]
     for title, is_family in (("Families", True), ("Test sets", False)):
         of_kind = [comparison for comparison in comparisons if (comparison.row.task is None) == is_family]
-        body = [_comparison(comparison, len(sweep.grid.seeds)) for comparison in of_kind]
+        body = [_comparison(sweep, comparison) for comparison in of_kind]
         if body:
             header = ["", "model", "minus", "difference", "p", "p, Holm", "seeds"]
             lines += [f"### {title}", "", *markdown_table(header, body)]
     return lines
 
 
-def _comparison(comparison: Comparison, seeds: int) -> list[str]:
+def _comparison(sweep: SweepScores, comparison: Comparison) -> list[str]:
+    seeds, absent = len(sweep.grid.seeds), _absent(sweep, comparison.row)
     cells = [_title(comparison.row), escape(comparison.first), escape(comparison.second)]
     difference = comparison.difference
     if difference is None:
-        return [*cells, MISSING, MISSING, MISSING, f"0 of {seeds}"]
+        return [*cells, absent, absent, absent, f"0 of {seeds}"]
     count = _seed_count(difference.count, seeds, comparison.settled)
     return [
         *cells,
@@ -169,7 +175,7 @@ def _stability(sweep: SweepScores) -> list[str]:
     for model in (model.name for model in sweep.grid.models):
         for row in _test_sets(sweep):
             spread, score = stability(sweep, model, row), sweep.scores[model, row]
-            deviation = NOT_AVAILABLE if score.by_seed else MISSING
+            deviation = NOT_AVAILABLE if score.by_seed else _absent(sweep, row)
             if spread.seed_deviation is not None:
                 deviation = format_points(spread.seed_deviation) + ("" if score.complete else f" ({_seeds(score)})")
             body.append([
@@ -198,7 +204,11 @@ def _steps(sweep: SweepScores) -> list[str]:
     if not models or not families:
         return []
     body = [
-        [f"{model.steps:,}", escape(model.name), *(_score(sweep.scores[model.name, row], None) for row in families)]
+        [
+            f"{model.steps:,}",
+            escape(model.name),
+            *(_score(sweep.scores[model.name, row], None, _absent(sweep, row)) for row in families),
+        ]
         for model in models
     ]
     return [
@@ -222,10 +232,15 @@ def _test_sets(sweep: SweepScores) -> list[TableRow]:
     return [row for row in sweep.rows if row.task is not None]
 
 
-def _score(score: ModelScore, best: str | None) -> str:
-    """Format a model's cell, in bold if it is complete and its formatted mean equals `best`."""
+def _absent(sweep: SweepScores, row: TableRow) -> str:
+    """Return what stands in place of a test score that is not there."""
+    return NOT_AVAILABLE if row in sweep.without_test_set else MISSING
+
+
+def _score(score: ModelScore, best: str | None, absent: str) -> str:
+    """Format a model's cell, in bold if it is complete and its formatted mean equals `best`; `absent` if it has no score."""
     if score.interval is None:
-        return MISSING
+        return absent
     text = format_interval(score.interval, format_points)
     if score.complete and format_points(score.interval.mean) == best:
         text = f"**{text}**"
