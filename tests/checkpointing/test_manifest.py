@@ -225,6 +225,8 @@ def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
         ("ba40-rank3.pt", 40, 3, False),
         ("ep2-ba40/__5_0.distcp", 40, 5, False),
         ("ep2-ba40/.metadata", 40, 0, False),
+        ("ba40-validating-rank0.pt", 40, 0, False),
+        ("ep2-ba40-validating/__5_0.distcp", 40, 5, False),
         ("ep2-ba40/__12_1.distcp", 40, 12, False),
         (rank_manifest_name(40, 7), 40, 7, True),
         ("ba40.json.bak", None, 0, False),
@@ -242,6 +244,10 @@ def test_a_file_s_name_tells_its_batch_and_rank(
 def test_files_without_a_manifest_are_abandoned_before_a_batch() -> None:
     names = ["ba3-rank0.pt", "ba3.rank0.json", "ba4.json", "ba4-rank0.pt", "ba5-rank0.pt", "ba6-rank0.pt", "notes.txt"]
     files = dict.fromkeys(names, StoredFile(1, "1"))
-    assert abandoned_files(files, 6) == ["ba3-rank0.pt", "ba3.rank0.json", "ba5-rank0.pt"]
+    newest = Manifest(6, "ba6-rank0.pt", {}, {})
+    assert abandoned_files(files, newest) == ["ba3-rank0.pt", "ba3.rank0.json", "ba5-rank0.pt"]
+    replaced = ["ba6-validating-rank0.pt", "ep1-ba6-validating/"]
+    other = ["ba6.json", "ba6.rank0.json", "ba7-validating-rank0.pt"]
+    assert abandoned_files(files | dict.fromkeys([*replaced, *other]), newest)[3:] == replaced
     assert newest_batch(files) == 4
     assert newest_batch({name: file for name, file in files.items() if name != "ba4.json"}) == -1

@@ -14,7 +14,7 @@ import pytest
 from composer.core import Callback, State
 from composer.loggers import Logger
 
-from biphasic.checkpointing.manifest import batch_of, list_checkpoints
+from biphasic.checkpointing.manifest import Manifest, batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.store import Uploader
@@ -318,14 +318,15 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
     """Machines of two ranks; eight ranks saved. Each deletes its own files, the first one other machines' too."""
 
     files = {"__0_0.distcp", "__1_0.distcp", "__4_0.distcp", "__7_1.distcp", ".metadata"}
-    for batch in (3, 5):
-        folder = tmp_path / f"ep0-ba{batch}"
+    for name in ("ep0-ba3", "ep0-ba5-validating", "ep0-ba5"):
+        folder = tmp_path / name
         folder.mkdir()
         for name in files:
             (folder / name).write_text("x")
     uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2))
-    uploader._delete_local_copies(5)
+    uploader._delete_local_copies(5, Manifest(5, "ep0-ba5", {}, {}))
     uploader.close()
-    remaining = {path.name for path in (tmp_path / "ep0-ba3").iterdir()} if (tmp_path / "ep0-ba3").exists() else set()
-    assert files - remaining == deleted
+    for old in ("ep0-ba3", "ep0-ba5-validating"):
+        remaining = {path.name for path in (tmp_path / old).iterdir()} if (tmp_path / old).exists() else set()
+        assert files - remaining == deleted
     assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files

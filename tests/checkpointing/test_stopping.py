@@ -14,6 +14,7 @@ import pytest
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.model.checkpoint import read_record
 from biphasic.storage import open_store
 from biphasic.training.loggers import read_metrics
 from biphasic.training.objective_schedule import EVALUATIONS
@@ -73,16 +74,7 @@ def test_sigusr1_to_one_of_two_ranks_stops_both(s3: Path, write_yaml: Write) -> 
     assert_stopped_and_saved(run.stdout, "SIGUSR1", destination, folder)
 
 
-@pytest.mark.parametrize("batch", [10, 20], ids=["at the switch", "at the end"])
-def test_an_interrupted_validation_is_repeated(write_yaml: Write, tmp_path: Path, batch: int) -> None:
-    keys: dict[str, Any] = {"max_duration": "20ba", "checkpoint__interval": "1000ba", "evaluation__interval": "5ba",
-                            "evaluation__batch_size": 1,
-                            "objective__phases": [{"name": "clm", "until": "10ba"}, {"name": "mlm"}],
-                            "data__validation": {"local": str(tmp_path / "data" / "validation")}}  # fmt: skip
-    assert launch(write_yaml("uninterrupted", **keys)).returncode == 0
-    path = write_yaml("stopped", **keys)
-    runs = Path(config_of(path).output)
-    code = f"""
+SIGNAL_IN_VALIDATION = """
 import os, signal, tiny
 from composer.core import Callback
 class Signal(Callback):
@@ -91,39 +83,144 @@ class Signal(Callback):
             os.kill(os.getpid(), signal.SIGTERM)
 tiny.add_callback(Signal())
 """
-    run = launch(path, "logging.progress_bar=true", code=code)
+
+
+def validated(write_yaml: Write, tmp: Path, name: str, **changes: Any) -> Path:
+    """The YAML of a run of 20 batches whose interval of validation doesn't divide it."""
+    keys: dict[str, Any] = {"max_duration": "20ba", "checkpoint__interval": "1000ba", "schedule": {},
+                            "evaluation__interval": "7ba", "evaluation__batch_size": 2,
+                            "objective__phases": [{"name": "clm", "until": "14ba"}, {"name": "mlm"}]}  # fmt: skip
+    return write_yaml(name, **keys, **changes, data__validation={"local": str(tmp / "data" / "validation")})
+
+
+def recorded_losses(checkpoint: Path) -> dict[str, float]:
+    """The losses in a checkpoint's record, from which its model card is written."""
+    return read_record(str(checkpoint))["losses"]
+
+
+@pytest.mark.parametrize("batch", [14, 20], ids=["at the switch", "at the end"])
+def test_an_interrupted_validation_is_repeated_and_saved(write_yaml: Write, tmp_path: Path, batch: int) -> None:
+    assert launch(validated(write_yaml, tmp_path, "uninterrupted")).returncode == 0
+    path = validated(write_yaml, tmp_path, "stopped")
+    runs = Path(config_of(path).output)
+    folder = runs / "stopped" / "checkpoints"
+    run = launch(path, "logging.progress_bar=true", code=SIGNAL_IN_VALIDATION.format(batch=batch))
     assert run.returncode == 75, run.stderr[-3000:]
     assert f"saved at batch {batch}" in run.stdout
-    checkpoint, *_ = list_checkpoints(open_store(str(runs / "stopped" / "checkpoints")))
-    assert checkpoint.manifest is not None and checkpoint.manifest.run["kept"] == (batch == 10)
+    checkpoint, *_ = list_checkpoints(open_store(str(folder)))
+    assert checkpoint.manifest is not None and checkpoint.manifest.run["kept"] == (batch == 14)
+    assert checkpoint.manifest.path == f"ba{batch}-validating-rank0.pt"
     resumed = launch(path, "logging.progress_bar=true")
     assert resumed.returncode == 0, resumed.stderr[-3000:]
-    assert_says_what_it_does(resumed.stdout, resumed.stderr, runs / "stopped", batch)
+    lines = [line.removeprefix("stopped: ") for line in resumed.stdout.splitlines()]
+    start = next(line for line in lines if line.startswith("resuming"))
+    assert start.startswith(f"resuming at batch {batch} of 20 from {folder / checkpoint.manifest.path}, ")
+    assert lines[lines.index(start) + 1] == "repeating the validation in which the run was stopped"
+    assert ("already trained to 20ba" in lines) == (batch == 20)
+    assert f"next: biphasic export {folder} {runs / 'stopped' / 'encoder'}" in lines
+    # No settings of Composer's around its bar.
+    assert ("train" in resumed.stderr) == (batch < 20) and "Config:" not in resumed.stderr + resumed.stdout
     assert losses(runs / "stopped") == losses(runs / "uninterrupted")
     assert validations(runs / "stopped") == validations(runs / "uninterrupted")
+    assert list(validations(runs / "stopped")) == [7, 14, 20]
+    # The checkpoints are saved again with the losses, under their usual names.
+    names = sorted(path.name for path in folder.glob("*.pt"))
+    assert names == ["ba14-rank0.pt", "ba20-rank0.pt"]
+    for name in names:
+        assert recorded_losses(folder / name) == recorded_losses(runs / "uninterrupted" / "checkpoints" / name)
+    again = launch(path)
+    assert "already trained to 20ba; nothing to do" in again.stdout and "repeating" not in again.stdout
+
+
+def test_two_ranks_save_a_repeated_validation_to_a_bucket(s3: Path, write_yaml: Write, tmp_path: Path) -> None:
+    """The run is killed once more before the sharded checkpoint with the losses is complete."""
+    place = f"s3://{bucket_for(s3, 'stopping-validation')}/run"
+    path = validated(
+        write_yaml, tmp_path, "stopped", parallelism__strategy="fsdp", checkpoint__folder=place, checkpoint__keep=1
+    )
+    folder = Path(config_of(path).output) / "stopped"
+    run = launch(path, processes=2, code=SIGNAL_IN_VALIDATION.format(batch=20))
+    assert run.returncode == 75, run.stderr[-3000:]
+    [newest, *_] = list_checkpoints(open_store(place))
+    assert newest.manifest is not None and newest.manifest.path == "ep0-ba20-validating"
+    code = """
+import os
+from biphasic.checkpointing import store
+def die(manifest, destination):
+    os.kill(os.getpid(), 9)
+store.write_manifest = die
+"""
+    assert launch(path, processes=2, code=code).returncode != 0
+    [newest, *_] = list_checkpoints(open_store(place))
+    assert newest.manifest is not None and newest.manifest.path == "ep0-ba20-validating"
+    run = launch(path, processes=2)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "already trained to 20ba" in run.stdout
+    names = {name.partition("/")[0] for name in open_store(place).list() if name.startswith(("ep", "ba"))}
+    assert names == {"ep0-ba14", "ba14.json", "ep0-ba20", "ba20.json"}
+    assert sorted(path.name for path in (folder / "checkpoints").iterdir()) == ["ep0-ba20"]
+    logged = validations(folder)[20]
+    recorded = recorded_losses(folder / "checkpoints" / "ep0-ba20")
+    assert [recorded[f"metrics/{label}/loss"] for label in EVALUATIONS] == logged
+
+
+def test_a_repeated_validation_has_the_measured_microbatch(write_yaml: Write, tmp_path: Path) -> None:
+    """Memory is a formula instead of a GPU's: four rows fit, and a rank's validation batch has eight."""
+    path = validated(write_yaml, tmp_path, "stopped", microbatch_size="auto")
+    path.write_text(path.read_text().replace("batch_size: 2\n", "batch_size: 8\n"))
+    code = """
+from biphasic.model import auto_microbatch
+from biphasic.training import composer_model, compute, pretrain
+rows = []
+fill, forward = compute.AutoMicrobatch._largest_batch, composer_model.PretrainModel.eval_forward
+def record(self, state, count):
+    rows.append(count)
+    return fill(self, state, count)
+def report(self, batch, outputs=None):
+    print("validated rows:", len(batch.lengths), flush=True)
+    return forward(self, batch, outputs)
+compute.AutoMicrobatch._largest_batch = record
+composer_model.PretrainModel.eval_forward = report
+compute._circumstances = lambda config: {}
+compute._missing_optimizer_state = lambda state: 1.0
+auto_microbatch.available_bytes = lambda: 10.0
+auto_microbatch.peak_bytes = lambda work: work() or 2.0 * rows[-1]
+pretrain.has_gpu = lambda: True
+"""
+    stopped = launch(path, code=code + SIGNAL_IN_VALIDATION.format(batch=7).replace("== 3", "== 1"))
+    assert stopped.returncode == 75, stopped.stderr[-3000:]
+    resumed = launch(path, code=code)
+    assert resumed.returncode == 0, resumed.stderr[-3000:]
+    assert "repeating the validation" in resumed.stdout
+    sizes = {int(line.split()[-1]) for line in resumed.stdout.splitlines() if line.startswith("validated rows:")}
+    assert max(sizes) == 4
 
 
 def validations(folder: Path) -> dict[int, list[float]]:
     """The validation losses after each batch that has some."""
     entries = read_metrics(folder / "metrics.jsonl")
     keys = [f"metrics/{label}/loss" for label in EVALUATIONS]
-    found = {entry["batch"]: [entry[key] for key in keys] for entry in entries if any(key in entry for key in keys)}
-    assert len(found) == 4
-    return found
+    return {entry["batch"]: [entry[key] for key in keys] for entry in entries if any(key in entry for key in keys)}
 
 
-def assert_says_what_it_does(out: str, err: str, folder: Path, batch: int) -> None:
-    """A resumed run's lines before the first batch and after the last, and no settings of Composer's around its bar."""
-    lines = [line.removeprefix("stopped: ") for line in out.splitlines()]
-    assert [line.split()[0] for line in lines[:4]] == ["importing", "reading", "building", "layers"]
-    checkpoint = folder / "checkpoints" / f"ba{batch}-rank0.pt"
-    assert re.fullmatch(rf"resuming at batch {batch} of 20 from {checkpoint}, \d+\.\d s", lines[5])
-    assert lines[6] == "repeating the validation in which the run was stopped"
-    assert lines[-2:] == [
-        f"written to {folder}",
-        f"next: biphasic export {folder / 'checkpoints'} {folder / 'encoder'}",
-    ]
-    assert ("train" in err) == (batch < 20) and "Config:" not in err + out
+def test_a_first_signal_after_a_fault_is_not_a_second_one(write_yaml: Write) -> None:
+    """The run ends as a run with a fault does, and not at once."""
+    code = """
+import os, signal, tiny
+from composer.core import Callback
+from biphasic.checkpointing.stopping import StopCoordinator
+class Fault(Callback):
+    def batch_start(self, state, logger):
+        if int(state.timestamp.batch) == 3:
+            [stopping] = (one for one in state.callbacks if isinstance(one, StopCoordinator))
+            stopping.stop_for_fault("the disk is full")
+            os.kill(os.getpid(), signal.SIGTERM)
+tiny.add_callback(Fault())
+"""
+    run = launch(write_yaml("faulty"), code=code)
+    assert run.returncode == 2, run.stdout[-2000:]
+    assert "SIGTERM: the run stops after this batch without saving, because of a fault" in run.stdout
+    assert "the disk is full" in run.stderr and "again" not in run.stdout
 
 
 def test_a_second_signal_ends_the_run_at_once(write_yaml: Write, s3: Path) -> None:

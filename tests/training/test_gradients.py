@@ -72,7 +72,7 @@ def test_a_batch_is_skipped(write_yaml: Write, spoil: Any) -> None:
     folder = train(config_of(path))
     entries = read_metrics(folder / "metrics.jsonl")
     assert len(entries) == 12
-    assert [entry["optimizer/skipped_batches"] for entry in entries] == [0, 0, 0, 0, *[1] * 6, 2, 2]
+    assert [entry["optimizer/skipped_batches"] for entry in entries] == [0, 0, 0, *[1] * 6, 2, 2, 2]
     before, after = weights(folder, 3), weights(folder, 4)
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
     assert not all(torch.equal(weight, after[name]) for name, weight in weights(folder, 5).items())

@@ -6,6 +6,10 @@ incomplete. For the checkpoint of batch 1000, a run's folder (on disk or in a bu
     ba1000-rank0.pt                 one file, or with FSDP a folder: ep0-ba1000/.metadata, ep0-ba1000/__0_0.distcp, …
     ba1000.rank3.json               the files that rank 3 has uploaded, while the checkpoint is incomplete
     ba1000.json                     the manifest, which replaces the ranks' manifests
+
+If the run was stopped within the validation after batch 1000, the first name is `ba1000-validating-rank0.pt` or
+`ep0-ba1000-validating/`. The next start repeats the validation and saves again, now with the losses, under the usual name.
+The names differ so that one of the two checkpoints is complete at any time.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ from pydantic.dataclasses import dataclass as checked_dataclass
 
 from biphasic.storage import Store, StoredFile, file_hash, first_line, is_inside, json_bytes
 
-_NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|-rank\d+\.pt$|/)")
+_NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|(?:-validating)?(?:-rank\d+\.pt$|/))")
 _RANKS = re.compile(r"__(\d+)_\d+\.distcp$|-rank(\d+)\.pt$|\.rank(\d+)\.json$")
 _DOWNLOADS = 8
 """Number of files that are downloaded at the same time: a checkpoint of many ranks has many small files."""
@@ -47,8 +51,8 @@ class Manifest:
         files: size in bytes and xxh64 hash of each file, by name.
         run: the run's `name`, `attempt` and `config`, the hashes of its data's `indexes`, the keys that were `overridden`
             when it resumed, its `rows`, `tokens`, `epochs` and `phase`, when its `last_batch` began (batches, rows, tokens,
-            epochs), whether the run was stopped while `validating`, and `writers`, the number of ranks that write files of
-            this checkpoint.
+            epochs), whether the checkpoint is `kept`, and `writers`, the number of ranks that write files of this
+            checkpoint.
     """
 
     batch: int
@@ -60,6 +64,11 @@ class Manifest:
     def name(self) -> str:
         """File name of the manifest."""
         return manifest_name(self.batch)
+
+    @property
+    def is_within_validation(self) -> bool:
+        """Whether the run was stopped within the validation that follows the batch."""
+        return "-validating" in self.path
 
     @property
     def size(self) -> int:
@@ -94,6 +103,12 @@ class StoredCheckpoint:
     batch: int
     manifest: Manifest | None
     fault: str | None = None
+
+
+def checkpoint_path(batch: int, epoch: int, sharded: bool, validating: bool) -> str:
+    """Return the path of a checkpoint, relative to its folder: a file, or a folder if it is sharded."""
+    name = f"ba{batch}-validating" if validating else f"ba{batch}"
+    return f"ep{epoch}-{name}" if sharded else f"{name}-rank0.pt"
 
 
 def manifest_name(batch: int) -> str:
@@ -308,10 +323,17 @@ def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[
             yield manifest
 
 
-def abandoned_files(entries: Entries, before: int) -> list[str]:
-    """Return files and folders of checkpoints older than batch `before` that an earlier attempt left without a manifest."""
+def abandoned_files(entries: Entries, newest: Manifest) -> list[str]:
+    """Return files and folders without a manifest, left by an earlier attempt, of the newest or an older checkpoint."""
     return [
         name
         for name in entries
-        if (batch := batch_of(name)) is not None and batch < before and manifest_name(batch) not in entries
+        if (batch := batch_of(name)) is not None
+        and ((batch < newest.batch and manifest_name(batch) not in entries) or is_replaced(name, newest))
     ]
+
+
+def is_replaced(name: str, manifest: Manifest) -> bool:
+    """Return whether a file or folder belongs to another checkpoint of the manifest's batch, which this one replaces."""
+    path = name.partition("/")[0]
+    return batch_of(name) == manifest.batch and not name.endswith(".json") and path != manifest.path

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.attempt import Attempt
-from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
+from biphasic.checkpointing.manifest import Manifest, checkpoint_path, rank_manifest_name
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.store import Uploader
 from biphasic.errors import Preempted, UserError
@@ -102,6 +102,7 @@ class Saver(Callback):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
         self._writing: Future[None] | None = None
         self._fault: str | None = None
+        self._resume = attempt.resume
         self._saved_batch = None if attempt.resume is None else attempt.resume.batch
         self._buffer = StagingBuffer()
 
@@ -122,7 +123,12 @@ class Saver(Callback):
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Stop during validation too if the ranks have agreed to stop."""
-        self._stop_if_requested(state, logger)
+        self._stop_if_requested(state, logger, validating=True)
+
+    def save_after_validation(self, state: State, logger: Logger) -> None:
+        """Replace the checkpoint of a run that was stopped within a validation, once this start has repeated it."""
+        assert self._resume is not None
+        self._save(state, logger, self._resume.run["kept"])
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until all ranks have uploaded the last checkpoint, longer than training's process group would wait.
@@ -148,7 +154,7 @@ class Saver(Callback):
         if (due or kept) and self._saved_batch != int(state.timestamp.batch):
             self._save(state, logger, kept)
 
-    def _stop_if_requested(self, state: State, logger: Logger) -> None:
+    def _stop_if_requested(self, state: State, logger: Logger, validating: bool = False) -> None:
         stopping = self._stopping
         if stopping.reason is None:
             return
@@ -156,7 +162,7 @@ class Saver(Callback):
             self._wait_for_writer()
             raise UserError(stopping.reason)
         if self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, kept=self._is_due(state, Event.BATCH_CHECKPOINT)[1])
+            self._save(state, logger, self._is_due(state, Event.BATCH_CHECKPOINT)[1], validating)
         self._wait_for_writer()
         fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
         stopping.ranks.raise_first(fault)
@@ -198,7 +204,7 @@ class Saver(Callback):
                 f"{self._local_folder}): start again on this machine when it can be reached, and they are uploaded first"
             )
 
-    def _save(self, state: State, logger: Logger, kept: bool) -> None:
+    def _save(self, state: State, logger: Logger, kept: bool, validating: bool = False) -> None:
         start = time.perf_counter()
         self._wait_for_writer()
         waited = time.perf_counter() - start
@@ -207,7 +213,7 @@ class Saver(Callback):
         content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
         if sharded and rank:
             content.pop("rng")
-        path = f"ep{int(state.timestamp.epoch)}-ba{batch}" if sharded else f"ba{batch}-rank0.pt"
+        path = checkpoint_path(batch, int(state.timestamp.epoch), sharded, validating)
         run = {**self._describe(state), "kept": kept, "writers": dist.get_world_size() if sharded else 1}
         if sharded or rank == 0:
             write = self._write_sharded if sharded else self._write_monolithic

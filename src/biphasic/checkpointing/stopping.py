@@ -112,6 +112,8 @@ class StopCoordinator(Callback):
         self.saved = False
         self._request = (_CONTINUE, "")
         self._requested_at = 0.0
+        self._signalled_at: float | None = None
+        """When this rank received its first signal; None before."""
         self.ranks = ProcessGroup(_TIMEOUT + timedelta(seconds=upload_timeout))
         self._pid = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
@@ -147,14 +149,6 @@ class StopCoordinator(Callback):
         """Return the seconds since this rank received a signal, or else since the ranks agreed to stop."""
         return time.monotonic() - self._requested_at
 
-    def unless_stopping(self, interval: Callable[..., bool]) -> Callable[..., bool]:
-        """Wrap a validation interval so that no validation starts once the run is stopping."""
-
-        def is_due(state: State, event: Any) -> bool:
-            return self.reason is None and interval(state, event)
-
-        return is_due
-
     def _agree(self) -> None:
         if self.reason is not None or not self.ranks.maximum(self._request[0]):
             return
@@ -165,11 +159,15 @@ class StopCoordinator(Callback):
     def _on_signal(self, number: int, frame: object) -> None:
         if os.getpid() != self._pid:
             return
-        prefix = f"rank {dist.get_global_rank()}: {signal.Signals(number).name}"
-        if self._request[0] == _CONTINUE:
-            self._request, self._requested_at = (_PREEMPTED, signal.Signals(number).name), time.monotonic()
-            message = "the run stops after this batch and saves; a second signal ends it at once"
-            print(f"{prefix}: {message}", flush=True)
-        elif not self.saved and self.seconds_since_request() > _REPEAT_SECONDS:
-            print(f"{prefix} again: ends at once", flush=True)
+        name = signal.Signals(number).name
+        if self._signalled_at is None:
+            self._signalled_at = time.monotonic()
+            end = "without saving, because of a fault"
+            if self._request[0] != _FAULT:
+                self._request, self._requested_at = (_PREEMPTED, name), self._requested_at or self._signalled_at
+                end = "and saves"
+            message = f"the run stops after this batch {end}; a second signal ends it at once"
+            print(f"rank {dist.get_global_rank()}: {name}: {message}", flush=True)
+        elif not self.saved and time.monotonic() - self._signalled_at > _REPEAT_SECONDS:
+            print(f"rank {dist.get_global_rank()}: {name} again: ends at once", flush=True)
             os._exit(128 + number)

@@ -21,6 +21,7 @@ from biphasic.checkpointing.manifest import (
     batch_of_rank_manifest,
     delete_checkpoint,
     files_beside,
+    is_replaced,
     manifest_name,
     outdated_checkpoints,
     rank_manifest_name,
@@ -120,11 +121,11 @@ class Uploader:
                     message = "checkpoint %s is incomplete: the run ended before all ranks had uploaded their files"
                     _log.warning(message, manifest.path)
                     return False
-            self._delete_old(destination, manifest.batch)
+            self._delete_old(destination, manifest)
         elif is_remote(self._destination):
             newest = self._newest_complete(destination, manifest.batch)
         if is_remote(self._destination):
-            self._delete_local_copies(newest)
+            self._delete_local_copies(newest, manifest)
         return True
 
     def _newest_complete(self, destination: Store, batch: int) -> int:
@@ -137,22 +138,22 @@ class Uploader:
         complete = (one for one in sorted(batches, reverse=True) if destination.stat(manifest_name(one)) is not None)
         return next(complete, -1)
 
-    def _delete_old(self, destination: Store, batch: int) -> None:
+    def _delete_old(self, destination: Store, newest: Manifest) -> None:
         entries = destination.entries()
         # Newer ones are from an earlier attempt, and this one did not resume from them because they can't be used.
-        own = {name: file for name, file in entries.items() if (batch_of(name) or 0) <= batch}
+        own = {name: file for name, file in entries.items() if (batch_of(name) or 0) <= newest.batch}
         for old in outdated_checkpoints(destination, own, self._keep, self._kept):
             delete_checkpoint(old, destination)
             # Files of this batch from an attempt with more ranks now have no manifest, so they count as abandoned.
             for name in (old.name, *old.files):
                 entries.pop(name, None)
         abandoned = list[str]()
-        for name in abandoned_files(entries, batch):
+        for name in abandoned_files(entries, newest):
             abandoned += destination.list(name.rstrip("/")) if name.endswith("/") else [name]
         destination.remove(abandoned)
 
-    def _delete_local_copies(self, uploaded: int) -> None:
-        """Delete local files of checkpoints older than the newest uploaded one.
+    def _delete_local_copies(self, uploaded: int, manifest: Manifest) -> None:
+        """Delete local files of checkpoints older than the newest uploaded one, and those that `manifest` replaces.
 
         Each rank deletes its own files. Local rank 0 also deletes downloaded files of ranks on other nodes.
         """
@@ -166,7 +167,7 @@ class Uploader:
             name
             for name in local_folder.list()
             if (batch := batch_of(name)) is not None
-            and batch < uploaded
+            and (batch < uploaded or is_replaced(name, manifest))
             and name not in pending
             and is_ours(rank_of(name))
         ]

@@ -22,7 +22,7 @@ class EvaluationConfig(Section):
     """Validation during training. CLM loss, and MLM loss with fixed masks, are computed in every phase."""
 
     interval: Duration | None = None
-    """Time between evaluations. Default: evaluate only at the end."""
+    """Time between validations. There is always one after the last batch; it is the only one by default."""
     batches: Positive | None = None
     """Number of batches of the validation split to use. Default: all."""
     batch_size: Positive | None = None

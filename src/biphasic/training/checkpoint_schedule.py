@@ -1,4 +1,4 @@
-"""Decide after each batch whether to save a checkpoint, and whether to keep it."""
+"""Decide after each batch whether to validate, and whether to save a checkpoint and keep it."""
 
 from __future__ import annotations
 
@@ -26,6 +26,29 @@ def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tupl
         before, now = elapsed(state.previous_timestamp), trained(state)
         kept = any(now.reached(point) and not before.reached(point) for point in points)
         return at_interval(state, event), kept
+
+    return is_due
+
+
+def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool]) -> Callable[[State, Event], bool]:
+    """Return a function of Composer's state and event: whether to validate now.
+
+    It validates at each interval and after the last batch, always before the batch's checkpoint, which then has the losses.
+    Composer's own scheduler validates once more at the end of training, after the last checkpoint.
+
+    Args:
+        config: the run's configuration.
+        is_stopping: whether the run stops after this batch, without a validation.
+    """
+    end = config.max_duration
+    every = (config.evaluation.interval or end).resolve(end)
+
+    def is_due(state: State, event: Event) -> bool:
+        if event != Event.BATCH_END or state.previous_timestamp is None or is_stopping():
+            return False
+        before, now = elapsed(state.previous_timestamp), trained(state)
+        passed = now.in_unit(every.unit) // every.value > before.in_unit(every.unit) // every.value
+        return passed or now.reached(end)
 
     return is_due
 

@@ -66,14 +66,15 @@ class AutoMicrobatch(Algorithm):
     """
 
     def __init__(self, config: PretrainConfig, folder: Path):
-        self.config, self.folder = config, folder
+        self.config, self.folder, self._is_set = config, folder, False
 
     def match(self, event: Event, state: State) -> bool:
-        """Run once, before training."""
-        return event == Event.FIT_START
+        """Run once, before training or before the validation that a resumed run repeats."""
+        return event in (Event.FIT_START, Event.EVAL_STANDALONE_START) and not self._is_set
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Set the microbatch size, measured or read from the stored result. Weights and optimizer state don't change."""
+        self._is_set = True
         rows = find_microbatch(
             lambda count: self._train(state, count),
             self.config.global_batch_size // dist.get_world_size(),

@@ -32,7 +32,7 @@ class Gradients(Algorithm):
     cases the ids of the batch's rows are written to `odd_batches.jsonl`; `biphasic show FILE.yaml ID ...` prints their
     text.
 
-    Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`.
+    Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`, with this batch.
 
     Args:
         clip_norm: maximum gradient norm; None: no clipping.
@@ -85,12 +85,13 @@ class Gradients(Algorithm):
         self._loss_is_bad = None
         dist.all_reduce(flags, reduce_operation="MAX")
         bad_loss, bad_norm = flags.tolist()
+        is_bad = bool(bad_loss or bad_norm)
+        self.skipped += is_bad
         logger.log_metrics({"optimizer/grad_norm": float(norm), "optimizer/skipped_batches": self.skipped})
-        if not bad_loss and not bad_norm:
+        if not is_bad:
             return
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        self.skipped += 1
         quantity = "loss" if bad_loss else "gradient's norm"
         row_ids = self._record(state, {"what": "not finite", "of": quantity, "norm": str(float(norm))})
         if self.skipped > self.max_skipped:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
-from composer.core import Algorithm, Callback, Evaluator, Event, State
-from composer.utils import create_interval_scheduler, dist, get_device, reproducibility
+from composer.core import Algorithm, Callback, Evaluator, State
+from composer.utils import dist, get_device, reproducibility
 from torch.cuda import is_available as has_gpu
 
 from biphasic.checkpointing.attempt import Attempt, start_attempt
@@ -34,7 +34,7 @@ from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
-from biphasic.training.checkpoint_schedule import checkpoint_schedule, trained
+from biphasic.training.checkpoint_schedule import checkpoint_schedule, trained, validation_schedule
 from biphasic.training.composer_model import PretrainModel
 from biphasic.training.compute import AutoMicrobatch, require_precision, set_up
 from biphasic.training.gradients import Gradients
@@ -69,11 +69,14 @@ def run(config: PretrainConfig) -> Path:
 
     with close_on_fault(close):
         trainer = prepare(config, attempt)
-        if attempt.resume is not None and attempt.resume.run["validating"] and config.data.validation is not None:
-            _print(f"{config.run_name}: repeating the validation in which the run was stopped")
-            trainer.eval()
+        repeats_validation = (
+            attempt.resume is not None and attempt.resume.is_within_validation and config.data.validation is not None
+        )
+        if repeats_validation:
+            _repeat_validation(config, trainer)
         if trained(trainer.state).reached(config.max_duration):
-            print(f"{config.run_name}: already trained to {config.max_duration}; nothing to do")
+            done = "" if repeats_validation else "; nothing to do"
+            _print(f"{config.run_name}: already trained to {config.max_duration}{done}")
         else:
             if config.compute.compile is True or (config.compute.compile == "auto" and has_gpu()):
                 _print(f"{config.run_name}: the first batch of each objective takes longer, since layers are compiled")
@@ -81,6 +84,16 @@ def run(config: PretrainConfig) -> Path:
         trainer.close()
     attempt.end("finished")
     return config.run_folder
+
+
+def _repeat_validation(config: PretrainConfig, trainer: Trainer) -> None:
+    """Repeat the validation within which the run was stopped, and save its losses."""
+    _print(f"{config.run_name}: repeating the validation in which the run was stopped")
+    trainer.eval()
+    [saver] = (callback for callback in trainer.state.callbacks if isinstance(callback, Saver))
+    saver.save_after_validation(trainer.state, trainer.logger)
+    if trained(trainer.state).reached(config.max_duration):
+        saver.fit_end(trainer.state, trainer.logger)
 
 
 def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
@@ -253,7 +266,6 @@ def _saver(config: PretrainConfig, attempt: Attempt, history: dict[str, Any], ob
             "epochs": int(state.timestamp.epoch),
             "last_batch": list(astuple(objective.last_batch or Elapsed(0, 0, 0, 0))),
             "ranks": dist.get_world_size(),
-            "validating": state.dataloader_label in EVALUATIONS,  # the run was stopped within a validation
         }
 
     local_ranks = range(rank - local_rank, rank - local_rank + dist.get_local_world_size())
@@ -272,13 +284,11 @@ def _evaluators(config: PretrainConfig, stopping: StopCoordinator) -> list[Evalu
         # the split.
         data = data.model_copy(update={"num_canonical_nodes": 1})
     batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
-    every = str(config.evaluation.interval or "1dur")
+    is_due = validation_schedule(config, lambda: stopping.reason is not None)
     return [
         Evaluator(
             label=label,
-            eval_interval=stopping.unless_stopping(
-                create_interval_scheduler(every, checkpoint_events=False, final_events={Event.FIT_END})
-            ),
+            eval_interval=is_due,
             dataloader=data_spec(batches),
             metric_names=["loss"],
             subset_num_batches=config.evaluation.batches,

@@ -1,0 +1,56 @@
+"""When a run validates, and that its last checkpoint has the losses of its last validation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from biphasic.model.checkpoint import read_record
+from biphasic.training.loggers import read_metrics
+from biphasic.training.objective_schedule import EVALUATIONS
+from conftest import Write
+from tiny import config_of, train, write_rows
+
+KEYS = [f"metrics/{label}/loss" for label in EVALUATIONS]
+
+
+def validations(folder: Path) -> dict[int, list[float]]:
+    """The validation losses by batch. A batch that is validated twice has two entries in the file and is refused."""
+    entries = [entry for entry in read_metrics(folder / "metrics.jsonl") if KEYS[0] in entry]
+    assert len({entry["batch"] for entry in entries}) == len(entries)
+    return {entry["batch"]: [entry[key] for key in KEYS] for entry in entries}
+
+
+@pytest.mark.parametrize(
+    ("length", "interval", "batches"),
+    [
+        ("12ba", "5ba", [5, 10, 12]),
+        ("12ba", "4ba", [4, 8, 12]),
+        ("12ba", "0.3dur", [4, 8, 12]),
+        ("12ba", None, [12]),
+        ("4ep", "1ep", [3, 6, 9, 12]),
+        ("4ep", "3ep", [9, 12]),
+        ("96sp", "50sp", [7, 12]),
+    ],
+)
+def test_the_last_checkpoint_has_the_last_validation(
+    write_yaml: Write, tmp_path: Path, length: str, interval: str | None, batches: list[int]
+) -> None:
+    """Three batches are an epoch. The checkpoint after the last batch is also due by its interval."""
+    validation = tmp_path / "data" / "validation"
+    changes: dict[str, Any] = {"evaluation__interval": interval} if interval else {}
+    path = write_yaml(
+        "validated", max_duration=length, schedule={}, data__validation={"local": str(validation)}, **changes
+    )
+    for split in ("train", "validation"):
+        for file in (tmp_path / "data" / split).iterdir():
+            file.unlink()
+    write_rows(tmp_path / "data" / "train", 40, seed=1)
+    write_rows(validation, 20, seed=2)
+    folder = train(config_of(path))
+    losses = validations(folder)
+    assert list(losses) == batches
+    record = read_record(str(folder / "checkpoints" / "ba12-rank0.pt"))
+    assert [record["losses"][key] for key in KEYS] == losses[12]
