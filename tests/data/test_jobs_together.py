@@ -93,10 +93,13 @@ def test_jobs_can_unpack_the_same_shard(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.fixture
 def other_job(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that has `cache` as a dataset's folder, as Streaming records it."""
-    name = f"/dev/shm/{900000 + os.getpid() % 99999:06}_locals"
+    name = other_job_locals()
     content = prefix._pack_locals([str(tmp_path / "cache")], 0)
+    lock_file = name.replace("_locals", "").replace("shm/", "shm/biphasic_")
     code = f"""
-import mmap
+import fcntl, mmap
+lock = open({lock_file!r}, "xb")
+fcntl.flock(lock, fcntl.LOCK_SH)
 with open({name!r}, "w+b", buffering=0) as file:
     file.write({content!r})
     memory = mmap.mmap(file.fileno(), 0)
@@ -109,7 +112,12 @@ input()
     yield job
     if job.poll() is None:
         job.communicate("\n")
-    Path(name).unlink(missing_ok=True)
+    for path in (name, lock_file):
+        Path(path).unlink(missing_ok=True)
+
+
+def other_job_locals() -> str:
+    return f"/dev/shm/{900000 + os.getpid() % 99999:06}_locals"
 
 
 def test_the_cache_of_another_job_is_refused(
@@ -126,6 +134,21 @@ def test_the_cache_of_another_job_is_refused(
     local = data(local=tmp_path / "cache")
     build_loader(local, local.streams, 8, seed=3, train=True)
     other_job.communicate("\n")
+    build_loader(config, config.streams, 8, seed=3, train=True)
+
+
+def test_the_cache_of_another_program_s_job_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell whether that job still runs, perhaps in another container."""
+    write_rows(tmp_path / "remote", 100, seed=1)
+    monkeypatch.setattr(shared_memory, "_CACHE_WAIT_SECONDS", 0.5)
+    config = data(remote=tmp_path / "remote", local=tmp_path / "cache")
+    file = Path(other_job_locals())
+    file.write_bytes(prefix._pack_locals([str(tmp_path / "cache")], 0))
+    try:
+        with pytest.raises(UserError, match=rf"or remove {file} if that job has ended: another program has made it"):
+            build_loader(config, config.streams, 8, seed=3, train=True)
+    finally:
+        file.unlink()
     build_loader(config, config.streams, 8, seed=3, train=True)
 
 

@@ -1,46 +1,154 @@
-"""Shared memory that killed runs leave behind."""
+"""Shared memory that killed jobs leave behind, and that of running jobs, also in other containers."""
 
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
-from biphasic.data.shared_memory import free_stale_shared_memory
+import pytest
+from streaming.base.constant import LOCALS
+from streaming.base.shared import SharedMemory, prefix
+
+from biphasic.data import shared_memory
+from biphasic.data.shared_memory import remove_stale_shared_memory
+from tiny import write_rows
+
+JOB = """
+import os, signal, sys
+sys.path[:0] = [{tests!r}, {src!r}]
+from outputs import open_dataset
+dataset = open_dataset({folder!r})
+pid = os.fork()  # a loader process, which outlives this one
+if not pid:
+    sys.stdin.close()
+    signal.pause()
+print(dataset._shm_prefix_int, pid, flush=True)
+input()
+"""
+# What containers with a shared /dev/shm have: their own process numbers and /proc.
+CONTAINER = ["unshare", "--user", "--map-root-user", "--pid", "--fork", "--kill-child", "--mount-proc"]
 
 
-def test_only_memory_without_an_owner_is_freed(tmp_path: Path) -> None:
-    memory, processes = tmp_path / "shm", tmp_path / "proc"
-    (processes / "12").mkdir(parents=True)
-    memory.mkdir()
-    for name in ("000000_locals", "000000_barrier", "000001_locals", "sem.other", "torch_123_4"):
-        (memory / name).touch()
-    (processes / "12" / "maps").write_text(
-        f"7f00-7f10 rw-s 00000000 00:1b 9  {memory}/000000_locals\n7f10-7f20 r-xp 0 0 0\n"
-    )
-    assert free_stale_shared_memory(memory, processes, tmp_path) == ["000001_locals"]
-    assert sorted(path.name for path in memory.iterdir()) == [
-        "000000_barrier",
-        "000000_locals",
-        "sem.other",
-        "torch_123_4",
-    ]
+class Job:
+    """A process that has a dataset open, and its loader process."""
+
+    def __init__(self, folder: Path, container: list[str]):
+        tests = Path(__file__).parents[1]
+        code = JOB.format(tests=str(tests), src=str(tests.parent / "src"), folder=str(folder))
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        self.process = subprocess.Popen([*container, sys.executable, "-c", code], start_new_session=True, **pipes)
+        assert self.process.stdout is not None
+        self.number, self.loader = map(int, self.process.stdout.readline().split())
+
+    def names(self) -> set[str]:
+        """The job's shared memory."""
+        return {path.name for path in Path("/dev/shm").glob(f"{self.number:06}_*")}
+
+    def lock_file(self) -> Path:
+        return Path(f"/dev/shm/biphasic_{self.number:06}")
+
+    def end(self) -> None:
+        self.process.communicate("\n")
 
 
-def test_old_lock_files_without_memory_are_removed(tmp_path: Path) -> None:
-    """A lock file that was used a moment ago stays, and one of a dataset whose shared memory exists."""
-    memory, locks = tmp_path / "shm", tmp_path / "locks"
-    memory.mkdir()
-    locks.mkdir()
-    (memory / "000001_locals").touch()
-    names = ["000000_barrier_filelock", "000000_cache_filelock", "000001_cache_filelock", "other_filelock"]
-    for name in names:
-        (locks / name).touch()
-        os.utime(locks / name, (time.time() - 100,) * 2)
-    (locks / "000002_cache_filelock").touch()
-    free_stale_shared_memory(memory, tmp_path / "proc", locks)
-    assert sorted(path.name for path in locks.iterdir()) == [
-        "000001_cache_filelock",
-        "000002_cache_filelock",
-        "other_filelock",
-    ]
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def start(container: list[str] | None = None) -> Job:
+        folder = tmp_path / f"rows{len(jobs)}"
+        write_rows(folder, 20, seed=1)
+        jobs.append(Job(folder, container or []))
+        return jobs[-1]
+
+    yield start
+    for job in jobs:
+        if job.process.poll() is None:
+            os.killpg(job.process.pid, signal.SIGKILL)
+        job.process.wait()
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_memory_stays_until_the_last_process_ends(start: Callable[..., Job]) -> None:
+    job = start()
+    names = job.names()
+    assert f"{job.number:06}_{LOCALS}" in names
+    remove_stale_shared_memory()
+    assert job.names() == names
+    os.kill(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+    # The loader process still holds the lock. Python's resource tracker has removed the job's memory, and not what is left.
+    left = Path(f"/dev/shm/{job.number:06}_left")
+    left.touch()
+    remove_stale_shared_memory()
+    assert left.exists()
+    os.kill(job.loader, signal.SIGKILL)
+
+    def is_removed() -> bool:
+        remove_stale_shared_memory()
+        return not left.exists()
+
+    wait_until(is_removed)
+    assert not job.names()
+
+
+def test_jobs_in_containers_keep_their_memory(start: Callable[..., Job]) -> None:
+    """A process doesn't see those of other containers, unless it runs outside of all."""
+    if subprocess.run([*CONTAINER, "true"], capture_output=True).returncode:
+        pytest.skip("this machine doesn't let its users make namespaces")
+    jobs = [start(), start(CONTAINER)]
+    names = [job.names() for job in jobs]
+    assert all(names) and jobs[1].loader < 10, "it has process numbers of its own"
+    neighbor = start(CONTAINER)  # which removes what it takes for stale
+    remove_stale_shared_memory()
+    assert [job.names() for job in jobs] == names
+    assert len({neighbor.number, *(job.number for job in jobs)}) == 3
+
+
+def test_a_job_that_ends_leaves_nothing(start: Callable[..., Job]) -> None:
+    job = start()
+    os.kill(job.loader, signal.SIGKILL)
+    wait_until(lambda: Path(f"/proc/{job.loader}/stat").read_text().split()[2] == "Z")
+    job.end()
+    assert job.process.returncode == 0
+    assert not job.names() and not job.lock_file().exists()
+
+
+def test_a_number_is_not_used_again_at_once(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A killed job's resource tracker may remove its names later."""
+    job = start()
+    os.killpg(job.process.pid, signal.SIGKILL)
+    job.process.wait()
+
+    def is_removed() -> bool:
+        remove_stale_shared_memory()
+        return bool(job.lock_file().read_bytes())
+
+    wait_until(is_removed)
+    assert start().number != job.number
+    # Another program has used the number meanwhile: its memory stays.
+    other = SharedMemory(prefix._get_path(job.number, "of_another"), True, 8, auto_cleanup=False)
+    monkeypatch.setattr(shared_memory, "_REUSE_SECONDS", -1.0)
+    remove_stale_shared_memory()
+    assert job.names() == {f"{job.number:06}_of_another"} and not job.lock_file().exists()
+    other.cleanup()
+
+
+def test_memory_without_a_lock_file_is_another_program_s() -> None:
+    number = 990000 + os.getpid() % 9999
+    other = SharedMemory(prefix._get_path(number, LOCALS), True, 8, auto_cleanup=False)
+    remove_stale_shared_memory()
+    assert Path(f"/dev/shm/{number}_{LOCALS}").exists()
+    other.cleanup()

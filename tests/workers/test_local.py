@@ -21,6 +21,7 @@ from biphasic.workers.local import LocalEngine
 from biphasic.workers.resources import smallest_gpu_bytes, visible_gpus
 from worker_objects import Total, check_engine, die_at_once, processes_with, result
 
+ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {"OF_WORKERS": "yes"}
 
 
@@ -110,6 +111,24 @@ calls = [worker.call("sleep", 60) for worker in workers]
 print("started", flush=True)
 time.sleep(60)
 """
+
+
+def test_closing_where_init_reaps_orphans() -> None:
+    """Workers die with the process that forks them, and then there may be nothing left to signal."""
+    code = """
+from biphasic.workers.local import LocalEngine
+from worker_objects import Total, result
+for _ in range(10):
+    engine = LocalEngine({})
+    workers = [engine.start(Total, 0) for _ in range(8)]
+    for worker in workers:
+        assert result(engine, worker.call("add", 1)) == 1
+    engine.close()
+"""
+    command = [sys.executable, str(ROOT / ".ci" / "reaping_parent.py"), sys.executable, "-c", code]
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr[-2000:]
 
 
 @pytest.mark.parametrize("slow_module", [False, True])

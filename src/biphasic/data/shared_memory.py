@@ -1,19 +1,26 @@
 """Choose the shared-memory names of Streaming datasets so that several jobs can run on one node.
 
-Streaming names a dataset's shared memory `<number>_<name>`, in the folder `/dev/shm` that all jobs on the node use.
+Streaming names a dataset's shared memory `<number>_<name>`, in the folder `/dev/shm` that all jobs on the node use. Here
+each number also has a file `biphasic_<number>`, which the job's processes lock (`flock`) as long as they live. Containers
+that share the folder see these locks although they don't see each other's processes, and the kernel releases them when a
+process dies.
 """
 
 from __future__ import annotations
 
+import atexit
+import fcntl
 import itertools
 import os
 import re
 import tempfile
 import time
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import shared_memory
 from pathlib import Path
+from typing import IO
 
 from composer.utils import dist
 from filelock import FileLock
@@ -25,10 +32,14 @@ from streaming.base.world import World
 from biphasic.storage import first_line
 from biphasic.versions import require_form
 
-_SHARED_MEMORY, _PROCESSES = Path("/dev/shm"), Path("/proc")
-_STREAMING_NAME = re.compile(r"^\d{6}_\w+$")
-_NAMES = (*SHM_TO_CLEAN, BARRIER_FILELOCK, CACHE_FILELOCK)
-_LOCK_FILE_SECONDS = 60.0
+_SHARED_MEMORY = Path("/dev/shm")
+_FILE_LOCKS = (BARRIER_FILELOCK, CACHE_FILELOCK)
+_LOCK_FILE = re.compile(r"^biphasic_(\d{6})$")
+_REMOVED = b"removed"
+"""Content of a lock file after the number's memory was removed; before, the file is empty."""
+_REUSE_SECONDS = 60.0
+"""How long a number is not used again after its memory was removed: the resource tracker (Python's) of a killed job may
+still remove its names."""
 _CACHE_WAIT_SECONDS = 15.0
 """How long to wait for a cache, because a killed rank's loader processes keep it until they notice its end."""
 _SIZE_WAIT_SECONDS = 30.0
@@ -66,49 +77,76 @@ def wait_for_sizes_of_shared_memory() -> None:
     setattr(memory, name, _SizedSharedMemory)
 
 
-def free_stale_shared_memory(
-    folder: Path = _SHARED_MEMORY, processes: Path = _PROCESSES, locks: Path | None = None
-) -> list[str]:
-    """Remove Streaming's shared memory that no running process on this node has mapped, and lock files of no dataset.
+def remove_stale_shared_memory() -> None:
+    """Remove the shared memory of jobs of which no process is left, in any container that shares the folder.
 
-    Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. This function removes a
-    dataset's names, which start with the same number, only if no process visible to this user has mapped any of them.
-    Streaming never removes its lock files, in the folder for temporary files (`locks`).
-
-    Returns:
-        The removed names in shared memory.
+    Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. Memory without a lock file is
+    left alone: another program has made it.
     """
-    paths = sorted(path for path in folder.glob("*_*") if _STREAMING_NAME.match(path.name))
-    _remove_old_lock_files(locks or Path(tempfile.gettempdir()), {path.name.split("_")[0] for path in paths})
-    unused = {path.name.split("_")[0] for path in paths}
-    # This process first: in most cases nobody else's memory maps have to be read, which takes milliseconds a process.
-    for process in [processes / "self", *processes.glob("[0-9]*")] if paths else []:
-        unused -= {name.split("_")[0] for name in _mapped_names(process / "maps", folder)}
-        if not unused:
-            break
-    removed = []
-    for path in paths:
-        if path.name.split("_")[0] in unused:
-            try:
-                path.unlink()
-            except OSError:
-                continue
-            removed.append(path.name)
-    return removed
-
-
-def _remove_old_lock_files(folder: Path, numbers: set[str]) -> None:
-    """Remove this user's lock files of datasets without shared memory that were last locked some time ago.
-
-    A killed job's resource tracker (Python's) may still remove the names of its number, which must not be reused before.
-    """
-    before = time.time() - _LOCK_FILE_SECONDS
-    for path in folder.glob("*_filelock"):
-        if _STREAMING_NAME.match(path.name) and path.name.split("_")[0] not in numbers:
+    for path in _SHARED_MEMORY.glob("biphasic_*"):
+        if match := _LOCK_FILE.match(path.name):
             with suppress(OSError):
-                about = path.stat()
-                if about.st_uid == os.getuid() and about.st_mtime < before:
-                    path.unlink()
+                _remove_unless_locked(int(match[1]))
+
+
+def _remove_unless_locked(number: int) -> None:
+    """Remove a number's shared memory, and some time later its lock files, unless a process holds its lock.
+
+    Raises:
+        OSError: a process holds the lock, or the files are another user's.
+    """
+    with _lock_path(number).open("r+b") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if not lock.read(1):
+            for name in _SHARED_MEMORY.glob(prefix._get_path(number, "*")):
+                name.unlink(missing_ok=True)
+            # From now on, memory with this number would be another program's.
+            lock.write(_REMOVED)
+        elif time.time() - os.fstat(lock.fileno()).st_mtime > _REUSE_SECONDS:
+            _remove_lock_files(number)
+
+
+def _remove_lock_files(number: int) -> None:
+    # Streaming's own lock files, in the folder for temporary files, would remain forever.
+    for name in _FILE_LOCKS:
+        Path(tempfile.gettempdir(), prefix._get_path(number, name)).unlink(missing_ok=True)
+    _lock_path(number).unlink(missing_ok=True)
+
+
+def _lock_path(number: int) -> Path:
+    return _SHARED_MEMORY / f"biphasic_{number:06}"
+
+
+def _lock(number: int, mode: str) -> IO[bytes]:
+    """Open a number's lock file and lock it, until the process ends or `_reserve` releases it.
+
+    Call this before the process creates the number's shared memory, so that Streaming removes the memory first at exit.
+    """
+    lock: IO[bytes] = _lock_path(number).open(mode)
+    fcntl.flock(lock, fcntl.LOCK_SH)
+    atexit.register(_release, number, lock)
+    return lock
+
+
+def _reserve(number: int, lock: IO[bytes], shared: SharedMemory) -> SharedMemory:
+    """Keep the lock only as long as the shared memory object that reserves the number exists, and return this object."""
+    _held[number] = shared
+    weakref.finalize(shared, _release, number, lock).atexit = False
+    return shared
+
+
+def _release(number: int, lock: IO[bytes]) -> None:
+    if lock.closed:
+        return
+    lock.close()
+    # The last process that has used the number removes what is left. In a loader process the parent's lock remains.
+    with suppress(OSError):
+        _remove_unless_locked(number)
+        _remove_lock_files(number)
+
+
+_held: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
+"""The shared memory that reserves each number which this process uses."""
 
 
 @contextmanager
@@ -155,66 +193,66 @@ def _choose_names(
             raise ValueError(fault)
     number = answers[dist.get_global_rank() - dist.get_local_rank()]
     assert isinstance(number, int)
-    return number, reserved or SharedMemory(prefix._get_path(number, LOCALS), False)
+    if reserved is None:
+        reserved = _reserve(number, _lock(number, "rb"), SharedMemory(prefix._get_path(number, LOCALS), False))
+    return number, reserved
 
 
 def _register(streams_local: list[str], streams_remote: list[str | None]) -> tuple[int, SharedMemory]:
-    caches = [local for local, remote in zip(streams_local, streams_remote, strict=True) if remote is not None]
+    caches = {local for local, remote in zip(streams_local, streams_remote, strict=True) if remote is not None}
     end = time.monotonic() + _CACHE_WAIT_SECONDS
+    # The user's number may be another user's in another container.
+    users = f"{os.getuid()}-{os.stat('/proc/self/ns/user').st_ino}"
     while True:
-        # Names are removed and taken under one lock, because new shared memory looks stale until it is mapped.
-        with FileLock(_SHARED_MEMORY / f"biphasic-{os.getuid()}.lock"):
-            removed = free_stale_shared_memory()
+        # Caches are compared and taken under one lock.
+        with FileLock(_SHARED_MEMORY / f"biphasic-{users}.lock"):
+            remove_stale_shared_memory()
             fault = _cache_conflict(caches)
             if fault is None:
-                return _take_free_number(streams_local, removed)
+                return _take_free_number(streams_local)
         if time.monotonic() > end:
             raise ValueError(fault)
         time.sleep(0.2)
 
 
-def _take_free_number(streams_local: list[str], removed: list[str]) -> tuple[int, SharedMemory]:
-    # Removed names are not reused, because a killed job's resource tracker (Python's) may still remove them.
-    taken = {*removed, *os.listdir(_SHARED_MEMORY), *os.listdir(tempfile.gettempdir())}
+def _take_free_number(streams_local: list[str]) -> tuple[int, SharedMemory]:
+    taken = {*os.listdir(_SHARED_MEMORY), *os.listdir(tempfile.gettempdir())}
     for number in itertools.count():
-        if not taken.isdisjoint(prefix._get_path(number, name) for name in _NAMES):
+        if not taken.isdisjoint(prefix._get_path(number, name) for name in (*SHM_TO_CLEAN, *_FILE_LOCKS)):
+            continue
+        try:
+            lock = _lock(number, "xb")
+        except FileExistsError:
+            continue
+        if os.fstat(lock.fileno()).st_size:  # another job's start has locked it first
+            lock.close()
             continue
         content = prefix._pack_locals(streams_local, number)
         try:
             reserved = SharedMemory(prefix._get_path(number, LOCALS), True, len(content))
-        except FileExistsError:  # taken by another user's job
+        except FileExistsError:  # taken by another program's job
+            _lock_path(number).unlink()
+            lock.close()
             continue
         reserved.buf[: len(content)] = content
-        return number, reserved
+        return number, _reserve(number, lock, reserved)
     raise AssertionError
 
 
-def _cache_conflict(caches: list[str]) -> str | None:
+def _cache_conflict(caches: set[str]) -> str | None:
     """Return an error message if another job uses one of the caches.
 
     Streaming's own check works only until the other job's first batch.
     """
-    own = _mapped_names(_PROCESSES / "self" / "maps", _SHARED_MEMORY) if caches else set()
     for path in _SHARED_MEMORY.glob(f"*_{LOCALS}") if caches else []:
         try:
-            locals_of_job, _ = prefix._unpack_locals(path.read_bytes())
+            number, (locals_of_job, _) = int(path.name[:6]), prefix._unpack_locals(path.read_bytes())
         except (OSError, ValueError, IndexError):
             continue
-        if path.name not in own and (shared := set(caches) & set(locals_of_job)):
-            return (
-                f"{min(shared)} is the cache of another job that is running on this machine: give each job a cache of its "
-                "own (`local` of the stream)"
-            )
+        if number in _held or not (shared := caches & set(locals_of_job)):
+            continue
+        advice = "give each job a cache of its own (`local` of the stream)"
+        if not _lock_path(number).exists():
+            advice += f", or remove {path} if that job has ended: another program has made it"
+        return f"{min(shared)} is the cache of another job that is running on this machine: {advice}"
     return None
-
-
-def _mapped_names(maps: Path, folder: Path) -> set[str]:
-    """Return the names of the files in `folder` that a process has mapped.
-
-    The result is empty if the process has ended or belongs to another user.
-    """
-    try:
-        lines = maps.read_text().splitlines()
-    except OSError:
-        return set()
-    return {Path(line.split(maxsplit=5)[-1].removesuffix(" (deleted)")).name for line in lines if str(folder) in line}

@@ -196,7 +196,9 @@ class _LocalWorker:
         # A worker that has not yet sent its process id ends when it reads from the closed pipe.
         self._connection.close()
         if self._process is not None:
-            signal.pidfd_send_signal(self._process, signal.SIGKILL)
+            # The process has died with its server, and init has reaped it already.
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._process, signal.SIGKILL)
             wait([self._process], _END_SECONDS)
             os.close(self._process)
             self._process = None
