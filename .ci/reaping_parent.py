@@ -1,6 +1,6 @@
-"""Run a command whose orphaned descendants are reaped at once, as init does on most machines (systemd, tini, `docker --init`).
+"""Run a command whose orphaned descendants are reaped at once, as init does on most machines (systemd, `docker --init`).
 
-The first process of some containers, such as CI's, doesn't reap orphans. They remain there as zombies, which still take signals.
+The first process of some containers, such as CI's, does not reap orphans: they stay as zombies, which still take signals.
 
     python3 .ci/reaping_parent.py COMMAND [ARGUMENT ...]
 """

@@ -77,7 +77,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
 
     from biphasic.config.architecture import Architecture
     from biphasic.data.tokenizer import load_tokenizer
-    from biphasic.downstream.prepare import SCHEMAS
+    from biphasic.downstream.writer import SCHEMAS
     from biphasic.export.write import export_encoder
     from biphasic.model.initialization import from_hf_config, llama_config
 

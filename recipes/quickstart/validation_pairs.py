@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from biphasic.downstream.prepare import TASK_RECORD
+from biphasic.downstream.writer import TASK_RECORD
 from biphasic.storage import json_bytes, open_store
 
 PAIRS = Path("runs/quickstart/text/pairs/train.parquet")

@@ -14,7 +14,8 @@ from datasets import Dataset, Sequence
 
 from biphasic.config.load import load
 from biphasic.config.tasks import TasksConfig
-from biphasic.downstream.prepare import TASK_RECORD, is_finished, prepare_task
+from biphasic.downstream.prepare import is_finished, prepare_task
+from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 from buckets import bucket_for
@@ -201,10 +202,11 @@ def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path:
     assert "Traceback" not in command.stderr
     assert sorted(path.parent.name for path in tmp_path.glob(f"*/{TASK_RECORD}")) == ["squad", "sst2"]
     assert "1 of 3 tasks failed (qqp); the same command tries them again" in command.stderr
-    planned = run([str(YAML), "sst2", "qqp", *overrides, "--plan"])
-    assert planned.returncode == 0, planned.stderr
-    sst2, qqp = planned.stdout.splitlines()[1:]
+    planned = run([str(YAML), "sst2", "qqp", *overrides, broken, "--plan"])
+    assert planned.returncode == 2, planned.stderr
+    sst2, qqp, problem = planned.stdout.splitlines()[1:]
     assert "finished already" in sst2 and "finished already" not in qqp
+    assert problem.startswith(f"  PROBLEM      {tmp_path / 'nothing'}") and "there is no such folder" in problem
     unknown = run([str(YAML), "sst3", *overrides])
     assert unknown.returncode == 2 and unknown.stderr.startswith("no task 'sst3' (there are: sst2, mnli")
 

@@ -11,8 +11,10 @@ import pytest
 from datasets import Dataset
 
 from biphasic.config.tasks import DatasetConfig
-from biphasic.downstream.prepare import TASK_RECORD, prepare_task
+from biphasic.downstream.check import find_problem
+from biphasic.downstream.prepare import prepare_task
 from biphasic.downstream.tables import open_table
+from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from downstream_sets import TEXT, card, jsonl, one_task, rows_of, write_split
 
@@ -29,7 +31,9 @@ def test_files_of_each_kind(tmp_path: Path, kind: str) -> None:
         path.write_bytes(gzip.compress(content) if kind.endswith("gz") else content)
     else:
         mark = "\t" if kind == "tsv" else ","
-        lines = [mark.join(rows[0]), *(mark.join(f'"{value}"' for value in row.values()) for row in rows)]
+        quotation = "" if kind == "tsv" else '"'
+        values = [[f"{quotation}{value}{quotation}" for value in row.values()] for row in rows]
+        lines = [mark.join(rows[0]), *map(mark.join, values)]
         path.write_text("\n".join([*lines, ""]))
     task = {
         "kind": "classification",
@@ -135,9 +139,9 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
         folder = tmp_path / parent / "same"
         write_split(folder / "default", "train", [{"x": str(at)} for at in range(count)], {"x": TEXT})
         card(folder, {"default": ["train"]})
-        assert len(open_table(DatasetConfig(path=str(folder)), "train")) == count
+        assert len(open_table(DatasetConfig(path=str(folder)), "train", {})) == count
     write_split(folder / "default", "train", [{"x": "new"}] * 7, {"x": TEXT})
-    assert len(open_table(DatasetConfig(path=str(folder)), "train")) == 7
+    assert len(open_table(DatasetConfig(path=str(folder)), "train", {})) == 7
 
 
 @pytest.mark.parametrize(
@@ -147,7 +151,12 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
         ({"files": {"train": ["{tmp}/none.parquet"]}}, "{tmp}/none.parquet: there is no such file"),
         ({"files": {"train": ["{tmp}/damaged.parquet"]}}, "{tmp}/damaged.parquet: can't be read ("),
         ({"files": {"train": ["{tmp}/rows.txt"]}}, "{tmp}/rows.txt: expected files of one kind: .parquet, "),
-        ({"files": {"train": ["{tmp}/rows.jsonl"]}}, "{tmp}/rows.jsonl: has no column 'tags' (it has: text)"),
+        ({"files": {"train": ["{tmp}/empty.jsonl"]}}, "{tmp}/empty.jsonl: is empty (0 bytes)"),
+        (
+            {"files": {"train": ["{tmp}/rows.jsonl"]}},
+            "{tmp}/rows.jsonl: has no column 'tags' (it has: text); expected rows such as "
+            '{"tokens": ["Ann", "left"], "tags": ["B-PER", "O"]}',
+        ),
     ],
 )
 def test_unreadable_sources_are_named(
@@ -156,9 +165,13 @@ def test_unreadable_sources_are_named(
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
     (tmp_path / "rows.txt").write_text("text\n")
+    (tmp_path / "empty.jsonl").touch()
     jsonl(tmp_path / "rows.jsonl", [{"text": "t"}])
     filled = json.loads(json.dumps(source).replace("{tmp}", str(tmp_path)))
     with pytest.raises(UserError) as caught:
         prepare_task("it", one_task(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))
     assert str(caught.value).startswith(says.replace("{tmp}", str(tmp_path)))
     assert len(str(caught.value).splitlines()) == 1
+    if "nowhere" not in says:  # the hub is not asked
+        planned = find_problem("it", one_task(tmp_path, {**TOKENS, "source": filled, "splits": {"test": "train"}}))
+        assert planned == str(caught.value)

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from biphasic.config.finetune import _ScoredConfig
 from biphasic.downstream.array_cache import Ragged, unpack
-from biphasic.downstream.prepare import SCHEMAS
+from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import derive_seed
 from biphasic.finetuning.examples import TokenizedExamples, concatenate
 from biphasic.finetuning.families import FAMILIES

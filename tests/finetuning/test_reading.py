@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from biphasic.config.finetune import ClassificationConfig, QuestionAnsweringConfig, TokensConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.array_cache import Ragged, cached, pack, unpack
-from biphasic.downstream.prepare import SCHEMAS
+from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import GlobalBatches, derive_seed, epoch_order
 from biphasic.finetuning.classification import Classification
 from biphasic.finetuning.question_answering import QuestionAnswering

@@ -85,7 +85,9 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     elif config.job == "tasks":
         from biphasic.downstream.describe import describe_plan
 
-        print(describe_plan(config, list(config.tasks)))
+        text, refused = describe_plan(config, list(config.tasks))
+        print(text)
+        return REFUSED if refused else 0
     return 0
 
 

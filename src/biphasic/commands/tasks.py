@@ -9,6 +9,7 @@ import argparse
 import sys
 
 from biphasic.errors import UserError
+from biphasic.faults import REFUSED
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -29,9 +30,10 @@ def run(options: argparse.Namespace) -> int:
     from biphasic.downstream.describe import chosen_tasks, describe_plan, describe_record
 
     names = chosen_tasks(config, [text for text in options.rest if "=" not in text])
-    print(describe_plan(config, names))
+    plan, refused = describe_plan(config, names)
+    print(plan)
     if options.plan:
-        return 0
+        return REFUSED if refused else 0
     from biphasic.downstream.prepare import prepare_task
     from biphasic.storage import join
 

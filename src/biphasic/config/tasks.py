@@ -23,8 +23,15 @@ class DatasetConfig(Section):
     """Commit, tag or branch. Default: the newest commit, which is recorded. Datasets that are published as a loading script
     are read from `refs/convert/parquet`."""
     files: dict[str, Columns] | None = None
-    """Files of each split: patterns within `path`, or without `path` local `.parquet`, `.jsonl`, `.json`, `.csv` or `.tsv`
-    files, also compressed (`.gz`, `.zst`)."""
+    """Files of each split: patterns within `path`, or without `path` local files, also compressed (`.gz`, `.zst`):
+    `.parquet`, `.jsonl`, `.json` (also SQuAD's own form), `.csv`, `.tsv`, or `.conll`, `.iob2`, `.iob`, `.bio` with a word
+    and its label in each line."""
+    columns: Columns | None = None
+    """Names of the columns of `.csv` and `.tsv` files without a header, or of `.conll` files. Default: the first row of a
+    table; `tokens` and `labels` in a `.conll` file."""
+    quoting: Literal["none", "standard"] | None = None
+    """Whether the fields of `.csv` and `.tsv` files may be in quotation marks, and so contain separators and ends of lines.
+    Default: `standard` for `.csv`, `none` for `.tsv`, as GLUE's files are."""
 
     @field_validator("files", mode="before")
     @classmethod
@@ -205,6 +212,9 @@ class TasksConfig(JobConfig):
                 elif dataset.path is None and (dataset.name is not None or dataset.revision is not None):
                     unused = "name" if dataset.name is not None else "revision"
                     yield [f"{key}.{unused}", f"{key}.path"], "has no effect without `path`"
+                elif dataset.path is not None and (dataset.columns is not None or dataset.quoting is not None):
+                    unused = "columns" if dataset.columns is not None else "quoting"
+                    yield [f"{key}.{unused}", f"{key}.path"], "has no effect with `path`; expected local `files` alone"
                 for split in splits:
                     if dataset.files is not None and split not in dataset.files:
                         message = f"has no files for the split {split!r} (it has: {', '.join(dataset.files)})"

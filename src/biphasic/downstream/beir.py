@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from biphasic.config.tasks import CorpusConfig, PairsConfig, QrelsConfig, QueriesConfig
-from biphasic.downstream.tables import InvalidRow, Table, TableRow
+from biphasic.downstream.tables import InvalidRow, Table, TableRow, UnusedRow
 
 
 def pairs(config: PairsConfig, table: Table) -> Iterator[TableRow | InvalidRow]:
@@ -26,7 +26,7 @@ def pairs(config: PairsConfig, table: Table) -> Iterator[TableRow | InvalidRow]:
                 yield InvalidRow("one of its texts is no text", f"{table.source}, row {number}")
 
 
-def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow | InvalidRow]:
+def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow | InvalidRow | UnusedRow]:
     """Yield judgments with any score, of all queries or of one half of them (`config.half`)."""
     columns = [config.query_column, config.list_column or config.document_column]
     columns += [] if config.score_column is None else [config.score_column]
@@ -36,6 +36,7 @@ def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow | I
         for query, judged, score in zip(batch[columns[0]], batch[columns[1]], scores, strict=True):
             number += 1
             if config.half is not None and in_first_half(seed, str(query)) != (config.half == "first"):
+                yield UnusedRow("its query is in the other half")
                 continue
             if (whole := _whole_number(score)) is None:
                 yield InvalidRow("its score is no whole number", f"{table.source}, row {number}")
@@ -59,16 +60,21 @@ def in_first_half(seed: int, query: str) -> bool:
 
 
 def queries(
-    config: QueriesConfig, table: Table, judged: set[str], written: set[str]
-) -> Iterator[TableRow | InvalidRow]:
-    """Yield the queries with ids in `judged`, each once, and add their ids to `written`."""
+    config: QueriesConfig, table: Table, relevant: set[str], judged: set[str], written: set[str]
+) -> Iterator[TableRow | InvalidRow | UnusedRow]:
+    """Yield the queries with ids in `relevant`, each once, and add their ids to `written`.
+
+    `judged` are the ids of all queries with a judgment, also of those for which no document is relevant.
+    """
     number = 0
     for batch in table.batches([config.id_column, config.text_column]):
         for id, text in zip(map(str, batch[config.id_column]), batch[config.text_column], strict=True):
             number += 1
-            if id not in judged or id in written:
-                continue
-            if isinstance(text, str):
+            if id not in relevant:
+                yield UnusedRow("no document is relevant to it" if id in judged else "no judgment in these splits")
+            elif id in written:
+                yield UnusedRow("its id was read before")
+            elif isinstance(text, str):
                 written.add(id)
                 yield {"_id": id, "text": text}
             else:
@@ -77,7 +83,7 @@ def queries(
 
 def corpus(
     config: CorpusConfig, table: Table, judged: set[str] | None, written: set[str]
-) -> Iterator[TableRow | InvalidRow]:
+) -> Iterator[TableRow | InvalidRow | UnusedRow]:
     """Yield the documents with ids in `judged` (None means all), each once, and add their ids to `written`.
 
     A null is an empty text.
@@ -87,9 +93,11 @@ def corpus(
         texts = zip(*(batch[name] for name in config.text_columns), strict=True)
         for id, parts in zip(map(str, batch[config.id_column]), texts, strict=True):
             number += 1
-            if (judged is not None and id not in judged) or id in written:
-                continue
-            if all(part is None or isinstance(part, str) for part in parts):
+            if judged is not None and id not in judged:
+                yield UnusedRow("no judgment in these splits (judged_only)")
+            elif id in written:
+                yield UnusedRow("its id was read before")
+            elif all(part is None or isinstance(part, str) for part in parts):
                 written.add(id)
                 yield {"_id": id, "title": "", "text": config.separator.join(part for part in parts if part)}
             else:

@@ -15,14 +15,9 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
-
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from biphasic.config.tasks import (
     ClassificationSet,
@@ -32,82 +27,13 @@ from biphasic.config.tasks import (
     TasksConfig,
     TokensSet,
 )
+from biphasic.downstream import examples
 from biphasic.downstream.beir import corpus, pairs, qrels, queries
-from biphasic.downstream.tables import InvalidRow, Table, TableRow, open_table
+from biphasic.downstream.formats import as_bio
+from biphasic.downstream.tables import InvalidRow, Table, TableRow, UnusedRow
+from biphasic.downstream.writer import STARTED, TASK_RECORD, Rows, TaskWriter
 from biphasic.errors import UserError
-from biphasic.grouping import groups_up_to
 from biphasic.storage import first_line, join, json_bytes, open_store
-
-TASK_RECORD = "task.json"
-_STARTED = "task.started"
-"""Written before the first table and removed after the record: only tables beside it may be removed."""
-_WRITE_ROWS = 1000
-_TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
-_ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
-SCHEMAS = {
-    "classification": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.int32()}),
-    "tokens": pa.schema({"id": _TEXT, "tokens": _TEXTS, "labels": pa.list_(pa.int32())}),
-    "question_answering": pa.schema({"id": _TEXT, "question": _TEXT, "context": _TEXT, "answers": _ANSWERS}),
-    "pairs": pa.schema({"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}),
-    "corpus": pa.schema({"_id": _TEXT, "title": _TEXT, "text": _TEXT}),
-    "queries": pa.schema({"_id": _TEXT, "text": _TEXT}),
-    "qrels": pa.schema({"query-id": _TEXT, "corpus-id": _TEXT, "score": pa.int32()}),
-}
-Rows = Iterable[TableRow | InvalidRow]
-
-
-class _TaskWriter:
-    """Writes one task's folder: each file atomically, and the record last."""
-
-    def __init__(self, name: str, config: TasksConfig):
-        self.name, self.config = name, config
-        self.store = open_store(join(config.output, name))
-        self.scratch: Path = self.store.scratch()
-        self.rows: dict[str, int] = {}
-        """Number of rows by file name, without `.parquet`."""
-        self.left_out: dict[str, dict[str, int]] = {}
-        """Number of invalid rows by file name and reason."""
-        self.label_names: list[str] | None = None
-        self.commits: dict[str, str | None] = {}
-        """Commit that was read, by the source's path."""
-
-    def table(self, config: Any, split: str) -> Table:
-        """Open a table and keep its commit for the record."""
-        table = open_table(config, split)
-        self.commits[config.path or ", ".join(config.files[split])] = table.commit
-        return table
-
-    def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
-        """Write `name`.parquet. Invalid rows are left out and counted.
-
-        Raises:
-            UserError: more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is left.
-        """
-        file = self.scratch / "file.parquet"
-        left_out: Counter[str] = Counter()
-        first_fault, count = "", 0
-        with pq.ParquetWriter(file, SCHEMAS[schema], compression="zstd") as writer:
-            for group in groups_up_to(_WRITE_ROWS, rows):
-                valid = [row for row in group if not isinstance(row, InvalidRow)]
-                for kind, position in (row.args for row in group if isinstance(row, InvalidRow)):
-                    left_out[kind] += 1
-                    first_fault = first_fault or f"{position}: {kind}"
-                if left_out.total() > self.config.max_invalid_share * total:
-                    limit = f"max_invalid_share allows {self.config.max_invalid_share:.2%}"
-                    raise UserError(
-                        f"{self.name}: {name}: {left_out.total():,} of {total:,} rows can't be used, and {limit}; "
-                        f"the first: {first_fault}"
-                    )
-                writer.write_table(pa.Table.from_pylist(valid, SCHEMAS[schema]))
-                count += len(valid)
-        if not count:
-            raise UserError(f"{self.name}: {name}: there are no rows")
-        if not self.rows:
-            self.store.write(_STARTED, b"`biphasic tasks` may remove the tables beside this file\n")
-        self.store.move(file, f"{name}.parquet")
-        self.rows[name] = count
-        if left_out:
-            self.left_out[name] = dict(sorted(left_out.items()))
 
 
 def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
@@ -123,10 +49,10 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
     try:
         if (record := _finished_record(path, settings)) is not None:
             return record
-        writer = _TaskWriter(name, config)
+        writer = TaskWriter(name, config)
         try:
             writer.store.remove(file for file in writer.store.list() if file.endswith(".parquet"))
-            _WRITERS[task.kind](writer, task)
+            WRITERS[task.kind](writer, task)
             record = {
                 "task": name,
                 "kind": task.kind,
@@ -135,11 +61,13 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
                 "label_names": writer.label_names,
                 "rows": writer.rows,
                 "left_out": writer.left_out,
+                "not_used": writer.not_used,
+                "warnings": writer.warnings,
                 "commits": writer.commits,
                 "settings": settings,
             }
             writer.store.write(TASK_RECORD, json_bytes(record))
-            writer.store.remove([_STARTED])
+            writer.store.remove([STARTED])
         finally:
             shutil.rmtree(writer.scratch, ignore_errors=True)
     except OSError as error:
@@ -157,8 +85,8 @@ def _finished_record(path: str, settings: dict[str, Any]) -> dict[str, Any] | No
     files = store.list()
     if TASK_RECORD not in files:
         # An interrupted run leaves tables beside its marker; any other file means that the folder is not a task's.
-        tables = [name for name in files if _STARTED in files and name.endswith(".parquet")]
-        if others := files.keys() - {_STARTED, *tables}:
+        tables = [name for name in files if STARTED in files and name.endswith(".parquet")]
+        if others := files.keys() - {STARTED, *tables}:
             raise UserError(f"{path} holds something else ({min(others)}); choose another output")
         return None
     try:
@@ -178,7 +106,7 @@ def _settings(config: TasksConfig, name: str) -> dict[str, Any]:
 
 
 def _write_splits(
-    writer: _TaskWriter,
+    writer: TaskWriter,
     task: SupervisedSet,
     columns: dict[str, str | None],
     make: Callable[..., TableRow],
@@ -190,7 +118,7 @@ def _write_splits(
     `label_column` to its number.
     """
     for name, split in task.splits.items():
-        table = writer.table(task.source, split)
+        table = writer.table(task.source, split, examples.supervised(task))
         number_of = None if label_column is None else _label_numbers(writer, table, label_column, task)
         tables = {name: table}
         if name == "train" and "validation" not in task.splits:
@@ -228,13 +156,13 @@ def _require_text(value: Any, name: str) -> str:
     return value
 
 
-def _label_numbers(writer: _TaskWriter, table: Table, column: str, task: Any) -> Callable[[Any], int]:
+def _label_numbers(writer: TaskWriter, table: Table, column: str, task: Any) -> Callable[[Any], int]:
     """Return a function that maps a label (number or name) to its number, and keep the names for the record."""
     names, dataset_names = task.label_names, table.label_names(column)
     if names is not None and dataset_names is not None and names != dataset_names:
         given, expected = ", ".join(names), ", ".join(dataset_names)
         raise UserError(f"{table.source}: label_names are {given}, but the dataset says {expected}")
-    writer.label_names = names or dataset_names
+    writer.label_names = names or dataset_names or table.found_labels.get(column)
     if writer.label_names is None:
         advice = "give label_names, in the order of their numbers"
         raise UserError(f"{table.source}: the dataset doesn't name its labels: {advice}")
@@ -249,7 +177,7 @@ def _label_numbers(writer: _TaskWriter, table: Table, column: str, task: Any) ->
     return number_of
 
 
-def _write_classification(writer: _TaskWriter, task: ClassificationSet) -> None:
+def _write_classification(writer: TaskWriter, task: ClassificationSet) -> None:
     columns = {"text": task.text_column, "text_pair": task.text_pair_column, "label": task.label_column}
 
     def make(values: TableRow, number_of: Callable[[Any], int]) -> TableRow:
@@ -260,11 +188,14 @@ def _write_classification(writer: _TaskWriter, task: ClassificationSet) -> None:
     _write_splits(writer, task, columns, make, task.label_column)
 
 
-def _write_tokens(writer: _TaskWriter, task: TokensSet) -> None:
+def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
     columns: dict[str, str | None] = {"tokens": task.tokens_column, "labels": task.labels_column}
 
     def make(values: TableRow, number_of: Callable[[Any], int]) -> TableRow:
-        tokens, numbers = values["tokens"] or [], [number_of(label) for label in values["labels"] or []]
+        labels = values["labels"] or []
+        if labels and all(isinstance(label, str) for label in labels):
+            labels = as_bio(labels)
+        tokens, numbers = values["tokens"] or [], [number_of(label) for label in labels]
         if not tokens:
             raise InvalidRow("it has no tokens")
         if len(tokens) != len(numbers):
@@ -286,7 +217,7 @@ def _require_bio(names: list[str]) -> None:
             raise InvalidRow(f"{name} follows {before}")
 
 
-def _write_question_answering(writer: _TaskWriter, task: QuestionAnsweringSet) -> None:
+def _write_question_answering(writer: TaskWriter, task: QuestionAnsweringSet) -> None:
     columns = {"question": task.question_column, "context": task.context_column, "answers": "answers"}
 
     def make(values: TableRow, number_of: None) -> TableRow:
@@ -313,38 +244,46 @@ def _answers(answers: Any, context: str) -> TableRow:
     return {"text": texts, "answer_start": starts}
 
 
-def _write_retrieval(writer: _TaskWriter, task: RetrievalSet) -> None:
+def _write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
     if task.train is not None:
-        table = writer.table(task.train, task.train.split)
+        table = writer.table(task.train, task.train.split, examples.pairs(task.train))
         writer.write("train", "pairs", pairs(task.train, table), len(table))
     judged_documents: set[str] = set()
     judged_queries: set[str] = set()
-    relevant: dict[str, list[TableRow | InvalidRow]] = {}
+    relevant_queries: set[str] = set()
+    relevant: dict[str, list[TableRow | InvalidRow | UnusedRow]] = {}
     for split, config in task.qrels.items():
         relevant[split] = []
-        for row in qrels(config, writer.table(config, config.split), writer.config.seed):
-            if isinstance(row, InvalidRow):
-                relevant[split].append(row)
-                continue
-            judged_documents.add(row["corpus-id"])
-            if row["score"] >= task.min_score:
+        table = writer.table(config, config.split, examples.qrels(config))
+        for row in qrels(config, table, writer.config.seed):
+            if isinstance(row, dict):
+                judged_documents.add(row["corpus-id"])
                 judged_queries.add(row["query-id"])
-                relevant[split].append(row)
+                if row["score"] >= task.min_score:
+                    relevant_queries.add(row["query-id"])
+                else:
+                    row = UnusedRow(f"its score is below min_score ({task.min_score})")
+            relevant[split].append(row)
     query_ids: set[str] = set()
     corpus_ids: set[str] = set()
-    tables = [(config, writer.table(config, config.split)) for config in task.queries]
-    rows = (row for config, table in tables for row in queries(config, table, judged_queries, query_ids))
+    tables = [(config, writer.table(config, config.split, examples.queries(config))) for config in task.queries]
+    rows = (
+        row for config, table in tables for row in queries(config, table, relevant_queries, judged_queries, query_ids)
+    )
     writer.write("queries", "queries", rows, sum(len(table) for _, table in tables))
-    table = writer.table(task.corpus, task.corpus.split)
+    table = writer.table(task.corpus, task.corpus.split, examples.corpus(task.corpus))
     documents = corpus(task.corpus, table, judged_documents if task.judged_only else None, corpus_ids)
     writer.write("corpus", "corpus", documents, len(table))
     for split, judgments in relevant.items():
-        writer.write(f"qrels/{split}", "qrels", _known(judgments, query_ids, corpus_ids, split), len(judgments))
+        used = sum(not isinstance(row, UnusedRow) for row in judgments)
+        writer.write(f"qrels/{split}", "qrels", _known(judgments, query_ids, corpus_ids, split), used)
 
 
-def _known(judgments: list[TableRow | InvalidRow], query_ids: set[str], corpus_ids: set[str], split: str) -> Rows:
+def _known(
+    judgments: list[TableRow | InvalidRow | UnusedRow], query_ids: set[str], corpus_ids: set[str], split: str
+) -> Rows:
     for number, row in enumerate(judgments, start=1):
-        if isinstance(row, InvalidRow):
+        if not isinstance(row, dict):
             yield row
         elif row["query-id"] not in query_ids:
             yield InvalidRow("its query is not among the queries", f"qrels of {split}, number {number}")
@@ -354,7 +293,7 @@ def _known(judgments: list[TableRow | InvalidRow], query_ids: set[str], corpus_i
             yield row
 
 
-_WRITERS: dict[str, Callable[[_TaskWriter, Any], None]] = {
+WRITERS: dict[str, Callable[[TaskWriter, Any], None]] = {
     "classification": _write_classification,
     "tokens": _write_tokens,
     "question_answering": _write_question_answering,

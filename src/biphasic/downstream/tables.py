@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import glob
 import hashlib
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,11 +13,20 @@ from typing import Any
 
 from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
+from biphasic.downstream.formats import (
+    COLUMN_FILES,
+    bio_names,
+    column_rows,
+    require_rows_of_one_width,
+    squad_rows,
+)
 from biphasic.errors import UserError
 from biphasic.storage import first_line
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
+_BUILDERS |= dict.fromkeys(COLUMN_FILES, "columns")
+_SEPARATORS = {".csv": ",", ".tsv": "\t"}
 _COMPRESSED = (".gz", ".zst")
 _BATCH_ROWS = 1000
 _ONLY_SPLIT = "train"
@@ -28,17 +39,26 @@ class InvalidRow(Exception):
     """A row that can't be used. Its arguments are the kind of fault (for counting) and the row's position."""
 
 
+class UnusedRow(Exception):
+    """A row without a fault that these splits don't use. Its argument is the reason (for counting)."""
+
+
 class Table:
     """One split of a dataset: its columns, and its rows in order.
 
     Args:
         rows: dataset of the `datasets` library.
         source: name of the source in messages.
+        example: a row as it should be, for messages.
         commit: commit on the hub; None for local data.
+        found_labels: names of the labels in a column of a dataset without label numbers, over all of its files.
     """
 
-    def __init__(self, rows: Any, source: str, commit: str | None):
-        self.rows, self.source, self.commit = rows, source, commit
+    def __init__(
+        self, rows: Any, source: str, example: TableRow, commit: str | None, found_labels: dict[str, list[str]]
+    ):
+        self.rows, self.source, self.example, self.commit = rows, source, example, commit
+        self.found_labels = found_labels
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -52,7 +72,11 @@ class Table:
         existing = self.rows.column_names
         for column in columns:
             if column not in existing:
-                raise UserError(f"{self.source}: has no column {column!r} (it has: {', '.join(existing)})")
+                example = json.dumps(self.example, ensure_ascii=False)
+                has = ", ".join(existing)
+                raise UserError(
+                    f"{self.source}: has no column {column!r} (it has: {has}); expected rows such as {example}"
+                )
 
     def batches(self, columns: list[str]) -> Iterator[dict[str, list[Any]]]:
         """Yield these columns, a thousand rows at a time. Shows a progress bar if it takes long.
@@ -80,30 +104,35 @@ class Table:
         if len(self) < 2:
             raise UserError(f"{self.source}: {len(self)} rows are too few to take a validation split from")
         split = self.rows.train_test_split(train_size=first, seed=seed)
-        return tuple(Table(split[name], self.source, self.commit) for name in ("train", "test"))  # pyright: ignore
+        return self._with_rows(split["train"]), self._with_rows(split["test"])
+
+    def _with_rows(self, rows: Any) -> Table:
+        return Table(rows, self.source, self.example, self.commit, self.found_labels)
 
 
-def open_table(config: DatasetConfig, split: str) -> Table:
+def open_table(config: DatasetConfig, split: str, example: TableRow, first: int | None = None) -> Table:
     """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
+
+    Args:
+        config: the dataset.
+        split: its split.
+        example: a row as it should be, for messages.
+        first: read only so many of the first rows. Default: all.
 
     Raises:
         UserError: the dataset, configuration, split or file does not exist or can't be read.
     """
-    import datasets
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     source = ", ".join(filter(None, [config.path, config.name, split]))
-    commit = None
+    commit, labels = None, {}
     try:
         if config.path is None:
             assert config.files is not None
             source = ", ".join(config.files[split])
-            files, builder = _local_files(config.files[split])
-            # pandas would read the texts `null` and `NA` as no text.
-            options: dict[str, Any] = {"keep_default_na": False, "na_values": [""]} if builder == "csv" else {}
-            options |= {"sep": "\t"} if _suffix(files[0]) == ".tsv" else {}
-            rows = datasets.load_dataset(builder, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, **options)
+            rows = _read_files(config, config.files[split], first)
+            labels = _find_labels(config, split)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
@@ -111,15 +140,60 @@ def open_table(config: DatasetConfig, split: str) -> Table:
             files = None if config.files is None else {_ONLY_SPLIT: config.files[split]}
             name = split if files is None else _ONLY_SPLIT
             cache = _cache_folder(Path(config.path)) if commit is None else None
-            rows = datasets.load_dataset(
-                config.path, config.name, revision=commit, data_files=files, split=name, cache_dir=cache
-            )
+            options: dict[str, Any] = {"revision": commit, "data_files": files, "split": name, "cache_dir": cache}
+            rows = _load(config.path, config.name, first, **options)
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
         raise UserError(f"{source}: can't be read ({first_line(cause)})") from error
-    return Table(rows, source, commit)
+    return Table(rows, source, example, commit, labels)
+
+
+def _load(path: str, name: str | None, first: int | None, **options: Any) -> Any:
+    """Return a dataset of the `datasets` library, or its first rows without converting the others."""
+    import datasets
+
+    if first is None:
+        return datasets.load_dataset(path, name, **options)
+    stream = datasets.load_dataset(path, name, streaming=True, **options)
+    return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
+
+
+def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -> Any:
+    """Return the rows of local files as a dataset of the `datasets` library."""
+    import datasets
+
+    files, builder = _local_files(patterns)
+    if builder == "columns":
+        return datasets.Dataset.from_list([row for file in files for row in column_rows(file, config.columns)])
+    squad = [squad_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
+    if all(rows is not None for rows in squad):
+        return datasets.Dataset.from_list([row for rows in squad for row in rows or []])
+    options: dict[str, Any] = {}
+    if builder == "csv":
+        quoted = (config.quoting or ("none" if _suffix(files[0]) == ".tsv" else "standard")) == "standard"
+        separator = _SEPARATORS[_suffix(files[0])]
+        for file in files:
+            require_rows_of_one_width(file, separator, quoted, config.columns, first)
+        # pandas would read the texts `null` and `NA` as no text.
+        options = {"sep": separator, "keep_default_na": False, "na_values": [""], "column_names": config.columns}
+        options |= {} if quoted else {"quoting": csv.QUOTE_NONE}
+    elif config.columns is not None or config.quoting is not None:
+        unused = "columns" if config.columns is not None else "quoting"
+        raise UserError(f"{', '.join(patterns)}: {unused} has no effect on files of this kind")
+    return _load(builder, None, first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, **options)
+
+
+def _find_labels(config: DatasetConfig, split: str) -> dict[str, list[str]]:
+    """Return the names of the labels in each column of `.conll` files, in all of the dataset's splits."""
+    every = config.files or {}
+    if _local_files(every[split])[1] != "columns":
+        return {}
+    files, _ = _local_files([pattern for patterns in every.values() for pattern in patterns])
+    rows = [row for file in files for row in column_rows(file, config.columns)]
+    names = {name: bio_names(row[name] for row in rows) for name in (rows[0] if rows else ())}
+    return {name: labels for name, labels in names.items() if labels is not None}
 
 
 def _cache_folder(folder: Path) -> str:
@@ -140,6 +214,10 @@ def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     files = [file for pattern in patterns for file in sorted(glob.glob(os.path.expanduser(pattern), recursive=True))]
     if not files:
         raise UserError(f"{', '.join(patterns)}: there is no such file")
+    for file in files:
+        with open(file, "rb") as content:
+            if not content.read(1):
+                raise UserError(f"{file}: is empty (0 bytes)")
     builders = {_BUILDERS.get(_suffix(file)) for file in files}
     builder = builders.pop()
     if builders or builder is None:

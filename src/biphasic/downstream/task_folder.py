@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.downstream.array_cache import locked
-from biphasic.downstream.prepare import SCHEMAS, TASK_RECORD
+from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import cached_file_hash, first_line, is_remote, join, open_store
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from biphasic.amounts import format_bytes
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.job_plan import JobPlan
-from biphasic.downstream.prepare import TASK_RECORD
 from biphasic.downstream.task_folder import TaskFolder
+from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, open_store
 from biphasic.storage.hub import why_missing

@@ -53,6 +53,8 @@ def run(config: FinetuneConfig) -> Path:
         scores = {"validation": result.validation, "test": result.test}
         parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores.items() if score is not None]
         _print(f"{result.name}: {', '.join(parts)}")
+    for warning in task.data.record.get("warnings", []):
+        _print(f"WARNING: {config.task.name}: {warning}")
     if dist.get_global_rank() == 0:
         if config.save_model:
             _save(config, folder, trial, model, task)

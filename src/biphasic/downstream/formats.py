@@ -1,0 +1,170 @@
+"""Read the file formats in which datasets for token labels and question answering are published, and check CSV and TSV.
+
+columns   .conll, .iob2, .iob, .bio: a word and its label in each line, a blank line after each sentence
+SQuAD     .json with {"data": [{"paragraphs": [{"context": …, "qas": […]}]}]}, versions 1.1 and 2.0
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+import json
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from biphasic.errors import UserError
+
+COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
+COLUMNS_EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
+SQUAD_EXAMPLE = '{"data": [{"paragraphs": [{"context": "…", "qas": [{"id": "…", "question": "…", "answers": […]}]}]}]}'
+_PREFIXES = {"S": "B", "U": "B", "E": "I", "L": "I"}
+"""Prefixes of BIOES and BILOU, and theirs in BIO."""
+
+
+def open_text(file: str) -> io.TextIOBase:
+    """Open a UTF-8 file, compressed if its name says so, without a byte order mark."""
+    import fsspec
+
+    opened: Any = fsspec.open(file, "r", compression="infer", encoding="utf-8-sig", newline="")
+    return opened.open()
+
+
+def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, list[str]]]:
+    """Yield the sentences of a file with a word in each line, with a list for each column.
+
+    Lines that begin with `# ` and have another number of fields are comments; `-DOCSTART-` lines are left out.
+
+    Args:
+        file: path of the file.
+        names: names of the columns. Default: `tokens` is the first column, or the second if the first counts the words, as
+            in UNER; `labels` is the column after it in such a file, and else the last, as in CoNLL-2003.
+
+    Raises:
+        UserError: a line has another number of fields.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    width: int | None = None
+    sentence: list[list[str]] = []
+    with open_text(file) as lines:
+        for number, line in enumerate(lines, start=1):
+            fields = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+            if line.startswith("-DOCSTART-"):
+                continue
+            if not line.strip():
+                if sentence:
+                    yield _sentence(sentence, names)
+                sentence = []
+                continue
+            if line.startswith("# ") and len(fields) != width:
+                continue
+            width = width or len(fields)
+            if len(fields) != width or width < 2 or (names is not None and len(names) != width):
+                expected = (
+                    f"{len(names)} columns" if names is not None else f"{max(width, 2)} columns, as in the first line"
+                )
+                raise UserError(
+                    f"{file}:{number}: has {len(fields)} columns; expected {expected}: {COLUMNS_EXAMPLE}; "
+                    "source.columns names them"
+                )
+            sentence.append(fields)
+    if sentence:
+        yield _sentence(sentence, names)
+
+
+def _sentence(lines: list[list[str]], names: Sequence[str] | None) -> dict[str, list[str]]:
+    columns = [list(column) for column in zip(*lines, strict=True)]
+    if names is not None:
+        return dict(zip(names, columns, strict=True))
+    if columns[0] == [str(number) for number in range(1, len(lines) + 1)] and len(columns) > 2:
+        return {"tokens": columns[1], "labels": columns[2]}
+    return {"tokens": columns[0], "labels": columns[-1]}
+
+
+def as_bio(labels: list[str]) -> list[str]:
+    """Convert a sentence's labels to BIO from IOB (`B-` only between neighbors of a type), BIOES or BILOU."""
+    converted = [_PREFIXES.get(label[:1], label[:1]) + label[1:] for label in labels]
+    before = ["O", *converted]
+    return [
+        "B" + label[1:] if label[:1] == "I" and previous[2:] != label[2:] else label
+        for previous, label in zip(before, converted, strict=False)
+    ]
+
+
+def bio_names(sentences: Iterable[list[str]]) -> list[str] | None:
+    """Return the names of all labels in BIO: `O`, then by type, `B-` before `I-`. None if these are no labels."""
+    labels = {label for sentence in sentences for label in as_bio(sentence)}
+    if "O" not in labels or any(label != "O" and label[:2] not in ("B-", "I-") for label in labels):
+        return None
+    return sorted(labels, key=lambda label: (label != "O", label[2:], label))
+
+
+def squad_rows(file: str) -> list[dict[str, Any]] | None:
+    """Return the questions of a file in SQuAD's own form; None for other JSON.
+
+    Raises:
+        UserError: a question lacks something.
+    """
+    try:
+        with open_text(file) as text:
+            content = json.load(text)
+    except ValueError:  # lines of JSON
+        return None
+    articles = content.get("data") if isinstance(content, dict) else None
+    if not isinstance(articles, list) or not all(isinstance(one, dict) and "paragraphs" in one for one in articles):
+        return None
+    rows = []
+    try:
+        for paragraph in (paragraph for article in articles for paragraph in article["paragraphs"]):
+            for question in paragraph["qas"]:
+                answers = [] if question.get("is_impossible") else question.get("answers", [])
+                spans = {name: [answer[name] for answer in answers] for name in ("text", "answer_start")}
+                row = {"id": str(question["id"]), "question": question["question"], "context": paragraph["context"]}
+                rows.append({**row, "answers": spans})
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{file}: question {len(rows) + 1} lacks {error}; expected {SQUAD_EXAMPLE}") from None
+    return rows
+
+
+def require_rows_of_one_width(
+    file: str, separator: str, quoted: bool, columns: Sequence[str] | None, first: int | None
+) -> None:
+    """Refuse a CSV or TSV file whose rows don't all have the same number of fields, or with an unclosed quotation mark.
+
+    Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls.
+
+    Args:
+        file: path of the file.
+        separator: the character between fields.
+        quoted: whether fields may be in quotation marks, and so contain separators and ends of lines.
+        columns: names of the columns of a file without a header.
+        first: check only so many of the first rows. Default: all.
+
+    Raises:
+        UserError: names the first line with a fault.
+        UnicodeDecodeError: the file is not UTF-8.
+    """
+    csv.field_size_limit(sys.maxsize)
+    width, start = None if columns is None else len(columns), 1
+    advice = (
+        "quoting: none reads quotation marks as text"
+        if quoted
+        else "quoting: standard, if fields are in quotation marks"
+    )
+    with open_text(file) as lines:
+        quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
+        rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
+        for _ in itertools.count() if first is None else range(first):
+            try:
+                row = next(rows, None)
+            except csv.Error as error:
+                problem = f"a quotation mark in this line or after it is not closed ({error})"
+                raise UserError(f"{file}:{start}: {problem}; {advice}") from None
+            if row is None:
+                return
+            if row:
+                width = width or len(row)
+                if len(row) != width:
+                    raise UserError(f"{file}:{start}: has {len(row)} fields; expected {width}, as before; {advice}")
+            start = rows.line_num + 1

@@ -1,0 +1,124 @@
+"""The four schemas of downstream datasets, and the folder of a task that is being written in one of them."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import xxhash
+
+from biphasic.config.tasks import DatasetConfig, TasksConfig
+from biphasic.downstream.tables import InvalidRow, Table, TableRow, UnusedRow, open_table
+from biphasic.errors import UserError
+from biphasic.grouping import groups_up_to
+from biphasic.storage import join, open_store
+
+TASK_RECORD = "task.json"
+STARTED = "task.started"
+"""Written before the first table and removed after the record: only tables beside it may be removed."""
+_WRITE_ROWS = 1000
+_TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
+_ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
+SCHEMAS = {
+    "classification": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.int32()}),
+    "tokens": pa.schema({"id": _TEXT, "tokens": _TEXTS, "labels": pa.list_(pa.int32())}),
+    "question_answering": pa.schema({"id": _TEXT, "question": _TEXT, "context": _TEXT, "answers": _ANSWERS}),
+    "pairs": pa.schema({"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}),
+    "corpus": pa.schema({"_id": _TEXT, "title": _TEXT, "text": _TEXT}),
+    "queries": pa.schema({"_id": _TEXT, "text": _TEXT}),
+    "qrels": pa.schema({"query-id": _TEXT, "corpus-id": _TEXT, "score": pa.int32()}),
+}
+Rows = Iterable[TableRow | InvalidRow | UnusedRow]
+
+
+_SUPERVISED = ("classification", "tokens", "question_answering")
+_SHARED_SHARE = 0.5
+"""Share of a split's examples in another split above which there is a warning. Published sets repeat a few percent."""
+
+
+def _content_hash(row: TableRow) -> int:
+    """Return a 63-bit hash of an example without its id."""
+    return xxhash.xxh3_64_intdigest(json.dumps([row[name] for name in row if name != "id"])) >> 1
+
+
+class TaskWriter:
+    """Writes one task's folder: each file atomically, and the record last."""
+
+    def __init__(self, name: str, config: TasksConfig):
+        self.name, self.config = name, config
+        self.store = open_store(join(config.output, name))
+        self.scratch: Path = self.store.scratch()
+        self.rows: dict[str, int] = {}
+        """Number of rows by file name, without `.parquet`."""
+        self.left_out: dict[str, dict[str, int]] = {}
+        """Number of invalid rows by file name and reason."""
+        self.not_used: dict[str, dict[str, int]] = {}
+        """Number of rows without a fault that these splits don't use, by file name and reason."""
+        self.warnings: list[str] = []
+        self._contents: dict[str, set[int]] = {}
+        """Hashes of the examples, without their ids, by file name."""
+        self.label_names: list[str] | None = None
+        self.commits: dict[str, str | None] = {}
+        """Commit that was read, by the source's path."""
+
+    def table(self, config: DatasetConfig, split: str, example: TableRow) -> Table:
+        """Open a table, whose rows should be like the example, and keep its commit for the record."""
+        table = open_table(config, split, example)
+        self.commits[config.path or ", ".join((config.files or {})[split])] = table.commit
+        return table
+
+    def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
+        """Write `name`.parquet. Invalid rows are left out and counted.
+
+        Raises:
+            UserError: more than a share of `max_invalid_share` of the `total` rows is invalid, or no row is left.
+        """
+        file = self.scratch / "file.parquet"
+        left_out, not_used = Counter[str](), Counter[str]()
+        first_fault, count, contents, answered = "", 0, set[int](), False
+        with pq.ParquetWriter(file, SCHEMAS[schema], compression="zstd") as writer:
+            for group in groups_up_to(_WRITE_ROWS, rows):
+                valid = [row for row in group if isinstance(row, dict)]
+                not_used.update(row.args[0] for row in group if isinstance(row, UnusedRow))
+                for kind, position in (row.args for row in group if isinstance(row, InvalidRow)):
+                    left_out[kind] += 1
+                    first_fault = first_fault or f"{position}: {kind}"
+                if left_out.total() > self.config.max_invalid_share * total:
+                    limit = f"max_invalid_share allows {self.config.max_invalid_share:.2%}"
+                    raise UserError(
+                        f"{self.name}: {name}: {left_out.total():,} of {total:,} rows can't be used, and {limit}; "
+                        f"the first: {first_fault}"
+                    )
+                contents.update(_content_hash(row) for row in valid if schema in _SUPERVISED)
+                answered = answered or any(row["answers"]["text"] for row in valid if "answers" in row)
+                writer.write_table(pa.Table.from_pylist(valid, SCHEMAS[schema]))
+                count += len(valid)
+        if not count:
+            raise UserError(f"{self.name}: {name}: there are no rows")
+        if not self.rows:
+            self.store.write(STARTED, b"`biphasic tasks` may remove the tables beside this file\n")
+        self.store.move(file, f"{name}.parquet")
+        self.rows[name] = count
+        for counts, by_name in ((left_out, self.left_out), (not_used, self.not_used)):
+            if counts:
+                by_name[name] = dict(sorted(counts.items()))
+        self._warn_of_shared_rows(name, contents)
+        if schema == "question_answering" and not answered:
+            self.warnings.append(f"no question of {name} has an answer: a model that never answers scores 1")
+
+    def _warn_of_shared_rows(self, name: str, contents: set[int]) -> None:
+        """Keep a warning if most of a split's examples are also in another one."""
+        for other, others in self._contents.items():
+            smaller = min(contents, others, key=len)
+            if contents and len(contents & others) > _SHARED_SHARE * len(smaller):
+                share = len(contents & others) / len(smaller)
+                part, whole = (name, other) if smaller is contents else (other, name)
+                self.warnings.append(
+                    f"{share:.0%} of {part} is also in {whole}: scores on it say nothing about new text"
+                )
+        if contents:
+            self._contents[name] = contents

@@ -1,0 +1,293 @@
+"""Datasets in the files in which they are published, on excerpts in exactly those forms."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from datasets import Dataset, DatasetDict
+
+from biphasic.downstream.check import find_problem
+from biphasic.downstream.describe import describe_record
+from biphasic.downstream.formats import as_bio
+from biphasic.downstream.prepare import prepare_task
+from biphasic.errors import UserError
+from downstream_sets import jsonl, one_task, rows_of
+
+UNER = """# newdoc id = answers-20111108104724AAuBUR7_ans
+# sent_id = answers-1
+# text = Where is the Eiffel Tower in Paris ?
+1\tWhere\tO\t-\t-
+2\tis\tO\t-\t-
+3\tthe\tO\t-\t-
+4\tEiffel\tB-LOC\t-\t-
+5\tTower\tI-LOC\t-\t-
+6\tin\tO\t-\t-
+7\tParis\tB-LOC\t-\t-
+8\t?\tO\t-\t-
+
+# sent_id = answers-2
+# text = # 1 for Ann
+1\t#\tO\t-\t-
+2\t1\tO\t-\t-
+3\tfor\tO\t-\t-
+4\tAnn\tB-PER\t-\t-
+"""
+CONLL = """-DOCSTART- -X- -X- O
+
+EU NNP B-NP B-ORG
+rejects VBZ B-VP O
+German JJ B-NP B-MISC
+call NN I-NP O
+. . O O
+
+-DOCSTART- -X- -X- O
+
+# SYM B-NP O
+Peter NNP I-NP B-PER
+Blackburn NNP I-NP I-PER
+"""
+TOKENS = {"kind": "tokens", "labels_column": "labels"}
+TEXT = {"kind": "classification", "text_column": "sentence", "label_names": ["negative", "positive"]}
+ASK = {"kind": "question_answering"}
+
+
+def prepared(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) -> tuple[dict[str, Any], Any]:
+    """The record and the rows of a task with one file."""
+    task = {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}}
+    config = one_task(tmp_path, task)
+    assert find_problem("it", config) is None
+    record = prepare_task("it", config)
+    return record, rows_of(tmp_path / "out" / "it", "test")
+
+
+def refused(tmp_path: Path, task: dict[str, Any], path: Path, **source: Any) -> str:
+    """The message about a task with one file, which its plan says too."""
+    config = one_task(
+        tmp_path, {**task, "source": {"files": {"all": [str(path)]}, **source}, "splits": {"test": "all"}}
+    )
+    with pytest.raises(UserError) as error:
+        prepare_task("it", config)
+    assert find_problem("it", config) == str(error.value)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("suffix", ["iob2", "conll.gz"])
+def test_columns_as_in_uner(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"en.{suffix}"
+    path.write_bytes(gzip.compress(UNER.encode()) if suffix.endswith("gz") else UNER.encode())
+    record, rows = prepared(tmp_path, TOKENS, path)
+    assert record["label_names"] == ["O", "B-LOC", "I-LOC", "B-PER"]
+    assert [row["tokens"] for row in rows] == [
+        ["Where", "is", "the", "Eiffel", "Tower", "in", "Paris", "?"],
+        ["#", "1", "for", "Ann"],
+    ]
+    assert [row["labels"] for row in rows] == [[0, 0, 0, 1, 2, 0, 1, 0], [0, 0, 0, 3]]
+
+
+def test_columns_as_in_conll(tmp_path: Path) -> None:
+    path = tmp_path / "eng.conll"
+    path.write_text(CONLL)
+    record, rows = prepared(tmp_path, TOKENS, path)
+    assert record["label_names"] == ["O", "B-MISC", "B-ORG", "B-PER", "I-PER"]
+    assert rows[0]["tokens"] == ["EU", "rejects", "German", "call", "."]
+    assert rows[1] == {"id": "all-1", "tokens": ["#", "Peter", "Blackburn"], "labels": [0, 3, 4]}
+    # Another column, by its name.
+    chunks = {**TOKENS, "labels_column": "chunk"}
+    record, rows = prepared(tmp_path / "chunks", chunks, path, columns=["tokens", "pos", "chunk", "ner"])
+    assert record["label_names"] == ["O", "B-NP", "I-NP", "B-VP"] and rows[1]["labels"] == [1, 2, 2]
+
+
+def test_labels_of_all_splits_have_numbers(tmp_path: Path) -> None:
+    (tmp_path / "train.bio").write_text("Ann B-PER\nleft O\n\n" * 3)
+    (tmp_path / "test.bio").write_text("Paris B-LOC\nburns O\n")
+    files = {split: [str(tmp_path / f"{split}.bio")] for split in ("train", "test")}
+    splits = {"train": "train", "validation": "train", "test": "test"}
+    record = prepare_task("it", one_task(tmp_path, {**TOKENS, "source": {"files": files}, "splits": splits}))
+    assert record["label_names"] == ["O", "B-LOC", "B-PER"]
+    assert record["warnings"] == ["100% of validation is also in train: scores on it say nothing about new text"]
+
+
+@pytest.mark.parametrize(
+    ("labels", "bio"),
+    [
+        ("I-PER I-PER O I-LOC B-LOC I-ORG", "B-PER I-PER O B-LOC B-LOC B-ORG"),
+        ("B-PER E-PER S-LOC O B-X I-X E-X", "B-PER I-PER B-LOC O B-X I-X I-X"),
+        ("U-PER B-LOC L-LOC O", "B-PER B-LOC I-LOC O"),
+        ("B-PER I-PER B-PER O", "B-PER I-PER B-PER O"),
+    ],
+)
+def test_other_schemes_become_bio(labels: str, bio: str) -> None:
+    assert as_bio(labels.split()) == bio.split()
+
+
+def test_a_line_with_another_number_of_columns_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "en.conll"
+    path.write_text("Ann NNP B-PER\nleft VBD O\nParis B-LOC\n")
+    assert refused(tmp_path, TOKENS, path) == (
+        f"{path}:3: has 2 columns; expected 3 columns, as in the first line: a word and its label in each line, such as "
+        "`Paris B-LOC`, and a blank line after each sentence; source.columns names them"
+    )
+
+
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "Normans",
+            "paragraphs": [
+                {
+                    "context": "The Normans gave their name to Normandy.",
+                    "qas": [
+                        {"id": "a", "question": "What has their name?", "is_impossible": False,
+                         "answers": [{"text": "Normandy", "answer_start": 31}] * 2},
+                        {"id": "b", "question": "Who gave a name to Paris?", "is_impossible": True, "answers": [],
+                         "plausible_answers": [{"text": "Normans", "answer_start": 4}]},
+                    ],
+                }
+            ],
+        }
+    ],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("version", ["1.1", "2.0"])
+def test_squad_s_own_file(tmp_path: Path, version: str) -> None:
+    content: Any = json.loads(json.dumps(SQUAD))
+    questions = content["data"][0]["paragraphs"][0]["qas"]
+    if version == "1.1":
+        del questions[1], questions[0]["is_impossible"]
+    path = tmp_path / "dev.json"
+    path.write_text(json.dumps(content))
+    task = {**ASK, "id_column": "id"}
+    _, rows = prepared(tmp_path, task, path)
+    assert [row["id"] for row in rows] == ["a", "b"][: len(questions)]
+    assert rows[0]["answers"] == {"text": ["Normandy"] * 2, "answer_start": [31] * 2}
+    assert rows[0]["context"].startswith("The Normans")
+    assert version == "1.1" or rows[1]["answers"] == {"text": [], "answer_start": []}
+    del questions[0]["question"]
+    path.write_text(json.dumps(content))
+    assert refused(tmp_path / "lacks", task, path).startswith(
+        f"{path}: question 1 lacks 'question'; expected {{\"data\":"
+    )
+
+
+def test_questions_without_answers_are_warned_of(tmp_path: Path) -> None:
+    content: Any = json.loads(json.dumps(SQUAD))
+    del content["data"][0]["paragraphs"][0]["qas"][0]
+    path = tmp_path / "test.json"
+    path.write_text(json.dumps(content))
+    record, _ = prepared(tmp_path, ASK, path)
+    assert record["warnings"] == ["no question of test has an answer: a model that never answers scores 1"]
+    assert "\n  WARNING: no question of test has an answer" in describe_record("it", "out", record)
+
+
+# As GLUE's: 3 of its lines begin with a quotation mark that nothing closes.
+GLUE = [
+    ("a fine film", 1),
+    ('" this is a film', 0),
+    ("dull", 0),
+    ('"the best" of the year', 1),
+    ('" so what', 0),
+    ("gone", 0),
+]
+
+
+def test_tsv_is_not_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "train.tsv"
+    path.write_text("".join(f"{text}\t{label}\n" for text, label in [("sentence", "label"), *GLUE]))
+    _, rows = prepared(tmp_path, TEXT, path)
+    assert [(row["text"], row["label"]) for row in rows] == GLUE
+    message = refused(tmp_path / "quoted", TEXT, path, quoting="standard")
+    assert message.startswith(f"{path}:3: a quotation mark in this line or after it is not closed (")
+    assert message.endswith("; quoting: none reads quotation marks as text")
+
+
+def test_csv_is_quoted(tmp_path: Path) -> None:
+    path = tmp_path / "train.csv"
+    path.write_text('sentence,label\n"one, ""two""\nthree",1\nfour,0\n')
+    _, rows = prepared(tmp_path, TEXT, path)
+    assert [row["text"] for row in rows] == ['one, "two"\nthree', "four"]
+    path.write_text('sentence,label\none, two,1\n"four",0\n')
+    assert refused(tmp_path / "wide", TEXT, path).startswith(f"{path}:2: has 3 fields; expected 2, as before; ")
+    path.write_text('sentence,label\nfour\n"four",0\n')
+    assert refused(tmp_path / "narrow", TEXT, path).startswith(f"{path}:2: has 1 fields; expected 2, as before; ")
+
+
+@pytest.mark.parametrize("kind", ["csv", "tsv"])
+def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
+    """As AG News."""
+    path, separator = tmp_path / f"dev.{kind}", "," if kind == "csv" else "\t"
+    path.write_text(f"a fine film{separator}1\ndull{separator}0\n", encoding="utf-8-sig")
+    record, rows = prepared(tmp_path, TEXT, path, columns=["sentence", "label"])
+    assert [(row["text"], row["label"]) for row in rows] == [("a fine film", 1), ("dull", 0)]
+    assert record["rows"] == {"test": 2}
+
+
+@pytest.mark.parametrize(
+    ("source", "key"), [({"columns": ["a"]}, "columns"), ({"quoting": "none"}, "quoting")], ids=["columns", "quoting"]
+)
+def test_keys_of_tables_have_no_effect_elsewhere(tmp_path: Path, source: dict[str, Any], key: str) -> None:
+    path = jsonl(tmp_path / "rows.jsonl", [{"sentence": "t", "label": 0}])
+    assert f"{key} has no effect on files of this kind" in refused(tmp_path, TEXT, Path(path), **source)
+
+
+def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
+    rows = [{"sentence": f"text {number}", "label": number % 2} for number in range(40)]
+    DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:5])).save_to_disk(tmp_path / "saved")
+    task = {**TEXT, "source": {"path": str(tmp_path / "saved")}, "splits": {"train": "train", "test": "test"}}
+    config = one_task(tmp_path, task)
+    assert find_problem("it", config) is None
+    record = prepare_task("it", config)
+    assert record["rows"] == {"validation": 2, "train": 38, "test": 5}
+    assert record["warnings"][-1].endswith("of test is also in train: scores on it say nothing about new text")
+
+
+def write_beir(folder: Path) -> dict[str, Any]:
+    """BEIR's layout, with queries of two splits, and a document that was judged and is not relevant."""
+    (folder / "qrels").mkdir(parents=True)
+    jsonl(
+        folder / "corpus.jsonl",
+        [{"_id": f"d{n}", "title": f"T{n}", "text": f"text {n}", "metadata": {}} for n in range(6)],
+    )
+    jsonl(folder / "queries.jsonl", [{"_id": f"q{n}", "text": f"query {n}", "metadata": {}} for n in range(5)])
+    lines = ["query-id\tcorpus-id\tscore", "q0\td0\t1", "q1\td1\t2", "q1\td2\t0", "q2\td3\t0"]
+    (folder / "qrels" / "test.tsv").write_text("\n".join([*lines, ""]))
+    return {
+        "kind": "retrieval",
+        "corpus": {"files": [str(folder / "corpus.jsonl")], "text_columns": ["title", "text"]},
+        "queries": [{"files": [str(folder / "queries.jsonl")]}],
+        "qrels": {"test": {"files": [str(folder / "qrels" / "test.tsv")]}},
+    }
+
+
+def test_a_beir_folder_and_what_it_leaves_out(tmp_path: Path) -> None:
+    """A query without a judgment is usually one of another split."""
+    config = one_task(tmp_path, write_beir(tmp_path / "beir"))
+    assert find_problem("it", config) is None
+    record = prepare_task("it", config)
+    assert record["rows"] == {"queries": 2, "corpus": 4, "qrels/test": 2}
+    assert record["left_out"] == {}
+    assert record["not_used"] == {
+        "queries": {"no document is relevant to it": 1, "no judgment in these splits": 2},
+        "corpus": {"no judgment in these splits (judged_only)": 2},
+        "qrels/test": {"its score is below min_score (1)": 2},
+    }
+    line = describe_record("it", "out", record)
+    assert (
+        "; not used: 1 of queries (no document is relevant to it), 2 of queries (no judgment in these splits), " in line
+    )
+
+
+def test_a_plan_reads_the_first_rows(tmp_path: Path) -> None:
+    """Wrong labels are a problem of the plan if most rows have them."""
+    path = jsonl(tmp_path / "rows.jsonl", [{"sentence": "t", "label": "good"}] * 200)
+    task = {**TEXT, "source": {"files": {"all": [path]}}, "splits": {"test": "all"}}
+    problem = find_problem("it", one_task(tmp_path, task))
+    assert problem == f"test: 100 of the first 100 rows can't be used: {path}, row 1: its label 'good' is none of 2"
+    unnamed = {**task, "label_names": None}
+    problem = find_problem("it", one_task(tmp_path, unnamed))
+    assert problem == f"{path}: the dataset doesn't name its labels: give label_names, in the order of their numbers"
