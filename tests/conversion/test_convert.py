@@ -231,6 +231,31 @@ def test_the_plan_counts_and_estimates_and_writes_nothing(
     assert "about 1,000, of" in capsys.readouterr().out
 
 
+def test_files_that_are_not_read_are_counted_by_suffix(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "text"
+    (folder / "more").mkdir(parents=True)
+    for name in ("a.html", "b.pdf", "more/c.html", "d.json.gz", "_SUCCESS", ".hidden.txt"):
+        (folder / name).write_text("x")
+    for record in sentences(9):
+        (folder / "more" / f"{record['id']}.md").write_text(record["text"])
+    expected = "6 files (2 .html, 1 hidden, 1 no suffix, 1 .pdf, 1 .json.gz)"
+    path = tmp_path / "convert.yaml"
+    path.write_text(dump(config_for(folder)))
+    assert main(["convert", str(path), "--plan"]) == 0
+    planned = capsys.readouterr().out
+    assert "9 files, " in planned and f"not read {expected}" in " ".join(planned.split())
+    assert main(["convert", str(path)]) == 0
+    assert capsys.readouterr().out.count(f"not read: {expected}\n") == 2
+    assert f"not read: {expected}" in (tmp_path / "out" / "conversion.log").read_text()
+    record = json.loads((tmp_path / "out" / "conversion.json").read_text())
+    assert record["documents"]["read"] == 9
+    assert record["source"]["unread"] == {"hidden": 1, "no suffix": 1, ".html": 2, ".pdf": 1, ".json.gz": 1}
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    assert f"not read: {expected}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -86,7 +86,7 @@ def test_patterns_in_a_bucket(url: str) -> None:
         ("text/more/", ["text/more/b.jsonl"]),
         ("text/a.parquet", ["text/a.parquet"]),
     ):
-        files = find_files(FilesSource(kind="files", paths=[f"{url}/{pattern}"]))
+        files = find_files(FilesSource(kind="files", paths=[f"{url}/{pattern}"])).files
         assert [file.path for file in files] == [f"{url}/{name}" for name in expected], pattern
     with pytest.raises(UserError, match="there is no such file"):
         find_files(FilesSource(kind="files", paths=[f"{url}/text/*.jsonl"]))

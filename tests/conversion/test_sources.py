@@ -28,7 +28,7 @@ def source(*paths: Path | str) -> FilesSource:
 
 
 def read(*paths: Path | str, text: str = "text", id: str | None = "id", **options: Any) -> list[Document | Skipped]:
-    files, read_options = find_files(source(*paths)), ReadOptions(text, id, **options)
+    files, read_options = find_files(source(*paths)).files, ReadOptions(text, id, **options)
     assert not [layout.fault for layout in inspect_files(files, read_options) if layout.fault]
     return [entry for file in files for entry in read_documents(file, read_options)]
 
@@ -129,11 +129,11 @@ def test_only_the_columns_that_are_needed(tmp_path: Path) -> None:
 
 def test_documents_are_counted_where_the_files_say_how_many(tmp_path: Path) -> None:
     file = write_parquet(tmp_path / "a.parquet", RECORDS)
-    [layout] = inspect_files(find_files(source(file)), OPTIONS)
+    [layout] = inspect_files(find_files(source(file)).files, OPTIONS)
     assert layout.rows == (100, 100, 50)
     size = sum(len(record["text"]) for record in RECORDS)
     assert size <= sum(layout.text_bytes) < 1.2 * size + 1000
-    assert inspect_files(find_files(source(write(tmp_path / "a.jsonl", RECORDS))), OPTIONS)[0].rows == ()
+    assert inspect_files(find_files(source(write(tmp_path / "a.jsonl", RECORDS))).files, OPTIONS)[0].rows == ()
 
 
 def test_without_an_id_column_the_text_names_the_document(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_files_of_a_hub_dataset(tmp_path: Path) -> None:
     write_parquet(tmp_path / "other.parquet", RECORDS)
     card = "configs:\n- config_name: small\n  data_files:\n  - split: train\n    path: sample/*.parquet\n"
     (tmp_path / "README.md").write_text(f"---\n{card}---\n")
-    files, commit = find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small"))
-    assert commit is None
-    assert [Path(file.path).name for file in files] == ["0.parquet", "1.parquet"]
+    sources = find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small"))
+    assert sources.commit is None
+    assert [Path(file.path).name for file in sources.files] == ["0.parquet", "1.parquet"]
     with pytest.raises(UserError, match=r"small: has no split 'nope' \(it has: train\); set source.split"):
         find_hub_files(HubSource(kind="hub", path=str(tmp_path), name="small", split="nope"))
     with pytest.raises(UserError, match="can't be read from the hub"):
@@ -197,7 +197,7 @@ def test_a_missing_column_is_found_before_anything_is_read(tmp_path: Path) -> No
     write_parquet(tmp_path / "a.parquet", RECORDS)
     write_parquet(tmp_path / "b.parquet", [{"id": "1", "content": "x"}])
     with pytest.raises(UserError, match=r"b\.parquet: has no column 'text' \(it has: content, id\); set text_column"):
-        inspect_files(find_files(source(tmp_path)), OPTIONS)
+        inspect_files(find_files(source(tmp_path)).files, OPTIONS)
     file = write(tmp_path / "c.jsonl", [*RECORDS[:3], {"text": "no id"}])
     with pytest.raises(UserError, match=r"c\.jsonl, line 4: has no column 'id' \(it has: text\)"):
         read(file)
@@ -214,7 +214,7 @@ def test_a_column_that_is_no_text(tmp_path: Path) -> None:
 def test_an_empty_file(tmp_path: Path, ending: str) -> None:
     write(tmp_path / "good.parquet", RECORDS)
     (tmp_path / f"x.{ending}").touch()
-    good, empty = inspect_files(find_files(source(tmp_path)), OPTIONS)
+    good, empty = inspect_files(find_files(source(tmp_path)).files, OPTIONS)
     assert (good.fault, empty.fault) == (None, "is empty (0 bytes)")
 
 
@@ -230,7 +230,7 @@ def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
 def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", sentences(2000))
     file.write_bytes(file.read_bytes()[:-100])
-    [layout] = inspect_files(find_files(source(file)), OPTIONS)
+    [layout] = inspect_files(find_files(source(file)).files, OPTIONS)
     assert layout.fault is not None
     assert layout.fault.startswith("is no complete Parquet file")
 
@@ -382,3 +382,12 @@ def test_plain_text(tmp_path: Path, packed: str) -> None:
     assert texts(read(tmp_path, text_files="line")) == lines
     ids = [document.id for document in read(tmp_path, text_files="line") if isinstance(document, Document)]
     assert len(set(ids)) == 5
+
+
+@pytest.mark.parametrize("ending", ["md", "markdown", "rst", "md.gz", "rst.zst"])
+def test_markdown_and_restructuredtext_are_text(tmp_path: Path, ending: str) -> None:
+    content = b"# A heading\n\nA *word*.\n"
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], bytes)
+    (tmp_path / f"a.{ending}").write_bytes(compress(content))
+    assert texts(read(tmp_path)) == ["# A heading\n\nA *word*."]
+    assert texts(read(tmp_path, text_files="paragraph")) == ["# A heading", "A *word*."]

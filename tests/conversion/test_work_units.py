@@ -301,7 +301,7 @@ def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tm
     config = config_for(records, cluster=ALONE)
     record = convert(config)
     assert verify(str(tmp_path / "out"), progress=False).faults == []
-    files, _ = source_files(config)
+    files = source_files(config).files
     [unit] = plan_work_units(files, [FileLayout()], config.unit_bytes)
     context = ConversionContext.of(
         config.model_copy(update={"output": str(tmp_path / "worker")}), load_tokenizer(config.tokenizer)

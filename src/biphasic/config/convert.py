@@ -17,15 +17,15 @@ def _compression(value: str) -> str:
 
 
 class FilesSource(Section):
-    """Parquet, JSONL, CSV, TSV or plain text files. All but Parquet may be compressed (`.gz`, `.zst`). CSV and TSV files
-    begin with a line of column names."""
+    """Parquet, JSONL, CSV, TSV or plain text (`.txt`, `.md`, `.markdown`, `.rst`) files. All but Parquet may be compressed
+    (`.gz`, `.zst`). CSV and TSV files begin with a line of column names."""
 
     kind: Literal["files"]
     """The kind of source."""
     paths: Annotated[list[Address], Field(min_length=1)]
     """Files, folders or glob patterns: local, `s3://…`, `gs://…`, `az://…` or `oci://…`. They are read in sorted order."""
     text_files: Literal["file", "line", "paragraph"] = "file"
-    """The unit of a `.txt` file that becomes a document: the file, each line, or each paragraph between empty lines."""
+    """The unit of a plain text file that becomes a document: the file, each line, or each paragraph between empty lines."""
 
 
 class HubSource(Section):

@@ -5,7 +5,8 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
 `train/index.json`, and last `conversion.json`, the record:
 
     config              the complete configuration
-    source              commit (of a hub dataset), files (path, bytes, version), left_out (messages on damaged files)
+    source              commit (of a hub dataset), files (path, bytes, version), left_out (messages on damaged files),
+                        unread (files of another kind in the source's folders, by suffix)
     tokenizer           sha256, vocab_size, pad_id, bos_id, eos_id, mask_id
     sequence_length, dtype, hash
     splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, index_sha256, and for each shard
@@ -33,8 +34,8 @@ from biphasic.conversion.output import (
 )
 from biphasic.conversion.pool import InlinePool, UnitResult, WorkerPool, open_pool
 from biphasic.conversion.progress import Progress
-from biphasic.conversion.reading import ReadOptions, SourceFile
-from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
+from biphasic.conversion.reading import ReadOptions
+from biphasic.conversion.sources import Sources, describe_unread, find_files, find_hub_files, inspect_files
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
 from biphasic.data.tokenizer import load_tokenizer
@@ -59,10 +60,11 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     finished = read_record(config.output)
     if finished is not None:
         require_same_settings(finished, context)
-        require_same_files(finished, config.output, source_files(config, finished["source"]["commit"])[0])
+        require_same_files(finished, config.output, source_files(config, finished["source"]["commit"]).files)
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished
-    files, commit = source_files(config)
+    sources = source_files(config)
+    files, commit = sources.files, sources.commit
     if isinstance(config.source, HubSource) and commit not in (None, config.source.revision):
         print(f"the hub dataset is read at this commit, which others can name too: source.revision: {commit}")
     layouts = inspect_files(files, ReadOptions.from_config(config))
@@ -71,16 +73,20 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     damaged = [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
     try:
         with lock_output(context, units, commit) as output:
+            if sources.unread:
+                line = f"not read: {describe_unread(sources.unread)}"
+                output.log.add(line)
+                print(line)
             records = _Driver(context, units, damaged, output).run()
-            record = merge_records(context, records, files, commit, damaged, time.monotonic() - start)
+            record = merge_records(context, records, sources, damaged, time.monotonic() - start)
             publish(output, record, records, tokenizer)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
     return record
 
 
-def source_files(config: ConvertConfig, commit: str | None = None) -> tuple[list[SourceFile], str | None]:
-    """Return the files of the YAML's `source:`, and the commit if it is a hub dataset.
+def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
+    """Return the files of the YAML's `source:`.
 
     Args:
         config: the conversion.
@@ -90,7 +96,7 @@ def source_files(config: ConvertConfig, commit: str | None = None) -> tuple[list
         UserError: there is no usable file.
     """
     if isinstance(config.source, FilesSource):
-        return find_files(config.source), None
+        return find_files(config.source)
     return find_hub_files(config.source.model_copy(update={"revision": commit or config.source.revision}))
 
 

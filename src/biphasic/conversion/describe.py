@@ -8,6 +8,7 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.conversion.estimate import estimate
+from biphasic.conversion.sources import describe_unread
 from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing
 
@@ -72,6 +73,8 @@ def describe_record(output: str, record: dict[str, Any]) -> str:
     remarks += [f"{documents['repeated']:,} with the id of an earlier one"] if documents["repeated"] else []
     if remarks:
         lines.append(f"documents: {documents['read']:,} read, {', '.join(remarks)}")
+    unread = record["source"]["unread"]
+    lines += [f"not read: {describe_unread(unread)}"] if unread else []
     lines += [f"left out: {message}" for message in record["source"]["left_out"]]
     tokens = max(sum(split["tokens"] for split in record["splits"].values()), 1)
     stored = sum(split["bytes"] for split in record["splits"].values())

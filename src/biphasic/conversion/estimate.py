@@ -13,7 +13,7 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.reading import FILTERED, Document, ReadOptions, SourceFile, read_documents
-from biphasic.conversion.sources import FileLayout, inspect_files
+from biphasic.conversion.sources import FileLayout, describe_unread, inspect_files
 from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
@@ -41,7 +41,8 @@ def estimate(config: ConvertConfig) -> dict[str, str]:
     tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
     options = ReadOptions.from_config(config)
-    files, _ = source_files(config)
+    sources = source_files(config)
+    files = sources.files
     layouts = inspect_files(files, options)
     units = plan_work_units(files, layouts, config.unit_bytes)
     readable = [(file, layout) for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
@@ -82,6 +83,7 @@ def estimate(config: ConvertConfig) -> dict[str, str]:
     documents = f", {sum(sum(layout.rows) for _, layout in readable):,} documents" if counted else ""
     return {
         "files": f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units",
+        **({"not read": describe_unread(sources.unread)} if sources.unread else {}),
         "tokens": f"about {tokens:,}, of {format_bytes(text_bytes)} of text (from {len(texts):,} documents)",
         "bytes": f"about {format_bytes(stored_bytes)} stored",
         "time": f"about {format_seconds(core_seconds)} of one core's tokenizing at this machine's rate; "

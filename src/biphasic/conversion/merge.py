@@ -18,7 +18,7 @@ import numpy as np
 from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.output import CONVERSION_LOG, LockedOutput
 from biphasic.conversion.packing import token_dtype
-from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.sources import Sources
 from biphasic.conversion.work_units import (
     ConversionContext,
     UnitRecord,
@@ -39,8 +39,7 @@ _READERS = 16
 def merge_records(
     context: ConversionContext,
     records: UnitRecords,
-    files: list[SourceFile],
-    commit: str | None,
+    sources: Sources,
     damaged: list[str],
     seconds: float,
 ) -> dict[str, Any]:
@@ -63,9 +62,10 @@ def merge_records(
     return {
         "config": config.model_dump(mode="json"),
         "source": {
-            "commit": commit,
-            "files": [{"path": file.path, "bytes": file.bytes, "version": file.version} for file in files],
+            "commit": sources.commit,
+            "files": [{"path": file.path, "bytes": file.bytes, "version": file.version} for file in sources.files],
             "left_out": damaged + [message for _, record in records for message in record["damaged"]],
+            "unread": sources.unread,
         },
         "tokenizer": {
             "sha256": tokenizer.sha256,

@@ -16,6 +16,10 @@ from biphasic.errors import UserError
 from biphasic.storage import filesystem, first_line, open_store
 
 _BATCH_ROWS = 1000
+TEXT_KINDS = ("txt", "md", "markdown", "rst")
+"""Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
+COMPRESSIONS = (".gz", ".zst")
+"""Suffixes of compressed files; Parquet compresses by itself."""
 
 
 class Document(NamedTuple):
@@ -43,7 +47,7 @@ FILTERED = "filtered"
 
 @dataclass(frozen=True)
 class ReadOptions:
-    """Options for reading files: columns, filters, a text's maximum characters, and what a document is in `.txt` files.
+    """Options for reading files: columns, filters, a text's maximum characters, and what a document is in text files.
 
     Without `id_column`, a document's id is a hash of its text.
     """
@@ -89,7 +93,7 @@ def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document 
         UserError: the file lacks a column (text files have none), a text is not a string, or the file can't be reached any
             more.
     """
-    readers = {"parquet": _read_parquet, "txt": _read_text, "csv": _read_csv, "tsv": _read_csv}
+    readers = {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv, **dict.fromkeys(TEXT_KINDS, _read_text)}
     return readers.get(_kind(file.path), _read_jsonl)(file, options)
 
 

@@ -6,22 +6,33 @@ import glob
 import os
 import posixpath
 import re
+from collections import Counter
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from biphasic.config.convert import FilesSource, HubSource
-from biphasic.conversion.reading import ReadOptions, SourceFile, missing_column_message
+from biphasic.conversion.reading import COMPRESSIONS, TEXT_KINDS, ReadOptions, SourceFile, missing_column_message
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, filesystem, first_line, is_remote, open_store
 from biphasic.storage.hub import hub_errors, is_local_path
 
-_SUFFIXES = (
-    ".parquet",
-    *(kind + packed for kind in (".jsonl", ".csv", ".tsv", ".txt") for packed in ("", ".gz", ".zst")),
-)
+_LINE_SUFFIXES = tuple(f".{kind}" for kind in ("jsonl", "csv", "tsv", *TEXT_KINDS))
+_SUFFIXES = (".parquet", *(suffix + packed for suffix in _LINE_SUFFIXES for packed in ("", *COMPRESSIONS)))
 _THREADS = 16
+_NAMED_SUFFIXES = 8
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The files that a conversion reads, sorted by path; the commit of a hub dataset; and the number of files of its
+    folders and patterns that are not read, by suffix."""
+
+    files: list[SourceFile]
+    commit: str | None = None
+    unread: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -36,20 +47,23 @@ class FileLayout:
     fault: str | None = None
 
 
-def find_files(source: FilesSource) -> list[SourceFile]:
-    """Return the files that a source names, each once, sorted by path.
+def find_files(source: FilesSource) -> Sources:
+    """Return the files that a source names, each once.
 
     Raises:
         UserError: a path, folder or pattern matches no file of a supported kind, or can't be read.
     """
-    suffixes = ", ".join(_SUFFIXES)
+    suffixes = f".parquet, {', '.join(_LINE_SUFFIXES)}; all but .parquet also with {' or '.join(COMPRESSIONS)}"
     files: dict[str, SourceFile] = {}
+    unread = set[str]()
     for path in source.paths:
         try:
             matches = _bucket_files(path) if is_remote(path) else _local_files(path)
         except OSError as error:
             raise UserError(f"source {path}: can't be read ({first_line(error)})") from None
-        matches = [file for file in matches if not Path(file.path).name.startswith(".")]
+        hidden = {file.path for file in matches if Path(file.path).name.startswith(".")}
+        unread |= hidden
+        matches = [file for file in matches if file.path not in hidden]
         if len(matches) == 1 and matches[0].path == path.rstrip("/") and not path.endswith(_SUFFIXES):
             raise UserError(f"source {path}: expected a file that ends in {suffixes}")
         usable = {file.path: file for file in matches if file.path.endswith(_SUFFIXES)}
@@ -57,7 +71,24 @@ def find_files(source: FilesSource) -> list[SourceFile]:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
             raise UserError(f"source {path}: {message}")
         files |= usable
-    return [file for _, file in sorted(files.items())]
+        unread |= {file.path for file in matches if file.path not in usable}
+    return Sources([file for _, file in sorted(files.items())], unread=dict(Counter(map(_suffix, sorted(unread)))))
+
+
+def _suffix(path: str) -> str:
+    """Return what a file is counted by: its suffix with a compression's, `no suffix`, or `hidden`."""
+    name = PurePosixPath(path)
+    inner = PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else ""
+    return "hidden" if name.name.startswith(".") else inner + name.suffix or "no suffix"
+
+
+def describe_unread(unread: Mapping[str, int]) -> str:
+    """Return the number of files that are not read and their most frequent suffixes: `8 files (5 .html, 3 .pdf)`."""
+    common = sorted(unread.items(), key=lambda item: -item[1])
+    names = [f"{count:,} {suffix}" for suffix, count in common[:_NAMED_SUFFIXES]]
+    names += [f"{sum(count for _, count in common[_NAMED_SUFFIXES:]):,} others"] if common[_NAMED_SUFFIXES:] else []
+    total = sum(unread.values())
+    return f"{total:,} file{'s' * (total > 1)} ({', '.join(names)})"
 
 
 def _local_files(path: str) -> list[SourceFile]:
@@ -143,11 +174,8 @@ def _set(part: str) -> str:
     return f"[^/{characters[1:]}]" if characters.startswith("!") else f"[{characters}]"
 
 
-def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
-    """Return the files of a hub dataset's configuration and split, at one commit.
-
-    Returns:
-        The files, sorted by path, and the commit (None if the source is a local folder).
+def find_hub_files(source: HubSource) -> Sources:
+    """Return the files of a hub dataset's configuration and split, at one commit (None if it is a local folder).
 
     Raises:
         UserError: the hub can't be reached, the dataset, configuration or split does not exist, or a file is of a kind
@@ -173,7 +201,7 @@ def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
         if others := [path for path in paths if not path.endswith(_SUFFIXES)]:
             raise UserError(f"source {name}: holds files of a kind that can't be read here (e.g. {others[0]})")
         if commit is None:
-            return find_files(FilesSource(kind="files", paths=paths)), None
+            return find_files(FilesSource(kind="files", paths=paths))
         prefix = f"hf://datasets/{source.path}@{commit}/"
         inside = [path.removeprefix(prefix) for path in paths]
         with hub_errors():
@@ -182,7 +210,7 @@ def find_hub_files(source: HubSource) -> tuple[list[SourceFile], str | None]:
         files = [SourceFile(prefix + path, sizes[path].size, sizes[path].blob_id) for path in inside]
     except (DatasetsError, HfHubHTTPError, OSError, ValueError, KeyError) as error:
         raise UserError(f"source {name}: can't be read from the hub ({first_line(error)})") from None
-    return files, commit
+    return Sources(files, commit)
 
 
 def hub_commit(path: str, revision: str | None) -> str:

@@ -112,7 +112,7 @@ class _TrainingText:
     def __init__(self, config: ConvertConfig, max_bytes: int | None):
         self._config, self._max_bytes = config, max_bytes
         self._options = ReadOptions.from_config(config)
-        self._files, _ = source_files(config)
+        self._files = source_files(config).files
         self.documents = self.bytes = 0
 
     def __iter__(self) -> Iterator[str]:

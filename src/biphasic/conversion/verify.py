@@ -24,7 +24,7 @@ from biphasic.conversion.merge import count_repeated, document_numbers
 from biphasic.conversion.output import CONVERSION_LOG, require_record
 from biphasic.conversion.packing import mds_columns
 from biphasic.conversion.reading import ReadOptions, SourceFile
-from biphasic.conversion.sources import inspect_files
+from biphasic.conversion.sources import describe_unread, inspect_files
 from biphasic.conversion.work_units import ConversionContext, WorkUnit, document_numbers_file, unit_record_file
 from biphasic.conversion.worker import HASH, convert_unit
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
@@ -179,7 +179,8 @@ class _Verifier:
         config = ConvertConfig.model_validate(self.record["config"])
         files = [SourceFile(**file) for file in self.record["source"]["files"]]
         try:
-            current = {file.path: file for file in source_files(config, self.record["source"]["commit"])[0]}
+            sources = source_files(config, self.record["source"]["commit"])
+            current = {file.path: file for file in sources.files}
             changed = [file.path for file in files if current.get(file.path) != file]
             if changed:
                 state = "has changed since" if changed[0] in current else "is not there any more"
@@ -197,6 +198,8 @@ class _Verifier:
             self.faults.append(f"sources: hold {documents:,} documents, and {read:,} were read")
         counted = f" and their {documents:,} documents were all read" if comparable else ""
         self.summary.append(f"sources: {len(files)} files, unchanged{counted}")
+        if sources.unread:
+            self.summary.append(f"not read: {describe_unread(sources.unread)}")
 
     def convert_again(self, tokenizer: Tokenizer, count: int) -> None:
         """Convert some units once more and compare their bytes with the stored ones."""

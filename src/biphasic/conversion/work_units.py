@@ -21,13 +21,13 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.reading import SourceFile
+from biphasic.conversion.reading import COMPRESSIONS, SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.grouping import groups_up_to
 
 UnitRecord = dict[str, Any]
-_COMPRESSED, _COMPRESSION_RATIO = (".gz", ".zst"), 3
+_COMPRESSION_RATIO = 3
 """Compressed text is estimated at three times its stored size, because its true size is known only after it was read."""
 _FORMAT = 1
 """Version of the row format. Increment it when packing or storage gives other bytes for the same text."""
@@ -102,7 +102,7 @@ def plan_work_units(files: list[SourceFile], layouts: list[FileLayout], unit_byt
         if layout.fault is not None:
             continue
         sizes = layout.text_bytes
-        size = sum(sizes) if sizes else file.bytes * (_COMPRESSION_RATIO if file.path.endswith(_COMPRESSED) else 1)
+        size = sum(sizes) if sizes else file.bytes * (_COMPRESSION_RATIO if file.path.endswith(COMPRESSIONS) else 1)
         if size > unit_bytes and sizes:
             group_small_files()
             for group in groups_up_to(unit_bytes, range(len(sizes)), sizes.__getitem__):
