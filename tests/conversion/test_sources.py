@@ -14,7 +14,7 @@ import pytest
 import zstandard
 
 from biphasic.config.convert import FilesSource, FilterConfig, HubSource
-from biphasic.conversion.reading import DamagedFileError, Document, ReadOptions, Skipped, read_documents
+from biphasic.conversion.reading import DamagedFileError, Document, ReadOptions, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
 from biphasic.errors import UserError
 from texts import Records, sentences, write_parquet
@@ -391,3 +391,47 @@ def test_markdown_and_restructuredtext_are_text(tmp_path: Path, ending: str) -> 
     (tmp_path / f"a.{ending}").write_bytes(compress(content))
     assert texts(read(tmp_path)) == ["# A heading\n\nA *word*."]
     assert texts(read(tmp_path, text_files="paragraph")) == ["# A heading", "A *word*."]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_a_byte_order_mark_is_removed(tmp_path: Path, packed: str) -> None:
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed]
+    contents = {
+        "jsonl": b'{"id": "1", "text": "one"}\n{"id": "2", "text": "two \xef\xbb\xbf"}\n',
+        "csv": b'"id","text"\n1,one\n2,two \xef\xbb\xbf\n',
+        "txt": b"one\ntwo \xef\xbb\xbf",
+        "md": b"one\ntwo \xef\xbb\xbf",
+    }
+    for kind, content in contents.items():
+        file = tmp_path / f"a.{kind}{packed}"
+        file.write_bytes(compress(b"\xef\xbb\xbf" + content))
+        assert texts(read(file, text_files="line")) == ["one", "two \ufeff"], kind
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf_16_is_named(tmp_path: Path, encoding: str) -> None:
+    for kind, content in {"jsonl": '{"id": "1", "text": "one"}\n', "csv": "id,text\n1,one\n", "txt": "one"}.items():
+        file = tmp_path / f"a.{kind}"
+        file.write_bytes(content.encode(encoding))
+        with pytest.raises(
+            DamagedFileError, match=rf"a\.{kind}: is UTF-{encoding[4:6]}[LB]?E?; expected UTF-8: .*iconv -f "
+        ):
+            list(read_documents(SourceFile(str(file), 1, ""), OPTIONS))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_a_document_without_an_id_is_named_by_its_text(tmp_path: Path, ending: str) -> None:
+    records = [{"id": None, "text": "one"}, {"id": "", "text": "two"}, {"id": "7", "text": "one"}]
+    records += [{"id": None, "text": "one"}]
+    entries = [entry for entry in read(write(tmp_path / f"a.{ending}", records)) if isinstance(entry, Document)]
+    one, two, named, again = (entry.id for entry in entries)
+    assert named == "7"
+    assert (one, two) == tuple(entry.id for entry in read(tmp_path, id=None)[:2] if isinstance(entry, Document))
+    assert one == again != two
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_ids_that_are_nan_or_zero(tmp_path: Path, ending: str) -> None:
+    records = [{"id": number, "text": str(number)} for number in (float("nan"), 0.0)]
+    [nan, zero] = [entry for entry in read(write(tmp_path / f"a.{ending}", records)) if isinstance(entry, Document)]
+    assert (len(nan.id), zero.id) == (32, "0.0")

@@ -95,7 +95,7 @@ class ConvertConfig(JobConfig):
     text_column: str = "text"
     """Column, or JSON key, with the text."""
     id_column: str | None = "id"
-    """Column with the document ids. Null: use a hash of the text as the id."""
+    """Column with the document ids. Null, or a document without an id: a hash of the text is the id."""
     filters: list[FilterConfig] = []
     """Convert only documents that pass all filters."""
     output: Address

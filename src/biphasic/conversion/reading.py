@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import hashlib
 import io
@@ -41,6 +42,13 @@ class DamagedFileError(UserError):
     """A file can't be read completely."""
 
 
+_OTHER_ENCODINGS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Encodings that can't be read, by their byte order marks. That of UTF-32 begins as that of UTF-16 does."""
 FILTERED = "filtered"
 """The kind of an entry that a filter leaves out. This is not an error."""
 
@@ -49,7 +57,7 @@ FILTERED = "filtered"
 class ReadOptions:
     """Options for reading files: columns, filters, a text's maximum characters, and what a document is in text files.
 
-    Without `id_column`, a document's id is a hash of its text.
+    Without `id_column`, and where the column is null, NaN or empty, a document's id is a hash of its text.
     """
 
     text_column: str
@@ -135,8 +143,10 @@ def _document(text: str | bytes | None, values: dict[str, Any], where: str, opti
     if len(text) > options.max_characters:
         limit = f"max_text_characters is {options.max_characters:,}"
         return Skipped("too long", where, f"its text has {len(text):,} characters, and {limit}")
-    if options.id_column is not None:
-        return Document(str(values[options.id_column]), text)
+    id = None if options.id_column is None else values[options.id_column]
+    is_nan = id != id
+    if id is not None and not is_nan and str(id).strip():
+        return Document(str(id), text)
     return Document(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(), text)
 
 
@@ -207,9 +217,24 @@ def _lines(file: SourceFile) -> Iterator[bytes]:
         with system.open_input_stream(name, compression="detect") as handle:
             for line in io.BufferedReader(handle, 1 << 20):  # pyright: ignore[reportArgumentType]
                 number += 1
-                yield line
+                yield line if number > 1 else _without_byte_order_mark(line, file)
     except (OSError, EOFError, pa.ArrowException) as error:
         raise _read_error(file, f"line {number}", error) from error
+
+
+def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
+    """Return a file's first line without UTF-8's byte order mark.
+
+    Raises:
+        DamagedFileError: the file is UTF-16 or UTF-32: it has their byte order mark, or ASCII text with a zero byte.
+    """
+    encoding = next((name for mark, name in _OTHER_ENCODINGS.items() if line.startswith(mark)), None)
+    if encoding is None and b"\0" in line[:2]:
+        encoding = "UTF-16BE" if line.startswith(b"\0") else "UTF-16LE"
+    if encoding is not None:
+        advice = f"convert it: iconv -f {encoding} -t UTF-8"
+        raise DamagedFileError(f"source {file.path}: is {encoding}; expected UTF-8: {advice}")
+    return line.removeprefix(codecs.BOM_UTF8)
 
 
 def _read_jsonl(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
@@ -242,7 +267,7 @@ def _json_document(line: bytes, where: str, options: ReadOptions) -> Document | 
 
 def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
     # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
-    lines = (line.decode("utf-8-sig" if not at else "utf-8", "surrogateescape") for at, line in enumerate(_lines(file)))
+    lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
     csv.field_size_limit(sys.maxsize)
     rows = csv.reader(lines, delimiter="\t" if _kind(file.path) == "tsv" else ",", strict=True)
     header: list[str] | None = None

@@ -29,8 +29,8 @@ from biphasic.grouping import groups_up_to
 UnitRecord = dict[str, Any]
 _COMPRESSION_RATIO = 3
 """Compressed text is estimated at three times its stored size, because its true size is known only after it was read."""
-_FORMAT = 1
-"""Version of the row format. Increment it when packing or storage gives other bytes for the same text."""
+_FORMAT = 2
+"""Version of the row format. Increment it when reading, packing or storage gives other bytes for the same text."""
 FREE_KEYS = ("output", "tokenizer", "cluster", "on_bad_document", "on_bad_file")
 """Keys that may change between two starts of one conversion: finished units stay valid. Of the tokenizer only the path may
 change, not the hash."""
