@@ -258,12 +258,45 @@ def test_documents_that_come_twice(output: Path) -> None:
     numbers = np.fromfile(file, "<u8")
     numbers[1] = numbers[0]
     numbers.tofile(file)
-    assert faults(output) == ["documents/: 1 documents have the id of an earlier one; the source repeats them"]
+    assert faults(output) == ["documents/: 1 documents have the id of an earlier one, but the record says 0"]
     numbers[:-1].tofile(file)
     counted = "documents/: names 199 documents, "
     assert faults(output)[0].startswith(counted)
     file.unlink()
     assert faults(output) == [f"documents/{file.name}: is missing"]
+
+
+@pytest.mark.parametrize("name", ["same", "copy"])
+def test_a_unit_that_was_written_twice(output: Path, name: str) -> None:
+    """All counts and hashes agree with it, and the record says that its documents are repeated."""
+    unit = unit_of(output)
+    other = unit if name == "same" else f"{unit[:-1]}x"
+    if other != unit:
+        for path in sorted(output.glob(f"*/{unit}*")):
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            copy(path, path.with_name(path.name.replace(unit, other)))
+
+    def edit(record: dict[str, Any]) -> None:
+        record["units"] = [unit, other]
+        record["documents"]["repeated"] = 200
+        for split, part in record["splits"].items():
+            part |= {key: 2 * part[key] for key in ("documents", "tokens", "rows", "bytes")}
+            part["shards"] += [{**shard, "file": shard["file"].replace(unit, other)} for shard in part["shards"]]
+            index = output / split / "index.json"
+            content = json.loads(index.read_text())
+            content["shards"] += json.loads(json.dumps(content["shards"]).replace(unit, other))
+            index.write_text(json.dumps(content))
+            part["index_sha256"] = hashlib.sha256(index.read_bytes()).hexdigest()
+
+    edit_record(output, edit)
+    [fault] = verify(str(output), sources=False, progress=False).faults
+    assert fault.startswith("units/: ") and fault.endswith(f"text.parquet was converted twice, in {unit} and {other}")
+
+
+def test_a_damaged_record_of_a_unit(output: Path) -> None:
+    (output / "units" / f"{unit_of(output)}.json").write_text("{")
+    [fault] = faults(output)
+    assert fault.startswith(f"units/{unit_of(output)}.json: can't be read (")
 
 
 def test_documents_of_the_other_split(output: Path) -> None:

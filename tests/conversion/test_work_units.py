@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
+from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion import convert as converting
 from biphasic.conversion import worker
@@ -314,13 +315,16 @@ def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tm
     assert [shard["hash"] for shard in record["splits"]["train"]["shards"]] == [hash["xxh64"] for hash in hashes]
 
 
-def test_repeated_documents_are_counted(config_for: Make, tmp_path: Path) -> None:
+def test_repeated_documents_are_counted_and_kept(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = [*sentences(100), *sentences(10)]
     record = convert(config_for(records, cluster=ALONE))
     assert record["documents"]["repeated"] == 10
-    assert verify(str(tmp_path / "out"), progress=False).faults == [
-        "documents/: 10 documents have the id of an earlier one; the source repeats them"
-    ]
+    assert record["splits"]["train"]["documents"] == 110
+    assert main(["verify", str(tmp_path / "out")]) == 0
+    expected = "documents: 10 have the id of an earlier one in the source, and are kept"
+    assert expected in capsys.readouterr().out.splitlines()
     generator = np.random.default_rng(0)
     numbers = [np.sort(generator.integers(0, 1 << 64, 5000, np.uint64)) for _ in range(20)]
     numbers += [numbers[3][:7], numbers[4][-5:], np.array([0, 0, (1 << 64) - 1], np.uint64)]

@@ -70,7 +70,7 @@ def describe_record(output: str, record: dict[str, Any]) -> str:
     documents = record["documents"]
     remarks = [f"{documents['filtered']:,} left out by filters"] if documents["filtered"] else []
     remarks += [f"{count:,} skipped ({kind})" for kind, count in documents["skipped"].items()]
-    remarks += [f"{documents['repeated']:,} with the id of an earlier one"] if documents["repeated"] else []
+    remarks += [f"{documents['repeated']:,} with the id of an earlier one (kept)"] if documents["repeated"] else []
     if remarks:
         lines.append(f"documents: {documents['read']:,} read, {', '.join(remarks)}")
     unread = record["source"]["unread"]

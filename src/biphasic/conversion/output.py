@@ -159,7 +159,7 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
         store.write(CONVERSION_STARTED, json_bytes(started))
         log = Log(store)
         try:
-            yield LockedOutput(store, _unit_records(store), log)
+            yield LockedOutput(store, read_unit_records(store), log)
         finally:
             log.flush()
             if isinstance(store, LocalStore):
@@ -188,7 +188,8 @@ def _lock(output: str) -> int:
     return lock
 
 
-def _unit_records(store: Store) -> dict[str, UnitRecord]:
+def read_unit_records(store: Store) -> dict[str, UnitRecord]:
+    """Return the records of the finished units, by unit name. Raises a UserError if one can't be read."""
     names = list(store.list("units"))
     with ThreadPoolExecutor(_READERS) as pool:
         records = pool.map(lambda name: _read_json(store, name), names)

@@ -21,7 +21,7 @@ from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STAR
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.merge import count_repeated, document_numbers
-from biphasic.conversion.output import CONVERSION_LOG, require_record
+from biphasic.conversion.output import CONVERSION_LOG, read_unit_records, require_record
 from biphasic.conversion.packing import mds_columns
 from biphasic.conversion.reading import ReadOptions, SourceFile
 from biphasic.conversion.sources import describe_unread, inspect_files
@@ -49,8 +49,8 @@ def verify(output: str, *, sources: bool = True, again: int = 0, progress: bool 
     """Read a finished conversion and compare it with its record.
 
     Checks the presence, bytes and hash of every file; the length, segments, padding and ids of each row; the counts of
-    rows, tokens and documents; that no document is repeated or in the wrong split; that no text contains a mask token;
-    and the tokenizer. If there are many shards, one process per core reads them.
+    rows, tokens and documents; that no text was converted twice, no document is in the wrong split, and no text contains
+    a mask token; and the tokenizer. If there are many shards, one process per core reads them.
 
     Args:
         output: folder or bucket prefix of the conversion.
@@ -147,7 +147,7 @@ class _Verifier:
         )
 
     def check_documents(self) -> None:
-        """Check that each document exists once, in the split that its id determines."""
+        """Check that each document is in the split that its id determines, and as many are repeated as the record says."""
         units, splits = self.record["units"], self.record["splits"]
         unit_files = [name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))]
         if missing := [name for name in unit_files if name not in self.sizes]:
@@ -169,10 +169,32 @@ class _Verifier:
                 f"documents/: names {documents:,} documents, {validation:,} for validation; the record {expected:,} and "
                 f"{expected_validation:,}"
             )
-        if repeated := count_repeated(document_numbers(self.store, units)):
+        self.check_units_read_different_text()
+        repeated, stated = count_repeated(document_numbers(self.store, units)), self.record["documents"]["repeated"]
+        if repeated != stated:
             self.faults.append(
-                f"documents/: {repeated:,} documents have the id of an earlier one; the source repeats them"
+                f"documents/: {repeated:,} documents have the id of an earlier one, but the record says {stated:,}"
             )
+        elif repeated:
+            self.summary.append(f"documents: {repeated:,} have the id of an earlier one in the source, and are kept")
+
+    def check_units_read_different_text(self) -> None:
+        """Check that no file or row group was converted twice. A source may repeat documents, but units may not."""
+        try:
+            records = read_unit_records(self.store)
+        except UserError as error:
+            self.faults.append(str(error).removeprefix(join(self.output, "")))
+            return
+        unit_of: dict[tuple[str, int | None], str] = {}
+        for unit in self.record["units"]:
+            for file in records[unit]["files"]:
+                groups = [None] if file["row_groups"] is None else range(*file["row_groups"])
+                for part in [(file["path"], group) for group in groups]:
+                    if part in unit_of:
+                        message = f"{file['path']} was converted twice, in {unit_of[part]} and {unit}"
+                        self.faults.append(f"units/: {message}")
+                        return
+                    unit_of[part] = unit
 
     def check_sources(self) -> None:
         """Check that the source files are unchanged and have as many documents as were read."""
