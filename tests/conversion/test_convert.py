@@ -256,9 +256,97 @@ def test_files_that_are_not_read_are_counted_by_suffix(
     assert f"not read: {expected}" in capsys.readouterr().out
 
 
+def problems_of(config: ConvertConfig, folder: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> list[str]:
+    """The PROBLEM lines of a plan. With them its exit status is 2, without them 0."""
+    path = folder / "convert.yaml"
+    path.write_text(dump(config))
+    status = main(["convert", str(path), "--plan", *overrides])
+    output = capsys.readouterr().out
+    problems = [line.split(maxsplit=1)[1] for line in output.splitlines() if line.split()[:1] == ["PROBLEM"]]
+    assert status == (2 if problems else 0), output
+    assert ("about" in output) == (not problems and "MISSING" not in output)
+    return problems
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", '{"id": 1, "body": "x"}\n', "a.jsonl, line 1: has no column 'text' (it has: body, id); set text_column, "
+         'id_column or filters; expected a line such as {"text": "…", "id": "…"}'),
+        ("a.csv", "id,body\n1,x\n", "a.csv, line 1: has no column 'text' (it has: body, id); set text_column, id_column or "
+         "filters; expected text,id in the first line"),
+        ("a.parquet", None, "a.parquet: has no column 'text' (it has: body); set text_column, id_column or filters; "
+         "expected the columns text, id"),
+        ("a.parquet", "PAR1", "a.parquet: is no complete Parquet file ("),
+        ("a.jsonl", "", "a.jsonl: is empty (0 bytes); mend it and run the same command again, or set on_bad_file: skip"),
+        ("a.jsonl.gz", "no gzip", "a.jsonl.gz: is damaged after line 0 ("),
+        ("a.jsonl", "\n\n", "expected documents; the source's files hold none"),
+        ("a.jsonl", '[\n{"id": 1, "text": "x"}]\n', "a.jsonl, line 1: is not JSON (Expecting value"),
+        ("a.csv", "id,text\n1,\n", "a.csv, line 2: has no text"),
+        ("a.txt", "\ufeffx", "a.txt: is UTF-16; expected UTF-8"),
+    ],
+)  # fmt: skip
+def test_the_plan_finds_files_that_can_not_be_read(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str | None, message: str
+) -> None:
+    (tmp_path / "text").mkdir()
+    file = tmp_path / "text" / name
+    if content is None:
+        write_parquet(file, [{"body": "x"}])
+    else:
+        file.write_text(content, encoding="utf-16" if name == "a.txt" else "utf-8")
+    [problem] = problems_of(config_for(tmp_path / "text"), tmp_path, capsys)
+    assert problem.startswith("source") and message in problem
+    assert main(["convert", str(tmp_path / "convert.yaml")]) == 2
+    assert not (tmp_path / "out" / "train").exists()
+
+
+def test_the_plan_finds_a_missing_column_in_the_last_of_many_files(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "text").mkdir()
+    for number in range(30):
+        (tmp_path / "text" / f"{number:02}.jsonl").write_text('{"id": "1", "text": "x"}\n' * 300)
+    config = config_for(tmp_path / "text")
+    assert problems_of(config, tmp_path, capsys) == []
+    (tmp_path / "text" / "28.jsonl").write_text('{"text": "x"}\n')
+    [problem] = problems_of(config, tmp_path, capsys)
+    assert "28.jsonl, line 1: has no column 'id'" in problem
+    (tmp_path / "text" / "28.jsonl").write_text("")
+    assert problems_of(config, tmp_path, capsys, "on_bad_file=skip") == []
+    (tmp_path / "text" / "28.jsonl").write_text('{"id": "1", "text": null}\n')
+    assert problems_of(config, tmp_path, capsys) == []
+    (tmp_path / "text" / "00.jsonl").write_text('{"id": "1", "text": null}\n')
+    [problem] = problems_of(config, tmp_path, capsys, "on_bad_document=stop")
+    assert "00.jsonl, line 1: has no text" in problem
+
+
+def test_the_plan_tells_what_is_made_later_from_what_is_not_there(
+    config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    config = config_for(sentences(3))
+    for path in ("/nowhere", "./nowhere", "nowhere"):
+        [problem] = problems_of(config, tmp_path, capsys, f"tokenizer={path}")
+        assert problem.startswith(f"tokenizer {path}: ")
+        [problem] = problems_of(config, tmp_path, capsys, f"source.paths=[{path}]")
+        assert problem.startswith(f"source.paths {path}: there is no such file or folder")
+    for path in ("runs/nowhere", "data/x/y"):
+        assert problems_of(config, tmp_path, capsys, f"tokenizer={path}", f"source.paths=[{path}]") == []
+    wrong = "source.paths=[" + str(write_parquet(tmp_path / "wrong.parquet", [{"body": "x"}])) + "]"
+    [problem] = problems_of(config, tmp_path, capsys, "tokenizer=runs/nowhere", wrong)
+    assert "has no column 'text'" in problem
+    store = tmp_path / "store"
+    assert len(problems_of(config, tmp_path, capsys, f"tokenizer={store}/tokenizer")) == 1
+    monkeypatch.setenv("BUCKET", str(store))
+    assert problems_of(config, tmp_path, capsys, f"tokenizer={store}/tokenizer") == []
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["tokenizer="], "command line: tokenizer: expected a value; got nothing (tokenizer=null sets null)"),
+        (["tokenizer=''"], "command line: tokenizer: expected a local path, s3://…"),
         (["sequence_lenght=64"], "command line: sequence_lenght: unknown key; did you mean `sequence_length`?"),
         (["segments.shortest=5"], "command line: segments.shortest: has no effect with kind: documents"),
         (["compression=gzip"], "command line: compression: expected zstd, zstd:LEVEL (1 to 22) or null; got 'gzip'"),

@@ -223,8 +223,11 @@ def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
     file = write(tmp_path / f"a.{ending}", sentences(2000))
     content = file.read_bytes()
     file.write_bytes(content[: len(content) * 2 // 3 + 5])
+    [source_file] = find_files(source(file)).files
     with pytest.raises(DamagedFileError, match=rf"source .*a\.{ending}: is damaged after line \d+"):
-        read(file)
+        list(read_documents(source_file, OPTIONS))
+    [layout] = inspect_files([source_file], OPTIONS)
+    assert str(layout.fault).startswith("is damaged after line 0")
 
 
 def test_a_parquet_file_cut_short(tmp_path: Path) -> None:

@@ -97,6 +97,8 @@ def test_the_limit_with_files_of_one_document(file: Path, tmp_path: Path, capsys
         (["tokenizer=EuroBERT/EuroBERT-210m"], "is no folder on this machine: name the folder to write with --out"),
         (["--out", "text"], "text: exists and is no tokenizer"),
         (["source.paths=[absent]"], "source absent: there is no such file"),
+        (["text_column=body"], "has no column 'body' (it has: id, text)"),
+        (["tokenizer="], "command line: tokenizer: expected a value; got nothing (tokenizer=null sets null)"),
     ],
 )
 def test_refused(
@@ -114,3 +116,10 @@ def test_an_earlier_tokenizer_is_kept(file: Path, tmp_path: Path, capsys: pytest
     assert "there is a tokenizer already" in capsys.readouterr().err
     assert main(["tokenizer", str(file), "--size", "300", "--force"]) == 0
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 300
+
+
+def test_an_empty_file_is_named(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text" / "x.jsonl").touch()
+    assert main(["tokenizer", str(file), "--size", "300"]) == 2
+    assert capsys.readouterr().err.startswith(f"source {tmp_path / 'text' / 'x.jsonl'}: is empty (0 bytes); mend it")
+    assert main(["tokenizer", str(file), "--size", "300", "on_bad_file=skip"]) == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.conversion_checks import RowChecks, check_rows
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import ConfigError
 from texts import write_tokenizer
 from tiny import ROOT
 
@@ -28,6 +30,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     splits = {}
     for split in ("train", "validation"):
         (folder / split).mkdir()
+        (folder / split / "index.json").write_text("{}")
         splits[split] = {"rows": 4000, "tokens": 4000 * 510}
     record = {
         "sequence_length": 512,
@@ -86,6 +89,44 @@ def test_what_is_missing(data: Path) -> None:
         "tokenizer runs/nothing: there is no such folder",
         "data.validation.local runs/nowhere: there is no such folder",
     ]
+
+
+def test_what_is_not_there_and_is_made_by_no_job(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    split = tmp_path / "away" / "train"
+    checks = checks_of(data, "tokenizer=/nowhere", f"data.train.local={split}")
+    assert checks.missing == []
+    assert checks.problems == [
+        f"{path}: there is no such folder" for path in ("tokenizer /nowhere", f"data.train.local {split}")
+    ]
+    config = load(str(ROOT / "recipes" / "clm_detour" / "pretrain.yaml"), ["model.init_from=./nowhere"])
+    assert isinstance(config, PretrainConfig)
+    assert check_rows(config).problems == ["model.init_from ./nowhere: there is no such checkpoint or folder"]
+    monkeypatch.setenv("BUCKET", str(tmp_path))
+    checks = checks_of(data, f"data.train.local={split}")
+    assert (len(checks.missing), checks.problems) == (1, [])
+
+
+def test_folders_that_are_no_split(data: Path, tmp_path: Path) -> None:
+    expected = "expected a split of a finished conversion"
+    folder = shutil.copytree(data, tmp_path / "copy")
+    (folder / "train" / "index.json").unlink()
+    shutil.rmtree(folder / "validation")
+    assert checks_of(folder).problems == [
+        f"data.train.local {folder / 'train'}: has no index.json: {expected}",
+        f"data.validation.local {folder / 'validation'}: there is no such folder",
+    ]
+    (folder / "conversion.json").rename(folder / "conversion.started")
+    checks = checks_of(folder)
+    assert (len(checks.missing), checks.problems) == (2, [])
+
+
+def test_a_tokenizer_left_empty_is_not_replaced() -> None:
+    for override, message in (
+        ("tokenizer=", "expected a value; got nothing"),
+        ("tokenizer=''", "expected a local path"),
+    ):
+        with pytest.raises(ConfigError, match=f"^command line: tokenizer: {message}"):
+            load(QUICKSTART, [override])
 
 
 def test_the_command_prints_them_and_fails(data: Path) -> None:

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from biphasic.commands.parser import add_file
+from biphasic.commands.plan import print_job_plan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -22,11 +23,10 @@ def run(options: argparse.Namespace) -> int:
     from biphasic.config.load import load_job
 
     config = load_job(ConvertConfig, options.file, options.overrides)
-    from biphasic.conversion.describe import describe_plan, describe_record
+    from biphasic.conversion.describe import describe_record, plan_conversion
 
     if options.plan:
-        print(describe_plan(config))
-        return 0
+        return print_job_plan(plan_conversion(config))
     from biphasic.commands.next_step import after_conversion
     from biphasic.conversion.convert import convert
 

@@ -71,17 +71,17 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     elif config.job == "finetune":
         from biphasic.finetuning.plan import plan_finetuning
 
-        return _print_job(plan_finetuning(config, options.ranks), options.json)
+        return print_job_plan(plan_finetuning(config, options.ranks), options.json)
     elif config.job == "evaluate":
         from biphasic.evaluation.plan import plan_evaluation
 
-        return _print_job(plan_evaluation(config), options.json)
+        return print_job_plan(plan_evaluation(config), options.json)
+    elif config.job == "convert":
+        from biphasic.conversion.describe import plan_conversion
+
+        return print_job_plan(plan_conversion(config), options.json)
     elif options.json:
         print(config.model_dump_json(indent=2))
-    elif config.job == "convert":
-        from biphasic.conversion.describe import describe_plan
-
-        print(describe_plan(config))
     elif config.job == "tasks":
         from biphasic.downstream.describe import describe_plan
 
@@ -91,7 +91,8 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     return 0
 
 
-def _print_job(job_plan: JobPlan, as_json: bool) -> int:
+def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
+    """Print a plan and return the exit status: 2 if it has problems."""
     print(job_plan.to_json() if as_json else job_plan.describe())
     return REFUSED if job_plan.problems else 0
 

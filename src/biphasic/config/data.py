@@ -113,7 +113,8 @@ def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
     if data.get("mix") is None and data.get("train") is None:
         expanded["train"] = _split_of(folder, cache, "train")
     expanded.setdefault("validation", _split_of(folder, cache, "validation"))
-    tokenizer = content.get("tokenizer") or join(folder, "tokenizer")
+    tokenizer = content.get("tokenizer")
+    tokenizer = join(folder, "tokenizer") if tokenizer is None else tokenizer
     return {**content, "tokenizer": tokenizer, "data": expanded}
 
 

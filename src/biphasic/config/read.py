@@ -209,6 +209,8 @@ def _override(text: str, tree: KeyTree) -> None:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise _config_error(_COMMAND_LINE, text, "expected key=value, such as optimizer.lr=1e-4")
+    if not value.strip():
+        raise _config_error(_COMMAND_LINE, key, f"expected a value; got nothing ({key}=null sets null)")
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         _require_shallow(value, _COMMAND_LINE)
         parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]

@@ -34,8 +34,8 @@ from biphasic.conversion.output import (
 )
 from biphasic.conversion.pool import InlinePool, UnitResult, WorkerPool, open_pool
 from biphasic.conversion.progress import Progress
-from biphasic.conversion.reading import ReadOptions
-from biphasic.conversion.sources import Sources, describe_unread, find_files, find_hub_files, inspect_files
+from biphasic.conversion.reading import ReadOptions, SourceFile
+from biphasic.conversion.sources import FileLayout, Sources, describe_unread, find_files, find_hub_files, inspect_files
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
 from biphasic.data.tokenizer import load_tokenizer
@@ -69,8 +69,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
         print(f"the hub dataset is read at this commit, which others can name too: source.revision: {commit}")
     layouts = inspect_files(files, ReadOptions.from_config(config))
     units = plan_work_units(files, layouts, config.unit_bytes)
-    pairs = zip(files, layouts, strict=True)
-    damaged = [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
+    damaged = damaged_files(files, layouts)
     try:
         with lock_output(context, units, commit) as output:
             if sources.unread:
@@ -100,6 +99,17 @@ def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
     return find_hub_files(config.source.model_copy(update={"revision": commit or config.source.revision}))
 
 
+def damaged_files(files: list[SourceFile], layouts: list[FileLayout]) -> list[str]:
+    """Return a message for each file that can't be read."""
+    pairs = zip(files, layouts, strict=True)
+    return [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
+
+
+def faults_that_stop(config: ConvertConfig, damaged: list[str]) -> list[str]:
+    """Return the messages on damaged files, with advice, if the YAML says that they stop the conversion."""
+    return [f"{fault}; {_ADVICE}" for fault in damaged if config.on_bad_file == "stop"]
+
+
 class _Driver:
     """Converts the units that have no valid record yet.
 
@@ -119,7 +129,7 @@ class _Driver:
                 stopped_at, remaining = record["stopped_at"], self._remaining(unit)
                 if stopped_at is None or (remaining is not None and stopped_at >= remaining):
                     self.records[unit.name] = record
-        self.faults = [f"{fault}; {_ADVICE}" for fault in damaged if context.config.on_bad_file == "stop"]
+        self.faults = faults_that_stop(context.config, damaged)
 
     def run(self) -> list[tuple[WorkUnit, UnitRecord]]:
         """Convert the units, and return those that make up the dataset, with their records.

@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
-from biphasic.conversion.estimate import estimate
+from biphasic.config.job_plan import JobPlan
+from biphasic.conversion.estimate import estimate, read_sample
 from biphasic.conversion.sources import describe_unread
+from biphasic.errors import UserError
 from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing
 
 
-def describe_plan(config: ConvertConfig) -> str:
+def plan_conversion(config: ConvertConfig) -> JobPlan:
     """Return what a conversion reads and writes, with an estimate of tokens, bytes, hours and peak disk.
 
-    If the tokenizer or a source is not there yet, the plan names it instead of the estimate.
-
-    Raises:
-        UserError: the sources or the tokenizer can't be used.
+    The plan names sources and tokenizer that are not there or can't be used, instead of the estimate.
     """
     source, segments = config.source, config.segments
     if isinstance(source, FilesSource):
@@ -47,16 +45,21 @@ def describe_plan(config: ConvertConfig) -> str:
         "writes": f"{config.output}: {splits}, tokenizer/, conversion.json; shards of {config.shard_bytes / 2**20:g} MiB, "
         f"{config.compression or 'not compressed'}",
     }
-    missing = "\n".join(f"{'MISSING':<10} {line}" for line in _missing(config))
-    return f"{_lines(lines)}\n{missing}" if missing else _lines(lines | estimate(config))
-
-
-def _missing(config: ConvertConfig) -> Iterator[str]:
-    if (reason := why_missing(config.tokenizer)) is not None:
-        yield f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)"
-    for path in config.source.paths if isinstance(config.source, FilesSource) else ():
+    plan = JobPlan(config.output, config.job, lines)
+    for path in source.paths if isinstance(source, FilesSource) else ():
         if not is_remote(path) and not glob.glob(path, recursive=True):
-            yield f"source.paths {path}: there is no such file or folder"
+            plan.add_missing(path, f"source.paths {path}: there is no such file or folder")
+    sources_exist = not plan.missing and not plan.problems
+    if (reason := why_missing(config.tokenizer)) is not None:
+        message = f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)"
+        plan.add_missing(config.tokenizer, message)
+    try:
+        sample = read_sample(config) if sources_exist else None
+        if sample is not None and not plan.missing and not plan.problems:
+            plan.lines |= estimate(config, sample)
+    except UserError as error:
+        plan.problems += str(error).splitlines()
+    return plan
 
 
 def describe_record(output: str, record: dict[str, Any]) -> str:
@@ -83,7 +86,3 @@ def describe_record(output: str, record: dict[str, Any]) -> str:
         f"{tokens / max(record['cpu_seconds'], 1e-9):,.0f} tokens/s a core"
     )
     return "\n".join([*lines, f"{output}: {record['seconds']:.1f} s"])
-
-
-def _lines(lines: dict[str, str]) -> str:
-    return "\n".join(f"{name:<10} {line}" for name, line in lines.items())

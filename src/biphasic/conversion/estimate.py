@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -10,13 +11,14 @@ import numpy as np
 
 from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.convert import source_files
+from biphasic.conversion.convert import damaged_files, faults_that_stop, source_files
 from biphasic.conversion.packing import token_dtype
-from biphasic.conversion.reading import FILTERED, Document, ReadOptions, SourceFile, read_documents
+from biphasic.conversion.reading import FILTERED, Document, ReadOptions, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import FileLayout, describe_unread, inspect_files
-from biphasic.conversion.work_units import plan_work_units
+from biphasic.conversion.work_units import WorkUnit, plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
 from biphasic.storage import is_remote
 from biphasic.workers.resources import available_cores
 
@@ -25,48 +27,82 @@ _SCRATCH_SHARDS = 9
 """Maximum number of shards on a worker's disk: the one being written, and those waiting for their upload."""
 
 
-def estimate(config: ConvertConfig) -> dict[str, str]:
-    """Estimate a conversion's tokens, bytes, time and disk use.
+@dataclass
+class Sample:
+    """Work units of a conversion, texts from each of up to eight places in its files, the number of filtered entries
+    among these, and the plan's lines about the files."""
 
-    Inspects the sources, and tokenizes a few hundred documents from each of up to eight places in them.
+    units: list[WorkUnit]
+    texts: list[list[str]]
+    filtered: int
+    lines: dict[str, str]
+
+
+def read_sample(config: ConvertConfig) -> Sample:
+    """Inspect the sources, and read a few hundred documents from each of up to eight places in them.
+
+    Raises:
+        UserError: the sources can't be used: a file can't be read, or the sample has no documents.
+    """
+    options = ReadOptions.from_config(config)
+    sources = source_files(config)
+    files = sources.files
+    layouts = inspect_files(files, options)
+    damaged = damaged_files(files, layouts)
+    if faults := faults_that_stop(config, damaged):
+        raise UserError("\n".join(faults))
+    units = plan_work_units(files, layouts, config.unit_bytes)
+    readable = [(file, layout) for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
+    samples: list[list[str]] = []
+    bad: list[Skipped] = []
+    filtered = 0
+    for file in _places(readable):
+        entries = list(islice(read_documents(file, options), _SAMPLE_DOCUMENTS))
+        samples.append([entry.text for entry in entries if isinstance(entry, Document)])
+        skipped = [entry for entry in entries if isinstance(entry, Skipped)]
+        bad += [entry for entry in skipped if entry.kind != FILTERED]
+        filtered += sum(entry.kind == FILTERED for entry in skipped)
+    if (not any(samples) and not filtered) or (bad and config.on_bad_document == "stop"):
+        reason = f" {bad[0].where}: {bad[0].reason}" if bad else ": expected documents; the source's files hold none"
+        raise UserError(f"source{reason}")
+    file_bytes = format_bytes(sum(file.bytes for file in files))
+    counted = all(layout.rows for _, layout in readable)
+    documents = f", {sum(sum(layout.rows) for _, layout in readable):,} documents" if counted else ""
+    lines = {"files": f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units"}
+    lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
+    lines |= {"left out": "; ".join(damaged)} if damaged else {}
+    return Sample(units, samples, filtered, lines)
+
+
+def estimate(config: ConvertConfig, sample: Sample) -> dict[str, str]:
+    """Estimate a conversion's tokens, bytes, time and disk use from a sample, which is tokenized.
 
     Returns:
         The lines of `--plan`, by topic.
 
     Raises:
-        UserError: the sources or the tokenizer can't be used.
+        UserError: the tokenizer can't be used.
     """
     import zstandard
 
     tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
-    options = ReadOptions.from_config(config)
-    sources = source_files(config)
-    files = sources.files
-    layouts = inspect_files(files, options)
-    units = plan_work_units(files, layouts, config.unit_bytes)
-    readable = [(file, layout) for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
-    samples: list[list[str]] = []
-    filtered = 0
-    for file in _places(readable):
-        entries = list(islice(read_documents(file, options), _SAMPLE_DOCUMENTS))
-        samples.append([entry.text for entry in entries if isinstance(entry, Document)])
-        filtered += sum(not isinstance(entry, Document) and entry.kind == FILTERED for entry in entries)
-    texts = [text for sample in samples for text in sample]
+    units = sample.units
+    texts = [text for part in sample.texts for text in part]
     encode_texts(tokenizer, texts[:10])
     start = time.process_time()
-    encoded = [encode_texts(tokenizer, sample) for sample in samples]
+    encoded = [encode_texts(tokenizer, part) for part in sample.texts]
     seconds = max(time.process_time() - start, 1e-9)
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
-    ids = sum(len(document) for sample in encoded for document in sample)
+    ids = sum(len(document) for part in encoded for document in part)
     sampled_tokens = ids + boundary * len(texts)
     # Each sample is compressed separately, as shards are.
     dtype = token_dtype(tokenizer.vocab_size)
-    raw = [np.array([id for document in sample for id in document], dtype).tobytes() for sample in encoded]
+    raw = [np.array([id for document in part for id in document], dtype).tobytes() for part in encoded]
     raw_bytes = sum(len(content) for content in raw)
     packed_bytes = sum(len(zstandard.compress(content)) for content in raw) if config.compression else raw_bytes
 
-    text_bytes = round(sum(unit.bytes for unit in units) * len(texts) / max(len(texts) + filtered, 1))
+    text_bytes = round(sum(unit.bytes for unit in units) * len(texts) / max(len(texts) + sample.filtered, 1))
     tokens = round(text_bytes * sampled_tokens / max(size, 1))
     if config.max_tokens is not None and config.max_tokens < tokens:
         text_bytes, tokens = round(text_bytes * config.max_tokens / tokens), config.max_tokens
@@ -78,12 +114,8 @@ def estimate(config: ConvertConfig) -> dict[str, str]:
         shard = round(config.shard_bytes * packed_bytes / max(raw_bytes, 1))
         peak_bytes = min(workers, max(len(units), 1)) * _SCRATCH_SHARDS * shard
         disk = "the disks of the workers together"
-    file_bytes = format_bytes(sum(file.bytes for file in files))
-    counted = all(layout.rows for _, layout in readable)
-    documents = f", {sum(sum(layout.rows) for _, layout in readable):,} documents" if counted else ""
     return {
-        "files": f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units",
-        **({"not read": describe_unread(sources.unread)} if sources.unread else {}),
+        **sample.lines,
         "tokens": f"about {tokens:,}, of {format_bytes(text_bytes)} of text (from {len(texts):,} documents)",
         "bytes": f"about {format_bytes(stored_bytes)} stored",
         "time": f"about {format_seconds(core_seconds)} of one core's tokenizing at this machine's rate; "

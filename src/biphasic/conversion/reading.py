@@ -17,6 +17,7 @@ from biphasic.errors import UserError
 from biphasic.storage import filesystem, first_line, open_store
 
 _BATCH_ROWS = 1000
+_DELIMITERS = {"csv": ",", "tsv": "\t"}
 TEXT_KINDS = ("txt", "md", "markdown", "rst")
 """Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
 COMPRESSIONS = (".gz", ".zst")
@@ -101,7 +102,11 @@ def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document 
         UserError: the file lacks a column (text files have none), a text is not a string, or the file can't be reached any
             more.
     """
-    readers = {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv, **dict.fromkeys(TEXT_KINDS, _read_text)}
+    readers = {
+        "parquet": _read_parquet,
+        **dict.fromkeys(_DELIMITERS, _read_csv),
+        **dict.fromkeys(TEXT_KINDS, _read_text),
+    }
     return readers.get(_kind(file.path), _read_jsonl)(file, options)
 
 
@@ -125,11 +130,31 @@ def passes(values: dict[str, Any], filters: Sequence[FilterConfig]) -> bool:
     return True
 
 
-def missing_column_message(column: str, existing: Sequence[str]) -> str:
-    """Return the message about a column that a file lacks."""
+def missing_column_message(column: str, existing: Sequence[str], path: str, options: ReadOptions) -> str:
+    """Return the message about a column that a file lacks. It shows what the file should hold."""
     # A JSON key can contain half of a surrogate pair, which can't be printed.
     names = ", ".join(sorted(existing)).encode("utf-8", "replace").decode()
-    return f"has no column {column!r} (it has: {names}); set text_column, id_column or filters"
+    advice = f"set text_column, id_column or filters; expected {_expected(path, options)}"
+    return f"has no column {column!r} (it has: {names}); {advice}"
+
+
+def _expected(path: str, options: ReadOptions) -> str:
+    """Return what a file with columns should hold, with a line of it."""
+    if (kind := _kind(path)) == "parquet":
+        return f"the columns {', '.join(options.columns)}"
+    if kind in _DELIMITERS:
+        return f"{_DELIMITERS[kind].join(options.columns)} in the first line"
+    return f"a line such as {json.dumps(dict.fromkeys(options.columns, '…'), ensure_ascii=False)}"
+
+
+def read_start(file: SourceFile, options: ReadOptions) -> None:
+    """Read a file's first entry, and of a text file only a line, to find early what would stop its reading.
+
+    Raises:
+        DamagedFileError, UserError: as `read_documents`.
+    """
+    is_text = _kind(file.path) in TEXT_KINDS and not options.filters
+    next(iter(_lines(file) if is_text else read_documents(file, options)), None)
 
 
 def _document(text: str | bytes | None, values: dict[str, Any], where: str, options: ReadOptions) -> Document | Skipped:
@@ -240,21 +265,21 @@ def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
 def _read_jsonl(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
-            yield _json_document(line, f"{file.path}, line {number}", options)
+            yield _json_document(line, file.path, f"{file.path}, line {number}", options)
 
 
-def _json_document(line: bytes, where: str, options: ReadOptions) -> Document | Skipped:
+def _json_document(line: bytes, path: str, where: str, options: ReadOptions) -> Document | Skipped:
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
     except (ValueError, RecursionError) as error:
-        return Skipped("not JSON", where, f"is not JSON ({first_line(error)})")
+        return Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {_expected(path, options)}")
     if not isinstance(values, dict):
         return Skipped("not JSON", where, f"is not JSON of the form {{{options.text_column!r}: …}}")
     for column in options.columns:
         if column not in values:
-            raise UserError(f"source {where}: {missing_column_message(column, list(values))}")
+            raise UserError(f"source {where}: {missing_column_message(column, list(values), path, options)}")
     text = values[options.text_column]
     if text is not None and not isinstance(text, str):
         kind = type(text).__name__
@@ -269,7 +294,7 @@ def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Ski
     # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
     lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
     csv.field_size_limit(sys.maxsize)
-    rows = csv.reader(lines, delimiter="\t" if _kind(file.path) == "tsv" else ",", strict=True)
+    rows = csv.reader(lines, delimiter=_DELIMITERS[_kind(file.path)], strict=True)
     header: list[str] | None = None
     numbers = _number_columns(options.filters)
     while True:
@@ -290,7 +315,7 @@ def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Ski
             header = row
             for column in options.columns:
                 if column not in header:
-                    raise UserError(f"source {where}: {missing_column_message(column, header)}")
+                    raise UserError(f"source {where}: {missing_column_message(column, header, file.path, options)}")
         elif len(row) != len(header):
             fields = f"{len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
             yield Skipped("not CSV", where, f"has {fields}")

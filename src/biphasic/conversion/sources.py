@@ -14,7 +14,15 @@ from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
 from biphasic.config.convert import FilesSource, HubSource
-from biphasic.conversion.reading import COMPRESSIONS, TEXT_KINDS, ReadOptions, SourceFile, missing_column_message
+from biphasic.conversion.reading import (
+    COMPRESSIONS,
+    TEXT_KINDS,
+    DamagedFileError,
+    ReadOptions,
+    SourceFile,
+    missing_column_message,
+    read_start,
+)
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, filesystem, first_line, is_remote, open_store
 from biphasic.storage.hub import hub_errors, is_local_path
@@ -231,10 +239,10 @@ def hub_commit(path: str, revision: str | None) -> str:
 def inspect_files(files: list[SourceFile], options: ReadOptions, progress: bool = True) -> list[FileLayout]:
     """Inspect files before the work begins, and return their layouts.
 
-    Empty files and incomplete Parquet files get a `fault`.
+    Empty files, incomplete Parquet files and files whose start can't be read get a `fault`.
 
     Raises:
-        UserError: names the first Parquet file that lacks a column, or whose text column does not hold text.
+        UserError: names the first file that lacks a column, or whose text column does not hold text.
     """
     from tqdm import tqdm
 
@@ -252,6 +260,10 @@ def _inspect(file: SourceFile, options: ReadOptions) -> FileLayout:
     if file.bytes == 0:
         return FileLayout(fault="is empty (0 bytes)")
     if not file.path.endswith(".parquet"):
+        try:
+            read_start(file, options)
+        except DamagedFileError as error:
+            return FileLayout(fault=str(error).removeprefix(f"source {file.path}").lstrip(":, "))
         return FileLayout()
     try:
         system, name = filesystem(file.path)
@@ -262,7 +274,7 @@ def _inspect(file: SourceFile, options: ReadOptions) -> FileLayout:
         return FileLayout(fault=f"is no complete Parquet file ({first_line(error)})")
     for column in options.columns:
         if column not in schema.names:
-            raise UserError(f"source {file.path}: {missing_column_message(column, schema.names)}")
+            raise UserError(f"source {file.path}: {missing_column_message(column, schema.names, file.path, options)}")
     kind = schema.field(options.text_column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):

@@ -9,9 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.convert import source_files
+from biphasic.conversion.convert import damaged_files, faults_that_stop, source_files
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.reading import Document, ReadOptions, SourceFile, read_documents
+from biphasic.conversion.sources import inspect_files
 from biphasic.errors import UserError
 
 SPECIAL_TOKENS = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
@@ -112,7 +113,11 @@ class _TrainingText:
     def __init__(self, config: ConvertConfig, max_bytes: int | None):
         self._config, self._max_bytes = config, max_bytes
         self._options = ReadOptions.from_config(config)
-        self._files = source_files(config).files
+        files = source_files(config).files
+        layouts = inspect_files(files, self._options)
+        if faults := faults_that_stop(config, damaged_files(files, layouts)):
+            raise UserError("\n".join(faults))
+        self._files = [file for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
         self.documents = self.bytes = 0
 
     def __iter__(self) -> Iterator[str]:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from biphasic.config.conversion_record import StreamRecord, read_stream_record
+from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, read_stream_record
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.mds_reader import INDEX
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, join
-from biphasic.storage.hub import is_local_path
+from biphasic.storage.hub import is_local_path, is_made_by_jobs, why_missing
 
 _MAX_UNUSED = 0.1
 """Share of a model's vocabulary without tokens that is not worth a warning. Sizes are often rounded up."""
@@ -30,6 +31,10 @@ class RowChecks:
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
+
+    def add_missing(self, path: str, message: str) -> None:
+        """Add a message on a path that is not there: as missing if jobs make it by default, else as a problem."""
+        (self.missing if is_made_by_jobs(path) else self.problems).append(message)
 
 
 def row_problems(
@@ -73,14 +78,22 @@ def check_rows(config: PretrainConfig) -> RowChecks:
             tokenizer = load_tokenizer(config.tokenizer)
         except UserError as error:
             checks.problems.append(str(error))
-    elif is_local_path(config.tokenizer):
-        checks.missing.append(f"tokenizer {config.tokenizer}: there is no such folder")
+    elif (reason := why_missing(config.tokenizer)) is not None:
+        checks.add_missing(config.tokenizer, f"tokenizer {config.tokenizer}: {reason}")
     for key, stream in config.data.splits.items():
-        if stream.remote is None and not Path(stream.local).is_dir():
-            checks.missing.append(f"{key}.local {stream.local}: there is no such folder")
+        split = Path(stream.local)
+        if stream.remote is None and not (split / INDEX).is_file():
+            hint = f"has no {INDEX}: expected a split of a finished conversion"
+            message = f"{key}.local {split}: {hint if split.is_dir() else 'there is no such folder'}"
+            if (split.parent / CONVERSION_STARTED).is_file():
+                checks.missing.append(f"{message}; the conversion is unfinished")
+            elif (split.parent / CONVERSION_RECORD).is_file():
+                checks.problems.append(message)
+            else:
+                checks.add_missing(stream.local, message)
     source = config.model.init_from
     if source is not None and not is_remote(source) and is_local_path(source) and not Path(source).exists():
-        checks.missing.append(f"model.init_from {source}: there is no such checkpoint or folder")
+        checks.add_missing(source, f"model.init_from {source}: there is no such checkpoint or folder")
     checks.problems += row_problems(config, conversions, tokenizer)
     architecture = architecture_of(config.model)
     sizes: list[int] = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]

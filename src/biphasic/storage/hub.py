@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import posixpath
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import lru_cache
@@ -21,6 +23,12 @@ def is_local_path(path: str) -> bool:
         return False
     looks_local = path.startswith((".", "/", "~")) or path.endswith("/") or path.count("/") > 1
     return looks_local or path.split("/")[0] in _OWN_FOLDERS
+
+
+def is_made_by_jobs(path: str) -> bool:
+    """Return whether jobs write to a path by default, below `runs/`, `data/` or the folder that `BUCKET` names."""
+    folders = (*_OWN_FOLDERS, os.environ.get("BUCKET") or "runs")
+    return any(posixpath.normpath(path).startswith(f"{posixpath.normpath(folder)}/") for folder in folders)
 
 
 def why_missing(path: str, revision: str | None = None) -> str | None:
