@@ -22,7 +22,8 @@ LENGTH, BATCH = 256, 10
 
 def record(folder: Path, rows: int, tokens: int, split: str = "train") -> str:
     """The record of a conversion, and the folder of its split."""
-    folder.mkdir(parents=True)
+    (folder / split).mkdir(parents=True)
+    (folder / split / "index.json").write_text("{}")
     content = {"sequence_length": LENGTH, "splits": {split: {"rows": rows, "tokens": tokens}}}
     (folder / "conversion.json").write_text(json.dumps(content))
     return str(folder / split)

@@ -283,7 +283,7 @@ def problems_of(config: ConvertConfig, folder: Path, capsys: pytest.CaptureFixtu
         ("a.jsonl", "\n\n", "expected documents; the source's files hold none"),
         ("a.jsonl", '[\n{"id": 1, "text": "x"}]\n', "a.jsonl, line 1: is not JSON (Expecting value"),
         ("a.csv", "id,text\n1,\n", "a.csv, line 2: has no text"),
-        ("a.txt", "\ufeffx", "a.txt: is UTF-16; expected UTF-8"),
+        ("a.txt", "\ufeffx", "a.txt: is UTF-16 or UTF-32; expected UTF-8"),
     ],
 )  # fmt: skip
 def test_the_plan_finds_files_that_can_not_be_read(
@@ -326,7 +326,7 @@ def test_the_plan_tells_what_is_made_later_from_what_is_not_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     config = config_for(sentences(3))
-    for path in ("/nowhere", "./nowhere", "nowhere"):
+    for path in ("/nowhere", "./nowhere", "a/b/c"):
         [problem] = problems_of(config, tmp_path, capsys, f"tokenizer={path}")
         assert problem.startswith(f"tokenizer {path}: ")
         [problem] = problems_of(config, tmp_path, capsys, f"source.paths=[{path}]")

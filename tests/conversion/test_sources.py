@@ -416,9 +416,7 @@ def test_utf_16_is_named(tmp_path: Path, encoding: str) -> None:
     for kind, content in {"jsonl": '{"id": "1", "text": "one"}\n', "csv": "id,text\n1,one\n", "txt": "one"}.items():
         file = tmp_path / f"a.{kind}"
         file.write_bytes(content.encode(encoding))
-        with pytest.raises(
-            DamagedFileError, match=rf"a\.{kind}: is UTF-{encoding[4:6]}[LB]?E?; expected UTF-8: .*iconv -f "
-        ):
+        with pytest.raises(DamagedFileError, match=rf"a\.{kind}: is UTF-16 or UTF-32; expected UTF-8"):
             list(read_documents(SourceFile(str(file), 1, ""), OPTIONS))
 
 

@@ -290,7 +290,7 @@ def test_a_unit_that_was_written_twice(output: Path, name: str) -> None:
 
     edit_record(output, edit)
     [fault] = verify(str(output), sources=False, progress=False).faults
-    assert fault.startswith("units/: ") and fault.endswith(f"text.parquet was converted twice, in {unit} and {other}")
+    assert fault.startswith("units/: ") and fault.endswith("text.parquet was converted twice")
 
 
 def test_a_damaged_record_of_a_unit(output: Path) -> None:

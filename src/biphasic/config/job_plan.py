@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 
-from biphasic.storage.hub import is_made_by_jobs
-
 
 @dataclass
 class JobPlan:
@@ -25,10 +23,6 @@ class JobPlan:
     lines: dict[str, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
-
-    def add_missing(self, path: str, message: str) -> None:
-        """Add a message on a path that is not there: as missing if jobs make it by default, else as a problem."""
-        (self.missing if is_made_by_jobs(path) else self.problems).append(message)
 
     def describe(self) -> str:
         """Return the plan as text."""

@@ -41,6 +41,7 @@ from biphasic.conversion.worker import boundary_tokens
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 
+Damaged = tuple[list[str], list[str]]
 _ADVICE = "mend it and run the same command again, or set on_bad_file: skip"
 
 
@@ -69,15 +70,14 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
         print(f"the hub dataset is read at this commit, which others can name too: source.revision: {commit}")
     layouts = inspect_files(files, ReadOptions.from_config(config))
     units = plan_work_units(files, layouts, config.unit_bytes)
-    damaged = damaged_files(files, layouts)
+    damaged = damaged_files(config, files, layouts)
     try:
         with lock_output(context, units, commit) as output:
             if sources.unread:
-                line = f"not read: {describe_unread(sources.unread)}"
-                output.log.add(line)
+                output.log.add(line := f"not read: {describe_unread(sources.unread)}")
                 print(line)
             records = _Driver(context, units, damaged, output).run()
-            record = merge_records(context, records, sources, damaged, time.monotonic() - start)
+            record = merge_records(context, records, sources, damaged[0], time.monotonic() - start)
             publish(output, record, records, tokenizer)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
@@ -99,15 +99,11 @@ def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
     return find_hub_files(config.source.model_copy(update={"revision": commit or config.source.revision}))
 
 
-def damaged_files(files: list[SourceFile], layouts: list[FileLayout]) -> list[str]:
-    """Return a message for each file that can't be read."""
+def damaged_files(config: ConvertConfig, files: list[SourceFile], layouts: list[FileLayout]) -> Damaged:
+    """Return a message for each file that can't be read; and those, with advice, that stop the conversion."""
     pairs = zip(files, layouts, strict=True)
-    return [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
-
-
-def faults_that_stop(config: ConvertConfig, damaged: list[str]) -> list[str]:
-    """Return the messages on damaged files, with advice, if the YAML says that they stop the conversion."""
-    return [f"{fault}; {_ADVICE}" for fault in damaged if config.on_bad_file == "stop"]
+    damaged = [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
+    return damaged, [f"{fault}; {_ADVICE}" for fault in damaged if config.on_bad_file == "stop"]
 
 
 class _Driver:
@@ -119,8 +115,9 @@ class _Driver:
     the end; a unit that was stopped at too many is converted once more.
     """
 
-    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], output: LockedOutput):
-        self.context, self.units, self.damaged, self.output = context, units, damaged, output
+    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: Damaged, output: LockedOutput):
+        self.context, self.units, self.output = context, units, output
+        self.damaged, self.faults = damaged
         self.records: dict[str, UnitRecord] = {}
         self._position = {unit.name: position for position, unit in enumerate(units)}
         for unit in units:
@@ -129,7 +126,6 @@ class _Driver:
                 stopped_at, remaining = record["stopped_at"], self._remaining(unit)
                 if stopped_at is None or (remaining is not None and stopped_at >= remaining):
                     self.records[unit.name] = record
-        self.faults = faults_that_stop(context.config, damaged)
 
     def run(self) -> list[tuple[WorkUnit, UnitRecord]]:
         """Convert the units, and return those that make up the dataset, with their records.

@@ -7,11 +7,11 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.job_plan import JobPlan
-from biphasic.conversion.estimate import estimate, read_sample
+from biphasic.conversion.estimate import add_estimate
 from biphasic.conversion.sources import describe_unread
 from biphasic.errors import UserError
 from biphasic.storage import is_remote
-from biphasic.storage.hub import why_missing
+from biphasic.storage.hub import UNREACHABLE, is_made_by_jobs, why_missing
 
 
 def plan_conversion(config: ConvertConfig) -> JobPlan:
@@ -48,17 +48,17 @@ def plan_conversion(config: ConvertConfig) -> JobPlan:
     plan = JobPlan(config.output, config.job, lines)
     for path in source.paths if isinstance(source, FilesSource) else ():
         if not is_remote(path) and not glob.glob(path, recursive=True):
-            plan.add_missing(path, f"source.paths {path}: there is no such file or folder")
+            messages = plan.missing if is_made_by_jobs(path) else plan.problems
+            messages.append(f"source.paths {path}: there is no such file or folder")
     sources_exist = not plan.missing and not plan.problems
     if (reason := why_missing(config.tokenizer)) is not None:
-        message = f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)"
-        plan.add_missing(config.tokenizer, message)
-    try:
-        sample = read_sample(config) if sources_exist else None
-        if sample is not None and not plan.missing and not plan.problems:
-            plan.lines |= estimate(config, sample)
-    except UserError as error:
-        plan.problems += str(error).splitlines()
+        messages = plan.missing if is_made_by_jobs(config.tokenizer) or UNREACHABLE in reason else plan.problems
+        messages.append(f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)")
+    if sources_exist and (reason is None or isinstance(source, FilesSource)):
+        try:
+            add_estimate(plan, config)
+        except UserError as error:
+            plan.problems += str(error).splitlines()
     return plan
 
 

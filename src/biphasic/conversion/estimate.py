@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
@@ -11,11 +10,12 @@ import numpy as np
 
 from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.convert import damaged_files, faults_that_stop, source_files
+from biphasic.config.job_plan import JobPlan
+from biphasic.conversion.convert import damaged_files, source_files
 from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.reading import FILTERED, Document, ReadOptions, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import FileLayout, describe_unread, inspect_files
-from biphasic.conversion.work_units import WorkUnit, plan_work_units
+from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -27,29 +27,22 @@ _SCRATCH_SHARDS = 9
 """Maximum number of shards on a worker's disk: the one being written, and those waiting for their upload."""
 
 
-@dataclass
-class Sample:
-    """Work units of a conversion, texts from each of up to eight places in its files, the number of filtered entries
-    among these, and the plan's lines about the files."""
+def add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
+    """Add the sources' files to a plan and, if nothing is missing, an estimate of tokens, bytes, time and disk use.
 
-    units: list[WorkUnit]
-    texts: list[list[str]]
-    filtered: int
-    lines: dict[str, str]
-
-
-def read_sample(config: ConvertConfig) -> Sample:
-    """Inspect the sources, and read a few hundred documents from each of up to eight places in them.
+    Inspects the sources, and reads and tokenizes a few hundred documents from each of up to eight places in them.
 
     Raises:
-        UserError: the sources can't be used: a file can't be read, or the sample has no documents.
+        UserError: the sources or the tokenizer can't be used, or the documents read include none.
     """
+    import zstandard
+
     options = ReadOptions.from_config(config)
     sources = source_files(config)
     files = sources.files
     layouts = inspect_files(files, options)
-    damaged = damaged_files(files, layouts)
-    if faults := faults_that_stop(config, damaged):
+    damaged, faults = damaged_files(config, files, layouts)
+    if faults:
         raise UserError("\n".join(faults))
     units = plan_work_units(files, layouts, config.unit_bytes)
     readable = [(file, layout) for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
@@ -68,30 +61,17 @@ def read_sample(config: ConvertConfig) -> Sample:
     file_bytes = format_bytes(sum(file.bytes for file in files))
     counted = all(layout.rows for _, layout in readable)
     documents = f", {sum(sum(layout.rows) for _, layout in readable):,} documents" if counted else ""
-    lines = {"files": f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units"}
-    lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
-    lines |= {"left out": "; ".join(damaged)} if damaged else {}
-    return Sample(units, samples, filtered, lines)
-
-
-def estimate(config: ConvertConfig, sample: Sample) -> dict[str, str]:
-    """Estimate a conversion's tokens, bytes, time and disk use from a sample, which is tokenized.
-
-    Returns:
-        The lines of `--plan`, by topic.
-
-    Raises:
-        UserError: the tokenizer can't be used.
-    """
-    import zstandard
-
+    plan.lines["files"] = f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units"
+    plan.lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
+    plan.lines |= {"left out": "; ".join(damaged)} if damaged else {}
+    if plan.missing or plan.problems:
+        return
     tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
-    units = sample.units
-    texts = [text for part in sample.texts for text in part]
+    texts = [text for part in samples for text in part]
     encode_texts(tokenizer, texts[:10])
     start = time.process_time()
-    encoded = [encode_texts(tokenizer, part) for part in sample.texts]
+    encoded = [encode_texts(tokenizer, part) for part in samples]
     seconds = max(time.process_time() - start, 1e-9)
     size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
     ids = sum(len(document) for part in encoded for document in part)
@@ -102,7 +82,7 @@ def estimate(config: ConvertConfig, sample: Sample) -> dict[str, str]:
     raw_bytes = sum(len(content) for content in raw)
     packed_bytes = sum(len(zstandard.compress(content)) for content in raw) if config.compression else raw_bytes
 
-    text_bytes = round(sum(unit.bytes for unit in units) * len(texts) / max(len(texts) + sample.filtered, 1))
+    text_bytes = round(sum(unit.bytes for unit in units) * len(texts) / max(len(texts) + filtered, 1))
     tokens = round(text_bytes * sampled_tokens / max(size, 1))
     if config.max_tokens is not None and config.max_tokens < tokens:
         text_bytes, tokens = round(text_bytes * config.max_tokens / tokens), config.max_tokens
@@ -114,8 +94,7 @@ def estimate(config: ConvertConfig, sample: Sample) -> dict[str, str]:
         shard = round(config.shard_bytes * packed_bytes / max(raw_bytes, 1))
         peak_bytes = min(workers, max(len(units), 1)) * _SCRATCH_SHARDS * shard
         disk = "the disks of the workers together"
-    return {
-        **sample.lines,
+    plan.lines |= {
         "tokens": f"about {tokens:,}, of {format_bytes(text_bytes)} of text (from {len(texts):,} documents)",
         "bytes": f"about {format_bytes(stored_bytes)} stored",
         "time": f"about {format_seconds(core_seconds)} of one core's tokenizing at this machine's rate; "

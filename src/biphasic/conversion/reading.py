@@ -43,13 +43,6 @@ class DamagedFileError(UserError):
     """A file can't be read completely."""
 
 
-_OTHER_ENCODINGS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
-}
-"""Encodings that can't be read, by their byte order marks. That of UTF-32 begins as that of UTF-16 does."""
 FILTERED = "filtered"
 """The kind of an entry that a filter leaves out. This is not an error."""
 
@@ -102,12 +95,8 @@ def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document 
         UserError: the file lacks a column (text files have none), a text is not a string, or the file can't be reached any
             more.
     """
-    readers = {
-        "parquet": _read_parquet,
-        **dict.fromkeys(_DELIMITERS, _read_csv),
-        **dict.fromkeys(TEXT_KINDS, _read_text),
-    }
-    return readers.get(_kind(file.path), _read_jsonl)(file, options)
+    kind, readers = _kind(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
+    return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, options)
 
 
 def _kind(path: str) -> str:
@@ -147,14 +136,18 @@ def _expected(path: str, options: ReadOptions) -> str:
     return f"a line such as {json.dumps(dict.fromkeys(options.columns, '…'), ensure_ascii=False)}"
 
 
-def read_start(file: SourceFile, options: ReadOptions) -> None:
-    """Read a file's first entry, and of a text file only a line, to find early what would stop its reading.
+def start_fault(file: SourceFile, options: ReadOptions) -> str | None:
+    """Return why a file's first entry (of a text file, its first line) can't be read, or None if it can.
 
     Raises:
-        DamagedFileError, UserError: as `read_documents`.
+        UserError: the file lacks a column, or the text is not a string.
     """
     is_text = _kind(file.path) in TEXT_KINDS and not options.filters
-    next(iter(_lines(file) if is_text else read_documents(file, options)), None)
+    try:
+        next(iter(_lines(file) if is_text else read_documents(file, options)), None)
+    except DamagedFileError as error:
+        return str(error).removeprefix(f"source {file.path}").lstrip(":, ")
+    return None
 
 
 def _document(text: str | bytes | None, values: dict[str, Any], where: str, options: ReadOptions) -> Document | Skipped:
@@ -248,17 +241,9 @@ def _lines(file: SourceFile) -> Iterator[bytes]:
 
 
 def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
-    """Return a file's first line without UTF-8's byte order mark.
-
-    Raises:
-        DamagedFileError: the file is UTF-16 or UTF-32: it has their byte order mark, or ASCII text with a zero byte.
-    """
-    encoding = next((name for mark, name in _OTHER_ENCODINGS.items() if line.startswith(mark)), None)
-    if encoding is None and b"\0" in line[:2]:
-        encoding = "UTF-16BE" if line.startswith(b"\0") else "UTF-16LE"
-    if encoding is not None:
-        advice = f"convert it: iconv -f {encoding} -t UTF-8"
-        raise DamagedFileError(f"source {file.path}: is {encoding}; expected UTF-8: {advice}")
+    """Return a file's first line without UTF-8's byte order mark. Raises a DamagedFileError if the file is UTF-16."""
+    if line.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) or b"\0" in line[:2]:
+        raise DamagedFileError(f"source {file.path}: is UTF-16 or UTF-32; expected UTF-8: convert it with iconv")
     return line.removeprefix(codecs.BOM_UTF8)
 
 

@@ -17,11 +17,10 @@ from biphasic.config.convert import FilesSource, HubSource
 from biphasic.conversion.reading import (
     COMPRESSIONS,
     TEXT_KINDS,
-    DamagedFileError,
     ReadOptions,
     SourceFile,
     missing_column_message,
-    read_start,
+    start_fault,
 )
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, filesystem, first_line, is_remote, open_store
@@ -92,11 +91,9 @@ def _suffix(path: str) -> str:
 
 def describe_unread(unread: Mapping[str, int]) -> str:
     """Return the number of files that are not read and their most frequent suffixes: `8 files (5 .html, 3 .pdf)`."""
-    common = sorted(unread.items(), key=lambda item: -item[1])
-    names = [f"{count:,} {suffix}" for suffix, count in common[:_NAMED_SUFFIXES]]
-    names += [f"{sum(count for _, count in common[_NAMED_SUFFIXES:]):,} others"] if common[_NAMED_SUFFIXES:] else []
-    total = sum(unread.values())
-    return f"{total:,} file{'s' * (total > 1)} ({', '.join(names)})"
+    names = [f"{count:,} {suffix}" for suffix, count in Counter(unread).most_common()]
+    named = [*names[:_NAMED_SUFFIXES], *(["others"] if names[_NAMED_SUFFIXES:] else [])]
+    return f"{sum(unread.values()):,} file{'s' * (sum(unread.values()) > 1)} ({', '.join(named)})"
 
 
 def _local_files(path: str) -> list[SourceFile]:
@@ -260,11 +257,7 @@ def _inspect(file: SourceFile, options: ReadOptions) -> FileLayout:
     if file.bytes == 0:
         return FileLayout(fault="is empty (0 bytes)")
     if not file.path.endswith(".parquet"):
-        try:
-            read_start(file, options)
-        except DamagedFileError as error:
-            return FileLayout(fault=str(error).removeprefix(f"source {file.path}").lstrip(":, "))
-        return FileLayout()
+        return FileLayout(fault=start_fault(file, options))
     try:
         system, name = filesystem(file.path)
         with system.open_input_file(name) as handle:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.convert import damaged_files, faults_that_stop, source_files
+from biphasic.conversion.convert import damaged_files, source_files
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.reading import Document, ReadOptions, SourceFile, read_documents
 from biphasic.conversion.sources import inspect_files
@@ -115,7 +115,7 @@ class _TrainingText:
         self._options = ReadOptions.from_config(config)
         files = source_files(config).files
         layouts = inspect_files(files, self._options)
-        if faults := faults_that_stop(config, damaged_files(files, layouts)):
+        if faults := damaged_files(config, files, layouts)[1]:
             raise UserError("\n".join(faults))
         self._files = [file for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
         self.documents = self.bytes = 0

@@ -169,7 +169,7 @@ class _Verifier:
                 f"documents/: names {documents:,} documents, {validation:,} for validation; the record {expected:,} and "
                 f"{expected_validation:,}"
             )
-        self.check_units_read_different_text()
+        self.check_units()
         repeated, stated = count_repeated(document_numbers(self.store, units)), self.record["documents"]["repeated"]
         if repeated != stated:
             self.faults.append(
@@ -178,23 +178,21 @@ class _Verifier:
         elif repeated:
             self.summary.append(f"documents: {repeated:,} have the id of an earlier one in the source, and are kept")
 
-    def check_units_read_different_text(self) -> None:
+    def check_units(self) -> None:
         """Check that no file or row group was converted twice. A source may repeat documents, but units may not."""
         try:
             records = read_unit_records(self.store)
         except UserError as error:
             self.faults.append(str(error).removeprefix(join(self.output, "")))
             return
-        unit_of: dict[tuple[str, int | None], str] = {}
-        for unit in self.record["units"]:
-            for file in records[unit]["files"]:
-                groups = [None] if file["row_groups"] is None else range(*file["row_groups"])
-                for part in [(file["path"], group) for group in groups]:
-                    if part in unit_of:
-                        message = f"{file['path']} was converted twice, in {unit_of[part]} and {unit}"
-                        self.faults.append(f"units/: {message}")
-                        return
-                    unit_of[part] = unit
+        parts = Counter(
+            (file["path"], group)
+            for unit in self.record["units"]
+            for file in records[unit]["files"]
+            for group in (range(*file["row_groups"]) if file["row_groups"] else [None])
+        )
+        if twice := [path for (path, _), count in parts.items() if count > 1]:
+            self.faults.append(f"units/: {twice[0]} was converted twice")
 
     def check_sources(self) -> None:
         """Check that the source files are unchanged and have as many documents as were read."""

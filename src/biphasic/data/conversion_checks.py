@@ -12,7 +12,7 @@ from biphasic.data.mds_reader import INDEX
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, join
-from biphasic.storage.hub import is_local_path, is_made_by_jobs, why_missing
+from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 _MAX_UNUSED = 0.1
 """Share of a model's vocabulary without tokens that is not worth a warning. Sizes are often rounded up."""
@@ -31,10 +31,6 @@ class RowChecks:
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-
-    def add_missing(self, path: str, message: str) -> None:
-        """Add a message on a path that is not there: as missing if jobs make it by default, else as a problem."""
-        (self.missing if is_made_by_jobs(path) else self.problems).append(message)
 
 
 def row_problems(
@@ -78,22 +74,23 @@ def check_rows(config: PretrainConfig) -> RowChecks:
             tokenizer = load_tokenizer(config.tokenizer)
         except UserError as error:
             checks.problems.append(str(error))
-    elif (reason := why_missing(config.tokenizer)) is not None:
-        checks.add_missing(config.tokenizer, f"tokenizer {config.tokenizer}: {reason}")
+    elif is_local_path(config.tokenizer):
+        messages = checks.missing if is_made_by_jobs(config.tokenizer) else checks.problems
+        messages.append(f"tokenizer {config.tokenizer}: there is no such folder")
     for key, stream in config.data.splits.items():
         split = Path(stream.local)
         if stream.remote is None and not (split / INDEX).is_file():
-            hint = f"has no {INDEX}: expected a split of a finished conversion"
-            message = f"{key}.local {split}: {hint if split.is_dir() else 'there is no such folder'}"
-            if (split.parent / CONVERSION_STARTED).is_file():
-                checks.missing.append(f"{message}; the conversion is unfinished")
-            elif (split.parent / CONVERSION_RECORD).is_file():
-                checks.problems.append(message)
-            else:
-                checks.add_missing(stream.local, message)
+            reason = f"has no {INDEX}: expected a split of a finished conversion"
+            converted = (split.parent / CONVERSION_RECORD).is_file()
+            started = (split.parent / CONVERSION_STARTED).is_file()
+            messages = (
+                checks.missing if started or (not converted and is_made_by_jobs(stream.local)) else checks.problems
+            )
+            messages.append(f"{key}.local {split}: {reason if split.is_dir() else 'there is no such folder'}")
     source = config.model.init_from
     if source is not None and not is_remote(source) and is_local_path(source) and not Path(source).exists():
-        checks.add_missing(source, f"model.init_from {source}: there is no such checkpoint or folder")
+        messages = checks.missing if is_made_by_jobs(source) else checks.problems
+        messages.append(f"model.init_from {source}: there is no such checkpoint or folder")
     checks.problems += row_problems(config, conversions, tokenizer)
     architecture = architecture_of(config.model)
     sizes: list[int] = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]

@@ -13,6 +13,8 @@ from biphasic.storage.paths import first_line, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
 """Folders that jobs write to by default. A path into them is never a hub id."""
+UNREACHABLE = "can't be reached"
+"""Part of the reason why a model is missing if the hub did not answer, so that the model may exist."""
 _FILES = ("config.json", "tokenizer.json", "tokenizer_config.json")
 _TIMEOUT = 10.0
 
@@ -64,7 +66,8 @@ def _why_not_on_hub(path: str, revision: str | None) -> str | None:
     except (OSError, ValueError) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (429, *range(500, 600)):
             return None  # The hub is there, so the libraries' retries may help.
-        return first_line(error)
+        answered = isinstance(error, (HfHubHTTPError, ValueError))
+        return first_line(error) if answered else f"{UNREACHABLE} ({first_line(error)})"
     return None
 
 
