@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import glob
+import os
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from biphasic.config.tasks import DatasetConfig, RetrievalSet, TasksConfig
 from biphasic.downstream.check import find_problem
 from biphasic.downstream.prepare import is_finished
 from biphasic.errors import UserError
+from biphasic.storage.hub import is_made_by_jobs
 
 
 def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
@@ -35,17 +39,28 @@ def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
             sources = list(dict.fromkeys(table.path or _files(table) for table in tables))
             splits = [*(["train"] if task.train else []), *(f"qrels/{split}" for split in task.qrels)]
         else:
-            source = task.source
+            tables, source = [task.source], task.source
             sources = [" ".join(filter(None, [source.path or _files(source), source.name, source.revision]))]
             splits = list(task.splits)
             if "train" in splits and "validation" not in splits:
                 splits.append(f"validation ({config.validation_fraction:.0%} of train)")
         done = ", finished already" if is_finished(name, config) else ""
         lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{done} [{task.license}]")
-        problem = None if done else find_problem(name, config)
+        missing = [] if done else list(_missing(tables))
+        lines += [f"  MISSING      {path}: there is no such file or folder" for path in missing]
+        problem = None if done or missing else find_problem(name, config)
         lines += [] if problem is None else [f"  PROBLEM      {problem}"]
         refused = refused or problem is not None
     return "\n".join(lines), refused
+
+
+def _missing(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
+    """Yield the paths that are not there and that other commands make."""
+    for dataset in datasets:
+        patterns = [pattern for patterns in (dataset.files or {}).values() for pattern in patterns]
+        for path in [dataset.path] if dataset.path else patterns:
+            if is_made_by_jobs(path) and not glob.glob(os.path.expanduser(path), recursive=True):
+                yield path
 
 
 def _files(dataset: DatasetConfig) -> str:
