@@ -87,12 +87,12 @@ def make(folder: Path) -> None:
     write_tokenizer(folder / "tokenizer")
     make_glue(folder / "hub" / "glue")
     write_own(folder / "my-set")
-    write_own_set(folder / "my_set")
+    write_own_set(folder / "data" / "my_set")
 
 
 def write_own_set(folder: Path) -> None:
     """Write the files that `yamls/data/own_retrieval.yaml` names."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     documents = [{"_id": f"d{number}", "text": f"w{number} w{number + 1} w{number + 2}"} for number in range(8)]
     queries = [{"_id": f"q{number}", "text": f"w{number}"} for number in range(8)]
     pairs = [{"query": f"w{number % 50}", "positive": f"w{number % 50} w{number % 50 + 1}"} for number in range(200)]

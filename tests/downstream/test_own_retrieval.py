@@ -25,7 +25,7 @@ def write_set(folder: Path) -> None:
         "corpus": [{"_id": f"d{at}", "text": f"text {at}"} for at in range(9)],
         "queries": [{"_id": f"q{at}", "text": f"query {at}"} for at in range(8)],
     }
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for name, rows in tables.items():
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     judgments = "".join(f"q{at}\td{at}\t1\n" for at in range(8))
@@ -37,7 +37,7 @@ def test_the_example(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     monkeypatch.chdir(tmp_path)
-    write_set(tmp_path / "my_set")
+    write_set(tmp_path / "data" / "my_set")
     config = load(YAML)
     assert isinstance(config, TasksConfig)
     finetune = load(ROOT / "yamls" / "finetune" / "own_retrieval.yaml")
