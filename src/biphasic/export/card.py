@@ -12,11 +12,12 @@ from huggingface_hub import ModelCardData
 
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.export.metadata import hub_id, parse_card
+from biphasic.export.usage import ExportForm, describe_use
 
 _LOAD = """## Use
 
 ```python
-from transformers import AutoModel, AutoTokenizer{version}
+from transformers import AutoModel, AutoTokenizer  # transformers >= 5
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
 model = AutoModel.from_pretrained("{name}"{trust})
@@ -30,7 +31,6 @@ embeddings = SentenceTransformer("{name}"{trust}).encode(["a text", "another"])
 {code}
 Attention is bidirectional. Texts have no beginning-of-text token, as in training.
 """
-_VERSION = "  # transformers >= 5"
 _CODE = """
 The folder holds Python code that makes this family's attention bidirectional; `trust_remote_code=True` lets transformers run
 it. Read the code first, and name a `revision`, so that it does not change afterwards.
@@ -39,9 +39,9 @@ _LIMITS = """## Limits
 
 - It reproduces the errors, gaps and biases of its training text, which were not measured.
 {more}"""
-_PRETRAINED = """- It is a pretrained encoder, not trained for similarity or search: fine-tune it for a task.
-- Texts are cut after {length:,} tokens.
-"""
+_PRETRAINED = "- It is a pretrained encoder, not trained for similarity or search: fine-tune it for a task.\n"
+_LENGTH = "- Texts are cut after {length:,} tokens.\n"
+_WINDOWS = "- A context is read in overlapping windows of up to {length:,} tokens, each with the question.\n"
 _UNTRAINED = "- It is not trained: its outputs are random.\n"
 _FINETUNED = """- It was trained for one task, on the data named above: measure it before other uses.
 """
@@ -105,7 +105,7 @@ def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_c
     parts.append(f"The complete configuration:\n\n```yaml\n{record['config'].rstrip()}\n```\n")
     trained = [phase for phase in record["phases"] if phase["batches"]]
     last = config["objective"]["phases"][len(trained) - 1]
-    limits = [_PRETRAINED.format(length=config["data"]["sequence_length"])]
+    limits = [_PRETRAINED, _LENGTH.format(length=config["data"]["sequence_length"])]
     limits += [_SHIFTED] if last.get("target") == "next" else []
     limits += [] if any(phase["name"] == "mlm" for phase in trained) else [_CAUSAL]
     return _finished([*parts, _use(name, remote_code), _limits(limits, hub_id(start))])
@@ -122,22 +122,25 @@ def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_co
     return _finished([front, f"# {name}\n", text, _use(name, remote_code), limits])
 
 
-def finetuned_card(name: str, rows: dict[str, Any], *, remote_code: bool = False, family: str = "eurobert") -> str:
-    """Return the card of a fine-tuned encoder.
+def finetuned_card(name: str, rows: dict[str, Any], task: Any, form: ExportForm, max_length: int) -> str:
+    """Return the card of a fine-tuned model.
 
     Args:
         name: the title.
         rows: the rows of the card's fine-tuning table.
-        remote_code: as for `pretrained_card`.
-        family: the exported model's `model_type`.
+        task: the YAML's `task:` section.
+        form: the form of the export.
+        max_length: number of tokens to which the model's inputs are cut.
 
     Raises:
         UserError: the hub would refuse the card's metadata.
     """
     start = rows.get("From")
-    front = _front("sentence-similarity", library="sentence-transformers", trained_from=start, family=family)
-    use = _use(name, remote_code, family == "eurobert")
-    return _finished([front, f"# {name}\n", _table("Fine-tuning", rows), use, _limits([_FINETUNED], hub_id(start))])
+    pipeline, library, use = describe_use(name, task, form)
+    front = _front(pipeline, library, trained_from=start, family=form.family)
+    parts = [front, f"# {name}\n", _table("Fine-tuning", rows), f"## Use\n\n{use}", *([_CODE] if form.has_code else [])]
+    length = _WINDOWS if task.kind == "question_answering" else _LENGTH
+    return _finished([*parts, _limits([_FINETUNED, length.format(length=max_length)], hub_id(start))])
 
 
 def _finished(parts: list[str]) -> str:
@@ -157,21 +160,22 @@ def _front(
     family: str | None = "eurobert",
 ) -> str:
     """Return the metadata for the hub. A model trained from another one has no license unless `--license` names it."""
+    embeds = pipeline in ("feature-extraction", "sentence-similarity")
     data = ModelCardData(
         language=list(languages) or None,
         license=None if trained_from else "apache-2.0",
         library_name=library,
         pipeline_tag=pipeline,
-        tags=[tag for tag in ("biphasic", family, "encoder", "sentence-transformers") if tag],
+        tags=[tag for tag in ("biphasic", family, "encoder", embeds and "sentence-transformers") if tag],
         base_model=hub_id(trained_from),
         datasets=list(datasets) or None,
     )
     return f"---\n{data.to_yaml()}\n---\n"
 
 
-def _use(name: str, remote_code: bool, eurobert: bool = True) -> str:
+def _use(name: str, remote_code: bool) -> str:
     trust, code = (", trust_remote_code=True", _CODE) if remote_code else ("", "")
-    return _LOAD.format(name=name, trust=trust, code=code, version=_VERSION if eurobert or remote_code else "")
+    return _LOAD.format(name=name, trust=trust, code=code)
 
 
 def _limits(limits: Sequence[str], base: str | None) -> str:

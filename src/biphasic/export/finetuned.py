@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.export.formats import Kind
+from biphasic.export.usage import ExportForm
 from biphasic.export.weights import Weights
 from biphasic.export.write import (
     choose_format,
@@ -33,17 +36,48 @@ def require_exportable(encoder: Encoder) -> None:
         UserError: the encoder was made from a decoder that no format can represent, see `choose_format`.
     """
     try:
-        export_family(encoder)
+        export_form(encoder, nn.Identity(), None)
     except UserError as error:
         raise UserError(f"{error}; save_model=false trains and scores without writing the model") from None
 
 
-def export_family(encoder: Encoder) -> tuple[str, bool]:
-    """Return the model type that `export_finetuned` writes, and whether the folder contains code. Raises the same errors."""
+def export_form(encoder: Encoder, head: nn.Module, label_names: list[str] | None) -> ExportForm:
+    """Return the form in which `export_finetuned` writes a model. Arguments and errors are the same."""
+    config: Any = encoder.backbone.config
     if encoder.is_own_family:
-        return encoder.backbone.config.model_type, False  # pyright: ignore
-    fmt = choose_format(encoder.backbone.config, encoder.tokenizer)
-    return fmt.name.removeprefix(BIDIRECTIONAL), bool(fmt.files)
+        family, has_code = config.model_type, bool(getattr(config, "auto_map", None))
+        has_head_class = _own_network(encoder, head, label_names) is not None
+    else:
+        fmt = choose_format(config, encoder.tokenizer)
+        family, has_code = fmt.name.removeprefix(BIDIRECTIONAL), bool(fmt.files)
+        has_head_class = type(head) in _KINDS and label_names is not None
+    prefix = getattr(encoder.tokenizer.tokenizer.model, "continuing_subword_prefix", None)
+    return ExportForm(family, has_code, has_head_class, bool(prefix), encoder.text_tokenizer.settings.lowercase)
+
+
+def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | None) -> Any:
+    """Return an encoder of its own family in transformers' class with this head, or None if there is no such class.
+
+    The classes for tokens and for questions have a linear head in most families (not in ModernBERT's). No family has the
+    head of a text classifier: mean pooling with two layers.
+    """
+    from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+
+    backbone: Any = encoder.backbone
+    classes = MODEL_FOR_QUESTION_ANSWERING_MAPPING if label_names is None else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    if not isinstance(head, TokenHead) or type(backbone.config) not in classes:
+        return None
+    backbone.config.num_labels = head.classifier.out_features
+    with torch.device("meta"):
+        network: Any = classes[type(backbone.config)](backbone.config)
+    prefix = network.base_model_prefix
+    own = {name: weight for name, weight in network.state_dict().items() if not name.startswith(f"{prefix}.")}
+    trained = list(head.state_dict().values())
+    if [weight.shape for weight in own.values()] != [weight.shape for weight in trained]:
+        return None
+    network.load_state_dict(dict(zip(own, trained, strict=True)), strict=False, assign=True)
+    setattr(network, prefix, backbone)
+    return network
 
 
 def export_finetuned(
@@ -59,8 +93,9 @@ def export_finetuned(
     """Export an encoder and its head in fp32.
 
     Llama-shaped networks are written in EuroBERT's format, and other decoders in their family's format with a Python file.
-    Both have classes for classifiers of sequences and tokens. Other encoders are written in their own format. A head
-    without a class in the format is written to `head.safetensors`.
+    Both have classes for classifiers of sequences and tokens. Other encoders are written in their own format, in
+    transformers' class with the head if there is one. `head.safetensors` has the head of a question answering model, and of
+    any encoder in its own format, because `biphasic predict` reads it there.
 
     Args:
         encoder: the trained encoder.
@@ -79,10 +114,13 @@ def export_finetuned(
     settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase)
     if encoder.is_own_family:
         require_free(out, True)
+        network = _own_network(encoder, head, label_names) or backbone
+        if label_names is not None:
+            _set_labels(backbone.config, label_names)
 
         def fill(folder: Path) -> None:
-            backbone.save_pretrained(folder)
-            tokenizer.save(folder)
+            network.save_pretrained(folder)
+            replace(tokenizer, settings={**tokenizer.settings, "model_max_length": max_length}).save(folder)
             write_shared_files(folder, encoder.width, settings, card, head.state_dict())
 
         write_atomically(out, fill)
@@ -96,7 +134,11 @@ def export_finetuned(
         export_encoder(backbone, tokenizer, out, card, **options)
         return
     fmt = choose_format(backbone.config, tokenizer)
-    fmt.config.id2label = dict(enumerate(label_names))
-    fmt.config.label2id = {name: number for number, name in enumerate(label_names)}
+    _set_labels(fmt.config, label_names)
     weights = {**{f"model.{name}": weight for name, weight in backbone.state_dict().items()}, **head.state_dict()}
     write_folder(fmt, _KINDS[type(head)], Weights.in_memory(weights), tokenizer, out, card, settings, **options)
+
+
+def _set_labels(config: Any, label_names: list[str]) -> None:
+    config.id2label = dict(enumerate(label_names))
+    config.label2id = {name: number for number, name in enumerate(label_names)}

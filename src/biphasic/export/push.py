@@ -105,7 +105,7 @@ def files_of(folder: Path) -> dict[str, Path]:
 def _with_repo(card: str, repo: str, revision: str | None) -> str:
     """Return the card with example code that loads the model from the repository."""
     argument = f'"{repo}"' + (f', revision="{revision}"' if revision else "")
-    pattern = r'((?:\.from_pretrained|SentenceTransformer)\()"[^"]+"(?:, revision="[^"]+")?'
+    pattern = r'(\.from_pretrained\(|SentenceTransformer\(|pipeline\("[^"]+", model=)"[^"]+"(?:, revision="[^"]+")?'
     return re.sub(pattern, rf"\1{argument}", card)
 
 

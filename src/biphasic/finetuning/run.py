@@ -13,7 +13,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
-from biphasic.export.finetuned import export_family, export_finetuned
+from biphasic.export.finetuned import export_finetuned, export_form
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.task import FinetuneTask
@@ -79,9 +79,11 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
             for split, values in result.more.items()
             for metric, value in values.items()
         )
-    family, has_code = export_family(model.encoder)
-    card = finetuned_card(config.run_name, rows, remote_code=has_code, family=family)
     names = task.data.record.get("label_names")
+    if names:
+        rows["Labels"] = ", ".join(names)
+    form = export_form(model.encoder, model.head, names)
+    card = finetuned_card(config.run_name, rows, config.task, form, task.max_length)
     export_finetuned(
         model.encoder, model.head, names, folder / "model", card, prompts=task.prompts, max_length=task.max_length
     )
