@@ -29,7 +29,7 @@ import torch
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
 
-from biphasic.evaluation.search import retrieval_scores
+from biphasic.evaluation.search import rank_documents, retrieval_scores
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.tokens import entity_scores
 
@@ -93,7 +93,7 @@ def retrieval(folder: Path) -> Scores:
     generator = torch.Generator().manual_seed(0)
     guessed = [torch.randn(len(part), 8, generator=generator) for part in embedded]
     guess, tfidf = (
-        retrieval_scores(list(qrels), found[0], corpus["_id"], found[1], qrels)["ndcg_at_10"]
+        retrieval_scores(rank_documents(list(qrels), found[0], corpus["_id"], found[1]), qrels)["ndcg_at_10"]
         for found in (guessed, embedded)
     )
     return guess, max(tfidf, _bm25([texts[query] for query in qrels], list(qrels), corpus, qrels))

@@ -15,7 +15,7 @@ from mteb._evaluators.retrieval_metrics import calculate_retrieval_scores
 from torch import Tensor
 
 from biphasic.evaluation import search as module
-from biphasic.evaluation.search import Nearest, retrieval_scores
+from biphasic.evaluation.search import Nearest, rank_documents, retrieval_scores
 
 WIDTH = 12
 
@@ -278,7 +278,7 @@ def test_scores_equal_mteb(seed: int, count: int, kinds: int) -> None:
     qrels["not a query"] = {names[0]: 1}
     expected = mteb_scores(dict(zip(ids, queries, strict=True)), dict(zip(names, documents, strict=True)), qrels)
     for block in (7, 2048):
-        scores = retrieval_scores(ids, queries, names, documents, qrels, block)
+        scores = retrieval_scores(rank_documents(ids, queries, names, documents, block), qrels)
         # mteb rounds its means to five places, but not the queries' own scores.
         assert scores == pytest.approx(expected, abs=1e-5)
         assert scores["ndcg_at_10"] == pytest.approx(expected["ndcg_at_10"], abs=1e-9)
@@ -289,7 +289,7 @@ def test_scores_by_hand() -> None:
     # Ranked: c (grade 0), a (3), d (not judged), b (1).
     documents = torch.tensor([[3.0, 1.0], [0.0, 1.0], [1.0, 0.0], [2.0, 1.0]])
     qrels = {"q": {"a": 3, "b": 1, "c": 0, "e": 2}}
-    scores = retrieval_scores(["q"], torch.tensor([[1.0, 0.0]]), list("abcd"), documents, qrels)
+    scores = retrieval_scores(rank_documents(["q"], torch.tensor([[1.0, 0.0]]), list("abcd"), documents), qrels)
     gain = 3 / math.log2(3) + 1 / math.log2(5)
     best = 3 / math.log2(2) + 2 / math.log2(3) + 1 / math.log2(4)
     assert scores == pytest.approx({"ndcg_at_10": gain / best, "mrr_at_10": 1 / 2, "recall_at_100": 2 / 3}, abs=1e-9)
@@ -298,5 +298,5 @@ def test_scores_by_hand() -> None:
     documents = torch.stack([angles.cos(), angles.sin()], dim=1)
     names = [f"d{number}" for number in range(101)]
     qrels = {"q": {"d10": 1, "d100": 1}}
-    scores = retrieval_scores(["q"], torch.tensor([[1.0, 0.0]]), names, documents, qrels)
+    scores = retrieval_scores(rank_documents(["q"], torch.tensor([[1.0, 0.0]]), names, documents), qrels)
     assert scores == {"ndcg_at_10": 0.0, "mrr_at_10": 0.0, "recall_at_100": 0.5}

@@ -10,15 +10,23 @@ import yaml
 from huggingface_hub import ModelCard
 from huggingface_hub.repocard import metadata_load
 
+from biphasic.config.finetune import ClassificationConfig
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card, pretrained_card, untrained_card
 from biphasic.export.metadata import hub_id, parse_card
+from biphasic.export.usage import ExportForm
 
 
 def starting_from(record: dict[str, Any], path: str) -> dict[str, Any]:
     config = yaml.safe_load(record["config"])
     config["model"] = {"init_from": path}
     return {**record, "config": yaml.safe_dump(config)}
+
+
+def tuned_card(rows: dict[str, Any], name: str = "mine", **form: Any) -> str:
+    """Return the card of a model that was fine-tuned for classification."""
+    task = ClassificationConfig(kind="classification", name="sst2", data="data/tasks/sst2")
+    return finetuned_card(name, rows, task, ExportForm(**{"family": "eurobert", **form}), 128)
 
 
 def metadata(card: str, tmp_path: Path) -> dict[str, Any]:
@@ -79,11 +87,11 @@ def test_base_model_and_license(record: dict[str, Any], tmp_path: Path, monkeypa
     assert "base_model" not in metadata(pretrained_card(starting_from(record, "mine/encoder")), tmp_path)
     config = yaml.safe_load(starting_from(record, "EuroBERT/EuroBERT-210m")["config"])
     assert metadata(untrained_card(config), tmp_path)["base_model"] == "EuroBERT/EuroBERT-210m"
-    tuned = metadata(finetuned_card("mine", {"From": "EuroBERT/EuroBERT-210m"}), tmp_path)
+    tuned = metadata(tuned_card({"From": "EuroBERT/EuroBERT-210m"}), tmp_path)
     assert tuned["base_model"] == "EuroBERT/EuroBERT-210m"
-    assert (tuned["library_name"], tuned["pipeline_tag"]) == ("sentence-transformers", "sentence-similarity")
+    assert (tuned["library_name"], tuned["pipeline_tag"]) == ("transformers", "text-classification")
     # The folder of a model may hold another model's weights.
-    assert "license" not in metadata(finetuned_card("mine", {"From": "runs/x/model"}), tmp_path)
+    assert "license" not in metadata(tuned_card({"From": "runs/x/model"}), tmp_path)
 
 
 def test_the_record_as_tables(record: dict[str, Any]) -> None:
@@ -112,10 +120,10 @@ def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
     plain = pretrained_card(record, "mine")
     assert "trust_remote_code=True" not in plain
     assert "# transformers >= 5" in plain
-    assert "# transformers >= 5" not in finetuned_card("m", {}, family="bert")
+    assert "# transformers >= 5" not in tuned_card({}, family="bert", has_head_class=False)
     for card in (
         untrained_card(yaml.safe_load(record["config"]), remote_code=True),
-        finetuned_card("m", {}, remote_code=True),
+        tuned_card({}, has_code=True),
     ):
         assert "trust_remote_code=True" in card
 
@@ -155,4 +163,4 @@ def test_a_card_that_would_be_refused_is_not_made(record: dict[str, Any], monkey
     assert ModelCard(str(card)).data.language == ["no"]
     monkeypatch.setattr("biphasic.export.card.hub_id", lambda path: path)
     with pytest.raises(UserError, match="base_model"):
-        finetuned_card("mine", {"From": "not a model"})
+        tuned_card({"From": "not a model"})

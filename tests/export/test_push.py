@@ -15,10 +15,12 @@ from huggingface_hub import ModelCard
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.export.card import finetuned_card
+from biphasic.export.card import untrained_card
 from biphasic.export.folder import EXPORT_FILE
-from biphasic.export.push import files_of, push
+from biphasic.export.push import _with_repo, files_of, push
 from push_hub import READS, WRITES, Hub, serve_models
+
+CONFIG = {"run_name": "x", "seed": 0, "model": {"init_from": "EuroBERT/EuroBERT-210m"}}
 
 
 @pytest.fixture
@@ -32,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
         "tokenizer.json": b"{}",
         "1_Pooling/config.json": b"{}",
         "onnx/model.onnx": b"graph" * 100,
-        "README.md": finetuned_card("my-encoder", {"From": "EuroBERT/EuroBERT-210m"}).encode(),
+        "README.md": untrained_card(CONFIG, "my-encoder").encode(),
     }
     excluded = (
         ".env", ".git/config", ".onnx.partial/model.onnx", ".cache/x", "1_Pooling/.secret", "model.safetensors.partial",
@@ -201,3 +203,8 @@ def test_a_push_is_checked_before_the_export(
     ):
         assert main(["export", missing, out, *arguments]) == 2
         assert message in capsys.readouterr().err
+
+
+def test_the_code_of_fine_tuned_models_names_the_repository() -> None:
+    code = 'classify = pipeline("text-classification", model="mine", trust_remote_code=True)'
+    assert _with_repo(code, "org/m", "v1") == code.replace('"mine"', '"org/m", revision="v1"')

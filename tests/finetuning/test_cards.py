@@ -167,8 +167,8 @@ def finetune(name: str, family: str, data: Path, folder: Path, **changes: Any) -
     model = write_model(family, folder / family)
     config = config_of(name, data, model, folder, save_model=True, **{"max_duration": "40ba", **changes})
     run_folder = run(config)
-    _, trained, task = train_and_score(config)  # the same once more: trials are reproducible
-    return Finetuned(run_folder / "model", trained, task)
+    trial = train_and_score(config)  # the same once more: trials are reproducible
+    return Finetuned(run_folder / "model", trial.model, trial.task)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:
@@ -258,7 +258,11 @@ def test_a_token_classifier(family: str, sets: Path, tmp_path: Path) -> None:
             found = [
                 (group["entity_group"], text[group["start"] : group["end"]].strip()) for group in variables["entities"]
             ]
-            assert found == list(entities(words, labels))
+            expected = list(entities(words, labels))
+            assert [kind for kind, _ in found] == [kind for kind, _ in expected]
+            # The last one may be cut, because a text has at most 40 tokens.
+            assert [text for _, text in found[:-1]] == [text for _, text in expected[:-1]]
+            assert expected[-1][1].startswith(found[-1][1])
         else:
             found = [(word, label) for word, label in variables["words"]]
             assert found == list(zip(words, labels, strict=True))[: len(found)]
@@ -356,4 +360,4 @@ def test_the_command_of_a_question_answering_card(sets: Path, tmp_path: Path, mo
     answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
     golds = [list(row["answers"]["text"]) for row in table]
     record = json.loads((tuned.folder.parent / "record.json").read_text())
-    assert squad_scores(golds, [answer["answer"] for answer in answers])["f1"] == record["results"][0]["test"]
+    assert squad_scores(golds, [answer["predicted"] for answer in answers])["f1"] == record["results"][0]["test"]

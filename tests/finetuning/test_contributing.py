@@ -60,7 +60,7 @@ def test_the_example_learns(toy: Path, tmp_path: Path, monkeypatch: pytest.Monke
     head = task.build_head(encoder.width)
     initialize_head(head, 0.02, derive_seed("head", 0))
     assert train(config, encoder, head, task)["steps"] == 40
-    [result] = task.evaluate(TrainedModel(encoder, head, 4096, bf16=False))
+    [result] = task.evaluate(TrainedModel(encoder, head, 4096, bf16=False)).results
     assert result.metric == "pearson"
     assert result.test is not None
     assert result.test > 0.9

@@ -99,7 +99,7 @@ def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
 
 def test_a_trial_s_model_is_freed(toy: Path, tmp_path: Path) -> None:
     """A sweep's worker runs hundreds."""
-    _, model, _ = train_and_score(config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ba"))
+    model = train_and_score(config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ba")).model
     backbone = weakref.ref(model.encoder.backbone)
     del model
     gc.collect()
@@ -182,7 +182,7 @@ def score_exported(folder: Path, name: str, toy: Path) -> float | None:
     if name == "squad":
         head = task.build_head(encoder.width)
         head.load_state_dict(load_file(folder / "head.safetensors"))
-        return task.evaluate(TrainedModel(encoder, head, 4096, bf16=False))[0].test
+        return task.evaluate(TrainedModel(encoder, head, 4096, bf16=False)).results[0].test
     kinds = {"sst2": AutoModelForSequenceClassification, "conll2003": AutoModelForTokenClassification}
     model = kinds[name].from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)

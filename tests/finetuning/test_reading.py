@@ -107,12 +107,15 @@ def test_gold_labels_score_one_and_cut_words_count_as_missed(text_tokenizer: Tex
         examples = task.examples("test")
         labels = Ragged(examples.arrays["labels"], examples.texts.ends)
         words = Ragged(examples.arrays["words"], examples.texts.ends)
-        predictions = [(words[at][words[at] >= 0], labels[at][words[at] >= 0]) for at in range(len(examples))]
+        begun = [words[at] >= 0 for at in range(len(examples))]
+        predictions = [(words[at][of], labels[at][of], np.ones(of.sum())) for at, of in enumerate(begun)]
         assert all((labels[at] == IGNORE).sum() == (words[at] < 0).sum() for at in range(len(examples)))
         assert task.count_targets(examples, range(len(examples))) == sum(
             len(prediction[0]) for prediction in predictions
         )
-        return task.metrics("test", predictions)
+        answers = task.answers("test", predictions)
+        assert [[score is None for score in row].count(False) for row in answers["score"]] == [of.sum() for of in begun]
+        return task.metrics(task.gold("test"), answers)
 
     assert scores(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0}
     cut = scores(config.model_copy(update={"max_length": 10}))
@@ -198,7 +201,8 @@ def test_a_long_question_takes_half_of_the_window(text_tokenizer: TextTokenizer,
     )
     task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
     assert task.examples("train").texts[0].tolist() == [text_tokenizer.tokenizer.eos_id]
-    assert task.metrics("train", [(np.array([]), np.array([]), 0.0)])["exact_match"] == 1.0
+    answers = task.answers("train", [(np.array([]), np.array([]), 0.0)])
+    assert task.metrics(task.gold("train"), answers)["exact_match"] == 1.0
 
 
 def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -223,7 +227,8 @@ def test_accuracy_and_f1(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
         data = write(tmp_path / f"{len(names)}", "classification", rows, names)
         config = ClassificationConfig(kind="classification", name="c", data=data)
         task = Classification(config, text_tokenizer, str(tmp_path / "cache"))
-        assert task.metrics("test", labels) == expected
+        answers = task.answers("test", [(label, 0.5) for label in labels])
+        assert task.metrics(task.gold("test"), answers) == expected
 
 
 def test_max_length_is_a_number_or_a_share_of_the_model_s() -> None:

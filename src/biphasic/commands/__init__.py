@@ -26,6 +26,7 @@ COMMANDS = {
     "runs": "show a run's checkpoints and attempts",
     "show": "print the text of rows by their ids",
     "export": "write a checkpoint as a folder that other libraries load",
+    "predict": "predict or embed new text with a model",
     "report": "write the report of a sweep, a study or the recipes",
     "completion": "print a shell's completion script",
 }

@@ -83,11 +83,9 @@ def after_run(config: Config, file: str) -> str:
         if config.task.kind == "retrieval" and config.save_model:
             sets = ", ".join(config.task.scored_on.values())
             return _next("python", "src/main.py", "yamls/evaluate/own.yaml", f"model.path={model}", f"sets=[{sets}]")
-        how = (
-            f"{model}/README.md says how to load it"
-            if config.save_model
-            else f"scores: {config.run_folder}/record.json"
-        )
+        how = f"scores: {config.run_folder}/record.json"
+        if config.save_model:
+            how = f"biphasic predict {model} FILE.jsonl; {model}/README.md says how to load it"
         return f"next: {how}; other learning rates and seeds: python src/main.py yamls/sweep/paper.yaml --plan"
     if config.job == "evaluate":
         table = f"next: the table is in {config.run_folder}/scores.md"

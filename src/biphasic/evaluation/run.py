@@ -25,6 +25,7 @@ from biphasic.errors import UserError
 from biphasic.evaluation import ranks
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.embedding_cache import EmbeddingCache
+from biphasic.evaluation.rankings import trec_run
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import SplitScores, bm25, score
 from biphasic.evaluation.sets import judged_only
@@ -109,12 +110,14 @@ def _record(
     """Return a system's record for a task; the task is scored first if there is no record."""
     about = {"system": system.fingerprint, "task": task.name, "documents": documents, "data": task.fingerprint,
              "mteb": importlib.metadata.version("mteb"), **task.chosen}  # fmt: skip
-    name = f"records/{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}.json"
+    key = f"{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
+    name = f"records/{key}.json"
     if (record := ranks.from_first_rank(lambda: _read_record(folder / name))) is not None:
         return record
     mteb_task = load()
     start = time.monotonic()
-    scores = _score(system, mteb_task, folder / ("" if task.official and documents == "full" else "local"))
+    part = "" if task.official and documents == "full" else "local"
+    scores = _score(system, mteb_task, folder, part, f"rankings/{key}")
     record = {
         "system": system.name,
         "scores": scores,
@@ -129,16 +132,23 @@ def _record(
     return record
 
 
-def _score(system: ScoredSystem, task: Any, folder: Path) -> list[dict[str, Any]]:
-    """Score a task, write mteb's result files, and return the scores on every rank."""
+def _score(system: ScoredSystem, task: Any, folder: Path, part: str, rankings: str) -> list[dict[str, Any]]:
+    """Score a task, write mteb's result files and the rankings, and return the scores on every rank."""
     scores: list[SplitScores] = []
     model = system.make()
     if isinstance(model, Retriever) or dist.get_global_rank() == 0:
         scores, result = score(model, task)
         if dist.get_global_rank() == 0:
-            cache = mteb.ResultCache(system.results or folder)
+            cache = mteb.ResultCache(system.results or folder / part)
             cache.save_to_cache(result, model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
-    rows = [{key: value for key, value in asdict(row).items() if key != "by_query"} for row in scores]
+    rows = []
+    for row in scores:
+        values = {key: value for key, value in asdict(row).items() if key not in ("by_query", "ranking")}
+        if row.ranking:
+            values["ranking"] = f"{rankings}-{row.subset}-{row.split}.run.gz"
+            if dist.get_global_rank() == 0:
+                open_store(str(folder)).write(values["ranking"], trec_run(row.ranking, "biphasic"))
+        rows.append(values)
     return ranks.from_first_rank(lambda: rows)
 
 

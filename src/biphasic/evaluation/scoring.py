@@ -11,6 +11,7 @@ import mteb
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
 
+from biphasic.evaluation.rankings import Run, best_documents
 from biphasic.versions import require_form
 
 
@@ -33,6 +34,7 @@ class SplitScores:
     documents: int | None = None
     by_query: dict[str, float] = field(default_factory=dict, repr=False)
     """NDCG@10 of each query, by query id."""
+    ranking: Run = field(default_factory=dict, repr=False)
 
 
 def bm25() -> Any:
@@ -104,6 +106,7 @@ def _scores_by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]
     def collect(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
         by_query[hf_split, hf_subset] = {
             "by_query": {query: values["ndcg_cut_10"] for query, values in scores.items()},
+            "ranking": {query: best_documents(documents) for query, documents in results.items()},
             "queries": len(scores),
             "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
         }

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import fmean
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from biphasic.evaluation.rankings import RANKED, Qrels, Run
 
 _LOW_BITS = (1 << 32) - 1
 _EMPTY = -(1 << 63)
@@ -89,54 +91,60 @@ class Nearest:
         return F.normalize(embeddings.double(), dim=1) if self._cosine else embeddings.double()
 
 
-def retrieval_scores(
-    query_ids: Sequence[str],
-    queries: Tensor,
-    document_ids: Sequence[str],
-    documents: Tensor,
-    qrels: Mapping[str, Mapping[str, int]],
-    block: int = 2048,
-) -> dict[str, float]:
-    """Return the metrics that mteb reports, averaged over queries, for an exact search by cosine similarity.
+def rank_documents(
+    query_ids: Sequence[str], queries: Tensor, document_ids: Sequence[str], documents: Tensor, block: int = 2048
+) -> Run:
+    """Rank the documents of each query by an exact search by cosine similarity.
 
     Documents with equal scores are ranked in descending order of their ids, as in trec_eval.
 
     Args:
-        query_ids: each needs an entry in `qrels`.
+        query_ids: the ids of the queries.
         queries: query embeddings, floating [queries, width].
         document_ids: the ids of the corpus, without duplicates.
         documents: document embeddings, floating [documents, width].
-        qrels: the grades of each query's judged documents; grades above 0 are relevant. A query without any scores 0.
         block: see `Nearest`.
 
     Returns:
-        `ndcg_at_10`, `mrr_at_10`, `recall_at_100`.
+        The best 100 documents of each query.
 
     Raises:
         ValueError: an embedding is not finite.
     """
-    from pytrec_eval import RelevanceEvaluator
-
     order = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
-    nearest = Nearest(queries, 100, block=block)
+    nearest = Nearest(queries, RANKED, block=block)
     for first, rows in _blocks(torch.tensor(order, device=documents.device), block):
         nearest.add(documents[rows], first)
     scores, positions = (part.tolist() for part in nearest.result())
-    runs: dict[str, list[tuple[str, float]]] = {
+    return {
         query: [(document_ids[order[int(position)]], score) for position, score in zip(*row, strict=True)]
         for query, *row in zip(query_ids, positions, scores, strict=True)
     }
-    judged = {query: dict(qrels[query]) for query in query_ids}
+
+
+def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
+    """Return the metrics that mteb reports, averaged over the queries of a ranking.
+
+    Args:
+        run: the ranking of `rank_documents`.
+        qrels: the judgments, at least for each query of the ranking. A query without a relevant document scores 0.
+
+    Returns:
+        `ndcg_at_10`, `mrr_at_10`, `recall_at_100`.
+    """
+    from pytrec_eval import RelevanceEvaluator
+
+    judged = {query: qrels[query] for query in run}
     first_ten = RelevanceEvaluator(judged, {"ndcg_cut.10", "recip_rank"}).evaluate(
-        {query: dict(run[:10]) for query, run in runs.items()}
+        {query: dict(documents[:10]) for query, documents in run.items()}
     )
     first_hundred = RelevanceEvaluator(judged, {"recall.100"}).evaluate(
-        {query: dict(run) for query, run in runs.items()}
+        {query: dict(documents) for query, documents in run.items()}
     )
     return {
-        "ndcg_at_10": fmean(first_ten[query]["ndcg_cut_10"] for query in query_ids),
-        "mrr_at_10": fmean(first_ten[query]["recip_rank"] for query in query_ids),
-        "recall_at_100": fmean(first_hundred[query]["recall_100"] for query in query_ids),
+        "ndcg_at_10": fmean(scores["ndcg_cut_10"] for scores in first_ten.values()),
+        "mrr_at_10": fmean(scores["recip_rank"] for scores in first_ten.values()),
+        "recall_at_100": fmean(scores["recall_100"] for scores in first_hundred.values()),
     }
 
 

@@ -94,8 +94,7 @@ def export_finetuned(
 
     Llama-shaped networks are written in EuroBERT's format, and other decoders in their family's format with a Python file.
     Both have classes for classifiers of sequences and tokens. Other encoders are written in their own format, in
-    transformers' class with the head if there is one. `head.safetensors` has the head of a question answering model, and of
-    any encoder in its own format, because `biphasic predict` reads it there.
+    transformers' class with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
 
     Args:
         encoder: the trained encoder.
@@ -128,9 +127,10 @@ def export_finetuned(
     options: dict[str, Any] = {
         "force": True,
         "keep_special_tokens": bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix),
+        "head": head.state_dict(),
     }
     if type(head) not in _KINDS or label_names is None:
-        options |= {"prompts": prompts, "max_length": max_length, "lowercase": lowercase, "head": head.state_dict()}
+        options |= {"prompts": prompts, "max_length": max_length, "lowercase": lowercase}
         export_encoder(backbone, tokenizer, out, card, **options)
         return
     fmt = choose_format(backbone.config, tokenizer)

@@ -67,15 +67,29 @@ class Classification(PredictionTask):
     def predict(
         self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return the most likely label of each text."""
-        return head(mean_pool(hidden, segments)).argmax(-1).tolist()
+        """Return the most likely label of each text, and its probability."""
+        best = head(mean_pool(hidden, segments)).float().softmax(-1).max(-1)
+        return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
-    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
+    def answers(self, split: str, predictions: list[Any]) -> dict[str, list[Any]]:
+        """See `PredictionTask`. `score` is the probability of the label."""
+        names = self.data.label_names
+        return {
+            "predicted": [names[label] for label, _ in predictions],
+            "score": [probability for _, probability in predictions],
+        }
+
+    def gold(self, split: str) -> list[Any]:
+        """See `PredictionTask`."""
+        names = self.data.label_names
+        return [names[label] for label in self.data.read(split, "classification")["label"]]
+
+    def metrics(self, gold: list[Any], answers: dict[str, list[Any]]) -> dict[str, float]:
         """See `PredictionTask`."""
         from sklearn.metrics import accuracy_score, f1_score
 
-        labels = self.data.read(split, "classification")["label"]
-        scores = {"accuracy": float(accuracy_score(labels, predictions))}
-        if len(self.data.label_names) == 2:
-            scores["f1"] = float(f1_score(labels, predictions, zero_division=0))  # pyright: ignore[reportArgumentType]
+        names, predicted = self.data.label_names, answers["predicted"]
+        scores = {"accuracy": float(accuracy_score(gold, predicted))}
+        if len(names) == 2:
+            scores["f1"] = float(f1_score(gold, predicted, pos_label=names[1], zero_division=0))  # pyright: ignore[reportArgumentType]
         return scores

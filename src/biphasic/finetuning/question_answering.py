@@ -29,7 +29,6 @@ class QuestionAnswering(PredictionTask):
 
     family = "question_answering"
     metric = "f1"
-    _threshold: float | None = None
 
     def build_head(self, width: int) -> nn.Module:
         """See `FinetuneTask`."""
@@ -130,8 +129,12 @@ class QuestionAnswering(PredictionTask):
             predictions.append((context[:, 0], context[:, 1], float(window[0].sum())))
         return predictions
 
-    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
-        """See `PredictionTask`. The no-answer threshold is chosen on the validation split."""
+    def answers(self, split: str, predictions: list[Any]) -> dict[str, list[Any]]:
+        """See `PredictionTask`. `score` is the sum of the logits of the answer's start and end.
+
+        With `unanswerable`, `no_answer` is the score that is compared with the no-answer threshold, which is chosen on the
+        validation split; `predicted` is empty above it.
+        """
         columns, examples = self.data.read(split, "question_answering"), self.examples(split)
         windows: list[list[ContextWindow]] = [[] for _ in columns["context"]]
         offsets = Ragged(examples.arrays["offsets"], examples.arrays["offsets.ends"])
@@ -142,14 +145,27 @@ class QuestionAnswering(PredictionTask):
             best_answer(context, of_context, self.config.longest_answer)
             for context, of_context in zip(columns["context"], windows, strict=True)
         ]
-        golds = [list(answer["text"]) for answer in columns["answers"]]
         texts, no_answer = [answer.text for answer in answers], [answer.no_answer for answer in answers]
+        scores = [answer.score for answer in answers]
         if not self.config.unanswerable:
-            return squad_scores(golds, texts)
-        if split == self.config.validation or self._threshold is None:
-            self._threshold = best_no_answer_threshold(golds, texts, no_answer)
-        scores = squad_scores(golds, texts, no_answer, self._threshold)
-        return {**scores, "no_answer_threshold": self._threshold}
+            return {"predicted": texts, "score": scores}
+        if split == self.config.validation or self.no_answer_threshold is None:
+            self.no_answer_threshold = best_no_answer_threshold(self.gold(split), texts, no_answer)
+        threshold = self.no_answer_threshold
+        predicted = ["" if score > threshold else text for text, score in zip(texts, no_answer, strict=True)]
+        return {"predicted": predicted, "score": scores, "no_answer": no_answer}
+
+    def gold(self, split: str) -> list[Any]:
+        """See `PredictionTask`. All correct answers to each question; none if it has no answer."""
+        return [list(answer["text"]) for answer in self.data.read(split, "question_answering")["answers"]]
+
+    def metrics(self, gold: list[Any], answers: dict[str, list[Any]]) -> dict[str, float]:
+        """See `PredictionTask`."""
+        threshold = self.no_answer_threshold
+        if threshold is None:
+            return squad_scores(gold, answers["predicted"])
+        scores = squad_scores(gold, answers["predicted"], answers["no_answer"], threshold)
+        return {**scores, "no_answer_threshold": threshold}
 
 
 def _first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import random
 from collections.abc import Iterator, Sequence
@@ -16,11 +17,11 @@ from torch import Tensor, nn
 from biphasic.downstream.array_cache import Arrays, Ragged, unpack
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.search import retrieval_scores
+from biphasic.evaluation.rankings import Qrels, Run, trec_run
+from biphasic.evaluation.search import rank_documents, retrieval_scores
 from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
 from biphasic.finetuning.inference import TrainedModel
-from biphasic.finetuning.records import DownstreamResult
-from biphasic.finetuning.task import FinetuneTask
+from biphasic.finetuning.task import Evaluation, FinetuneTask
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
@@ -106,22 +107,27 @@ class Retrieval(FinetuneTask):
         queries, documents = embeddings[: batch["queries"]], embeddings[batch["queries"] :]
         return info_nce(queries, documents, batch["ids"], self.config.temperature) * len(queries)
 
-    def evaluate(self, model: TrainedModel) -> list[DownstreamResult]:
-        """See `FinetuneTask`."""
-        return [
-            self.result(name, name, self._score(name, folder, model)) for name, folder in self._scored_sets().items()
-        ]
+    def evaluate(self, model: TrainedModel) -> Evaluation:
+        """See `FinetuneTask`. Keeps the ranking of each set's split, `SET-SPLIT.run.gz`."""
+        results, files = [], {}
+        for name, folder in self._scored_sets().items():
+            metrics = {}
+            for split, (run, qrels) in self._rank(name, folder, model).items():
+                metrics[split] = retrieval_scores(run, qrels)
+                files[f"{name}-{split}.run.gz"] = functools.partial(trec_run, run, "biphasic")
+            results.append(self.result(name, name, metrics))
+        return Evaluation(results, files)
 
-    def _score(self, name: str, folder: TaskFolder, model: TrainedModel) -> dict[str, dict[str, float]]:
-        """Return the metrics for a retrieval dataset by split."""
+    def _rank(self, name: str, folder: TaskFolder, model: TrainedModel) -> dict[str, tuple[Run, Qrels]]:
+        """Return the ranking of a retrieval dataset's documents and the judgments, by split."""
         ids, embeddings = {}, {}
         for table, role in (("queries", "query"), ("corpus", "document")):
             ids[table], texts = self._texts(folder, table, role)
             embeddings[table] = model.embed(texts, f"{name}: {table}")
         positions = {query: at for at, query in enumerate(ids["queries"])}
-        metrics = {}
+        ranked = {}
         for split in _judged_splits(folder):
-            qrels: dict[str, dict[str, int]] = {}
+            qrels: Qrels = {}
             columns = folder.read(f"qrels/{split}", "qrels")
             for query, document, grade in zip(*columns.values(), strict=True):
                 qrels.setdefault(query, {})[document] = grade
@@ -130,8 +136,8 @@ class Retrieval(FinetuneTask):
                     f"{folder.path}/qrels/{split}: judges {len(missing)} queries that are missing, e.g. {missing[0]}"
                 )
             queries = embeddings["queries"][[positions[query] for query in qrels]]
-            metrics[split] = retrieval_scores(list(qrels), queries, ids["corpus"], embeddings["corpus"], qrels)
-        return metrics
+            ranked[split] = rank_documents(list(qrels), queries, ids["corpus"], embeddings["corpus"]), qrels
+        return ranked
 
     def _texts(self, folder: TaskFolder, table: str, role: str) -> tuple[list[str], Ragged]:
         """Return ids and token ids of a retrieval dataset's queries or corpus."""

@@ -14,6 +14,7 @@ from biphasic.config.load import dump
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned, export_form
+from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.task import FinetuneTask
@@ -48,7 +49,8 @@ def run(config: FinetuneConfig) -> Path:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     dist.barrier()
     _print(f"fine-tuning {config.model.path} on {config.task.name}: scores and {folder}")
-    trial, model, task = train_and_score(config)
+    finished = train_and_score(config)
+    trial, task = finished.result, finished.task
     for result in trial.results:
         scores = {"validation": result.validation, "test": result.test}
         parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores.items() if score is not None]
@@ -56,10 +58,16 @@ def run(config: FinetuneConfig) -> Path:
     for warning in task.data.record.get("warnings", []):
         _print(f"WARNING: {config.task.name}: {warning}")
     if dist.get_global_rank() == 0:
+        store = open_store(str(folder))
         if config.save_model:
-            _save(config, folder, trial, model, task)
-        record = {"trial": name, "saved": config.save_model, **asdict(trial)}
-        open_store(str(folder)).write(FINETUNING_FILE, json_bytes(record))
+            _save(config, folder, trial, finished.model, task)
+            store.write(f"model/{TASK_FILE}", json_bytes(describe_task(config, task)))
+        predictions = []
+        for file, content in finished.files.items():
+            predictions.append(f"predictions/{file}")
+            store.write(predictions[-1], content())
+        record = {"trial": name, "saved": config.save_model, **asdict(trial), "predictions": predictions}
+        store.write(FINETUNING_FILE, json_bytes(record))
     dist.barrier()
     return folder
 

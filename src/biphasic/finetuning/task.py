@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -17,9 +18,18 @@ from biphasic.finetuning.records import DownstreamResult
 from biphasic.grouping import full_groups
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.segments import Segments
+from biphasic.storage import parquet_bytes
 
 RESULT_FORMAT = 1
 """Version of tokenization and training. Increase it with any change that gives other scores for the same settings."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """The scores of a model, and the files to keep of what it predicted: their content by name."""
+
+    results: list[DownstreamResult]
+    files: dict[str, Callable[[], bytes]]
 
 
 class FinetuneTask(ABC):
@@ -43,6 +53,8 @@ class FinetuneTask(ABC):
     """Whether a rank's examples may be divided into microbatches."""
     prompts: dict[str, str] = {}
     """Text to prepend to inputs by role (`query`, `document`), saved with the fine-tuned encoder."""
+    no_answer_threshold: float | None = None
+    """What question answering chooses while it is scored, and needs to predict."""
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
         self.config, self.text_tokenizer, self.cache = config, text_tokenizer, cache
@@ -66,8 +78,8 @@ class FinetuneTask(ABC):
         """Return the sum of a microbatch's loss terms, fp32, from its hidden states [tokens, width]."""
 
     @abstractmethod
-    def evaluate(self, model: TrainedModel) -> list[DownstreamResult]:
-        """Return a model's validation and test scores, the same on every rank."""
+    def evaluate(self, model: TrainedModel) -> Evaluation:
+        """Return a model's validation and test scores and what it predicted, the same on every rank."""
 
     @abstractmethod
     def tables(self) -> list[tuple[TaskFolder, str]]:
@@ -133,8 +145,24 @@ class PredictionTask(FinetuneTask):
         """Return a prediction for each of the chosen examples from their hidden states."""
 
     @abstractmethod
-    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
-        """Return the metrics for predictions in the split's order. The validation split is scored before the test splits."""
+    def answers(self, split: str, predictions: list[Any]) -> dict[str, list[Any]]:
+        """Return what a split's predictions say about each row of its table.
+
+        Args:
+            split: the split. Validation comes before the test splits.
+            predictions: those of `predict`, in the order of the examples.
+
+        Returns:
+            Columns: `predicted`, its `score`, and others to keep.
+        """
+
+    @abstractmethod
+    def gold(self, split: str) -> list[Any]:
+        """Return the correct `predicted` of each row of a split's table."""
+
+    @abstractmethod
+    def metrics(self, gold: list[Any], answers: dict[str, list[Any]]) -> dict[str, float]:
+        """Return the metrics for `answers` from what is correct."""
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
         """See `FinetuneTask`."""
@@ -144,20 +172,28 @@ class PredictionTask(FinetuneTask):
         """See `FinetuneTask`."""
         return self.examples("train")
 
-    def evaluate(self, model: TrainedModel) -> list[DownstreamResult]:
-        """See `FinetuneTask`."""
+    def evaluate(self, model: TrainedModel) -> Evaluation:
+        """See `FinetuneTask`. Keeps a Parquet file of each split: `id`, `gold`, and the columns of `answers`."""
         metrics: dict[str, dict[str, float]] = {}
+        files: dict[str, Callable[[], bytes]] = {}
         for split in dict.fromkeys(self._scored_splits()):
-            examples = self.examples(split)
-            predict_pass = functools.partial(self.predict, model.head, examples)
-            predictions = model.predict(examples.texts, predict_pass, f"{self.config.name} {split}")
-            metrics[split] = self.metrics(split, predictions)
+            gold, answers = self.gold(split), self.run(model, split)
+            metrics[split] = self.metrics(gold, answers)
+            columns = {"id": self.data.read(split, self.family)["id"], "gold": gold, **answers}
+            files[f"{split}.parquet"] = functools.partial(parquet_bytes, columns)
         validation = self.config.validation
         by_split = {} if validation is None else {"validation": metrics[validation]}
-        return [
+        results = [
             self.result(self.config.name, name, {**by_split, "test": metrics[split]})
             for name, split in self.config.scored.items()
         ]
+        return Evaluation(results, files)
+
+    def run(self, model: TrainedModel, split: str) -> dict[str, list[Any]]:
+        """Return a model's `answers` for a split, the same on every rank."""
+        examples = self.examples(split)
+        predict_pass = functools.partial(self.predict, model.head, examples)
+        return self.answers(split, model.predict(examples.texts, predict_pass, f"{self.config.name} {split}"))
 
     def _scored_splits(self) -> list[str]:
         """Return the validation split, if there is one, then the test splits."""

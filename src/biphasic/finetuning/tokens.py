@@ -75,25 +75,41 @@ class TokenClassification(PredictionTask):
     def predict(
         self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return, for each text, the indices of words that have a token, and the most likely label of each."""
-        likeliest = np.split(head(hidden).argmax(-1).cpu().numpy().astype(np.int32), np.cumsum(segments.lengths)[:-1])
+        """Return, for each text, the indices of words that have a token, and the most likely labels and probabilities."""
+        best = head(hidden).float().softmax(-1).max(-1)
+        columns = (best.indices.cpu().numpy().astype(np.int32), best.values.cpu().numpy())
+        labels, scores = (np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns)
         words = Ragged(examples.arrays["words"], examples.texts.ends)
         begun = [np.asarray(words[index]) for index in indices]
-        return [(word[word >= 0], label[word >= 0]) for word, label in zip(begun, likeliest, strict=True)]
+        return [
+            (word[word >= 0], label[word >= 0], score[word >= 0])
+            for word, label, score in zip(begun, labels, scores, strict=True)
+        ]
 
-    def metrics(self, split: str, predictions: list[Any]) -> dict[str, float]:
-        """See `PredictionTask`."""
+    def answers(self, split: str, predictions: list[Any]) -> dict[str, list[Any]]:
+        """See `PredictionTask`. `score` is the probability of each word's label, null for a word without a token."""
         names = self.data.label_names
         if "O" not in names:
             raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
-        gold, predicted = [], []
-        for numbers, (words, labels) in zip(self.data.read(split, "tokens")["labels"], predictions, strict=True):
-            sentence = ["O"] * len(numbers)
-            for word, label in zip(words, labels, strict=True):
-                sentence[word] = names[label]
-            predicted.append(sentence)
-            gold.append([names[number] for number in numbers])
-        return entity_scores(gold, predicted)
+        predicted, scores = [], []
+        for sentence, (words, labels, probabilities) in zip(
+            self.data.read(split, "tokens")["tokens"], predictions, strict=True
+        ):
+            chosen, of_words = ["O"] * len(sentence), [None] * len(sentence)
+            for word, label, probability in zip(words, labels, probabilities.tolist(), strict=True):
+                chosen[word], of_words[word] = names[label], probability
+            predicted.append(chosen)
+            scores.append(of_words)
+        return {"predicted": predicted, "score": scores}
+
+    def gold(self, split: str) -> list[Any]:
+        """See `PredictionTask`."""
+        names = self.data.label_names
+        return [[names[number] for number in numbers] for numbers in self.data.read(split, "tokens")["labels"]]
+
+    def metrics(self, gold: list[Any], answers: dict[str, list[Any]]) -> dict[str, float]:
+        """See `PredictionTask`."""
+        return entity_scores(gold, answers["predicted"])
 
 
 def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, float]:

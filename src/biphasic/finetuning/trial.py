@@ -9,6 +9,8 @@ import json
 import platform
 import socket
 import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,11 +86,22 @@ def run_trial(config: FinetuneConfig) -> TrialResult:
     Raises:
         UserError: model or data can't be used, or the loss is NaN or Inf.
     """
-    return train_and_score(config)[0]
+    return train_and_score(config).result
 
 
-def train_and_score(config: FinetuneConfig) -> tuple[TrialResult, TrainedModel, FinetuneTask]:
-    """Run a trial like `run_trial`, and also return the model and the task."""
+@dataclass(frozen=True)
+class FinishedTrial:
+    """A trial's result, and what it is made of."""
+
+    result: TrialResult
+    model: TrainedModel
+    task: FinetuneTask
+    files: dict[str, Callable[[], bytes]]
+    """Contents of the files with its predictions, by name."""
+
+
+def train_and_score(config: FinetuneConfig) -> FinishedTrial:
+    """Run a trial like `run_trial`, and also return the model, the task and the predictions."""
     # Imported here because these take seconds to import and naming a trial doesn't need them.
     from composer.utils import dist, get_device
 
@@ -115,10 +128,10 @@ def train_and_score(config: FinetuneConfig) -> tuple[TrialResult, TrainedModel, 
             "training: a weight is not a finite number after the last batch: a smaller optimizer.lr may help"
         )
     model = TrainedModel(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
-    results = tuple(task.evaluate(model))
+    evaluation = task.evaluate(model)
     end = time.monotonic()
     result = TrialResult(
-        results=results,
+        results=tuple(evaluation.results),
         seconds={"load": loaded - begin, "train": trained - loaded, "score": end - trained, "total": end - begin},
         about={
             **summary,
@@ -130,7 +143,7 @@ def train_and_score(config: FinetuneConfig) -> tuple[TrialResult, TrainedModel, 
             "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
         },
     )
-    return result, model, task
+    return FinishedTrial(result, model, task, evaluation.files)
 
 
 def estimate_cost(config: FinetuneConfig) -> TrialCost:

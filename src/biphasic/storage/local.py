@@ -166,6 +166,16 @@ def write_parquet(file: Path, columns: Mapping[str, Any], rows_per_group: int) -
         pq.write_table(pa.table(dict(columns)), partial, compression="zstd", row_group_size=rows_per_group)
 
 
+def parquet_bytes(columns: Mapping[str, Any], schema: Any = None) -> bytes:
+    """Return columns, by name, as the content of a Parquet file with zstd compression; `schema` is pyarrow's."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    sink = pa.BufferOutputStream()
+    pq.write_table(pa.table(dict(columns), schema), sink, compression="zstd")
+    return sink.getvalue().to_pybytes()
+
+
 def _copy(source: Path, target: Path) -> None:
     with atomic_path(target) as partial:
         shutil.copyfile(source, partial)

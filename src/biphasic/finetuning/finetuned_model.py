@@ -1,0 +1,169 @@
+"""Load a fine-tuned model with its task, and run it on new text by the training's own code."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import TypeAdapter
+from safetensors.torch import load_file
+
+from biphasic.config.finetune import FinetuneConfig, TaskConfig
+from biphasic.config.tasks import DatasetConfig
+from biphasic.downstream.tables import Table, open_table
+from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
+from biphasic.errors import UserError
+from biphasic.export.write import HEAD_FILE
+from biphasic.finetuning.families import FAMILIES
+from biphasic.finetuning.inference import TrainedModel
+from biphasic.finetuning.task import FinetuneTask, PredictionTask
+from biphasic.model.encoder import Encoder, load_encoder
+from biphasic.storage import first_line, json_bytes, parquet_bytes
+
+TASK_FILE = "finetuned.json"
+"""What predictions need besides weights and tokenizer, in the folder of a fine-tuned model."""
+_SPLIT = "texts"
+_ROWS_AT_ONCE = 100_000
+"""Rows in memory at once. Among them, texts of similar length share forward passes."""
+_EXAMPLES: dict[str, dict[str, Any]] = {
+    "classification": {"text": "a text"},
+    "tokens": {"tokens": ["Ann", "left"]},
+    "question_answering": {"question": "Who left?", "context": "Ann left."},
+    "retrieval": {"text": "a text"},
+}
+"""A row of new text for each kind of task. `id` and, for classifiers of pairs, `text_pair` may be added."""
+
+
+def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
+    """Return the content of `TASK_FILE`."""
+    return {
+        "task": config.task.model_dump(mode="json"),
+        "max_length": task.max_length,
+        "label_names": task.data.record.get("label_names"),
+        "no_answer_threshold": task.no_answer_threshold,
+        "precision": config.precision,
+        "microbatch_tokens": config.microbatch_tokens,
+    }
+
+
+def read_task(folder: str) -> dict[str, Any] | None:
+    """Return the content of a folder's `TASK_FILE`, or None if the model is not fine-tuned by Biphasic.
+
+    Raises:
+        UserError: it can't be read.
+    """
+    file = Path(folder) / TASK_FILE
+    try:
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: can't be read ({first_line(error)})") from None
+
+
+def open_texts(file: str, kind: str) -> Table:
+    """Open a file of new text; see `open_table`.
+
+    Args:
+        file: Parquet, JSON lines, CSV, TSV, `.conll` and its kin, or SQuAD's JSON.
+        kind: the kind of task.
+
+    Raises:
+        UserError: the file can't be read, or lacks a column.
+    """
+    example = _EXAMPLES[kind]
+    table = open_table(DatasetConfig(files={_SPLIT: [file]}), _SPLIT, example)
+    table.require(list(example))
+    return table
+
+
+def portions(table: Table) -> Iterator[tuple[list[str], dict[str, list[Any]]]]:
+    """Yield the ids and columns of up to 100,000 rows at a time. Without a column `id` or `_id`, ids are row numbers."""
+    first = 0
+    for columns in table.rows.iter(_ROWS_AT_ONCE):
+        count = len(next(iter(columns.values())))
+        numbers = range(first, first + count)
+        for name in table.example:
+            for number, value in zip(numbers, columns[name], strict=True):
+                if value is None:
+                    raise UserError(f"{table.source}: row {number} has no {name}")
+        yield [str(name) for name in columns.get("id") or columns.get("_id") or numbers], columns
+        first += count
+
+
+def load_finetuned(folder: str, record: dict[str, Any]) -> TrainedModel:
+    """Load a fine-tuned encoder with its head, on the GPU if there is one.
+
+    Raises:
+        UserError: the model can't be loaded.
+    """
+    from composer.utils import get_device
+
+    encoder = load_encoder(folder)
+    head: Any = torch.nn.Identity()
+    try:
+        weights = load_file(Path(folder) / HEAD_FILE) if record["task"]["kind"] != "retrieval" else {}
+        with tempfile.TemporaryDirectory() as scratch:
+            head = _build_task(encoder, record, Path(scratch), [], {}).build_head(encoder.width)
+        head.load_state_dict(weights)
+    except (OSError, RuntimeError) as error:
+        raise UserError(f"{folder}/{HEAD_FILE}: can't be read ({first_line(error)})") from None
+    for module in (encoder.backbone, head):
+        get_device(None).module_to_device(module)
+    bf16 = record["precision"] == "amp_bf16" and torch.cuda.is_available()
+    return TrainedModel(encoder, head, record["microbatch_tokens"], bf16)
+
+
+def predict(
+    model: TrainedModel, record: dict[str, Any], ids: list[str], columns: dict[str, list[Any]]
+) -> dict[str, list[Any]]:
+    """Predict new text, which becomes a split of a prepared dataset, so that the training's own code reads it.
+
+    Args:
+        model: the model of `load_finetuned`.
+        record: the model's task.
+        ids: the rows' ids.
+        columns: the rows' columns.
+
+    Returns:
+        The columns `id`, `predicted`, `score`, and others of the family's `answers`.
+
+    Raises:
+        UserError: the text can't be used.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        task = _build_task(model.encoder, record, Path(scratch), ids, columns)
+        assert isinstance(task, PredictionTask)
+        return {"id": ids, **task.run(model, _SPLIT)}
+
+
+def _build_task(
+    encoder: Encoder, record: dict[str, Any], scratch: Path, ids: Sequence[str], columns: dict[str, list[Any]]
+) -> FinetuneTask:
+    kind, count = record["task"]["kind"], len(ids)
+    content = {"kind": kind, "label_names": record["label_names"], "rows": {_SPLIT: count}}
+    (scratch / TASK_RECORD).write_bytes(json_bytes(content))
+    if count:
+        # The correct answers, which nothing reads.
+        unknown: dict[str, list[Any]] = {
+            "id": list(ids),
+            "text_pair": [None] * count,
+            "label": [0] * count,
+            "labels": [[0] * len(tokens) for tokens in columns.get("tokens", [])],
+            "answers": [{"text": [], "answer_start": []}] * count,
+        }
+        schema = SCHEMAS[kind]
+        texts = {"text", "text_pair", "tokens", "question", "context"}
+        given = {name: columns[name] for name in texts & set(columns)}
+        chosen = {name: {**unknown, **given}[name] for name in schema.names}
+        (scratch / f"{_SPLIT}.parquet").write_bytes(parquet_bytes(chosen, schema))
+    config: Any = TypeAdapter(TaskConfig).validate_python(
+        {**record["task"], "data": str(scratch), "max_length": record["max_length"]}
+    )
+    task = FAMILIES[kind](config, encoder.text_tokenizer, str(scratch / "cache"))
+    task.no_answer_threshold = record["no_answer_threshold"]
+    return task

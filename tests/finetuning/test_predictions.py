@@ -1,0 +1,200 @@
+"""What a fine-tuned model predicted is kept, and predicts again: recomputed scores equal the record's."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from pytrec_eval import RelevanceEvaluator
+from sklearn.metrics import accuracy_score
+
+from biphasic.commands import main
+from biphasic.evaluation.rankings import best_documents, trec_run
+from biphasic.evaluation.search import rank_documents, retrieval_scores
+from biphasic.evaluation.squad import squad_scores
+from biphasic.finetuning.run import run
+from biphasic.finetuning.tokens import entity_scores
+from toy_sets import config_of
+
+TASKS = ("sst2", "conll2003", "squad", "squad_v2")
+
+
+def read_run(file: Path) -> dict[str, dict[str, float]]:
+    ranked: dict[str, dict[str, float]] = {}
+    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
+        query, q0, document, rank, score, tag = line.split()
+        assert (q0, tag) == ("Q0", "biphasic")
+        ranked.setdefault(query, {})[document] = float(score)
+        assert len(ranked[query]) == int(rank)
+    return ranked
+
+
+def rescored(name: str, rows: dict[str, list[Any]]) -> float:
+    if name == "sst2":
+        return float(accuracy_score(rows["gold"], rows["predicted"]))
+    if name == "conll2003":
+        return entity_scores(rows["gold"], rows["predicted"])["f1"]
+    return squad_scores(rows["gold"], rows["predicted"])["f1"]
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def finetuned(request: pytest.FixtureRequest, toy: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """The name of a task, and the folder of its run."""
+    name, folder = request.param, tmp_path_factory.mktemp(request.param)
+    config = config_of(name, toy / "tasks", toy / "start", folder, max_duration="60ba", save_model=True)
+    return name, run(config)
+
+
+def test_predictions_are_kept(finetuned: tuple[str, Path], toy: Path) -> None:
+    name, folder = finetuned
+    record = json.loads((folder / "record.json").read_text())
+    assert record["predictions"] == ["predictions/validation.parquet", "predictions/test.parquet"]
+    for split in ("validation", "test"):
+        rows = pq.read_table(folder / "predictions" / f"{split}.parquet").to_pydict()
+        table = pq.read_table(toy / "tasks" / name / f"{split}.parquet").to_pydict()
+        assert rows["id"] == table["id"]
+        assert rescored(name, rows) == record["results"][0][split]
+        scores = np.array([score for score in rows["score"] if not isinstance(score, list)])
+        if name == "sst2":
+            assert ((scores >= 0.5) & (scores <= 1)).all()
+        if name == "squad_v2":
+            threshold = record["results"][0]["more"][split]["no_answer_threshold"]
+            empty = [score > threshold for score in rows["no_answer"]]
+            assert [not text for text in rows["predicted"]] == empty
+
+
+def test_new_text_is_predicted_as_in_training(
+    finetuned: tuple[str, Path], toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    name, folder = finetuned
+    monkeypatch.chdir(tmp_path)
+    kept = pq.read_table(folder / "predictions" / "test.parquet").drop_columns("gold").to_pylist()
+    table = pq.read_table(toy / "tasks" / name / "test.parquet")
+    texts = table.select(["id", *{"text", "tokens", "question", "context"} & set(table.column_names)])
+    pq.write_table(texts, "new.parquet")
+    lines = [json.dumps(row) for row in texts.drop_columns("id").to_pylist()]
+    Path("new.jsonl").write_text("\n".join(lines) + "\n")
+    assert main(["predict", str(folder / "model"), "new.parquet", "--out", "out.parquet"]) == 0
+    assert f"{len(kept)} rows of new.parquet" in capsys.readouterr().out
+    again = pq.read_table("out.parquet").to_pylist()
+    assert [row["predicted"] for row in again] == [row["predicted"] for row in kept]
+    assert [row["id"] for row in again] == [row["id"] for row in kept]
+    np.testing.assert_allclose(flat(again), flat(kept), rtol=1e-5, atol=1e-5)
+    assert main(["predict", str(folder / "model"), "new.jsonl"]) == 0
+    lines = [json.loads(line) for line in Path("new-predictions.jsonl").read_text().splitlines()]
+    assert lines == [{**row, "id": str(number)} for number, row in enumerate(again)]
+    # In portions the same.
+    monkeypatch.setattr("biphasic.finetuning.finetuned_model._ROWS_AT_ONCE", 33)
+    assert main(["predict", str(folder / "model"), "new.jsonl", "--out", "portions.jsonl"]) == 0
+    portions = [json.loads(line) for line in Path("portions.jsonl").read_text().splitlines()]
+    assert [(row["id"], row["predicted"]) for row in portions] == [(row["id"], row["predicted"]) for row in lines]
+
+
+def flat(rows: list[dict[str, Any]]) -> list[float]:
+    scores = [row["score"] if isinstance(row["score"], list) else [row["score"]] for row in rows]
+    return [float("nan") if score is None else score for of_row in scores for score in of_row]
+
+
+def test_a_set_s_own_file_is_read(finetuned: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sentences of a column file, and questions in SQuAD's form."""
+    name, folder = finetuned
+    monkeypatch.chdir(tmp_path)
+    if name == "conll2003":
+        Path("new.conll").write_text("w1 O\nw25 B-PER\n\nw7 O\n")
+        assert main(["predict", str(folder / "model"), "new.conll"]) == 0
+        rows = [json.loads(line) for line in Path("new-predictions.jsonl").read_text().splitlines()]
+        assert [len(row["predicted"]) for row in rows] == [2, 1]
+    elif name == "squad":
+        question = {"id": "a", "question": "w1 w2", "answers": []}
+        content = {"data": [{"paragraphs": [{"context": "w5 w6 w7", "qas": [question]}]}]}
+        Path("dev.json").write_text(json.dumps(content))
+        assert main(["predict", str(folder / "model"), "dev.json"]) == 0
+        [row] = [json.loads(line) for line in Path("dev-predictions.jsonl").read_text().splitlines()]
+        assert row["id"] == "a" and row["predicted"] in "w5 w6 w7"
+
+
+def test_mistakes_are_named(
+    finetuned: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name, folder = finetuned
+    if name != "sst2":
+        return
+    monkeypatch.chdir(tmp_path)
+    Path("other.jsonl").write_text('{"sentence": "w1"}\n')
+    Path("null.jsonl").write_text('{"text": "w1"}\n{"text": null}\n')
+    model = str(folder / "model")
+    for arguments, message in (
+        ([model, "other.jsonl"], "has no column 'text' (it has: sentence)"),
+        ([model, "none.jsonl"], "none.jsonl: there is no such file"),
+        ([model, "null.jsonl"], "null.jsonl: row 1 has no text"),
+        ([model, "null.jsonl", "--out", "x.csv"], "expected a name that ends with .jsonl or .parquet"),
+        ([model, "null.jsonl", "--prompt", "query"], "--prompt: is for embeddings"),
+        (["nowhere/model", "null.jsonl"], "nowhere/model"),
+    ):
+        assert main(["predict", *arguments]) == 2
+        output = capsys.readouterr().err
+        assert message in output and "Traceback" not in output, output
+    assert not list(tmp_path.glob("*predictions*")) and not list(tmp_path.glob("*.csv"))
+
+
+def test_rankings_and_embeddings(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes = {"task__query_prompt": "w0 ", "task__document_prompt": "w1 "}
+    config = config_of(
+        "msmarco", toy / "tasks", toy / "start", tmp_path, max_duration="60ba", save_model=True, **changes
+    )
+    folder = run(config)
+    record = json.loads((folder / "record.json").read_text())
+    names = [f"predictions/{name}-{split}.run.gz" for name in config.task.scored_on for split in ("validation", "test")]  # pyright: ignore
+    assert record["predictions"] == names
+    scored = {result["name"]: result for result in record["results"]}
+    model = str(folder / "model")
+    for name, place in config.task.scored_on.items():  # pyright: ignore
+        qrels: dict[str, dict[str, int]] = {}
+        judged = pq.read_table(Path(place) / "qrels" / "test.parquet").to_pydict()
+        for query, document, grade in zip(*judged.values(), strict=True):
+            qrels.setdefault(query, {})[document] = grade
+        ranked = read_run(folder / "predictions" / f"{name}-test.run.gz")
+        values = RelevanceEvaluator(qrels, {"ndcg_cut.10"}).evaluate(ranked)
+        mean = float(np.mean([value["ndcg_cut_10"] for value in values.values()]))
+        assert mean == pytest.approx(scored[name]["test"], abs=1e-12)
+        embedded = []
+        for table, prompt in (("queries", "query"), ("corpus", "document")):
+            file = str(Path(place) / f"{table}.parquet")
+            assert main(["predict", model, file, "--prompt", prompt, "--out", f"{table}.parquet"]) == 0
+            content = pq.read_table(f"{table}.parquet")
+            assert pa.types.is_fixed_size_list(content.schema.field("embedding").type)
+            embedded.append((content["id"].to_pylist(), torch.tensor(content["embedding"].to_pylist())))
+        (query_ids, queries), (document_ids, documents) = embedded
+        chosen = [query_ids.index(query) for query in qrels]
+        again = rank_documents(list(qrels), queries[chosen], document_ids, documents)
+        assert retrieval_scores(again, qrels)["ndcg_at_10"] == pytest.approx(scored[name]["test"], abs=1e-6)
+    capsys.readouterr()
+    Path("new.jsonl").write_text('{"text": "w1 w2"}\n')
+    assert main(["predict", model, "new.jsonl"]) == 2
+    assert "--prompt: expected query, document, none" in capsys.readouterr().err
+    # An encoder that isn't fine-tuned has no prompts.
+    assert main(["predict", str(toy / "start"), "new.jsonl"]) == 0
+    assert pq.read_table("new-embeddings.parquet")["id"].to_pylist() == ["0"]
+    assert main(["predict", str(toy / "start"), "new.jsonl", "--prompt", "query"]) == 2
+    assert "has no prompts" in capsys.readouterr().err
+
+
+def test_run_files() -> None:
+    """Equal scores are in trec_eval's order; ids may have spaces; equal rankings give equal bytes."""
+    ranking = {"q 1": best_documents({"a": 1.0, "b\t2": 2.5, "c": 1.0})}
+    content = trec_run(ranking, "x")
+    assert content == trec_run(ranking, "x")
+    lines = gzip.decompress(content).decode().splitlines()
+    assert lines == ["q%201 Q0 b%092 1 2.5 x", "q%201 Q0 c 2 1.0 x", "q%201 Q0 a 3 1.0 x"]
+    assert len(best_documents({str(number): 0.0 for number in range(300)})) == 100
