@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -14,6 +15,7 @@ import mteb
 import numpy as np
 import pytest
 from mteb.results import TaskResult
+from pytrec_eval import RelevanceEvaluator
 from sentence_transformers import SentenceTransformer
 
 import warm
@@ -27,7 +29,7 @@ from biphasic.evaluation.run import run
 from biphasic.evaluation.scoring import score
 from biphasic.evaluation.tasks import _local_only, plan_tasks
 from biphasic.model.encoder import load_encoder
-from mteb_mirror import DOCUMENTS, QUERIES, config_of, write_mirror, write_model, write_own, write_set
+from mteb_mirror import DOCUMENTS, QUERIES, config_of, rows, write_mirror, write_model, write_own, write_set
 from tiny import WORDS
 
 PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
@@ -134,6 +136,29 @@ def test_every_task_split_and_system(scored: tuple[Path, EvaluateConfig]) -> Non
     lines = (folder / "scores.md").read_text().splitlines()
     assert len({len(line) for line in lines if line.startswith("|")}) == 1
     assert len([line for line in lines if line.startswith("|")]) == len(scores) + 2
+
+
+def test_rankings_are_kept(scored: tuple[Path, EvaluateConfig]) -> None:
+    """trec_eval gives their NDCG@10, for each system, split, and part of the documents."""
+    folder, count = scored[0], 0
+    _, queries, qrels = rows(9, "d", ["test"], DOCUMENTS)
+    judgments: dict[str, dict[str, int]] = {}
+    for query, document, grade in (row.values() for row in qrels["test"]):
+        judgments.setdefault(query, {})[document] = grade
+    for record in records_of(folder):
+        for scores in record["scores"]:
+            if scores["task"] not in ("my-set", "my-set-judged"):
+                continue
+            run: dict[str, dict[str, float]] = {}
+            for line in gzip.decompress((folder / scores["ranking"]).read_bytes()).decode().splitlines():
+                query, _, document, _, score, _ = line.split()
+                run.setdefault(query, {})[document] = float(score)
+            values = RelevanceEvaluator(judgments, {"ndcg_cut.10"}).evaluate(run)
+            mean = sum(value["ndcg_cut_10"] for value in values.values()) / len(values)
+            assert len(values) == len(judgments) <= len(queries)
+            assert mean == pytest.approx(scores["ndcg_at_10"], abs=1e-5), scores
+            count += 1
+    assert count == 6
 
 
 def test_judged_documents_are_those_that_judgments_name(scored: tuple[Path, EvaluateConfig]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import shutil
@@ -26,6 +27,7 @@ from biphasic.evaluation.scoring import bm25, score
 from biphasic.evaluation.sets import read_set, retrieval_task
 from biphasic.finetuning.retrieval import Retrieval, hash_text, info_nce
 from biphasic.finetuning.run import run
+from biphasic.finetuning.tokens import entity_scores
 from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import Encoder, load_encoder
 from tiny import losses
@@ -130,6 +132,13 @@ def assert_same_as_one_rank(name: str, toy: Path, two_ranks_folder: Path, folder
     for alone, shared in zip(one["results"], two["results"], strict=True):
         assert alone["test"] == pytest.approx(shared["test"], abs=0.02)
         assert alone["validation"] == pytest.approx(shared["validation"], abs=0.02)
+    assert one["predictions"] == two["predictions"] and one["predictions"]
+    if name == "conll2003":  # of all ranks, in the order of the rows
+        rows = pq.read_table(runs[1] / two["predictions"][1]).to_pydict()
+        assert entity_scores(rows["gold"], rows["predicted"])["f1"] == two["results"][0]["test"]
+    elif name == "msmarco":
+        lines = gzip.decompress((runs[1] / two["predictions"][1]).read_bytes()).splitlines()
+        assert len(lines) == 160 * 100
 
 
 @pytest.mark.parametrize("name", ["msmarco", "conll2003"])

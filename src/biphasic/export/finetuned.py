@@ -64,7 +64,9 @@ def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | Non
     from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
 
     backbone: Any = encoder.backbone
-    classes = MODEL_FOR_QUESTION_ANSWERING_MAPPING if label_names is None else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    classes: Any = (
+        MODEL_FOR_QUESTION_ANSWERING_MAPPING if label_names is None else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    )
     if not isinstance(head, TokenHead) or type(backbone.config) not in classes:
         return None
     backbone.config.num_labels = head.classifier.out_features

@@ -29,6 +29,7 @@ from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.fingerprint import file_stamps, model_fingerprint
 from biphasic.model.heads import initialize_head
+from biphasic.progress_bars import progress_bars
 
 WORKER_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
 """Modules that `run_trial` imports when it is called. A sweep imports them once for all of a machine's workers."""
@@ -102,6 +103,11 @@ class FinishedTrial:
 
 def train_and_score(config: FinetuneConfig) -> FinishedTrial:
     """Run a trial like `run_trial`, and also return the model, the task and the predictions."""
+    with progress_bars(config.logging.progress_bar):
+        return _train_and_score(config)
+
+
+def _train_and_score(config: FinetuneConfig) -> FinishedTrial:
     # Imported here because these take seconds to import and naming a trial doesn't need them.
     from composer.utils import dist, get_device
 

@@ -18,7 +18,7 @@ from biphasic.model import attention
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
-from biphasic.model.packing_probe import packing_problem
+from biphasic.model.packing_probe import packing_problem, without_warnings
 from biphasic.storage import first_line, is_remote
 from biphasic.storage.hub import why_missing
 
@@ -251,15 +251,18 @@ def _is_decoder_export(content: dict[str, Any]) -> bool:
 def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any:
     """Load a network and its weights, in fp32, with one of transformers' Auto classes.
 
+    Weights of heads that the class does not have are left out. Other weights without a place in the network are logged.
+
     Raises:
         UserError: the network can't be loaded, or its files lack weights (other than a pooler's).
     """
     from safetensors import SafetensorError
 
     try:
-        network, info = auto_class.from_pretrained(
-            path, config=config, dtype=torch.float32, output_loading_info=True, **options
-        )
+        with without_warnings():  # of heads that the class does not have
+            network, info = auto_class.from_pretrained(
+                path, config=config, dtype=torch.float32, output_loading_info=True, **options
+            )
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
         unknown = isinstance(error, KeyError) and error.args == (attention.ATTENTION_NAME,)
         message = "its family's attention can't be replaced" if unknown else first_line(error)
@@ -267,4 +270,11 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
     missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
     if missing:
         raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
+    parts = {name for name, _ in network.named_children()} - {"pooler"}
+    prefix = f"{network.base_model_prefix}."
+    unused = [name for name in info["unexpected_keys"] if name.removeprefix(prefix).split(".")[0] in parts]
+    if unused:
+        _log.warning(
+            "model %s: config.json has no place for %d of its weights, e.g. %s", path, len(unused), min(unused)
+        )
     return network

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,19 @@ _SAME = 1e-5
 state."""
 _UNCHANGED = 1e-5
 """Maximum relative difference due to rounding. Mixtures of experts round differently when other tokens change."""
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep transformers from logging warnings."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
 
 
 @torch.no_grad()
@@ -90,16 +105,12 @@ def switch_to_packed_attention(encoder: Any) -> bool:
     Returns:
         Whether the encoder now takes packed segments, with `packed_encoder_forward`.
     """
-    from transformers.utils import logging
-
-    own_attention, verbosity = encoder.config._attn_implementation, logging.get_verbosity()
-    logging.set_verbosity_error()  # transformers warns of families whose attention can't be replaced
+    own_attention = encoder.config._attn_implementation
     try:
-        packs = _packs(encoder)
+        with without_warnings():  # of families whose attention can't be replaced
+            packs = _packs(encoder)
     except Exception:  # the family's code may raise anything
         packs = False
-    finally:
-        logging.set_verbosity(verbosity)
     if not packs:
         encoder.set_attn_implementation(own_attention)
     return packs

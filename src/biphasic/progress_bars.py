@@ -1,0 +1,25 @@
+"""Switch off progress bars, also those of libraries."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+
+@contextmanager
+def progress_bars(shown: bool) -> Iterator[None]:
+    """Draw no bar of `tqdm` within the context if they should not be `shown`. transformers and datasets use tqdm too."""
+    from tqdm import tqdm
+
+    original = tqdm.__init__
+
+    def disabled(self: Any, *arguments: Any, **options: Any) -> None:
+        original(self, *arguments, **{**options, "disable": True})
+
+    if not shown:
+        tqdm.__init__ = disabled
+    try:
+        yield
+    finally:
+        tqdm.__init__ = original

@@ -1,0 +1,64 @@
+"""A fine-tuning's log has no bars if `logging.progress_bar` is false, and no table of heads that are not loaded."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoConfig, BertConfig, BertForMaskedLM
+
+from biphasic.config.load import dump
+from biphasic.model.encoder import load_encoder
+from biphasic.progress_bars import progress_bars
+from tiny import ROOT
+from toy_sets import config_of
+
+
+def write_bert(folder: Path, tokenizer: Path) -> Path:
+    """A model with a masked language model's head, which fine-tuning doesn't load."""
+    sizes = {"hidden_size": 16, "num_attention_heads": 2, "intermediate_size": 16, "max_position_embeddings": 64}
+    BertForMaskedLM(BertConfig(vocab_size=128, num_hidden_layers=2, **sizes)).save_pretrained(folder)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).write_bytes((tokenizer / name).read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("shown", [False, True])
+def test_bars_in_the_log(shown: bool, toy: Path, tmp_path: Path) -> None:
+    model = write_bert(tmp_path / "bert", toy / "start")
+    config = config_of("sst2", toy / "tasks", model, tmp_path, max_duration="2ba", logging__progress_bar=shown)
+    (tmp_path / "run.yaml").write_text(dump(config))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    command = [sys.executable, str(ROOT / "src" / "main.py"), str(tmp_path / "run.yaml")]
+    outcome = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert outcome.returncode == 0, outcome.stderr
+    log = outcome.stdout + outcome.stderr
+    assert "UNEXPECTED" not in log
+    assert ("it/s]" in log) == shown, log
+
+
+def test_weights_without_a_place_are_named(toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = write_bert(tmp_path / "bert", toy / "start")
+    with caplog.at_level(logging.WARNING):
+        load_encoder(str(model))
+    assert "has no place" not in caplog.text
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    assert AutoConfig.from_pretrained(model).num_hidden_layers == 1
+    with caplog.at_level(logging.WARNING):
+        load_encoder(str(model))
+    assert "config.json has no place for 16 of its weights, e.g. bert.encoder.layer.1." in caplog.text
+
+
+def test_bars_come_back() -> None:
+    from tqdm import tqdm
+
+    with progress_bars(False):
+        assert tqdm(total=1, disable=False).disable
+    with progress_bars(True):
+        assert not tqdm(total=1, disable=False).disable
