@@ -88,6 +88,7 @@ def make(folder: Path) -> None:
     make_glue(folder / "hub" / "glue")
     write_own(folder / "my-set")
     write_own_set(folder / "data" / "my_set")
+    (folder / "new.jsonl").write_text('{"text": "w1 w2"}\n')
 
 
 def write_own_set(folder: Path) -> None:

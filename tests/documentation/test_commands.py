@@ -158,7 +158,7 @@ def check_biphasic(arguments: list[str]) -> None:
         return
     options = parser.parse_intermixed_args(rest)
     file = options.checkpoint if getattr(options, "initial", False) else getattr(options, "file", None)
-    if file is None:
+    if file is None or not file.endswith(".yaml"):  # the text that `biphasic predict` reads
         return
     overrides = tuple(word for word in getattr(options, "overrides", ()) if "=" in word)
     stand_in = {"convert": "yamls/data/own_text.yaml", "tokenizer": "yamls/data/own_text.yaml"}
