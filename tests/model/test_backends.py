@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 
 import attention_on_cpu
 from backbones import backbone
@@ -32,7 +33,8 @@ def attend(
     shapes = [(1, heads, tokens, 8) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     segments = Segments.of(lengths, torch.device("cpu"), attention=backend)
-    prepare_segments(segments, Config(sliding_window=keys.get("sliding_window")), "cpu", torch.float64, causal)
+    config = Config(sliding_window=keys.get("sliding_window"), head_dim=8)
+    prepare_segments(segments, config, "cpu", torch.float64, causal)
     with pytest.MonkeyPatch.context() as patch:
         attention_on_cpu.replace_flash_attn(patch)
         out, _ = attention.attention(
@@ -116,20 +118,24 @@ def test_blocks_equal_those_of_all_pairs(lengths: tuple[int, ...], causal: bool,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "softcap", "dropout", "available", "expected"),
+    ("dtype", "head_dim", "softcap", "dropout", "available", "expected"),
     [
-        (torch.bfloat16, False, False, {"flash2", "varlen", "flex"}, "varlen"),
-        (torch.bfloat16, False, False, {"flash2", "flex"}, "flex"),
-        (torch.bfloat16, True, False, {"varlen", "flex"}, "flex"),
-        (torch.bfloat16, True, False, {"flash2", "varlen", "flex"}, "flash2"),
-        (torch.float32, False, False, {"flash2", "varlen", "flex"}, "flex"),
-        (torch.bfloat16, False, True, {"varlen", "flex"}, "sdpa"),
-        (torch.bfloat16, False, True, {"flash2", "varlen", "flex"}, "flash2"),
+        (torch.bfloat16, 64, False, False, {"flash2", "varlen", "flex"}, "varlen"),
+        (torch.bfloat16, 64, False, False, {"flash2", "flex"}, "flex"),
+        (torch.bfloat16, 64, True, False, {"varlen", "flex"}, "flex"),
+        (torch.bfloat16, 64, True, False, {"flash2", "varlen", "flex"}, "flash2"),
+        (torch.float32, 64, False, False, {"flash2", "varlen", "flex"}, "flex"),
+        (torch.float32, 16, False, False, {"flash2", "varlen", "flex"}, "flex"),
+        (torch.float32, 8, False, False, {"flash2", "varlen", "flex"}, "sdpa"),
+        (torch.bfloat16, 8, False, False, {"flash2", "varlen", "flex"}, "varlen"),
+        (torch.bfloat16, 64, False, True, {"varlen", "flex"}, "sdpa"),
+        (torch.bfloat16, 64, False, True, {"flash2", "varlen", "flex"}, "flash2"),
     ],
 )
 def test_auto_takes_the_first_backend_that_fits(
     monkeypatch: pytest.MonkeyPatch,
     dtype: torch.dtype,
+    head_dim: int,
     softcap: bool,
     dropout: bool,
     available: set[str],
@@ -137,10 +143,27 @@ def test_auto_takes_the_first_backend_that_fits(
 ) -> None:
     monkeypatch.setattr(attention, "backend_available", lambda backend: backend in available)
     choose_backend.cache_clear()
-    assert choose_backend("auto", "cuda", dtype, softcap, dropout) == expected
-    assert choose_backend("flex", "cuda", dtype) == "flex"
-    assert choose_backend("auto", "cpu", dtype) == "sdpa"
+    assert choose_backend("auto", "cuda", dtype, head_dim, softcap, dropout) == expected
+    assert choose_backend("flex", "cuda", dtype, head_dim) == "flex"
+    assert choose_backend("auto", "cpu", dtype, head_dim) == "sdpa"
     choose_backend.cache_clear()
+
+
+def test_flex_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With static shapes PyTorch stops compiling after eight, and its uncompiled form keeps all scores in memory."""
+    torch._dynamo.reset()
+    counter, compile_ = CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend=counter))
+    flex._compiled.cache_clear()
+    generator, frames = torch.Generator().manual_seed(0), list[int]()
+    for tokens in range(300, 1500, 100):
+        segments = Segments.of((tokens - 40, 40), torch.device("cpu"))
+        query, key, value = (torch.randn((1, heads, tokens, 16), generator=generator) for heads in (4, 2, 2))
+        output = flex._compiled()(query, key, value, None, flex.block_mask(segments, True, 0), 0.25, True)
+        assert output.shape == query.shape
+        frames.append(counter.frame_count)
+    flex._compiled.cache_clear()
+    assert len(frames) == 12 and set(frames) == {frames[0]}
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])

@@ -5,12 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.nn.parallel import DistributedDataParallel
 
 import attention_on_cpu
 from backbones import backbone, gradients
 from biphasic.model import layers
+from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.losses import IGNORE
+from biphasic.model.segments import Segments
 
 
 @pytest.fixture
@@ -120,3 +123,34 @@ def test_names_of_parameters_are_kept() -> None:
     layers.compile_layers(model)
     layers.recompute_layers(model, [0])
     assert list(LanguageModel(model, torch.nn.Linear(32, 97, bias=False)).state_dict()) == names
+
+
+@pytest.mark.usefixtures("compiler")
+def test_ddp_doesn_t_split_a_compiled_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Dynamo would compile the parts between DDP's buckets separately, without fusing across them."""
+    from torch._dynamo.backends.distributed import DDPOptimizer
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("a layer is split")
+
+    monkeypatch.setattr(DDPOptimizer, "compile_fn", refuse)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        with torch._dynamo.config.patch(optimize_ddp=True):  # PyTorch's default
+            model = backbone("llama")
+            layers.compile_layers(model)
+            DistributedDataParallel(Packed(model))(torch.arange(21)).sum().backward()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert counters["stats"]["unique_graphs"] == 2  # the layers' and the norm's
+
+
+class Packed(torch.nn.Module):
+    def __init__(self, model: torch.nn.Module):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return packed_forward(
+            self.model, tokens, Segments.of((5, 9, 1, 6), tokens.device, 21, attention="varlen"), causal=True
+        )

@@ -42,6 +42,22 @@ def test_same_value_and_gradients_as_full_logits(chunk_tokens: int, monkeypatch:
     torch.testing.assert_close(gradients[1], weight.grad, atol=1e-6, rtol=1e-5)
 
 
+def test_validation_computes_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A parameter requires gradients under `no_grad` too."""
+    hidden, targets = torch.randn(12, 8), torch.arange(12)
+    weight = torch.nn.Parameter(torch.randn(20, 8))
+    expected = cross_entropy_sum(hidden, weight, targets)
+
+    def refuse(*_: object) -> None:
+        raise AssertionError("gradients are computed")
+
+    monkeypatch.setattr(losses, "_loss_and_gradient", refuse)
+    with torch.no_grad():
+        torch.testing.assert_close(cross_entropy_sum(hidden, weight, targets), expected.detach())
+    with pytest.raises(AssertionError, match="gradients are computed"):
+        cross_entropy_sum(hidden, weight, targets)
+
+
 def test_softcap_has_the_gradient_of_autograd() -> None:
     hidden, weight, targets = problem()
     cross_entropy_sum(hidden, weight, targets, softcap=5.0).backward()

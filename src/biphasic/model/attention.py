@@ -53,6 +53,8 @@ class AttentionOptions(NamedTuple):
 _DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
 """Names of the probability of dropping an attention weight, in the configurations of transformers' families."""
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
+_MIN_FLEX_HEAD_DIM = 16
+"""FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
 # PyTorch's name for the kernels, their module, and the major compute capabilities that support them.
 _FLASH_KERNELS = (("FA4", "flash_attn.cute", (9, 10)), ("FA3", "flash_attn_interface", (9,)))
 # In PyTorch 2.11, grouped-query attention needs no argument.
@@ -77,7 +79,7 @@ def backend_available(backend: str) -> bool:
 
 @functools.cache
 def choose_backend(
-    requested: str, device: str, dtype: torch.dtype, softcap: bool = False, dropout: bool = False
+    requested: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool = False, dropout: bool = False
 ) -> str:
     """Return the requested backend, or with `auto` the first available one that supports the options.
 
@@ -85,6 +87,7 @@ def choose_backend(
         requested: `auto`, or one of `BACKENDS`.
         device: device type of the tokens.
         dtype: dtype of queries, keys and values.
+        head_dim: size of a head.
         softcap: whether scores are softcapped (Gemma 2).
         dropout: whether attention weights are dropped.
     """
@@ -95,7 +98,7 @@ def choose_backend(
     candidates = []
     if dtype in _HALF_PRECISION:
         candidates.append("flash2" if softcap or dropout else "varlen")
-    if not dropout:
+    if not dropout and head_dim >= _MIN_FLEX_HEAD_DIM:
         candidates.append("flex")
     return next((backend for backend in candidates if backend_available(backend)), "sdpa")
 
@@ -145,7 +148,8 @@ def prepare_segments(
     """
     softcap = getattr(config, "attn_logit_softcapping", None) is not None
     dropout = training and any(getattr(config, name, 0.0) for name in _DROPOUT_OPTIONS)
-    segments.attention = choose_backend(segments.attention, device, dtype, softcap, dropout)
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    segments.attention = choose_backend(segments.attention, device, dtype, head_dim, softcap, dropout)
     if segments.attention == "varlen":
         activate_flash_kernels()
     if segments.attention == "flex":

@@ -79,7 +79,8 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    return torch.compile(flex_attention, dynamic=False)
+    # With static shapes, the form without a kernel would run after eight token counts, and keep all scores in memory.
+    return torch.compile(flex_attention, dynamic=True)
 
 
 def flex(

@@ -25,6 +25,8 @@ def compile_layers(backbone: Any) -> None:
     (FSDP's gathering, recomputation) stay outside the compiled code.
     """
     compiler.recompile_limit = max(_VARIANTS, compiler.recompile_limit)
+    # DDP's optimizer would split each layer at its buckets, and a layer has no more than one bucket to overlap.
+    torch._dynamo.config.optimize_ddp = False
     final_norm = [backbone.norm] if hasattr(backbone, "norm") else []
     for module in (*backbone.layers, *final_norm):
         module.forward = torch.compile(module.forward, dynamic=False)

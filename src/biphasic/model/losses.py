@@ -35,9 +35,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         targets: Tensor,
         softcap: float | None,
         dtype: torch.dtype,
+        differentiable: bool,
         loss_and_gradient: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
-        with_gradients = any(ctx.needs_input_grad[:2])
+        # Not `needs_input_grad` alone: it is true for parameters even under no_grad, as in validation.
+        with_gradients = differentiable and any(ctx.needs_input_grad[:2])
         cast = weight.to(dtype)
         chunk = _chunk_tokens(cast)
         total = hidden.new_zeros((), dtype=torch.float32)
@@ -70,7 +72,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         if grad_hidden is None or grad_weight is None:
             raise RuntimeError("the loss can be differentiated only once")
         scaled = grad_weight.mul_(grad_total).to(ctx.weight_dtype)
-        return grad_hidden.mul_(grad_total), scaled, None, None, None, None
+        return grad_hidden.mul_(grad_total), scaled, None, None, None, None, None
 
 
 def _chunk_tokens(weight: Tensor) -> int:
@@ -148,13 +150,15 @@ def cross_entropy_sum(
     Returns:
         fp32 scalar; 0 with zero gradients if there are no targets.
     """
-    predicted = targets != IGNORE
+    # The size of `nonzero` is the only thing that the host waits for; indexing by a mask would wait each time.
+    predicted = (targets != IGNORE).nonzero().squeeze(1)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    hidden, targets = hidden[predicted], targets[predicted]
+    hidden, targets = hidden.index_select(0, predicted), targets.index_select(0, predicted)
     with torch.autocast(device, enabled=False):
         compute = _compiled_loss_and_gradient if compiled else _loss_and_gradient
-        total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, compute)
+        differentiable = torch.is_grad_enabled()
+        total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, differentiable, compute)
     assert isinstance(total, Tensor)
     return total
 
