@@ -30,6 +30,7 @@ UNER = """# newdoc id = answers-20111108104724AAuBUR7_ans
 8\t?\tO\t-\t-
 
 # sent_id = answers-2
+# newdoc id = five-words
 # text = # 1 for Ann
 1\t#\tO\t-\t-
 2\t1\tO\t-\t-

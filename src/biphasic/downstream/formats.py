@@ -46,10 +46,13 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
         UnicodeDecodeError: the file is not UTF-8.
     """
     width: int | None = None
+    tabs = False
     sentence: list[list[str]] = []
     with open_text(file) as lines:
         for number, line in enumerate(lines, start=1):
-            fields = line.rstrip("\r\n").split("\t") if "\t" in line else line.split()
+            # Words within a comment of a file with tabs are no columns.
+            tabs = "\t" in line if width is None else tabs
+            fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
             if line.startswith("-DOCSTART-"):
                 continue
             if not line.strip():
