@@ -76,6 +76,16 @@ def test_tasks_name_the_fine_tuning(file: str, names: list[str], task: str, data
     assert other.task.data == f"s3://bucket/{task}"
 
 
+def test_a_retrieval_set_of_one_s_own_is_scored_on_itself() -> None:
+    config = load("yamls/data/own_retrieval.yaml")
+    assert isinstance(config, TasksConfig)
+    other = config.model_copy(update={"tasks": {"scifact": config.tasks["mine"]}})
+    finetune = load_line(after_tasks(other, ["scifact"]))
+    assert isinstance(finetune, FinetuneConfig)
+    assert finetune.task.retrieval_sets == {"scifact": "data/tasks/scifact"}
+    assert finetune.task.name == "scifact"
+
+
 def test_tasks_without_training_data() -> None:
     config = load("yamls/data/tasks.yaml")
     assert isinstance(config, TasksConfig)

@@ -155,11 +155,13 @@ def test_rankings_and_embeddings(
     )
     folder = run(config)
     record = json.loads((folder / "record.json").read_text())
-    names = [f"predictions/{name}-{split}.run.gz" for name in config.task.scored_on for split in ("validation", "test")]  # pyright: ignore
+    names = [
+        f"predictions/{name}-{split}.run.gz" for name in config.task.retrieval_sets for split in ("validation", "test")
+    ]  # pyright: ignore
     assert record["predictions"] == names
     scored = {result["name"]: result for result in record["results"]}
     model = str(folder / "model")
-    for name, place in config.task.scored_on.items():  # pyright: ignore
+    for name, place in config.task.retrieval_sets.items():
         qrels: dict[str, dict[str, int]] = {}
         judged = pq.read_table(Path(place) / "qrels" / "test.parquet").to_pydict()
         for query, document, grade in zip(*judged.values(), strict=True):

@@ -42,7 +42,6 @@ def after_conversion(output: str, record: Mapping[str, Any]) -> str:
 
 def after_tasks(config: TasksConfig, names: list[str]) -> str:
     """Return the fine-tuning command for the first prepared task that has training data."""
-    from biphasic.config.tasks import RetrievalSet
     from biphasic.storage import join
 
     trained = [name for name in names if getattr(config.tasks[name], "train", True) is not None]
@@ -55,8 +54,6 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     words = ["model.path=ENCODER"]
     words += [] if own else [f"task.name={name}"]
     words += [] if own and data == f"data/tasks/{name}" else [f"task.data={data}"]
-    if isinstance(task, RetrievalSet) and not own:
-        words.append(f"task.scored_on={{{name}: {data}}}")
     file = _FINETUNE / f"{name if own else _EXAMPLES[task.kind]}.yaml"
     return _next("composer", "src/main.py", str(file), *words)
 
@@ -81,7 +78,7 @@ def after_run(config: Config, file: str) -> str:
     if config.job == "finetune":
         model = config.run_folder / "model"
         if config.task.kind == "retrieval" and config.save_model:
-            sets = ", ".join(config.task.scored_on.values())
+            sets = ", ".join(config.task.retrieval_sets.values())
             return _next("python", "src/main.py", "yamls/evaluate/own.yaml", f"model.path={model}", f"sets=[{sets}]")
         how = f"scores: {config.run_folder}/record.json"
         if config.save_model:

@@ -34,6 +34,11 @@ class _TaskConfig(Section):
     """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
     are truncated."""
 
+    @property
+    def retrieval_sets(self) -> dict[str, str]:
+        """Retrieval datasets to score on by their names in tables, with the default applied."""
+        return {}
+
 
 class _ScoredConfig(_TaskConfig):
     """A task that is scored on splits of its own dataset."""
@@ -98,8 +103,14 @@ class RetrievalConfig(_TaskConfig):
     """Temperature of InfoNCE: cosine similarities are divided by it."""
     hard_negatives: Count = 0
     """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
-    scored_on: dict[Name, Address] = {}
-    """Retrieval datasets to score on, by their names in tables: NDCG@10 on `validation` and `test` qrels, in memory."""
+    scored_on: dict[Name, Address] | None = None
+    """Retrieval datasets to score on, by their names in tables: NDCG@10 on `validation` and `test` qrels, in memory. Default:
+    the task's own set."""
+
+    @property
+    def retrieval_sets(self) -> dict[str, str]:
+        """See `_TaskConfig`."""
+        return {self.name: self.data} if self.scored_on is None else dict(self.scored_on)
 
 
 TaskConfig = Annotated[
@@ -157,7 +168,7 @@ class FinetuneConfig(RunConfig):
                 yield ["task.validation", "task.unanswerable"], "is null, but the no-answer threshold is found on it"
         if isinstance(task, RetrievalConfig) and self.batch_size < 2 and not task.hard_negatives:
             yield ["batch_size"], "expected at least 2 pairs: with one there are no in-batch negatives"
-        scored = task.scored_on if isinstance(task, RetrievalConfig) else task.scored
+        scored = task.retrieval_sets if isinstance(task, RetrievalConfig) else task.scored
         if not scored and not self.save_model:
             yield ["save_model"], "is false and nothing is scored: the run would have no result"
 

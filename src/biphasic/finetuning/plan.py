@@ -28,7 +28,7 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
         )
     elif not Path(config.model.path).exists() and (reason := why_missing(config.model.path, config.model.revision)):
         job_plan.missing.append(f"model.path {config.model.path}: {reason}")
-    for path in dict.fromkeys([task.data, *getattr(task, "scored_on", {}).values()]):
+    for path in dict.fromkeys([task.data, *task.retrieval_sets.values()]):
         _add_data(job_plan, path, config)
     limit = "" if config.max_duration.unit == "ep" else ", or one epoch if that is shorter"
     lines["length"] = f"{config.max_duration}{limit}, of {config.batch_size} examples; {config.warmup} warmup"

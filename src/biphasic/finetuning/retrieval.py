@@ -157,7 +157,7 @@ class Retrieval(FinetuneTask):
         return self.text_tokenizer.tokenize(prompted, self.max_length, f"reading {self.config.name}: {role} texts")
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
-        return {name: TaskFolder(place, self.cache, self.family) for name, place in self.config.scored_on.items()}
+        return {name: TaskFolder(place, self.cache, self.family) for name, place in self.config.retrieval_sets.items()}
 
 
 def _judged_splits(folder: TaskFolder) -> list[str]:

@@ -49,7 +49,7 @@ def trial_name(config: FinetuneConfig) -> str:
         UserError: the model or the data is missing.
     """
     task = config.task
-    paths = [config.model.path, task.data, *getattr(task, "scored_on", {}).values()]
+    paths = [config.model.path, task.data, *task.retrieval_sets.values()]
     key = (config.model.model_dump_json(), task.model_dump_json(), config.cache, tuple(map(file_stamps, paths)))
     # Cached because thousands of trials in a sweep read the same files.
     if key not in _contents:
@@ -64,7 +64,7 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     """Return (task, name, metric) of each test set that a trial is scored on; see `DownstreamResult`."""
     task = config.task
     if task.kind == "retrieval":
-        return tuple((name, name, FAMILIES[task.kind].metric) for name in task.scored_on)
+        return tuple((name, name, FAMILIES[task.kind].metric) for name in task.retrieval_sets)
     metric = task.metric if task.kind == "classification" else FAMILIES[task.kind].metric
     return tuple((task.name, name, metric) for name in task.scored)
 
@@ -198,7 +198,7 @@ def _content(config: FinetuneConfig) -> list[Any]:
         model_fingerprint(config.model.path, config.model.revision),
         [task.text_tokenizer.fingerprint, task.text_tokenizer.max_length],
         [[table, folder.content_hash(table)] for folder, table in task.tables()],
-        list(getattr(config.task, "scored_on", {})),
+        list(config.task.retrieval_sets),
     ]
 
 
