@@ -105,7 +105,7 @@ class RetrievalConfig(_TaskConfig):
     """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
     scored_on: dict[Name, Address] | None = None
     """Retrieval datasets to score on, by their names in tables: NDCG@10 on `validation` and `test` qrels, in memory.
-    Default: the task's own set."""
+    Default: the task's own set; `{}`: none."""
 
     @property
     def retrieval_sets(self) -> dict[str, str]:
