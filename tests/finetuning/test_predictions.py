@@ -198,5 +198,5 @@ def test_run_files() -> None:
     content = trec_run(ranking, "x")
     assert content == trec_run(ranking, "x")
     lines = gzip.decompress(content).decode().splitlines()
-    assert lines == ["q%201 Q0 b%092 1 2.5 x", "q%201 Q0 c 2 1.0 x", "q%201 Q0 a 3 1.0 x"]
+    assert lines == ["q%201 Q0 b%092 1 2.5 x", "q%201 Q0 c 2 1 x", "q%201 Q0 a 3 1 x"]
     assert len(best_documents({str(number): 0.0 for number in range(300)})) == 100
