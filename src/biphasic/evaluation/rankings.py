@@ -23,8 +23,8 @@ def best_documents(scores: Mapping[str, float]) -> list[tuple[str, float]]:
 def trec_run(run: Run, tag: str) -> bytes:
     """Return a ranking as trec_eval reads it: `query Q0 document rank score tag`, compressed by gzip.
 
-    White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32. Equal rankings
-    give equal bytes.
+    White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32.
+    Equal rankings give equal bytes.
     """
     lines = [
         f"{_field(query)} Q0 {_field(document)} {rank} {score:.9g} {tag}\n"
