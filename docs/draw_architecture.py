@@ -21,7 +21,7 @@ from matplotlib.patches import FancyArrowPatch, FancyBboxPatch  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "biphasic"
-FOUNDATION = {"config", "storage", "versions", "amounts", "grouping", "progress_bars", "errors", "workers", "faults"}
+FOUNDATION = {"config", "storage", "versions", "amounts", "grouping", "quiet", "errors", "workers", "faults"}
 """Imported from everywhere."""
 
 

@@ -18,6 +18,8 @@ from downstream_sets import TEXT, card, write_split
 from tiny import LENGTH, WORDS, write_tokenizer
 
 QUERIES, DOCUMENTS = 30, 150
+PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
+"""The encoder's prompts."""
 _TABLES: dict[str, dict[str, Any]] = {
     "corpus": {"_id": TEXT, "title": TEXT, "text": TEXT},
     "queries": {"_id": TEXT, "text": TEXT},
@@ -115,3 +117,17 @@ def config_of(model: Path | str, folder: Path, **changes: Any) -> EvaluateConfig
         section, _, name = key.rpartition("__")
         (content[section] if section else content)[name] = value
     return EvaluateConfig.model_validate(content)
+
+
+def records_of(folder: Path) -> list[dict[str, Any]]:
+    """Return the records of an evaluation's folder."""
+    return json.loads((folder / "scores.json").read_text())["records"]
+
+
+def values_of(folder: Path) -> dict[tuple[str, str, str], float]:
+    """Return the main scores by task, split and system."""
+    return {
+        (scores["task"], scores["split"], record["system"]): scores["value"]
+        for record in records_of(folder)
+        for scores in record["scores"]
+    }

@@ -1,12 +1,10 @@
-"""`job: evaluate` from a model to mteb's files: from a mirror, without a network, interrupted, on two ranks."""
+"""`job: evaluate` from a model to mteb's files: recorded, interrupted, on two ranks."""
 
 from __future__ import annotations
 
-import gzip
 import json
 import os
 import shutil
-import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,7 +13,6 @@ import mteb
 import numpy as np
 import pytest
 from mteb.results import TaskResult
-from pytrec_eval import RelevanceEvaluator
 from sentence_transformers import SentenceTransformer
 
 import warm
@@ -27,50 +24,26 @@ from biphasic.evaluation import run as job
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import run
 from biphasic.evaluation.scoring import score
-from biphasic.evaluation.tasks import _local_only, plan_tasks
+from biphasic.evaluation.tasks import plan_tasks
 from biphasic.model.encoder import load_encoder
-from mteb_mirror import DOCUMENTS, QUERIES, config_of, rows, write_mirror, write_model, write_own, write_set
+from mteb_mirror import (
+    DOCUMENTS,
+    PROMPTS,
+    QUERIES,
+    config_of,
+    records_of,
+    rows,
+    values_of,
+    write_own,
+)
+from rankings import grades, mean_ndcg, read_run
 from tiny import WORDS
 
-PROMPTS = {"query": "w1 w2 ", "document": "w3 "}
 PAPER = {
     "tasks": ["NQ", "MultiLongDocRetrieval"],
     "subsets": {"MultiLongDocRetrieval": ["en"]},
     "documents": ["full", "judged"],
 }
-
-
-@pytest.fixture(scope="module")
-def mirror(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_mirror(tmp_path_factory.mktemp("mirror"))
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model(tmp_path_factory.mktemp("model") / "encoder", PROMPTS)
-
-
-@pytest.fixture
-def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*arguments: Any, **more: Any) -> Any:
-        raise AssertionError(f"a socket to {arguments[1:]}")
-
-    for name in ("connect", "connect_ex", "sendto"):
-        monkeypatch.setattr(socket.socket, name, refuse)
-    monkeypatch.setattr(socket, "getaddrinfo", refuse)
-
-
-def records_of(folder: Path) -> list[dict[str, Any]]:
-    return json.loads((folder / "scores.json").read_text())["records"]
-
-
-def values_of(folder: Path) -> dict[tuple[str, str, str], float]:
-    """Return the main scores by task, split and system."""
-    return {
-        (scores["task"], scores["split"], record["system"]): scores["value"]
-        for record in records_of(folder)
-        for scores in record["scores"]
-    }
 
 
 @pytest.fixture(scope="module")
@@ -80,46 +53,6 @@ def scored(mirror: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) 
     config = config_of(model, folder, mirror=str(mirror), sets=[str(own)], **PAPER)
     config = config.model_copy(update={"tasks": [*config.tasks, "STSBenchmark"]})
     return run(config), config
-
-
-@pytest.mark.usefixtures("no_network")
-def test_no_socket_is_opened(mirror: Path, model: Path, tmp_path: Path) -> None:
-    folder = run(config_of(model, tmp_path, mirror=str(mirror), tasks=["NanoNQRetrieval"]))
-    assert len(values_of(folder)) == 3
-    names = {task.name for task in plan_tasks(config_of(model, tmp_path, benchmarks=["NanoBEIR"]))}
-    assert len(names) == 13 and "NanoNQRetrieval" in names
-
-
-def test_without_a_mirror_the_network_is_used(
-    no_network: None, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path))
-    with pytest.raises((AssertionError, UserError)):
-        run(config_of(model, tmp_path, tasks=["NanoNQRetrieval"]))
-
-
-def test_a_changed_mirror_is_read_again(model: Path, tmp_path: Path) -> None:
-    """`datasets` itself identifies a folder by its last name and card, and would return the first one's rows."""
-    versions = []
-    for seed in (1, 2):
-        root = tmp_path / ".hidden" / str(seed)
-        write_set(root / "mteb" / "nq", seed, ["test"])
-        [planned] = plan_tasks(config_of(model, tmp_path, mirror=str(root), tasks=["NQ"]))
-        versions.append((planned.fingerprint, planned.load().dataset["default"]["test"]["corpus"]["text"]))
-    assert versions[0][0] != versions[1][0]
-    assert versions[0][1] != versions[1][1]
-
-
-def test_hub_is_offline_while_a_mirror_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from datasets import config
-    from huggingface_hub import constants
-
-    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
-    before = config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE, config.HF_DATASETS_CACHE
-    with _local_only(tmp_path):
-        assert config.HF_HUB_OFFLINE and constants.HF_HUB_OFFLINE and os.environ["HF_HUB_OFFLINE"] == "1"
-    assert before == (config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE, config.HF_DATASETS_CACHE)
-    assert "HF_HUB_OFFLINE" not in os.environ
 
 
 def test_every_task_split_and_system(scored: tuple[Path, EvaluateConfig]) -> None:
@@ -141,21 +74,13 @@ def test_every_task_split_and_system(scored: tuple[Path, EvaluateConfig]) -> Non
 def test_rankings_are_kept(scored: tuple[Path, EvaluateConfig]) -> None:
     """trec_eval gives their NDCG@10, for each system, split, and part of the documents."""
     folder, count = scored[0], 0
-    _, queries, qrels = rows(9, "d", ["test"], DOCUMENTS)
-    judgments: dict[str, dict[str, int]] = {}
-    for query, document, grade in (row.values() for row in qrels["test"]):
-        judgments.setdefault(query, {})[document] = grade
+    _, _, judgments = rows(9, "d", ["test"], DOCUMENTS)
+    qrels = grades(row.values() for row in judgments["test"])
     for record in records_of(folder):
         for scores in record["scores"]:
             if scores["task"] not in ("my-set", "my-set-judged"):
                 continue
-            run: dict[str, dict[str, float]] = {}
-            for line in gzip.decompress((folder / scores["ranking"]).read_bytes()).decode().splitlines():
-                query, _, document, _, score, _ = line.split()
-                run.setdefault(query, {})[document] = float(score)
-            values = RelevanceEvaluator(judgments, {"ndcg_cut.10"}).evaluate(run)
-            mean = sum(value["ndcg_cut_10"] for value in values.values()) / len(values)
-            assert len(values) == len(judgments) <= len(queries)
+            mean = mean_ndcg(qrels, read_run(folder / scores["ranking"]))
             assert mean == pytest.approx(scores["ndcg_at_10"], abs=1e-5), scores
             count += 1
     assert count == 6

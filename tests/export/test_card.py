@@ -23,10 +23,10 @@ def starting_from(record: dict[str, Any], path: str) -> dict[str, Any]:
     return {**record, "config": yaml.safe_dump(config)}
 
 
-def tuned_card(rows: dict[str, Any], name: str = "mine", **form: Any) -> str:
+def tuned_card(rows: dict[str, Any], **form: Any) -> str:
     """Return the card of a model that was fine-tuned for classification."""
     task = ClassificationConfig(kind="classification", name="sst2", data="data/tasks/sst2")
-    return finetuned_card(name, rows, task, ExportForm(**{"family": "eurobert", **form}), 128)
+    return finetuned_card("mine", rows, task, ExportForm(**{"family": "eurobert", **form}), 128)
 
 
 def metadata(card: str, tmp_path: Path) -> dict[str, Any]:

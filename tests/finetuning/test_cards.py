@@ -37,6 +37,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
+import cls_tokenizers
 from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.array_cache import Ragged
@@ -52,15 +53,11 @@ from biphasic.model.heads import TokenHead
 from biphasic.model.initialization import from_hf_config
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from cls_tokenizers import SPECIAL
 from toy_sets import config_of
 
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-NAMES = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]", "mask_token": "[MASK]"}
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
                          "max_position_embeddings": 64, "num_hidden_layers": 2}  # fmt: skip
-AROUND = processors.TemplateProcessing(
-    single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-)
 EXAMPLES = {
     "classification": "A man plays the guitar.",
     "tokens": "Ada Lovelace lived in London .",
@@ -78,8 +75,11 @@ def byte_level_tokenizer(folder: Path, special_tokens: bool) -> None:
     tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = AROUND if special_tokens else processors.ByteLevel(trim_offsets=False)
-    names = NAMES if special_tokens else {"pad_token": "[PAD]", "eos_token": "[SEP]", "mask_token": "[MASK]"}
+    if special_tokens:
+        cls_tokenizers.save(tokenizer, folder)
+        return
+    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+    names = {"pad_token": "[PAD]", "eos_token": "[SEP]", "mask_token": "[MASK]"}
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
@@ -90,8 +90,7 @@ def word_piece_tokenizer(folder: Path) -> None:
     tokenizer = Tokenizer(models.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    tokenizer.post_processor = AROUND
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=62, **NAMES).save_pretrained(folder)
+    cls_tokenizers.save(tokenizer, folder)
 
 
 def write_model(family: str, folder: Path) -> Path:
@@ -264,7 +263,7 @@ def test_a_token_classifier(family: str, sets: Path, tmp_path: Path) -> None:
             assert [text for _, text in found[:-1]] == [text for _, text in expected[:-1]]
             assert expected[-1][1].startswith(found[-1][1])
         else:
-            found = [(word, label) for word, label in variables["words"]]
+            found = variables["words"]
             assert found == list(zip(words, labels, strict=True))[: len(found)]
             assert set(labels[len(found) :]) <= {"O"}
             assert len(found) > 1

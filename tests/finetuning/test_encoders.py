@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AlbertConfig,
     AutoModel,
@@ -25,12 +25,12 @@ from transformers import (
     ModernBertForMaskedLM,
     MPNetConfig,
     NomicBertConfig,
-    PreTrainedTokenizerFast,
     Qwen3Config,
     Qwen3ForCausalLM,
     XLMRobertaConfig,
 )
 
+import cls_tokenizers
 from biphasic.config.architecture import Architecture
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -45,12 +45,11 @@ from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.segments import Segments, padding_groups
+from cls_tokenizers import SPECIAL
 from conftest import Write
 from tiny import LENGTH, train
 from tiny import config_of as pretraining
 from toy_sets import config_of
-
-SPECIAL = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 def bert_tokenizer(folder: Path) -> None:
@@ -58,17 +57,7 @@ def bert_tokenizer(folder: Path) -> None:
     vocabulary = {word: index for index, word in enumerate([*SPECIAL, *(f"w{i}" for i in range(60))])}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    names = {
-        "pad_token": "[PAD]",
-        "unk_token": "[UNK]",
-        "cls_token": "[CLS]",
-        "sep_token": "[SEP]",
-        "mask_token": "[MASK]",
-    }
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=62, **names).save_pretrained(folder)
+    cls_tokenizers.save(tokenizer, folder)
 
 
 def bert(folder: Path) -> Path:

@@ -12,7 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from pytrec_eval import RelevanceEvaluator
 from sklearn.metrics import accuracy_score
 
 from biphasic.commands import main
@@ -21,19 +20,10 @@ from biphasic.evaluation.search import rank_documents, retrieval_scores
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.run import run
 from biphasic.finetuning.tokens import entity_scores
+from rankings import grades, mean_ndcg, read_run
 from toy_sets import config_of
 
 TASKS = ("sst2", "conll2003", "squad", "squad_v2")
-
-
-def read_run(file: Path) -> dict[str, dict[str, float]]:
-    ranked: dict[str, dict[str, float]] = {}
-    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
-        query, q0, document, rank, score, tag = line.split()
-        assert (q0, tag) == ("Q0", "biphasic")
-        ranked.setdefault(query, {})[document] = float(score)
-        assert len(ranked[query]) == int(rank)
-    return ranked
 
 
 def rescored(name: str, rows: dict[str, list[Any]]) -> float:
@@ -162,14 +152,10 @@ def test_rankings_and_embeddings(
     scored = {result["name"]: result for result in record["results"]}
     model = str(folder / "model")
     for name, place in config.task.retrieval_sets.items():
-        qrels: dict[str, dict[str, int]] = {}
         judged = pq.read_table(Path(place) / "qrels" / "test.parquet").to_pydict()
-        for query, document, grade in zip(*judged.values(), strict=True):
-            qrels.setdefault(query, {})[document] = grade
+        qrels = grades(zip(*judged.values(), strict=True))
         ranked = read_run(folder / "predictions" / f"{name}-test.run.gz")
-        values = RelevanceEvaluator(qrels, {"ndcg_cut.10"}).evaluate(ranked)
-        mean = float(np.mean([value["ndcg_cut_10"] for value in values.values()]))
-        assert mean == pytest.approx(scored[name]["test"], abs=1e-12)
+        assert mean_ndcg(qrels, ranked) == pytest.approx(scored[name]["test"], abs=1e-12)
         embedded = []
         for table, prompt in (("queries", "query"), ("corpus", "document")):
             file = str(Path(place) / f"{table}.parquet")

@@ -14,7 +14,7 @@ from transformers import AutoConfig, BertConfig, BertForMaskedLM
 
 from biphasic.config.load import dump
 from biphasic.model.encoder import load_encoder
-from biphasic.progress_bars import progress_bars
+from biphasic.quiet import progress_bars
 from tiny import ROOT
 from toy_sets import config_of
 

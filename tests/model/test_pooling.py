@@ -14,9 +14,10 @@ import torch
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Dense, Normalize, Transformer
 from sentence_transformers.sentence_transformer.modules import Pooling as ReferencePooling
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, LlamaConfig, PreTrainedTokenizerFast
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BertConfig, BertModel, LlamaConfig
 
+import cls_tokenizers
 from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -25,6 +26,7 @@ from biphasic.model.encoder import load_encoder
 from biphasic.model.initialization import from_hf_config
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
+from cls_tokenizers import SPECIAL
 from tiny import WORDS, write_tokenizer
 
 MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
@@ -44,15 +46,10 @@ TEXTS = [
 def bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny encoder of BERT's family, whose words are in lower case but for W3."""
     folder = tmp_path_factory.mktemp("bert")
-    names = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
-    words = [*names, "query:", "document:", "about:", *(f"w{at}" for at in range(1, 59)), "W3"]
+    words = [*SPECIAL, "query:", "document:", "about:", *(f"w{at}" for at in range(1, 59)), "W3"]
     tokenizer = Tokenizer(models.WordLevel({word: at for at, word in enumerate(words)}, unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(
-        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
-    )
-    special = {f"{name.strip('[]').lower()}_token": name for name in names}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, model_max_length=LONGEST, **special).save_pretrained(folder)
+    cls_tokenizers.save(tokenizer, folder, LONGEST)
     torch.manual_seed(0)
     config = BertConfig(vocab_size=len(words), hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
                         intermediate_size=48, max_position_embeddings=64, initializer_range=0.5)  # fmt: skip

@@ -75,6 +75,7 @@ def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, An
 
     from biphasic.evaluation.embedder import EncoderEmbedder
     from biphasic.finetuning.finetuned_model import portions
+    from biphasic.finetuning.retrieval import titled_texts
     from biphasic.model.encoder import load_encoder
 
     encoder = load_encoder(path)
@@ -88,8 +89,7 @@ def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, An
     embedder = EncoderEmbedder(encoder, path, "", torch.cuda.is_available())
     with tqdm(total=len(table), desc="embedding", unit="text", delay=5, disable=None) as bar:
         for ids, columns in portions(table):
-            titles = columns.get("title") or [None] * len(ids)
-            texts = [before + ". ".join(filter(None, pair)) for pair in zip(titles, columns["text"], strict=True)]
+            texts = [before + text for text in titled_texts(columns)]
             for first in range(0, len(texts), _TEXTS_AT_ONCE):
                 embeddings = embedder.embed(texts[first : first + _TEXTS_AT_ONCE], bar.update)
                 vectors = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), encoder.width)

@@ -145,9 +145,7 @@ class Retrieval(FinetuneTask):
 
         def make() -> dict[str, Ragged]:
             columns = folder.read(table, table)
-            titles = columns.get("title") or [""] * len(ids)
-            texts = [". ".join(filter(None, pair)) for pair in zip(titles, columns["text"], strict=True)]
-            return {"texts": Ragged.of(self._tokenize(texts, role))}
+            return {"texts": Ragged.of(self._tokenize(titled_texts(columns), role))}
 
         arrays = self.tokenize_once(f"{role} texts", table, make, folder=folder, prompts=self.prompts)
         return ids, unpack(arrays, "texts")
@@ -158,6 +156,13 @@ class Retrieval(FinetuneTask):
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
         return {name: TaskFolder(place, self.cache, self.family) for name, place in self.config.retrieval_sets.items()}
+
+
+def titled_texts(columns: dict[str, list[Any]]) -> list[str]:
+    """Return the texts of a corpus or of queries; a text with a title is `title. text`."""
+    texts = columns["text"]
+    titles = columns.get("title") or [None] * len(texts)
+    return [". ".join(filter(None, pair)) for pair in zip(titles, texts, strict=True)]
 
 
 def _judged_splits(folder: TaskFolder) -> list[str]:

@@ -29,7 +29,7 @@ from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.fingerprint import file_stamps, model_fingerprint
 from biphasic.model.heads import initialize_head
-from biphasic.progress_bars import progress_bars
+from biphasic.quiet import progress_bars
 
 WORKER_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
 """Modules that `run_trial` imports when it is called. A sweep imports them once for all of a machine's workers."""

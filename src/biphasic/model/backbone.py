@@ -18,7 +18,8 @@ from biphasic.model import attention
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
-from biphasic.model.packing_probe import packing_problem, without_warnings
+from biphasic.model.packing_probe import packing_problem
+from biphasic.quiet import without_warnings
 from biphasic.storage import first_line, is_remote
 from biphasic.storage.hub import why_missing
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,6 +10,7 @@ from torch import Tensor, nn
 from biphasic.model import attention
 from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward
 from biphasic.model.segments import Segments
+from biphasic.quiet import without_warnings
 from biphasic.storage import first_line
 
 _LENGTH = 4
@@ -23,19 +22,6 @@ _SAME = 1e-5
 state."""
 _UNCHANGED = 1e-5
 """Maximum relative difference due to rounding. Mixtures of experts round differently when other tokens change."""
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Keep transformers from logging warnings."""
-    from transformers.utils import logging
-
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
 
 
 @torch.no_grad()

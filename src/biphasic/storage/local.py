@@ -159,20 +159,17 @@ def atomic_path(file: Path) -> Iterator[Path]:
 
 def write_parquet(file: Path, columns: Mapping[str, Any], rows_per_group: int) -> None:
     """Write columns, by name, to a Parquet file with zstd compression."""
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
     with atomic_path(file) as partial:
-        pq.write_table(pa.table(dict(columns)), partial, compression="zstd", row_group_size=rows_per_group)
+        partial.write_bytes(parquet_bytes(columns, rows_per_group=rows_per_group))
 
 
-def parquet_bytes(columns: Mapping[str, Any], schema: Any = None) -> bytes:
+def parquet_bytes(columns: Mapping[str, Any], schema: Any = None, rows_per_group: int | None = None) -> bytes:
     """Return columns, by name, as the content of a Parquet file with zstd compression; `schema` is pyarrow's."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(dict(columns), schema), sink, compression="zstd")
+    pq.write_table(pa.table(dict(columns), schema), sink, compression="zstd", row_group_size=rows_per_group)
     return sink.getvalue().to_pybytes()
 
 

@@ -1,4 +1,4 @@
-"""Switch off progress bars, also those of libraries."""
+"""Keep libraries from drawing progress bars and from logging warnings."""
 
 from __future__ import annotations
 
@@ -23,3 +23,16 @@ def progress_bars(shown: bool) -> Iterator[None]:
         yield
     finally:
         tqdm.__init__ = original
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Keep transformers from logging warnings."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
