@@ -12,6 +12,7 @@ import attention_on_cpu
 from backbones import backbone
 from biphasic.model import attention, flex
 from biphasic.model.attention import choose_backend, prepare_segments
+from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
 
 CUTS = ((5, 9, 1, 6), (7, 7, 7), (21,), (1,) * 21)
@@ -169,8 +170,6 @@ def test_flex_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.Monk
 @pytest.mark.parametrize("backend", ["sdpa", "varlen", "flex"])
 def test_no_backend_attends_to_other_segments(backend: str) -> None:
     """In a complete model, a segment's last token changes itself alone (causal), or its segment alone."""
-    from biphasic.model.forward import packed_forward
-
     model, lengths = backbone("llama"), CUTS[0]
     tokens = torch.arange(21)
     changed = tokens.clone()
@@ -223,3 +222,20 @@ def test_flash_kernels_that_fail_are_named_and_left_out(monkeypatch: pytest.Monk
     with pytest.warns(UserWarning, match=r"attention: flash_attn\.cute can't be used \(.*PyTorch's own kernels run"):
         assert attention.activate_flash_kernels() == "cuDNN or FA2"
     attention.activate_flash_kernels.cache_clear()
+
+
+def test_under_autocast_the_sum_over_layers_and_the_rotary_tables_are_fp32() -> None:
+    model, dtypes = backbone("llama"), []
+
+    def record(_: torch.nn.Module, hidden: tuple[torch.Tensor], named: dict[str, Any]) -> None:
+        dtypes.append({hidden[0].dtype, *(table.dtype for table in named["position_embeddings"])})
+
+    def record_values(_: torch.nn.Module, __: object, values: torch.Tensor) -> None:
+        dtypes.append({values.dtype})
+
+    for layer in model.layers:  # pyright: ignore[reportGeneralTypeIssues]
+        layer.register_forward_pre_hook(record, with_kwargs=True)  # pyright: ignore
+        layer.self_attn.v_proj.register_forward_hook(record_values)  # pyright: ignore
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        packed_forward(model, torch.arange(21), Segments.of((5, 16), torch.device("cpu")), causal=True)
+    assert dtypes == [{torch.float32}, {torch.bfloat16}] * 3

@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import math
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+import attention_on_cpu  # noqa: F401 - kernels for `varlen`
+from backbones import backbone
 from biphasic.config.architecture import Architecture
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.segments import Segments
 from biphasic.training import parallel
 from biphasic.training.loggers import read_metrics
 from conftest import Write
@@ -94,22 +99,50 @@ def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write, code: 
     assert close(losses(runs / "compiled"), losses(runs / "plain"))
 
 
-def test_collectives_of_sharded_layers() -> None:
-    """Each layer but the last gathers the next one's weights; gloo, which has no averages, is asked for sums."""
+@pytest.fixture
+def group() -> Iterator[None]:
     # A run in this process may have made a group already.
     own = not torch.distributed.is_initialized()
     if own:
         torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    try:
-        layers = [fully_shard(torch.nn.Linear(2, 2)) for _ in range(3)]
-        parallel.set_collectives(torch.nn.Sequential(*layers), [*layers, torch.nn.Linear(2, 2)])
-        following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
-        assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
-        groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]  # pyright: ignore
-        assert len(groups) == 3 and all(group.force_sum_reduction_for_comms for group in groups)
-    finally:
-        if own:
-            torch.distributed.destroy_process_group()
+    yield
+    if own:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("group")
+def test_collectives_of_sharded_layers() -> None:
+    """Each layer but the last gathers the next one's weights; gloo, which has no averages, is asked for sums."""
+    layers = [fully_shard(torch.nn.Linear(2, 2)) for _ in range(3)]
+    parallel.set_collectives(torch.nn.Sequential(*layers), [*layers, torch.nn.Linear(2, 2)])
+    following = [layer._get_fsdp_state()._states_to_forward_prefetch for layer in layers]  # pyright: ignore
+    assert following == [[layers[1]._get_fsdp_state()], [layers[2]._get_fsdp_state()], []]  # pyright: ignore
+    groups = [group for layer in layers for group in layer._get_fsdp_state()._fsdp_param_groups]  # pyright: ignore
+    assert len(groups) == 3 and all(group.force_sum_reduction_for_comms for group in groups)
+
+
+@pytest.mark.usefixtures("group")
+def test_a_sharded_bf16_model_sums_its_layers_in_fp32() -> None:
+    """As autocast alone does: FSDP2 gathers bf16 weights, and rounds neither hidden states nor rotary tables to them."""
+    model = LanguageModel(backbone("llama"), torch.nn.Linear(32, 97, bias=False))
+    layers: list[torch.nn.Module] = list(model.backbone.layers)  # pyright: ignore[reportArgumentType]
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in layers:
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    parallel.keep_inputs(model)
+    segments, calls = Segments.of((5, 16), torch.device("cpu"), attention="varlen"), []
+
+    def record(layer: torch.nn.Module, hidden: tuple[torch.Tensor], named: dict[str, Any]) -> None:
+        rotary: tuple[torch.Tensor, ...] = named["position_embeddings"]
+        calls.append({hidden[0].dtype, *(table.dtype for table in rotary)})
+        assert named["segments"] is segments
+
+    for layer in layers:
+        layer.register_forward_pre_hook(record, with_kwargs=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        model(torch.arange(21), torch.arange(21), segments, True)[0].backward()
+    assert calls == [{torch.float32}] * 3
 
 
 def test_initial_weights_don_t_depend_on_the_ranks(write_yaml: Write) -> None:

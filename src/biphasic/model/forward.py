@@ -30,12 +30,12 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
     Returns:
         Hidden states [tokens, dimension], after the final norm.
     """
-    # Under autocast, hidden states between layers have the autocast dtype too, as with FSDP, which gathers weights in it.
     embedded = backbone.get_input_embeddings()(tokens[None])  # pyright: ignore[reportCallIssue]
-    device = embedded.device.type
+    device, dtype = embedded.device.type, embedded.dtype
     if torch.is_autocast_enabled(device):
-        embedded = embedded.to(torch.get_autocast_dtype(device))
-    prepare_segments(segments, backbone.config, device, embedded.dtype, causal, backbone.training)
+        # The sum over layers and the rotary tables stay fp32, also with FSDP, which gathers the embedding in bf16.
+        embedded, dtype = embedded.float(), torch.get_autocast_dtype(device)
+    prepare_segments(segments, backbone.config, device, dtype, causal, backbone.training)
     output = backbone(
         inputs_embeds=embedded,
         position_ids=segments.position_ids[None],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -12,7 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.pretrain import PretrainConfig
@@ -102,8 +103,9 @@ class ShardedModel(Callback):
         self.layers = layers
 
     def after_load(self, state: State, logger: Logger) -> None:
-        """Set the collectives, and save sharded checkpoints even after a monolithic one was loaded."""
+        """Set collectives and inputs, and save sharded checkpoints even after a monolithic one was loaded."""
         set_collectives(state.model, self.layers)
+        keep_inputs(state.model)
         if state.fsdp_config is not None:
             state.fsdp_config.state_dict_type = "sharded"
 
@@ -120,3 +122,17 @@ def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule) and torch.distributed.get_backend() == "gloo":
             module.set_force_sum_reduction_for_comms(True)
+
+
+def keep_inputs(model: nn.Module) -> None:
+    """Let FSDP2 pass each module's inputs on as they are.
+
+    By default FSDP2 casts them to the dtype of the gathered weights. With bf16 weights, the sum over layers and the rotary
+    tables would be rounded at every layer, which autocast alone doesn't do. FSDP2 would also copy the segments, and each
+    layer would compute their groups again. Composer creates the policy without this option.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state: Any = module._get_fsdp_state()
+            policy = require_form("torch", state, "_mp_policy", MixedPrecisionPolicy())
+            state._mp_policy = replace(policy, cast_forward_inputs=False)
