@@ -19,6 +19,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.devices import rank_device
 from biphasic.errors import Unavailable, UserError
 from biphasic.faults import FAILED, REFUSED
 from biphasic.storage import first_line, is_remote, open_store, user_error
@@ -61,9 +62,9 @@ def check(file: str, overrides: list[str]) -> int:
 def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     """Collect this rank's results. For pretraining, local rank 0 also checks the bucket, disks and data."""
     import torch
-    from composer.utils import dist, get_device
+    from composer.utils import dist
 
-    dist.initialize_dist(get_device(None))
+    dist.initialize_dist(rank_device())
     on_gpu = torch.cuda.is_available()
     dist.barrier()
     facts: RankFacts = {"host": socket.gethostname(), "node": dist.get_node_rank(), "rank": dist.get_global_rank(),

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from biphasic.devices import rank_device
 from biphasic.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +71,6 @@ def _predict(model: str, record: Any, table: Table) -> Iterator[dict[str, Any]]:
 def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
     import torch
-    from composer.utils import get_device
     from tqdm import tqdm
 
     from biphasic.evaluation.embedder import EncoderEmbedder
@@ -85,7 +85,7 @@ def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, An
         raise UserError(f"--prompt: expected {', '.join([*prompts, 'none'])}, because {path} has prompts{given}"
                         if prompts else f"--prompt {prompt}: {path} has no prompts")  # fmt: skip
     before = prompts.get(prompt or "none", "")
-    get_device(None).module_to_device(encoder.backbone)
+    rank_device().module_to_device(encoder.backbone)
     embedder = EncoderEmbedder(encoder, path, "", torch.cuda.is_available())
     with tqdm(total=len(table), desc="embedding", unit="text", delay=5, disable=None) as bar:
         for ids, columns in portions(table):

@@ -16,11 +16,12 @@ from typing import Any
 
 import mteb
 import torch
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from biphasic.amounts import format_seconds
 from biphasic.checkpointing.resume import local_checkpoint
 from biphasic.config.evaluate import EvaluateConfig
+from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.evaluation import ranks
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
@@ -68,7 +69,7 @@ def run(config: EvaluateConfig) -> Path:
     if config.precision == "amp_bf16" and not torch.cuda.is_available():
         raise UserError("precision: amp_bf16 needs a GPU, and this machine has none: precision=auto uses fp32")
     # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
-    dist.initialize_dist(get_device(None), timeout=86_400.0)
+    dist.initialize_dist(rank_device(), timeout=86_400.0)
     folder = config.run_folder
     _print(f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}")
     cache = EmbeddingCache(Path(config.cache), config.cache_limit)
@@ -166,7 +167,7 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
     elif model.pooling is not None and model.pooling != encoder.pooling.mode:
         raise UserError(f"model.pooling: {model.pooling}, but the model's own files say {encoder.pooling.mode}")
     bf16 = torch.cuda.is_available() if config.precision == "auto" else config.precision == "amp_bf16"
-    get_device(None).module_to_device(encoder.backbone)
+    rank_device().module_to_device(encoder.backbone)
     is_local = is_remote(model.path) or Path(model.path).exists()
     name = model.name or (f"biphasic/{config.run_name}" if is_local else model.path)
     embedder = EncoderEmbedder(encoder, name, "", bf16)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
+from biphasic.devices import rank_device
 from biphasic.downstream.tables import Table, open_table
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
 from biphasic.errors import UserError
@@ -101,7 +102,6 @@ def load_finetuned(folder: str, record: dict[str, Any]) -> TrainedModel:
     Raises:
         UserError: the model can't be loaded.
     """
-    from composer.utils import get_device
 
     encoder = load_encoder(folder)
     head: Any = torch.nn.Identity()
@@ -113,7 +113,7 @@ def load_finetuned(folder: str, record: dict[str, Any]) -> TrainedModel:
     except (OSError, RuntimeError) as error:
         raise UserError(f"{folder}/{HEAD_FILE}: can't be read ({first_line(error)})") from None
     for module in (encoder.backbone, head):
-        get_device(None).module_to_device(module)
+        rank_device().module_to_device(module)
     bf16 = record["precision"] == "amp_bf16" and torch.cuda.is_available()
     return TrainedModel(encoder, head, record["microbatch_tokens"], bf16)
 

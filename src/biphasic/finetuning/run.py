@@ -7,10 +7,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from composer.utils import dist, get_device
+from composer.utils import dist
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
+from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned, export_form
@@ -34,7 +35,7 @@ def run(config: FinetuneConfig) -> Path:
         UserError: the model or the data can't be used, or the folder holds another run.
     """
     folder = config.run_folder
-    dist.initialize_dist(get_device(None))
+    dist.initialize_dist(rank_device())
     name = trial_name(config)
     if (folder / FINETUNING_FILE).is_file():
         record = json.loads((folder / FINETUNING_FILE).read_text(encoding="utf-8"))

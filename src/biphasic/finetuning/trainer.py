@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.timeline import ScheduleConfig
+from biphasic.devices import rank_device
 from biphasic.finetuning.batches import GlobalBatches, count_steps, in_batches, require_shorter_warmup
 from biphasic.finetuning.examples import TaskBatch
 from biphasic.finetuning.task import FinetuneTask
@@ -128,6 +129,7 @@ def _build_trainer(
         precision=config.precision,
         # The batches are already split into microbatches (`parts`).
         device_train_microbatch_size=batches.per_rank,
+        device=rank_device(),
         progress_bar=False,  # ours is one of the loggers
         auto_log_hparams=False,
     )

@@ -18,6 +18,7 @@ import torch
 from biphasic.config.architecture import Architecture
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
+from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.finetuning.batches import count_steps, derive_seed, require_shorter_warmup
 from biphasic.finetuning.families import FAMILIES
@@ -109,14 +110,14 @@ def train_and_score(config: FinetuneConfig) -> FinishedTrial:
 
 def _train_and_score(config: FinetuneConfig) -> FinishedTrial:
     # Imported here because these take seconds to import and naming a trial doesn't need them.
-    from composer.utils import dist, get_device
+    from composer.utils import dist
 
     from biphasic.export.finetuned import require_exportable
     from biphasic.finetuning.trainer import train
     from biphasic.training.compute import require_precision
 
     require_precision(config.precision)
-    dist.initialize_dist(get_device(None))
+    dist.initialize_dist(rank_device())
     begin = time.monotonic()
     task = build_task(config.model, config.task, config.cache)
     encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)

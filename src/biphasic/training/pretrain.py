@@ -11,7 +11,7 @@ import torch
 from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
 from composer.core import Algorithm, Callback, Evaluator, State
-from composer.utils import dist, get_device, reproducibility
+from composer.utils import dist, reproducibility
 from torch.cuda import is_available as has_gpu
 
 from biphasic.checkpointing.attempt import Attempt, start_attempt
@@ -27,6 +27,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import RowDataset, build_loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.faults import close_on_fault
 from biphasic.model.backbone import build_language_model
@@ -57,7 +58,7 @@ def run(config: PretrainConfig) -> Path:
         UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, or a shard is damaged.
     """
     require_precision(config.precision)
-    dist.initialize_dist(get_device(None))
+    dist.initialize_dist(rank_device())
     attempt = start_attempt(config)
     trainer = None
 
@@ -188,6 +189,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         precision=config.precision,
         device_train_microbatch_size=rows_per_rank if auto_microbatch else config.microbatch_size,
         parallelism_config=parallelism_config(config, strategy, monolithic=start is not None and start.endswith(".pt")),
+        device=rank_device(),
         progress_bar=False,  # ours is one of the loggers
         load_path=start,
         auto_log_hparams=False,
