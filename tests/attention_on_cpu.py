@@ -102,8 +102,9 @@ class _FlashAttention2(torch.autograd.Function):
 def _flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0,
+    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, deterministic: bool = False,
 ) -> Tensor:  # fmt: skip
+    assert deterministic == torch.are_deterministic_algorithms_enabled()
     assert dropout_p == 0 and softcap == 0 and max_seqlen_q == max_seqlen_k and causal == (window_size[1] == 0)
     assert softmax_scale is not None
     output = _FlashAttention2.apply(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, softmax_scale, window_size)

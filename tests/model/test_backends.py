@@ -33,7 +33,8 @@ def attend(
     generator = torch.Generator().manual_seed(0)
     shapes = [(1, heads, tokens, 8) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
-    segments = Segments.of(lengths, torch.device("cpu"), attention=backend)
+    # With empty segments, as batches of pretraining have them.
+    segments = Segments.of(lengths, torch.device("cpu"), attention=backend, count=len(lengths) + 3)
     config = Config(sliding_window=keys.get("sliding_window"), head_dim=8)
     prepare_segments(segments, config, "cpu", torch.float64, causal)
     with pytest.MonkeyPatch.context() as patch:
@@ -183,45 +184,14 @@ def test_no_backend_attends_to_other_segments(backend: str) -> None:
         assert ((before - after).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
 
 
-@pytest.mark.parametrize(
-    ("major", "modules", "expected"),
-    [
-        (10, {"flash_attn.cute", "flash_attn_interface"}, ["FA4"]),
-        (9, {"flash_attn.cute", "flash_attn_interface"}, ["FA4"]),
-        (9, {"flash_attn_interface"}, ["FA3"]),
-        (10, {"flash_attn_interface"}, []),
-        (12, {"flash_attn.cute"}, []),
-        (8, {"flash_attn.cute"}, []),
-        (9, set(), []),
-    ],
-)
-def test_flash_kernels_are_activated_where_they_run(
-    monkeypatch: pytest.MonkeyPatch, major: int, modules: set[str], expected: list[str]
-) -> None:
-    activated: list[str] = []
-    cudnn: list[bool] = []
+@pytest.mark.parametrize(("major", "expected"), [(7, "sdpa"), (8, "varlen"), (12, "varlen")])
+def test_gpus_before_ampere_have_dense_attention(major: int, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither FlashAttention 2 nor Triton, which compiles FlexAttention, supports them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 0))
-    monkeypatch.setattr(torch.backends.cuda, "enable_cudnn_sdp", cudnn.append)
-    monkeypatch.setattr(attention, "_has_module", lambda name: name in modules)
-    monkeypatch.setattr(attention, "activate_flash_attention_impl", activated.append)
-    monkeypatch.setattr(attention, "current_flash_attention_impl", lambda: (activated or [None])[-1])
-    attention.activate_flash_kernels.cache_clear()
-    assert attention.activate_flash_kernels() == (expected or ["cuDNN or FA2"])[0]
-    # cuDNN, which PyTorch would prefer, is off only where another kernel was activated.
-    assert (activated, cudnn) == (expected, [False] * len(expected))
-    attention.activate_flash_kernels.cache_clear()
-
-
-def test_flash_kernels_that_fail_are_named_and_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(attention, "_has_module", lambda name: name == "flash_attn.cute")
-    attention.activate_flash_kernels.cache_clear()
-    # The module isn't really here.
-    with pytest.warns(UserWarning, match=r"attention: flash_attn\.cute can't be used \(.*PyTorch's own kernels run"):
-        assert attention.activate_flash_kernels() == "cuDNN or FA2"
-    attention.activate_flash_kernels.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 5))
+    choose_backend.cache_clear()
+    assert choose_backend("auto", "cuda", torch.bfloat16, 64) == expected
+    choose_backend.cache_clear()
 
 
 def test_under_autocast_the_sum_over_layers_and_the_rotary_tables_are_fp32() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
 from biphasic.model import attention, auto_microbatch
+from biphasic.model.attention import choose_backend
 from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.training import compute, pretrain
@@ -31,32 +33,32 @@ def meta() -> Any:
 @pytest.mark.parametrize("backend", ["varlen", "flash2", "flex"])
 def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
     with pytest.raises(UserError, match=rf"compute\.attention: {backend} needs a GPU: expected another one, or auto"):
-        set_up(meta(), ComputeConfig(attention=backend))
+        set_up(meta(), ComputeConfig(attention=backend), "fp32")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention, "backend_available", lambda backend: False)
     with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* '\.\[flash-attn\]'"):
-        set_up(meta(), ComputeConfig(attention="flash2"))
+        set_up(meta(), ComputeConfig(attention="flash2"), "amp_bf16")
 
 
 @pytest.mark.parametrize(
     ("requested", "gpu", "expected"),
     [
-        ({}, False, "layers and loss not compiled, attention auto"),
-        ({}, True, "layers and loss compiled, attention auto (FA4)"),
-        ({"attention": "varlen", "compile": False}, True, "layers and loss not compiled, attention varlen (FA4)"),
+        ({}, False, "layers and loss not compiled, attention sdpa"),
+        ({}, True, "layers and loss compiled, attention varlen (cuDNN)"),
+        ({"attention": "varlen", "compile": False}, True, "layers and loss not compiled, attention varlen (cuDNN)"),
         ({"attention": "flex"}, True, "layers and loss compiled, attention flex"),
         (
             {"activation_checkpointing": 5},
             False,
-            "layers and loss not compiled (2 of 12 layers recomputed), attention auto",
+            "layers and loss not compiled (2 of 12 layers recomputed), attention sdpa",
         ),
         (
             {"activation_checkpointing": [0]},
             False,
-            "layers and loss not compiled (1 of 12 layers recomputed), attention auto",
+            "layers and loss not compiled (1 of 12 layers recomputed), attention sdpa",
         ),
     ],
 )
@@ -65,10 +67,31 @@ def test_the_choice_is_described(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(attention, "backend_available", lambda backend: True)
-    monkeypatch.setattr(attention, "activate_flash_kernels", lambda: "FA4")
+    monkeypatch.setattr(compute, "select_kernels", lambda hf_config, requested: "cuDNN")
+    choose_backend.cache_clear()
     model = meta()
-    assert set_up(model, ComputeConfig(**requested)) == expected
+    assert set_up(model, ComputeConfig(**requested), "amp_bf16") == expected
+    choose_backend.cache_clear()
     assert model.compiled_loss == (" compiled" in expected and "not compiled" not in expected)
+
+
+def test_kernels_without_effect_are_refused() -> None:
+    with pytest.raises(
+        UserError, match=r"compute\.varlen_kernels: fa2 has no effect, .* sdpa with this model, precision: fp32"
+    ):
+        set_up(meta(), ComputeConfig(varlen_kernels="fa2"), "fp32")
+
+
+def test_a_deterministic_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    plain = losses(train(config_of(write_yaml("plain", checkpoint__interval="100ba"))))
+    path = write_yaml("deterministic", checkpoint__interval="100ba", compute__deterministic=True)
+    try:
+        assert losses(train(config_of(path))) == plain
+        assert torch.are_deterministic_algorithms_enabled() and os.environ["CUBLAS_WORKSPACE_CONFIG"] == ":4096:8"
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.backends.cudnn.deterministic = False
 
 
 @pytest.mark.parametrize(

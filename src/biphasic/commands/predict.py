@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from biphasic.devices import rank_device
+from biphasic.devices import rank_device, supports_bf16
 from biphasic.errors import UserError
 
 if TYPE_CHECKING:
@@ -70,7 +70,6 @@ def _predict(model: str, record: Any, table: Table) -> Iterator[dict[str, Any]]:
 
 def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, Any]]:
     import pyarrow as pa
-    import torch
     from tqdm import tqdm
 
     from biphasic.evaluation.embedder import EncoderEmbedder
@@ -86,7 +85,7 @@ def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, An
                         if prompts else f"--prompt {prompt}: {path} has no prompts")  # fmt: skip
     before = prompts.get(prompt or "none", "")
     rank_device().module_to_device(encoder.backbone)
-    embedder = EncoderEmbedder(encoder, path, "", torch.cuda.is_available())
+    embedder = EncoderEmbedder(encoder, path, "", supports_bf16())
     with tqdm(total=len(table), desc="embedding", unit="text", delay=5, disable=None) as bar:
         for ids, columns in portions(table):
             texts = [before + text for text in titled_texts(columns)]

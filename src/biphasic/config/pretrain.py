@@ -93,6 +93,12 @@ class ComputeConfig(Section):
     attention: Literal["auto", "varlen", "flash2", "flex", "sdpa"] = "auto"
     """`varlen`: PyTorch's variable-length kernels. `flash2`: flash-attn. `flex`: FlexAttention. `sdpa`: PyTorch's dense
     attention of segments of similar length. `auto`: the first of these that is installed and suitable; `sdpa` on CPUs."""
+    varlen_kernels: Literal["auto", "fa4", "fa3", "cudnn", "fa2"] = "auto"
+    """Kernels of `varlen`. `fa4`, `fa3`: FlashAttention 4 or 3, from their packages. `cudnn`: cuDNN's. `fa2`: FlashAttention
+    2, a part of PyTorch. `auto`: the first of these, in this order, that pass a trial at the start of the run."""
+    deterministic: bool = False
+    """Compute with deterministic algorithms only, so that a run on GPUs can be repeated bit for bit; on CPUs it always can.
+    Attention's backward pass and the embedding's gradient are slower then (docs/throughput.md)."""
     compile: bool | Literal["auto"] = "auto"
     """Whether to apply torch.compile to each decoder layer and the loss. `auto`: only on GPUs."""
     activation_checkpointing: Literal["none", "all"] | Positive | list[Count] = "none"
@@ -254,6 +260,9 @@ class PretrainConfig(RunConfig):
         if isinstance(parallelism.shard_degree, int) and ranks % parallelism.shard_degree:
             message = f"expected a divisor of the number of ranks ({ranks}); got {parallelism.shard_degree}"
             yield ["parallelism.shard_degree"], message
+        if self.compute.attention not in ("auto", "varlen") and self.compute.varlen_kernels != "auto":
+            message = f"has no effect with compute.attention: {self.compute.attention}"
+            yield ["compute.varlen_kernels", "compute.attention"], message
         setting = self.compute.activation_checkpointing
         if architecture is not None and setting not in ("none", "all"):
             layers = self.compute.recomputed(architecture.layers)

@@ -21,7 +21,7 @@ from composer.utils import dist
 from biphasic.amounts import format_seconds
 from biphasic.checkpointing.resume import local_checkpoint
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.devices import rank_device
+from biphasic.devices import rank_device, require_precision, supports_bf16
 from biphasic.errors import UserError
 from biphasic.evaluation import ranks
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
@@ -66,8 +66,7 @@ def run(config: EvaluateConfig) -> Path:
     """
     _use_all_gpus()
     tasks = plan_tasks(config)
-    if config.precision == "amp_bf16" and not torch.cuda.is_available():
-        raise UserError("precision: amp_bf16 needs a GPU, and this machine has none: precision=auto uses fp32")
+    require_precision(config.precision)
     # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
     dist.initialize_dist(rank_device(), timeout=86_400.0)
     folder = config.run_folder
@@ -166,7 +165,7 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
         encoder.set_pooling(Pooling(model.pooling))
     elif model.pooling is not None and model.pooling != encoder.pooling.mode:
         raise UserError(f"model.pooling: {model.pooling}, but the model's own files say {encoder.pooling.mode}")
-    bf16 = torch.cuda.is_available() if config.precision == "auto" else config.precision == "amp_bf16"
+    bf16 = supports_bf16() if config.precision == "auto" else config.precision == "amp_bf16"
     rank_device().module_to_device(encoder.backbone)
     is_local = is_remote(model.path) or Path(model.path).exists()
     name = model.name or (f"biphasic/{config.run_name}" if is_local else model.path)

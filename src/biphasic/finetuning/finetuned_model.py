@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
-from biphasic.devices import rank_device
+from biphasic.devices import rank_device, supports_bf16
 from biphasic.downstream.tables import Table, open_table
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
 from biphasic.errors import UserError
@@ -114,7 +114,7 @@ def load_finetuned(folder: str, record: dict[str, Any]) -> TrainedModel:
         raise UserError(f"{folder}/{HEAD_FILE}: can't be read ({first_line(error)})") from None
     for module in (encoder.backbone, head):
         rank_device().module_to_device(module)
-    bf16 = record["precision"] == "amp_bf16" and torch.cuda.is_available()
+    bf16 = record["precision"] == "amp_bf16" and supports_bf16()
     return TrainedModel(encoder, head, record["microbatch_tokens"], bf16)
 
 

@@ -18,8 +18,9 @@ import torch
 from biphasic.config.architecture import Architecture
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
-from biphasic.devices import rank_device
+from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
+from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.batches import count_steps, derive_seed, require_shorter_warmup
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.inference import TrainedModel
@@ -114,10 +115,9 @@ def _train_and_score(config: FinetuneConfig) -> FinishedTrial:
 
     from biphasic.export.finetuned import require_exportable
     from biphasic.finetuning.trainer import train
-    from biphasic.training.compute import require_precision
 
     require_precision(config.precision)
-    dist.initialize_dist(rank_device())
+    dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     begin = time.monotonic()
     task = build_task(config.model, config.task, config.cache)
     encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)

@@ -7,20 +7,17 @@ the segments define which tokens attend to each other. All backends compute the 
 from __future__ import annotations
 
 import functools
-import importlib
 import importlib.util
-import inspect
-import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention import activate_flash_attention_impl, current_flash_attention_impl
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
+from biphasic.model.kernels import GQA_OPTIONS, avoid_plans, head_dim
 from biphasic.model.segments import Segments, visibility_mask
 
 ATTENTION_NAME = "biphasic"
@@ -55,10 +52,6 @@ _DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
 _HALF_PRECISION = (torch.float16, torch.bfloat16)
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
-# PyTorch's name for the kernels, their module, and the major compute capabilities that support them.
-_FLASH_KERNELS = (("FA4", "flash_attn.cute", (9, 10)), ("FA3", "flash_attn_interface", (9,)))
-# In PyTorch 2.11, grouped-query attention needs no argument.
-_GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class NotPackedError(ValueError):
@@ -74,7 +67,8 @@ def backend_available(backend: str) -> bool:
     if backend == "flash2":
         # Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
         return importlib.util.find_spec("flash_attn_2_cuda") is not None
-    return backend == "flex" or hip is not None or torch.cuda.get_device_capability()[0] >= 8
+    # FlashAttention 2 and Triton, which compiles FlexAttention, support NVIDIA's GPUs since Ampere.
+    return hip is not None or torch.cuda.get_device_capability()[0] >= 8
 
 
 @functools.cache
@@ -103,34 +97,19 @@ def choose_backend(
     return next((backend for backend in candidates if backend_available(backend)), "sdpa")
 
 
-@functools.cache
-def activate_flash_kernels() -> str:
-    """Let PyTorch's attention use FlashAttention 4 or 3, if it is installed and the GPU supports it.
+def backend_for(hf_config: Any, requested: str, device: str, dtype: torch.dtype, training: bool) -> str:
+    """Return the backend that `choose_backend` chooses for a backbone.
 
-    cuDNN's attention is then turned off, because PyTorch prefers it to the installed kernels for packed segments.
-
-    Returns:
-        The kernels in use: `FA4`, `FA3`, or `cuDNN or FA2` (PyTorch chooses between these two).
+    Args:
+        hf_config: the backbone's Hugging Face configuration.
+        requested: `auto`, or one of `BACKENDS`.
+        device: device type of the tokens.
+        dtype: dtype of queries, keys and values.
+        training: whether the backbone is in training mode, in which it drops attention weights.
     """
-    if torch.cuda.is_available() and hip is None:
-        for name, module, capabilities in _FLASH_KERNELS:
-            if torch.cuda.get_device_capability()[0] not in capabilities or not _has_module(module):
-                continue
-            try:
-                activate_flash_attention_impl(name)
-            except (ImportError, OSError, RuntimeError) as error:
-                warnings.warn(f"attention: {module} can't be used ({error}); PyTorch's own kernels run", stacklevel=2)
-                continue
-            torch.backends.cuda.enable_cudnn_sdp(False)
-            break
-    return current_flash_attention_impl() or "cuDNN or FA2"
-
-
-def _has_module(name: str) -> bool:
-    try:
-        return importlib.util.find_spec(name) is not None
-    except ImportError:  # the parent package is missing
-        return False
+    softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    dropout = training and any(getattr(hf_config, name, 0.0) for name in _DROPOUT_OPTIONS)
+    return choose_backend(requested, device, dtype, head_dim(hf_config), softcap, dropout)
 
 
 def prepare_segments(
@@ -146,12 +125,9 @@ def prepare_segments(
         causal: whether a token attends only to itself and to tokens before it.
         training: whether the backbone is in training mode, in which it drops attention weights.
     """
-    softcap = getattr(config, "attn_logit_softcapping", None) is not None
-    dropout = training and any(getattr(config, name, 0.0) for name in _DROPOUT_OPTIONS)
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    segments.attention = choose_backend(segments.attention, device, dtype, head_dim, softcap, dropout)
-    if segments.attention == "varlen":
-        activate_flash_kernels()
+    segments.attention = backend_for(config, segments.attention, device, dtype, training)
+    if device == "cuda":
+        avoid_plans()
     if segments.attention == "flex":
         from biphasic.model.flex import block_mask
 
@@ -219,7 +195,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, optio
     cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     output = varlen_attn(
         q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
-        scale=options.scale, window_size=options.window_size, **_GQA_OPTIONS,
+        scale=options.scale, window_size=options.window_size, **GQA_OPTIONS,
     )  # fmt: skip
     assert isinstance(output, Tensor)
     return output[None]
@@ -235,7 +211,7 @@ def _flash2(query: Tensor, key: Tensor, value: Tensor, segments: Segments, optio
         # Another tensor object, because passing the same one twice breaks a compiled layer's graph (flash-attn 2.8).
         cu_seqlens_k=segments.cu_seqlens.view(-1), max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
         dropout_p=options.dropout, softmax_scale=options.scale, causal=options.causal, window_size=options.window_size,
-        softcap=options.softcap or 0.0,
+        softcap=options.softcap or 0.0, deterministic=torch.are_deterministic_algorithms_enabled(),
     )[None]  # fmt: skip
 
 

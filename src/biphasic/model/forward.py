@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.model.attention import prepare_segments
+from biphasic.model.kernels import avoid_plans
 from biphasic.model.segments import Segments, padding_groups
 
 _EXTRA_TOKENS = 256
@@ -88,6 +89,8 @@ def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id:
     Returns:
         Hidden states [tokens, dimension].
     """
+    if tokens.is_cuda:
+        avoid_plans()
     texts = tokens.split(list(segments.lengths))
     hidden: dict[int, Tensor] = {}
     for group in padding_groups(segments.lengths, exponent=1, extra=_EXTRA_TOKENS):

@@ -82,7 +82,7 @@ class Segments:
 
     lengths: tuple[int, ...]
     cu_seqlens: Tensor
-    """int32 [segments + 1]: start of each segment, and end of the last one."""
+    """int32 [segments + 1]: start of each segment, and end of the last one. Empty segments may follow."""
     segment_index: Tensor
     """int32 [tokens]: index of each token's segment, counted from 0."""
     position_ids: Tensor
@@ -96,7 +96,12 @@ class Segments:
 
     @classmethod
     def of(
-        cls, lengths: Sequence[int], device: torch.device, max_seqlen: int | None = None, attention: str = "auto"
+        cls,
+        lengths: Sequence[int],
+        device: torch.device,
+        max_seqlen: int | None = None,
+        attention: str = "auto",
+        count: int | None = None,
     ) -> Segments:
         """Build segments of the given lengths.
 
@@ -105,10 +110,12 @@ class Segments:
             device: device of the tokens.
             max_seqlen: upper bound of the lengths that is the same for all batches. Default: the maximum length.
             attention: attention backend.
+            count: number of segments in `cu_seqlens`; empty ones follow the others. Default: the number of lengths.
         """
-        ends = torch.zeros(len(lengths) + 1, dtype=torch.int32)
-        ends[1:] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
-        tokens = int(ends[-1])
+        ends = torch.zeros((count or len(lengths)) + 1, dtype=torch.int32)
+        ends[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
+        tokens = sum(lengths)
+        ends[len(lengths) + 1 :] = tokens
         if device.type == "cuda":
             # Pinned, because a copy from pageable memory would wait for the device.
             ends = ends.pin_memory()
@@ -128,6 +135,15 @@ class Segments:
     def uniform(self) -> bool:
         """Whether all segments have the same length."""
         return min(self.lengths) == max(self.lengths)
+
+
+def rounded_count(segments: int) -> int:
+    """Round a number of segments up to one of few values: a multiple of 8, with three significant bits.
+
+    Kernels that are prepared for each number of segments (cuDNN's) are then prepared for few.
+    """
+    step = max(1 << max(segments.bit_length() - 3, 0), 8)
+    return -(-segments // step) * step
 
 
 def visibility_mask(length: int, causal: bool, window: int, device: torch.device) -> Tensor:

@@ -17,28 +17,24 @@ from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model import layers as decoder_layers
 from biphasic.model.auto_microbatch import MICROBATCH_FILE, find_microbatch
+from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
 from biphasic.training.prepared_batch import PreparedBatch
 
 
-def require_precision(precision: str) -> None:
-    """Check that this machine supports a precision.
-
-    Raises:
-        UserError: `amp_bf16` is requested and this machine has no GPU.
-    """
-    if precision == "amp_bf16" and not torch.cuda.is_available():
-        raise UserError("precision: amp_bf16 needs a GPU, and there is none here: precision=fp32 runs on CPUs")
-
-
-def set_up(model: LanguageModel, config: ComputeConfig) -> str:
+def set_up(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
     """Set compilation, activation checkpointing and attention as configured. Results stay the same, within rounding.
+
+    Args:
+        model: the model, on any device.
+        config: the YAML's `compute:` section.
+        precision: the YAML's `precision`.
 
     Returns:
         A line that describes the setup.
 
     Raises:
-        UserError: the requested attention backend isn't installed, or doesn't run on this machine.
+        UserError: the requested attention backend or its kernels aren't installed, or don't run on this machine.
     """
     gpu = torch.cuda.is_available()
     if config.attention != "auto" and not attention.backend_available(config.attention):
@@ -46,6 +42,16 @@ def set_up(model: LanguageModel, config: ComputeConfig) -> str:
         if gpu and config.attention == "flash2":
             reason = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
         raise UserError(f"compute.attention: {config.attention} {reason}: expected another one, or auto")
+    dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
+    backend = attention.backend_for(model.config, config.attention, "cuda" if gpu else "cpu", dtype, training=True)
+    kernels = ""
+    if gpu and backend == "varlen":
+        kernels = f" ({select_kernels(model.config, config.varlen_kernels)})"
+    elif config.varlen_kernels != "auto":
+        raise UserError(
+            f"compute.varlen_kernels: {config.varlen_kernels} has no effect, because attention is computed by {backend} "
+            f"with this model, precision: {precision} and this device: leave it out"
+        )
     model.compiled_loss = gpu if config.compile == "auto" else config.compile
     if model.compiled_loss:
         decoder_layers.compile_layers(model.backbone)
@@ -54,8 +60,7 @@ def set_up(model: LanguageModel, config: ComputeConfig) -> str:
     recomputed = decoder_layers.recomputed_layers(model.backbone)
     compiled = "compiled" if model.compiled_loss else "not compiled"
     recomputation = f" ({recomputed} of {len(layers)} layers recomputed)" if recomputed else ""
-    flash = f" ({attention.activate_flash_kernels()})" if gpu and config.attention in ("auto", "varlen") else ""
-    return f"layers and loss {compiled}{recomputation}, attention {config.attention}{flash}"
+    return f"layers and loss {compiled}{recomputation}, attention {backend}{kernels}"
 
 
 class AutoMicrobatch(Algorithm):

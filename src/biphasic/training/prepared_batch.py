@@ -11,7 +11,7 @@ from composer.core import DataSpec
 from torch import Tensor
 
 from biphasic.data.streaming import Batch
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, rounded_count
 
 
 @dataclass(frozen=True, eq=False)
@@ -55,9 +55,10 @@ class PreparedBatch:
     @cached_property
     def segments(self) -> Segments:
         """Segments of the flattened rows, computed once."""
-        length = self.inputs.shape[1]
-        # The row length is an upper bound of the segment lengths that is the same for every batch.
-        return Segments.of(self.segment_lengths, self.inputs.device, length, self.attention)
+        # Attention kernels may be prepared for each combination of number of segments and maximum length. The row length is
+        # an upper bound of the segment lengths that is the same for every batch.
+        lengths, count = self.segment_lengths, rounded_count(len(self.segment_lengths))
+        return Segments.of(lengths, self.inputs.device, self.inputs.shape[1], self.attention, count)
 
     def split(self, rows: int) -> list[PreparedBatch]:
         """Split the batch into microbatches of up to `rows` rows."""

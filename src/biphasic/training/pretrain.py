@@ -27,9 +27,9 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import RowDataset, build_loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
-from biphasic.devices import rank_device
+from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
-from biphasic.faults import close_on_fault
+from biphasic.faults import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.model.backbone import build_language_model
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.model.language_model import LanguageModel
@@ -37,7 +37,7 @@ from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.training.checkpoint_schedule import checkpoint_schedule, trained, validation_schedule
 from biphasic.training.composer_model import PretrainModel
-from biphasic.training.compute import AutoMicrobatch, require_precision, set_up
+from biphasic.training.compute import AutoMicrobatch, set_up
 from biphasic.training.gradients import Gradients
 from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
@@ -58,7 +58,9 @@ def run(config: PretrainConfig) -> Path:
         UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, or a shard is damaged.
     """
     require_precision(config.precision)
-    dist.initialize_dist(rank_device())
+    if config.compute.deterministic:
+        reproducibility.configure_deterministic_mode()  # before CUDA is initialized
+    dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     attempt = start_attempt(config)
     trainer = None
 
@@ -111,7 +113,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     # Model and optimizer
     _print(f"{config.run_name}: building the model")
     model, strategy = _build_model(config, tokenizer, start, attempt.ranks)
-    computing = set_up(model, config.compute)
+    computing = set_up(model, config.compute, config.precision)
     _print(f"{config.run_name}: {computing}")
     optimizer = build_optimizer(model, model.backbone, config.optimizer)
 
