@@ -32,6 +32,11 @@ def fail(case: str, rank: int) -> None:
         raise UserError(f"the disk of rank {rank} is full")
     if case == "killed" and rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    if case == "stuck":
+        # With NCCL, the other ranks' main threads wait on the GPU, and no collective fails.
+        if rank == 2:
+            os.abort()
+        time.sleep(60)
 
 
 def job(case: str, reason: Path) -> int:

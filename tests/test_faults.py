@@ -13,22 +13,36 @@ from typing import Any
 import pytest
 
 import warm
-from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.checkpointing.run_lock import KILLED, read_attempts
 from biphasic.storage import open_store
 from conftest import Write
 from tiny import ROOT, composer_command, launch
 
-LOST = "another rank ended in the middle of a step without a message: it was killed or its machine was lost"
+ENDED = "ended in the middle of a step without a message: it was killed or aborted"
 CASES: dict[str, tuple[int, int, list[str], str | None]] = {
     "one": (3, 2, ["the shard is damaged\nput it right\n"], "rank 1: the shard is damaged"),
     "bug": (2, 1, ["ZeroDivisionError: division by zero\n"], "rank 1: ZeroDivisionError: division by zero"),
     "all": (2, 2, ["the loss is not a finite number\n"], "the loss is not a finite number"),
     "away": (2, 1, ["the bucket can't be reached\n"], "rank 1: the bucket can't be reached"),
     "two": (3, 2, ["the disk of rank 1 is full\n", "the disk of rank 2 is full\n"], None),
-    "killed": (2, 1, [LOST], LOST),
+    "killed": (2, 1, [ENDED], ENDED),
+    "stuck": (3, 1, [f"rank 2: {ENDED}"], f"rank 2: {ENDED}"),
     "early": (2, 2, ["the file is not the same on this node\n"], ""),
 }
 """Ranks, exit status, what is shown, and why the job ended (None: one of several reasons)."""
+ABORT = """
+import os
+from biphasic.checkpointing.stopping import StopCoordinator
+
+agree = StopCoordinator.batch_end
+
+def batch_end(self, state, logger):
+    if state.timestamp.batch == 5 and os.environ["RANK"] == "RANK TO ABORT":
+        os.abort()
+    agree(self, state, logger)
+
+StopCoordinator.batch_end = batch_end
+"""
 SHORT_GRACE = "from biphasic import faults; faults._GRACE_SECONDS = 0.5"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
 
@@ -44,14 +58,14 @@ def assert_fault_is_shown_once(case: str, status: int, output: str, reason_file:
         assert reason.endswith(expected_reason) if expected_reason else not reason
 
 
-@pytest.mark.parametrize("case", [case for case in CASES if case != "killed"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("killed", "stuck")])
 def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
     run = warm.run([case, str(tmp_path / "reason")], CASES[case][0], ENVIRONMENT, module="failing_ranks")
     assert_fault_is_shown_once(case, run.returncode, run.stdout + run.stderr, tmp_path / "reason")
 
 
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=[] if case == "killed" else pytest.mark.slow) for case in CASES]
+    "case", [pytest.param(case, marks=[] if case in ("killed", "stuck") else pytest.mark.slow) for case in CASES]
 )
 def test_composer_s_launcher_shows_a_fault_once(case: str, tmp_path: Path) -> None:
     command: list[Any] = [ROOT / "tests" / "failing_ranks.py", case, tmp_path / "reason"]
@@ -59,7 +73,7 @@ def test_composer_s_launcher_shows_a_fault_once(case: str, tmp_path: Path) -> No
     run = subprocess.run(composer_command(*command, processes=CASES[case][0]), env=ENVIRONMENT, **pipes)
     assert_fault_is_shown_once(case, run.returncode, run.stdout, tmp_path / "reason")
     # The launcher prints the output of each rank but the first that ends with a status other than 0.
-    assert ("Begin global rank 2" in run.stdout) == (case == "two"), run.stdout
+    assert ("Begin global rank 2" in run.stdout) == (case in ("two", "stuck")), run.stdout
 
 
 def test_a_shard_that_only_rank_1_reads(write_yaml: Write) -> None:
@@ -75,6 +89,25 @@ def test_a_shard_that_only_rank_1_reads(write_yaml: Write) -> None:
     assert output.count(fault) == 1 and "Traceback" not in output, output
     [attempt] = read_attempts(open_store(str(path.parent / "runs" / "run" / "checkpoints")))
     assert attempt["reason"].startswith(f"rank 1: {fault}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_aborted_rank_is_recorded(rank: int, write_yaml: Write) -> None:
+    """As NCCL's watchdog aborts a rank. If it is rank 0, which writes the record, the next start completes it."""
+    path = write_yaml()
+    run = launch(path, processes=2, code=ABORT.replace("RANK TO ABORT", str(rank)))
+    assert run.returncode != 0
+    assert launch(path, processes=2).returncode == 0
+    folder = path.parent / "runs" / "run"
+    first, second = read_attempts(open_store(str(folder / "checkpoints")))
+    [stacks] = (folder / "crashes").iterdir()
+    beginning = KILLED if rank == 0 else f"another rank, or its machine, {ENDED}"
+    assert first["reason"] in (
+        f"{beginning}: rank {rank}: Aborted ({stacks})",
+        f"rank 1: {ENDED}: rank 1: Aborted ({stacks})",
+    )
+    assert second["reason"] == "finished" and second["from"]["batch"] == 4
+    assert "in batch_end" in stacks.read_text()
 
 
 def test_a_mistake_that_all_ranks_see_is_shown_once(write_yaml: Write) -> None:

@@ -34,7 +34,11 @@ _GRACE_SECONDS = 3.0
 _CLOSE_SECONDS = 25.0
 """Time for all ranks to close their uploads and loggers. Composer's launcher kills ranks after 30 seconds."""
 _CONNECT_TIMEOUT = timedelta(minutes=30)
+COLLECTIVE_SECONDS = 1800.0
+"""Timeout of the process group: after it, a rank that waits for the others ends the run. Composer's 300 s would end a run
+whose data stalls on one rank, for example while a bucket is slow. A rank that ends is noticed without it."""
 _FIRST_FAULT = "first"
+_ENDED = "ended in the middle of a step without a message: it was killed or aborted"
 
 
 def run_rank(job: Callable[[], int]) -> int:
@@ -124,7 +128,7 @@ class _Fault:
     def of(cls, error: BaseException) -> _Fault:
         rank, node = int(os.environ.get("RANK", "0")), int(os.environ.get("NODE_RANK", "0"))
         if is_lost_rank(error):
-            text = "another rank ended in the middle of a step without a message: it was killed or its machine was lost"
+            text = f"another rank, or its machine, {_ENDED}"
             return cls(rank, node, FAILED, text, lost=True)
         if "EADDRINUSE" in str(error) and "MASTER_PORT" in os.environ:
             text = f"MASTER_PORT {os.environ['MASTER_PORT']} is in use by another program: start again"
@@ -158,6 +162,8 @@ class _Ranks:
         self.close: Callable[[str], None] | None = None
         self._rank, self._count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._local, self._node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("NODE_RANK", "0"))
+        self._next = self._rank - self._local + (self._local + 1) % int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        """The next rank of this node, in a ring: this rank notices when its process has ended."""
         self._error: Exception | None = None
         self._own: _Fault | None = None
         self._first: _Fault | None = None
@@ -187,7 +193,7 @@ class _Ranks:
         self._wake.set()
         self._first_known.wait(_CLOSE_SECONDS)
         first = self._first or self._own
-        return str(first) if self._own.lost and not first.lost else self._own.line
+        return str(first) if self._own.lost and first.text != self._own.text else self._own.line
 
     def end(self, error: Exception) -> int:
         """Wait for the other ranks, show the error unless another rank shows it, and return the exit status."""
@@ -235,13 +241,18 @@ class _Ranks:
             address, port, None, self._rank == 0, _CONNECT_TIMEOUT, wait_for_workers=False, multi_tenant=True
         )
         store = distributed.PrefixStore("biphasic", connection)  # pyright: ignore[reportPrivateImportUsage]
+        store.set(f"pid of {self._rank}", str(os.getpid()))
         while not self._wake.wait(_POLL_SECONDS):
+            if self._next_has_ended(store):
+                fault = _Fault(self._next, self._node, FAILED, _ENDED, lost=True)
+                store.compare_set(_FIRST_FAULT, "", json.dumps(asdict(fault)))
             if store.check([_FIRST_FAULT]):
                 self._first = _Fault(**json.loads(store.get(_FIRST_FAULT)))
                 self._wake.wait(_GRACE_SECONDS)
                 break
         with self._lock:
             if self._stopped:
+                store.set(f"end of {self._rank}", "")
                 return
             self._listener_ends_process = self._own is None
         if self._own is not None:
@@ -260,6 +271,17 @@ class _Ranks:
         texts = [store.get(key).decode() for key in below if store.check([key])]
         self._shown_by_lower_rank = self._own is not None and self._own.text in texts
         _barrier(store, "read", count if self._rank == 0 else 0)
+
+    def _next_has_ended(self, store: Any) -> bool:
+        """Return whether the next rank's process has ended without calling `stop`.
+
+        With gloo, collectives of the other ranks then fail. With NCCL, the main threads keep waiting on the GPU, until the
+        launcher kills them or NCCL's watchdog aborts them, and nobody would record why the job ended.
+        """
+        key = f"pid of {self._next}"
+        if not store.check([key]) or os.path.exists(f"/proc/{store.get(key).decode()}"):
+            return False
+        return not store.check([f"end of {self._next}"])
 
     def _close(self, first: _Fault) -> None:
         timer = Timer(_CLOSE_SECONDS, os._exit, [first.status])
@@ -282,8 +304,8 @@ class _Ranks:
                 traceback.print_exception(self._error)
         elif self._local:
             return 0
-        elif first.node != self._node:
-            print(f"{first} (on node {first.node})", file=sys.stderr)
+        elif first.node != self._node or first.text == _ENDED:
+            print(f"{first}{f' (on node {first.node})' * (first.node != self._node)}", file=sys.stderr)
         return first.status
 
 

@@ -21,7 +21,7 @@ from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device
 from biphasic.errors import Unavailable, UserError
-from biphasic.faults import FAILED, REFUSED
+from biphasic.faults import COLLECTIVE_SECONDS, FAILED, REFUSED
 from biphasic.storage import first_line, is_remote, open_store, user_error
 
 _ALL_REDUCE_VALUES = 1 << 25
@@ -64,7 +64,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     import torch
     from composer.utils import dist
 
-    dist.initialize_dist(rank_device())
+    dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     on_gpu = torch.cuda.is_available()
     dist.barrier()
     facts: RankFacts = {"host": socket.gethostname(), "node": dist.get_node_rank(), "rank": dist.get_global_rank(),

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from biphasic.checkpointing.crash_file import CrashFile, read_crashes, remove_empty_files
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.resume import find_resume_point
 from biphasic.checkpointing.run_lock import RunLock
@@ -32,11 +33,12 @@ class Attempt:
     stopping: StopCoordinator
     ranks: ProcessGroup
     resume: Manifest | None
+    crash_file: CrashFile
 
     def end(self, reason: str) -> None:
         """Restore the signal handlers, release the lock and record why the attempt ended."""
         self.stopping.restore_handlers()
-        self.lock.release(reason)
+        self.lock.release(": ".join([reason, *self.crash_file.remove()]))
 
 
 def start_attempt(config: PretrainConfig) -> Attempt:
@@ -65,8 +67,22 @@ def start_attempt(config: PretrainConfig) -> Attempt:
             except UserError as error:
                 fault = error
         ranks.raise_first(fault)
-        name = ranks.broadcast(name)
+        name, killed = ranks.broadcast((name, lock.killed))
+        crashes = config.run_folder / "crashes"
+        _explain_killed(killed, crashes, lock, ranks)
         resume = find_resume_point(destination, local_folder, config, ranks)
     if ranks.rank == 0:
         lock.record_start(resume.batch if resume else 0, resume.run["tokens"] if resume else 0)
-    return Attempt(name, destination, local_folder, lock, stopping, ranks, resume)
+    return Attempt(name, destination, local_folder, lock, stopping, ranks, resume, CrashFile(crashes, name, ranks.rank))
+
+
+def _explain_killed(killed: str | None, crashes: Path, lock: RunLock, ranks: ProcessGroup) -> None:
+    """Record how the previous attempt's ranks ended if it was killed, from the files of all nodes."""
+    lines = []
+    if ranks.local_rank == 0:
+        lines = read_crashes(crashes, killed) if killed is not None else []
+        remove_empty_files(crashes)
+    # Also without a killed attempt, so that no rank creates its file while another one removes empty ones.
+    lines = list(dict.fromkeys(line for node in ranks.all_gather(lines) for line in node))
+    if lines and ranks.rank == 0:
+        lock.explain_killed(", ".join(lines))

@@ -45,12 +45,15 @@ class RunLock:
 
     Attributes:
         lost: None, or a message that names who took the lock after this process could not write its heartbeat.
+        killed: name of the attempt whose expired lock this process took; None if there was none.
     """
 
     def __init__(self, destination: str, key: str = "checkpoint.folder", alternative: str = "run_name"):
         self._destination = destination
         self._name, self._alternative = f"{key} {destination}", alternative
         self.lost: str | None = None
+        self.killed: str | None = None
+        self._previous: dict[str, Any] = {}
         self._record: dict[str, Any] | None = None
         self._closing = Event()
         self._thread: Thread | None = None
@@ -74,7 +77,9 @@ class RunLock:
             finally:
                 folder.remove([_claim(name)])
             if previous is not None:
-                _write_attempt(folder, {**previous, "until": None, "reason": KILLED})
+                self.killed = previous["attempt"]
+                self._previous = {**previous, "until": None, "reason": KILLED}
+                _write_attempt(folder, self._previous)
             _write_attempt(folder, record)
         except OSError as error:
             message = f"{self._name}: can't be read and written ({first_line(error)})"
@@ -83,6 +88,12 @@ class RunLock:
         self._thread = Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
         self._thread.start()
         return name
+
+    def explain_killed(self, cause: str) -> None:
+        """Add to the record of the attempt `killed` how its ranks ended."""
+        with suppress(OSError):
+            record = {**self._previous, "reason": f"{KILLED}: {cause}"}
+            _write_attempt(open_store(self._destination), record)
 
     def record_start(self, batch: int, tokens: int) -> None:
         """Record the checkpoint that the attempt resumes from."""

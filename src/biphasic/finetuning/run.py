@@ -15,6 +15,7 @@ from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned, export_form
+from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialResult
@@ -35,7 +36,7 @@ def run(config: FinetuneConfig) -> Path:
         UserError: the model or the data can't be used, or the folder holds another run.
     """
     folder = config.run_folder
-    dist.initialize_dist(rank_device())
+    dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     name = trial_name(config)
     if (folder / FINETUNING_FILE).is_file():
         record = json.loads((folder / FINETUNING_FILE).read_text(encoding="utf-8"))

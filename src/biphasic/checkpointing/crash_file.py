@@ -1,0 +1,65 @@
+"""Record that a signal such as SIGABRT ended a rank, in a file that the next start of the run reads.
+
+NCCL's watchdog aborts the process after a collective's timeout, and about a minute after a rank on another node has ended.
+No exception is raised in Python, and rank 0, which records why an attempt ended, is aborted with the others.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+from contextlib import suppress
+from pathlib import Path
+from typing import TextIO
+
+_MESSAGE = "Fatal Python error: "
+
+
+class CrashFile:
+    """File to which Python writes the stacks of this rank's threads if SIGABRT, SIGSEGV or SIGBUS ends the process.
+
+    Nothing is written if Python's `faulthandler` is enabled already, such as by PYTHONFAULTHANDLER=1.
+
+    Args:
+        folder: folder of the files, on this machine.
+        attempt: name of the attempt.
+        rank: global rank.
+    """
+
+    def __init__(self, folder: Path, attempt: str, rank: int):
+        self._folder, self._attempt = folder, attempt
+        self._file: TextIO | None = None
+        if not faulthandler.is_enabled():
+            with suppress(OSError):  # such as a full disk, on which a run may still resume
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = (folder / f"{attempt}-rank{rank}.txt").open("w")
+                faulthandler.enable(self._file)
+
+    def remove(self) -> list[str]:
+        """Remove the file at the end of the attempt. Return what `read_crashes` returns about the other ranks."""
+        if self._file is not None:
+            faulthandler.disable()
+            self._file.close()
+            with suppress(OSError):
+                Path(self._file.name).unlink(missing_ok=True)
+                self._folder.rmdir()  # if it is empty
+        return read_crashes(self._folder, self._attempt)
+
+
+def read_crashes(folder: Path, attempt: str) -> list[str]:
+    """Return a line for each rank of an attempt that a signal ended, such as `rank 1: Aborted (FILE)`."""
+    lines = []
+    for path in sorted(folder.glob(f"{attempt}-rank*.txt")):
+        with suppress(OSError):
+            message = path.read_text(errors="replace").partition("\n")[0]
+            if message:
+                rank = path.stem.rpartition("-rank")[2]
+                lines.append(f"rank {rank}: {message.removeprefix(_MESSAGE)} ({path})")
+    return lines
+
+
+def remove_empty_files(folder: Path) -> None:
+    """Remove the files of earlier attempts' ranks that ended in another way, such as by SIGKILL."""
+    for path in folder.glob("*-rank*.txt"):
+        with suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()
