@@ -31,16 +31,16 @@ import torch._inductor.config as inductor
 from gpu_machine import describe_machine, roofline, synchronize
 from gpu_report import Report
 from torch import Tensor
-from torch.nn.attention import SDPBackend, restore_flash_attention_impl, sdpa_kernel
 
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.model import layers, losses
-from biphasic.model.attention import BACKENDS, activate_flash_kernels, backend_available
+from biphasic.model.attention import BACKENDS, backend_available, backend_for
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.device import peak_flops
 from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, rounded_count
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 
@@ -61,7 +61,7 @@ class Variant:
     compile: bool = True
     """Compile the layers and the loss."""
     attention: str = "auto"
-    """`auto`, a backend, or `varlen by` one of `KERNELS`."""
+    """`auto`, a backend, or `varlen by` and the name of its kernels in a YAML."""
     packing: str = "documents"
     """`documents`; `whole`: each row is one segment; `padded`: each row is one document and padding."""
     cuda_graphs: bool = False
@@ -78,25 +78,6 @@ class Variant:
             yield
         finally:
             losses.GPU_SHARE, inductor.triton.cudagraphs = share, graphs
-
-
-KERNELS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}
-"""PyTorch's own kernels for segments."""
-
-
-@contextmanager
-def attention_by(kernel: str) -> Iterator[None]:
-    """Make PyTorch's attention use one of its `KERNELS`; with an empty name, PyTorch chooses."""
-    if not kernel:
-        yield
-        return
-    activate_flash_kernels()
-    restore_flash_attention_impl(_raise_warn=False)  # FlashAttention 3 or 4 may replace FlashAttention 2
-    try:
-        with sdpa_kernel(KERNELS[kernel]):
-            yield
-    finally:
-        activate_flash_kernels.cache_clear()
 
 
 def row_lengths(rows: int, packing: str, seed: int = 0) -> tuple[list[list[int]], list[int]]:
@@ -153,6 +134,11 @@ class Trained:
     def __init__(self, size: Architecture, variant: Variant, device: str):
         self.size, self.variant, self.device = size, variant, device
         self.model: LanguageModel = from_hf_config(llama_config(size, LENGTH), seed=0, device=device)
+        backend, _, kernels = variant.attention.partition(" by ")
+        self.attention = backend_for(self.model.config, backend, device, torch.bfloat16, training=True)
+        self.kernels = ""
+        if self.attention == "varlen":
+            self.kernels = select_kernels(self.model.config, kernels or "auto")
         self.model.compiled_loss = variant.compile
         if variant.compile:
             layers.compile_layers(self.model.backbone)
@@ -164,12 +150,10 @@ class Trained:
         """Add the gradients of some of a batch's rows; returns the summed loss."""
         inputs, targets = (batch[name][first : first + rows].flatten() for name in ("inputs", "targets"))
         lengths = [length for row in batch["lengths"][first : first + rows] for length in row]
-        backend, _, kernel = self.variant.attention.partition(" by ")
-        segments = Segments.of(lengths, inputs.device, LENGTH, backend)
-        with attention_by(kernel):
-            with torch.autocast(self.device, dtype=torch.bfloat16):
-                total, _ = self.model(inputs, targets, segments, batch["phase"] == "clm")
-            (total / batch["predicted"]).backward()
+        segments = Segments.of(lengths, inputs.device, LENGTH, self.attention, rounded_count(len(lengths)))
+        with torch.autocast(self.device, dtype=torch.bfloat16):
+            total, _ = self.model(inputs, targets, segments, batch["phase"] == "clm")
+        (total / batch["predicted"]).backward()
         return total.detach()
 
     def step(self, batch: dict[str, Any], rows: int) -> Tensor:
@@ -220,6 +204,7 @@ def measure(trained: Trained, phase: str, rows: int, peak: float | None, steps: 
     segments = [row[: 1 if trained.variant.packing == "padded" else None] for row in lengths]
     flops = trained.size.flops([n for row in segments for n in row], phase == "clm", batch["predicted"])
     return {
+        "attention": trained.attention + f" ({trained.kernels})" * bool(trained.kernels),
         "microbatch_rows": rows,
         "step_rows": STEP_ROWS,
         "step_seconds": seconds,
@@ -338,7 +323,7 @@ def variants(report: Report, name: str, peak: float | None, device: str = "cuda"
         return
     others = [Variant(packing="whole"), Variant(packing="padded"), Variant(compile=False), Variant(cuda_graphs=True)]
     if backend_available("varlen"):
-        others += [Variant(attention=f"varlen by {kernel}") for kernel in KERNELS]
+        others += [Variant(attention=f"varlen by {kernels}") for kernels in ("cudnn", "fa2")]
     others += [Variant(attention=backend) for backend in BACKENDS if backend != "varlen" and backend_available(backend)]
     others += [Variant(loss_chunks=chunks) for chunks in (0.25, 4.0)]
     for variant in others:

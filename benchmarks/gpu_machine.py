@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from biphasic.model.attention import BACKENDS, activate_flash_kernels, backend_available
+from biphasic.model.attention import BACKENDS, backend_available
 
 
 def synchronize(device: str) -> None:
@@ -57,6 +57,5 @@ def describe_machine() -> dict[str, Any]:
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "attention_backends": [backend for backend in BACKENDS if backend_available(backend)],
-        "varlen": activate_flash_kernels(),
         "date": datetime.now(UTC).date().isoformat(),
     }

@@ -116,7 +116,7 @@ class Report:
             assert first is not None
             goal = GOALS.get((measurement["size"], measurement["phase"])) if measurement is first else None
             cells = [
-                measurement["size"], measurement["phase"], _layers(variant), variant["attention"], variant["packing"],
+                measurement["size"], measurement["phase"], _layers(variant), measurement["attention"], variant["packing"],
                 str(measurement["microbatch_rows"]), f"{measurement['tokens_per_second']:,.0f}",
                 f"{measurement['tokens_per_second'] / first['tokens_per_second']:.2f}",
                 "" if measurement["mfu"] is None else f"{measurement['mfu']:.1%}", "" if goal is None else f"{goal:.0%}",

@@ -62,10 +62,10 @@ def test_a_report_of_one_size_and_its_variants(gpu: Any, tmp_path: Path) -> None
         assert one["mfu"] == pytest.approx(one["flops_per_second"] / 1e12)
     assert set(results["profiles"]) == {"210m clm", "210m mlm"}
     text = (tmp_path / "gpu-some-gpu-9000.md").read_text()
-    assert "| 210m | mlm | compiled | auto | documents | 4 |" in text
+    assert "| 210m | mlm | compiled | sdpa | documents | 4 |" in text
     assert text.count("\n| 210m ") == 9
-    assert "| 210m | clm | compiled, CUDA graphs | auto |" in text
-    assert "| 210m | clm | compiled, chunks of the loss 0.25 | auto |" in text
+    assert "| 210m | clm | compiled, CUDA graphs | sdpa |" in text
+    assert "| 210m | clm | compiled, chunks of the loss 0.25 | sdpa |" in text
 
 
 def test_padding_is_not_counted(gpu: Any) -> None:
