@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import attention_on_cpu  # noqa: F401 - the reference
-from biphasic.model import attention, layers, losses
+from biphasic.model import attention, kernels, layers, losses
 from biphasic.model.attention import backend_available
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, rounded_count
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = torch.device("cuda")
 CUTS = [(300, 1, 83, 640), (512, 512), (1024,), (16,) * 64, (1023, 1)]
+
+
+class Config:
+    """The values of a backbone's configuration that are read."""
+
+    num_attention_heads, num_key_value_heads, head_dim = 6, 2, 96
+
+    def __init__(self, window: int = 0):
+        self.sliding_window = window
 
 
 def attend(
@@ -25,9 +31,8 @@ def attend(
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = [torch.randn((1, heads, 1024, 96), generator=generator, device=DEVICE) for heads in (6, 2, 2)]
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
-    segments = Segments.of(lengths, DEVICE, max_seqlen=1024, attention=backend)
-    config = type("Config", (), {"sliding_window": window})()
-    attention.prepare_segments(segments, config, "cuda", dtype, causal)
+    segments = Segments.of(lengths, DEVICE, 1024, backend, rounded_count(len(lengths)))
+    attention.prepare_segments(segments, Config(window), "cuda", dtype, causal)
     out, _ = attention.attention(
         torch.nn.Identity(), *leaves, segments=segments, is_causal=causal, sliding_window=window
     )
@@ -40,38 +45,47 @@ def close(results: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
         assert (result - reference).norm() < 1e-2 * reference.norm()
 
 
-# `varlen` with its default kernels (FlashAttention 4 or 3 if one is installed), and with each of PyTorch's.
-VARIANTS = {
-    "varlen": ("varlen", None),
-    "varlen by cuDNN": ("varlen", SDPBackend.CUDNN_ATTENTION),
-    "varlen by FlashAttention": ("varlen", SDPBackend.FLASH_ATTENTION),
-    "flash2": ("flash2", None),
-    "flex": ("flex", None),
-    "sdpa": ("sdpa", None),
-}
+def choose(variant: str) -> str:
+    """Choose the kernels in `varlen by KERNELS`; return the backend. What isn't installed is skipped."""
+    backend, _, name = variant.partition(" by ")
+    if not backend_available(backend):
+        pytest.skip(f"{backend} isn't installed")
+    if name:
+        if (problem := kernels._missing_requirement(name)) is not None:
+            pytest.skip(f"{name}: {problem}")
+        assert kernels.select_kernels(Config(), name) == kernels.KERNELS[name]
+    return backend
 
 
 @pytest.mark.parametrize("lengths", CUTS, ids=str)
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", [*(f"varlen by {name}" for name in kernels.KERNELS), "flash2", "flex", "sdpa"])
 def test_backends_equal_the_reference(variant: str, causal: bool, lengths: tuple[int, ...]) -> None:
-    backend, kernel = VARIANTS[variant]
-    if not backend_available(backend):
-        pytest.skip(f"{backend} isn't installed")
-    if kernel == SDPBackend.CUDNN_ATTENTION and torch.cuda.get_device_capability()[0] not in (9, 10):
-        pytest.skip("PyTorch uses cuDNN for segments on Hopper and Blackwell data-center GPUs only")
-    chosen: AbstractContextManager[object] = nullcontext() if kernel is None else sdpa_kernel(kernel)
-    with chosen:
-        results = attend(backend, lengths, causal, torch.bfloat16)
+    results = attend(choose(variant), lengths, causal, torch.bfloat16)
     close(results, attend("mask", lengths, causal, torch.float32))
 
 
+def test_the_kernels_that_auto_chooses(recwarn: pytest.WarningsRecorder) -> None:
+    """Those that are installed pass their trial."""
+    print(kernels.select_kernels(Config()), torch.backends.cudnn.version())
+    assert not [str(one.message) for one in recwarn if "can't be used" in str(one.message)]
+
+
+@pytest.mark.parametrize("variant", ["varlen by fa4", "varlen by fa3", "varlen by fa2", "flash2", "flex", "sdpa"])
+def test_deterministic_gradients(variant: str) -> None:
+    torch.use_deterministic_algorithms(True)
+    try:
+        backend = choose(variant)
+        first, *others = [attend(backend, CUTS[0], True, torch.bfloat16) for _ in range(5)]
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(one, other) for results in others for one, other in zip(first, results, strict=True))
+
+
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("backend", ["varlen", "flash2", "flex", "sdpa"])
+@pytest.mark.parametrize("backend", ["varlen by fa2", "flash2", "flex", "sdpa"])
 def test_windows(backend: str, causal: bool) -> None:
-    if not backend_available(backend):
-        pytest.skip(f"{backend} isn't installed")
-    results = attend(backend, CUTS[0], causal, torch.bfloat16, window=100)
+    results = attend(choose(backend), CUTS[0], causal, torch.bfloat16, window=100)
     close(results, attend("mask", CUTS[0], causal, torch.float32, window=100))
 
 

@@ -29,7 +29,7 @@ def run(path: Path, processes: int, *overrides: str) -> None:
 @one
 @pytest.mark.parametrize("precision", ["fp32", "amp_bf16"])
 def test_a_resume_on_one_gpu_is_the_same_run(write_yaml: Write, precision: str) -> None:
-    path = write_yaml("whole", precision=precision)
+    path = write_yaml("whole", precision=precision, compute__deterministic=True)
     run(path, 1)
     whole = Path(config_of(path).output) / "whole"
     again = whole.parent / "again"
