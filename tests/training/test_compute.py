@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from composer.core import State
+from composer.core import Event, State
+from composer.loggers import Logger
 
 import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
-from biphasic.model import attention, auto_microbatch
+from biphasic.model import attention, auto_microbatch, layers
 from biphasic.model.attention import choose_backend
 from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
 from biphasic.model.initialization import from_hf_config, llama_config
@@ -23,6 +24,7 @@ from biphasic.training import compute, pretrain
 from biphasic.training.compute import set_up
 from biphasic.training.prepared_batch import PreparedBatch
 from conftest import Write
+from decoders import saved_decoder
 from tiny import config_of, losses, train
 
 
@@ -174,8 +176,16 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
     assert find(length=9) == 4 and len(measured) == 3 * first
 
 
+def measure_by_formula(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
+    """Memory is a formula instead of a GPU's: four rows fit. `rows` are those measured, the last one at the end."""
+    monkeypatch.setattr(compute, "_circumstances", lambda config: {})
+    monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
+    monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
+    monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
+    monkeypatch.setattr(pretrain, "has_gpu", lambda: True)
+
+
 def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory is a formula instead of a GPU's: four of eight rows fit."""
     expected = losses(train(config_of(write_yaml("fixed", microbatch_size=4))))
     rows: list[int] = []
     fill = compute.AutoMicrobatch._largest_batch
@@ -185,11 +195,44 @@ def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypa
         return fill(self, state, count)
 
     monkeypatch.setattr(compute.AutoMicrobatch, "_largest_batch", record)
-    monkeypatch.setattr(compute, "_circumstances", lambda config: {})
-    monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
-    monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
-    monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
-    monkeypatch.setattr(pretrain, "has_gpu", lambda: True)
+    measure_by_formula(monkeypatch, rows)
     folder = train(config_of(write_yaml("measured", microbatch_size="auto")))
     assert set(rows) == {1, 4}
     assert losses(folder) == expected
+
+
+def test_the_measurement_computes_as_in_training(
+    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers loads a backbone in evaluation mode, in which layers are not recomputed and nothing is dropped."""
+    saved_decoder("llama", tmp_path / "hub", attention_dropout=0.1)
+    rows: list[int] = []
+    recomputed: list[object] = []
+    fill, apply = compute.AutoMicrobatch._largest_batch, compute.AutoMicrobatch.apply
+    checkpoint: Any = layers.checkpoint
+
+    def record(self: compute.AutoMicrobatch, state: State, count: int) -> PreparedBatch:
+        rows.append(count)
+        assert all(module.training for module in state.model.modules()) and torch.is_grad_enabled()
+        return fill(self, state, count)
+
+    def recompute(forward: Any, *inputs: Any, **named: Any) -> Any:
+        recomputed.append(forward)
+        return checkpoint(forward, *inputs, **named)
+
+    def compare(self: compute.AutoMicrobatch, event: Event, state: State, logger: Logger) -> None:
+        modes, numbers = [module.training for module in state.model.modules()], torch.get_rng_state()
+        assert True in modes and False in modes
+        apply(self, event, state, logger)
+        assert [module.training for module in state.model.modules()] == modes
+        assert torch.equal(torch.get_rng_state(), numbers)
+        assert len(recomputed) == 2 * len(rows) > 0  # two layers
+
+    monkeypatch.setattr(layers, "checkpoint", recompute)
+    monkeypatch.setattr(compute.AutoMicrobatch, "_largest_batch", record)
+    monkeypatch.setattr(compute.AutoMicrobatch, "apply", compare)
+    measure_by_formula(monkeypatch, rows)
+    path = write_yaml("measured", microbatch_size="auto", model={"init_from": str(tmp_path / "hub")},
+                      compute__activation_checkpointing="all")  # fmt: skip
+    train(config_of(path))
+    assert set(rows) == {1, 4}

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
+from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path
@@ -96,6 +98,23 @@ def largest_microbatch(measure: Callable[[int], float | None], limit: int, avail
 def even_microbatch(rows: int, fitting: int) -> int:
     """Return the size that splits `rows` into the fewest microbatches of at most `fitting` rows, as evenly as possible."""
     return math.ceil(rows / math.ceil(rows / fitting))
+
+
+@contextmanager
+def as_in_training(model: nn.Module) -> Iterator[None]:
+    """Put a model into training mode within the context, and restore its modules' modes and the RNG states after it.
+
+    A backbone that transformers has loaded is in evaluation mode, in which no layer is recomputed.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    # Dropout draws random numbers, and later ones must not depend on whether a stored result was used.
+    with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+        model.train()
+        try:
+            yield
+        finally:
+            for module, training in modes:
+                module.training = training
 
 
 def peak_bytes(work: Callable[[], object]) -> float | None:

@@ -16,7 +16,7 @@ from biphasic.config.pretrain import ComputeConfig, PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model import layers as decoder_layers
-from biphasic.model.auto_microbatch import MICROBATCH_FILE, find_microbatch
+from biphasic.model.auto_microbatch import MICROBATCH_FILE, as_in_training, find_microbatch
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
 from biphasic.training.prepared_batch import PreparedBatch
@@ -97,7 +97,7 @@ class AutoMicrobatch(Algorithm):
         # These passes need no gradient synchronization between DDP ranks.
         context = model.no_sync if isinstance(model, DistributedDataParallel) else torch.enable_grad
         try:
-            with context():
+            with context(), as_in_training(model):
                 for _ in range(2):  # the second pass adds to existing gradients
                     with get_precision_context(state.precision, state.precision_config):
                         total, _ = model(self._largest_batch(state, rows))
