@@ -192,20 +192,3 @@ def test_gpus_before_ampere_have_dense_attention(major: int, expected: str, monk
     choose_backend.cache_clear()
     assert choose_backend("auto", "cuda", torch.bfloat16, 64) == expected
     choose_backend.cache_clear()
-
-
-def test_under_autocast_the_sum_over_layers_and_the_rotary_tables_are_fp32() -> None:
-    model, dtypes = backbone("llama"), []
-
-    def record(_: torch.nn.Module, hidden: tuple[torch.Tensor], named: dict[str, Any]) -> None:
-        dtypes.append({hidden[0].dtype, *(table.dtype for table in named["position_embeddings"])})
-
-    def record_values(_: torch.nn.Module, __: object, values: torch.Tensor) -> None:
-        dtypes.append({values.dtype})
-
-    for layer in model.layers:  # pyright: ignore[reportGeneralTypeIssues]
-        layer.register_forward_pre_hook(record, with_kwargs=True)  # pyright: ignore
-        layer.self_attn.v_proj.register_forward_hook(record_values)  # pyright: ignore
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        packed_forward(model, torch.arange(21), Segments.of((5, 16), torch.device("cpu")), causal=True)
-    assert dtypes == [{torch.float32}, {torch.bfloat16}] * 3
