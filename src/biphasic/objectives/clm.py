@@ -18,7 +18,7 @@ def clm_targets(tokens: Tensor, segment_ids: Tensor) -> Tensor:
     Returns:
         int64 [rows, length]: the next token; `IGNORE` at a segment's last token and at padding.
     """
-    targets = torch.full_like(tokens, IGNORE)
     has_next = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    targets[:, :-1][has_next] = tokens[:, 1:][has_next]
-    return targets
+    # Not by indexing with the mask, for which the host would wait for the device.
+    next_tokens = torch.where(has_next, tokens[:, 1:], IGNORE)
+    return torch.cat([next_tokens, torch.full_like(tokens[:, :1], IGNORE)], dim=1)
