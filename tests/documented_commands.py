@@ -21,6 +21,7 @@ OURS = ("composer", "python", "biphasic", "make")
 # What the tests can't start, and what it would need. The files that such a command names are still checked.
 EXTERNAL = {
     "docker": "a Docker daemon",
+    "grep": "another environment",
     "hf": "the hub",
     "kubectl": "a Kubernetes cluster",
     "kubernetes-validate": "a tool that is no dependency",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,8 @@ import pytest
 
 import warm
 from biphasic.config.plan import plan
-from biphasic.preflight import disk_needs, find_faults, rank_facts, report
+from biphasic.errors import UserError
+from biphasic.preflight import check, disk_needs, find_faults, rank_facts, report
 from biphasic.storage import LocalStore
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
@@ -128,6 +130,44 @@ def test_a_differing_node_is_reported(changes: dict[str, Any], expected: str) ->
 
 def test_equal_nodes_have_no_faults() -> None:
     assert find_faults([rank(node, node) for node in range(4)]) == []
+
+
+@pytest.mark.parametrize(
+    ("address", "variables", "refused"),
+    [
+        ("127.0.1.1", {}, True),  # Debian's /etc/hosts
+        (None, {}, True),  # the name doesn't resolve: gloo takes the loopback address
+        ("10.0.0.5", {}, False),
+        ("127.0.1.1", {"GLOO_SOCKET_IFNAME": "eth0"}, False),
+        ("127.0.1.1", {"WORLD_SIZE": "2"}, False),  # one node
+        ("127.0.1.1", {"MASTER_ADDR": "127.0.0.1"}, False),  # several on one machine
+    ],
+)
+def test_a_name_that_other_nodes_cannot_reach(
+    address: str | None,
+    variables: dict[str, str],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    write_yaml: Write,
+) -> None:
+    addresses = {"this": address, "first": "10.0.0.4", "127.0.0.1": "127.0.0.1"}
+
+    def look_up(host: str, port: None) -> list[Any]:
+        if addresses[host] is None:
+            raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (addresses[host], 0))]
+
+    monkeypatch.setattr(socket, "gethostname", lambda: "this")
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "first", **variables}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    # What comes after the check would wait for the other ranks.
+    monkeypatch.setattr("biphasic.preflight.rank_facts", lambda config: 1 / 0)
+    with pytest.raises(UserError if refused else ZeroDivisionError) as raised:
+        check(str(write_yaml()), ["microbatch_size=2"])
+    assert ("set GLOO_SOCKET_IFNAME to the network interface" in str(raised.value)) == refused
 
 
 def test_an_invalid_yaml(write_yaml: Write) -> None:

@@ -37,7 +37,8 @@ there+='wait $node; status=$?; kill $watch 2>/dev/null; exit $status'
 
 for index in "${!hosts[@]}"; do
     variables=("NODE_RANK=$index" "NNODES=${#hosts[@]}" "MASTER_ADDR=$master")
-    for name in BUCKET MASTER_PORT NPROC BIPHASIC_RESTARTS BIPHASIC_PAUSE BIPHASIC_ON_PREEMPTION BIPHASIC_PREFLIGHT; do
+    for name in BUCKET MASTER_PORT NPROC GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME \
+        BIPHASIC_RESTARTS BIPHASIC_PAUSE BIPHASIC_ON_PREEMPTION BIPHASIC_PREFLIGHT; do
         if [[ -n ${!name:-} ]]; then variables+=("$name=${!name}"); fi
     done
     command=$(printf '%q ' env "${variables[@]}" bash -c "$there" node "$home" "$@")

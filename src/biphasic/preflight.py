@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import os
 import shutil
@@ -42,11 +43,12 @@ def check(file: str, overrides: list[str]) -> int:
 
     Raises:
         ConfigError: the YAML can't be used.
-        UserError: the YAML's job trains nothing.
+        UserError: the YAML's job trains nothing, or the other nodes can't reach this one by the address of its name.
     """
     config = load(file, overrides, int(os.environ.get("WORLD_SIZE", "1")))
     if not isinstance(config, PretrainConfig | FinetuneConfig):
         raise UserError(f"{file}: expected job: pretrain or job: finetune; got {config.job}")
+    require_reachable_name()  # before gloo, whose message doesn't name the cause
     facts = rank_facts(config)
     from composer.utils import dist
 
@@ -57,6 +59,33 @@ def check(file: str, overrides: list[str]) -> int:
     dist.barrier()
     unavailable = sum(facts["unavailable"] for facts in all_facts)
     return 0 if not faults else FAILED if unavailable >= len(faults) else REFUSED
+
+
+def require_reachable_name() -> None:
+    """Check that this machine's name doesn't resolve to a loopback address if there are several nodes.
+
+    Gloo gives the other nodes the address of the host's name, and the loopback address if the name doesn't resolve.
+
+    Raises:
+        UserError: it does, and `GLOO_SOCKET_IFNAME` names no network interface.
+    """
+    one_node = os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
+    if one_node or os.environ.get("GLOO_SOCKET_IFNAME") or _is_loopback(os.environ.get("MASTER_ADDR", "")):
+        return
+    host = socket.gethostname()
+    if _is_loopback(host):
+        raise UserError(
+            f"{host}: this machine's name resolves to a loopback address, so gloo would connect to itself instead of the "
+            "other nodes: set GLOO_SOCKET_IFNAME to the network interface that they reach, or correct /etc/hosts"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        address = socket.getaddrinfo(host, None)[0][4][0]
+    except OSError:
+        return bool(host)
+    return ipaddress.ip_address(str(address).partition("%")[0]).is_loopback
 
 
 def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
