@@ -8,15 +8,19 @@ import os
 import shutil
 import signal
 from pathlib import Path
+from threading import current_thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 
+from biphasic.checkpointing import save
 from biphasic.checkpointing.manifest import Manifest, batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
-from biphasic.checkpointing.save import Saver
+from biphasic.checkpointing.save import Saver, StagingBuffer
 from biphasic.checkpointing.store import Uploader
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
@@ -330,3 +334,63 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
         remaining = {path.name for path in (tmp_path / old).iterdir()} if (tmp_path / old).exists() else set()
         assert files - remaining == deleted
     assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files
+
+
+def saver_of(attempt: Any) -> Saver:
+    return Saver(attempt, SimpleNamespace(), lambda state, event: (False, False), lambda state: {}, 1.0)  # pyright: ignore
+
+
+def test_the_writer_uses_its_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new thread's current GPU is 0."""
+    used: list[tuple[int, str]] = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, current_thread().name)))
+    attempt = SimpleNamespace(local_folder=None, lock=None, stopping=None, destination="", resume=None)
+    saver_of(attempt)._writer.submit(int).result()
+    assert used == []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    saver_of(attempt)._writer.submit(int).result()
+    assert used == [(3, "checkpoint-writer_0")]
+
+
+def state_of(device: str) -> dict[str, Any]:
+    """A checkpoint's content, whose optimizer counts its steps in host memory."""
+    weight, step = torch.ones(3, device=device), torch.tensor(1.0)
+    optimizer = {
+        "state": {"w": {"exp_avg": weight + 1, "step": step}},
+        "param_groups": [{"lr": 0.1, "betas": (0.9, 1)}],
+    }
+    return {"state": {"model": {"w": weight}, "optimizers": {"AdamW": optimizer}, "timestamp": [1]}, "rng": []}
+
+
+def test_a_state_that_composer_has_offloaded_is_not_copied_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With FSDP on GPUs the tensors are copies already. Without a GPU they are the model's own."""
+    content = state_of("cpu")
+    for offloaded in (False, True):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda offloaded=offloaded: offloaded)
+        buffer = StagingBuffer()
+        copied = buffer.copy(content)["state"]
+        assert (copied["model"]["w"] is content["state"]["model"]["w"]) == offloaded
+        assert bool(buffer._buffers) != offloaded
+        states = [state["optimizers"]["AdamW"] for state in (copied, content["state"])]
+        assert (states[0]["state"]["w"]["exp_avg"] is states[1]["state"]["w"]["exp_avg"]) == offloaded
+        assert states[0]["state"]["w"]["step"] is not states[1]["state"]["w"]["step"]
+        assert states[0]["param_groups"] == states[1]["param_groups"]
+        assert states[0]["param_groups"][0] is not states[1]["param_groups"][0]
+        assert copied["timestamp"] == [1] and copied["timestamp"] is not content["state"]["timestamp"]
+
+
+def test_a_gpu_s_state_is_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The meta device stands for a GPU."""
+    calls: list[bool] = []
+
+    def create(state: dict[str, Any], pin_memory: bool) -> dict[str, Any]:
+        calls.append(pin_memory)
+        return state
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(save, "_create_cpu_state_dict", create)
+    monkeypatch.setattr(save, "_copy_state_dict", lambda state, buffers, type_check: {"model": "copied"})
+    buffer = StagingBuffer()
+    assert [buffer.copy(state_of("meta"))["state"]["model"] for _ in range(2)] == ["copied"] * 2
+    assert calls == [True]  # the memory is reused

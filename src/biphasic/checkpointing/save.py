@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,7 +51,8 @@ class StagingBuffer:
     """Copies the training state to host memory, and reuses that memory for the next copy.
 
     With a GPU the memory is pinned, which makes the copy several times as fast. PyTorch's own stager rejects
-    types that Composer's state contains, and allocates new memory each time.
+    types that Composer's state contains, and allocates new memory each time. A sharded model's state isn't copied from
+    a GPU, because Composer has already copied it to new host memory (`StateDictOptions.cpu_offload`).
     """
 
     def __init__(self) -> None:
@@ -61,14 +63,20 @@ class StagingBuffer:
         """Copy a Composer checkpoint's content (`state` and `rng`). The next call overwrites the copy."""
         state: dict[str, Any] = content["state"]
         large = {name: state[name] for name in _LARGE if name in state}
+        if torch.cuda.is_available() and all(tensor.device.type == "cpu" for tensor in _tensors(large)):
+            copied = _copy_scalars(large)
+        else:
+            copied = self._copy_tensors(large)
+        small = {name: value for name, value in state.items() if name not in _LARGE}
+        rest = {name: value for name, value in content.items() if name != "state"}
+        return {"state": {**copied, **copy.deepcopy(small)}, **copy.deepcopy(rest)}
+
+    def _copy_tensors(self, large: dict[str, Any]) -> dict[str, Any]:
         shapes = _shapes(large)
         if shapes != self._shapes:
             self._buffers = _create_cpu_state_dict(large, pin_memory=torch.cuda.is_available())
             self._shapes = shapes
-        copied = _copy_state_dict(large, self._buffers, type_check=False)
-        small = {name: value for name, value in state.items() if name not in _LARGE}
-        rest = {name: value for name, value in content.items() if name != "state"}
-        return {"state": {**copied, **copy.deepcopy(small)}, **copy.deepcopy(rest)}
+        return _copy_state_dict(large, self._buffers, type_check=False)
 
 
 class Saver(Callback):
@@ -99,7 +107,10 @@ class Saver(Callback):
         self._uploader, self._is_due, self._describe = uploader, is_due, describe
         self._upload_timeout = upload_timeout
         self._group = ProcessGroup().group
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer")
+        # PyTorch's writer synchronizes with the thread's current GPU. That would be GPU 0, where each rank would then open
+        # a context of half a gigabyte.
+        use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
+        self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer", initializer=use_gpu)
         self._writing: Future[None] | None = None
         self._fault: str | None = None
         self._resume = attempt.resume
@@ -276,3 +287,20 @@ def _shapes(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _shapes(child) for key, child in value.items()}
     return [_shapes(child) for child in value] if isinstance(value, list | tuple) else None
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict | list | tuple):
+        for child in value.values() if isinstance(value, dict) else value:
+            yield from _tensors(child)
+
+
+def _copy_scalars(value: Any) -> Any:
+    """Copy everything but tensors with dimensions. An optimizer may count its steps in host memory."""
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value
+    if isinstance(value, dict):
+        return {key: _copy_scalars(child) for key, child in value.items()}
+    return [_copy_scalars(child) for child in value] if isinstance(value, list) else copy.deepcopy(value)
