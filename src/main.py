@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from biphasic.commands.next_step import after_run, after_stage
 from biphasic.commands.parser import Parser, add_file, positive
 from biphasic.commands.plan import add_plan_options, print_plan
+from biphasic.devices import set_allocators
 from biphasic.errors import UserError
 from biphasic.faults import run_rank
 
@@ -51,6 +52,7 @@ def _main(arguments: list[str] | None) -> int:
     parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
     parser.add_argument("--keys", nargs="?", action=_PrintKeys, metavar="SECTION", help="print keys of YAMLs, and exit")
     options = parser.parse_intermixed_args(arguments)
+    set_allocators()  # before the job imports PyTorch
     # Imported here because these imports take most of the time that a usage message takes.
     from biphasic.config.load import load
 

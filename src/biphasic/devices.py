@@ -1,13 +1,35 @@
-"""Choose the device of this process, and check what it supports."""
+"""Choose the device of this process and its allocators' settings, and check what the device supports."""
 
 from __future__ import annotations
 
+import os
+import platform
 from typing import TYPE_CHECKING
 
 from biphasic.errors import UserError
 
 if TYPE_CHECKING:
     from composer.devices import Device
+
+
+_ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+
+
+def set_allocators() -> None:
+    """Set PyTorch's memory allocators by `PYTORCH_ALLOC_CONF`, unless the environment has it or one of its older names.
+
+    PyTorch reads it when it is imported. GPU memory is allocated in segments that grow, which leave fewer gaps. WSL's driver
+    fails on them. Pinned host memory is not rounded up to a power of two: a checkpoint of 1b takes 17 GB instead of 27.
+    torch 2.11 refuses that setting as unknown, and 2.15 has it.
+    """
+    if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
+        return
+    from importlib.metadata import version
+
+    settings = [] if "microsoft" in platform.release().lower() else ["expandable_segments:True"]
+    if tuple(map(int, version("torch").split(".")[:2])) >= (2, 15):
+        settings.append("pinned_max_round_threshold_mb:1")
+    os.environ[_ALLOCATOR_VARIABLES[0]] = ",".join(settings)
 
 
 def rank_device() -> Device:
