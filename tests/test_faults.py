@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -115,6 +116,17 @@ def test_a_mistake_that_all_ranks_see_is_shown_once(write_yaml: Write) -> None:
     output = run.stdout + run.stderr
     assert run.returncode == 2, output
     assert output.count("optimizer.rl: unknown key") == 1 and "Traceback" not in output, output
+
+
+def test_every_job_sets_the_timeout() -> None:
+    """Composer's own, 300 s, ends a run whose data stalls on one rank."""
+    calls = [
+        call
+        for file in (ROOT / "src").rglob("*.py")
+        for call in re.findall(r"initialize_dist\((.*)\)", file.read_text())
+    ]
+    assert len(calls) >= 5
+    assert set(calls) == {"rank_device(), COLLECTIVE_SECONDS", "rank_device(), timeout=86_400.0"}
 
 
 def test_a_port_that_is_in_use() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -329,6 +330,15 @@ def checkout(node: Node, tmp_path: Path) -> Path:
 
 def log_of(node: Node, host: str) -> Path:
     return node.log.with_name(f"log.{host}")
+
+
+def test_ssh_hands_on_the_network_interfaces(node: Node, checkout: Path) -> None:
+    node.program("ssh", SSH + 'echo "ssh $*" >>"$LOG"')
+    names = {"GLOO_SOCKET_IFNAME": "eth0", "NCCL_SOCKET_IFNAME": "=eth0,eth1"}
+    assert node.run("one", "--", YAML, script="ssh.sh", BIPHASIC_HOME=str(checkout), **names) == 0
+    node.log = log_of(node, "one")
+    [command] = node.lines("ssh ")
+    assert {f"{name}={value}" for name, value in names.items()} <= set(shlex.split(command))
 
 
 def test_ssh_gives_each_host_its_rank(node: Node, checkout: Path) -> None:

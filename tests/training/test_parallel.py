@@ -5,17 +5,21 @@ from __future__ import annotations
 import math
 import shutil
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 import attention_on_cpu  # noqa: F401 - kernels for `varlen`
 from backbones import backbone
 from biphasic.config.architecture import Architecture
+from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
 from biphasic.training import parallel
@@ -122,6 +126,20 @@ def test_collectives_of_sharded_layers() -> None:
 
 
 @pytest.mark.usefixtures("group")
+def test_groups_of_a_mesh_get_the_timeout() -> None:
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
+    callback = parallel.ShardedModel([])
+    state = SimpleNamespace(device_mesh=mesh, model=torch.nn.Linear(2, 2), fsdp_config=None)
+    for group in mesh.get_all_groups():
+        group.set_timeout(timedelta(seconds=7))
+    callback.after_load(state, None)  # pyright: ignore[reportArgumentType]
+    seconds = [
+        group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()
+    ]
+    assert seconds == [COLLECTIVE_SECONDS] * 2
+
+
+@pytest.mark.usefixtures("group")
 def test_a_sharded_bf16_model_sums_its_layers_in_fp32() -> None:
     """As autocast alone does: FSDP2 gathers bf16 weights, and rounds neither hidden states nor rotary tables to them."""
     model = LanguageModel(backbone("llama"), torch.nn.Linear(32, 97, bias=False))
@@ -169,10 +187,20 @@ def test_initial_weights_don_t_depend_on_the_ranks(write_yaml: Write) -> None:
 SIZE = Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_heads=6, head_dim=96)
 
 
-@pytest.mark.parametrize(("memory", "expected"), [(None, "ddp"), (80 << 30, "ddp"), (40 << 30, "fsdp")])
+@pytest.mark.parametrize(
+    ("memory", "ranks", "expected"),
+    [
+        (None, 8, "ddp"),
+        (80 << 30, 8, "ddp"),
+        (50 * 10**9, 1, "ddp"),
+        (50 * 10**9, 2, "fsdp"),  # DDP's buckets hold the gradients once more
+        (40 << 30, 1, "fsdp"),
+    ],
+)
 def test_auto_depends_on_the_size_of_the_states(
-    write_yaml: Write, monkeypatch: pytest.MonkeyPatch, memory: int | None, expected: str
+    write_yaml: Write, monkeypatch: pytest.MonkeyPatch, memory: int | None, ranks: int, expected: str
 ) -> None:
+    monkeypatch.setattr(parallel.dist, "get_world_size", lambda: ranks)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: memory is not None)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: type("Device", (), {"total_memory": memory}))
     config = config_of(write_yaml())
