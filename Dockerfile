@@ -23,9 +23,10 @@ FROM nvidia/cuda:${CUDA}-runtime-ubuntu${UBUNTU}
 ARG TORCH_BACKEND=
 ENV DEBIAN_FRONTEND=noninteractive PYTHONUNBUFFERED=1 PATH=/opt/venv/bin:$PATH
 # gcc and the headers: Triton compiles its launchers when they are first used, and on arm64 two packages have no wheels.
-# libibverbs1 and ibverbs-providers: NCCL loads them for InfiniBand, and uses TCP without them. procps: pkill, for node.sh.
+# libibverbs1 and ibverbs-providers: NCCL loads them for InfiniBand, and uses TCP without them (rdma-core's services belong to
+# the host). procps: pkill, for node.sh.
 RUN apt-get update && apt-get install -y --no-install-recommends python3 python3-dev python3-venv gcc libc6-dev \
-    libibverbs1 ibverbs-providers rdma-core procps \
+    libibverbs1 ibverbs-providers procps \
     && rm -rf /var/lib/apt/lists/* \
     && useradd --create-home biphasic && chmod 1777 /home/biphasic && python3 -m venv /opt/venv
 WORKDIR /app

@@ -75,6 +75,36 @@ def test_a_run_of_a_user_that_the_image_does_not_know(write_yaml: Write, tmp_pat
     assert written == {".triton/cache/written", ".cache/huggingface/written"}
 
 
+def test_the_printed_command(tmp_path: Path) -> None:
+    """It starts node.sh as the caller, with writable folders for all that the YAML writes, and the caller's BUCKET."""
+    text = (ROOT / "Dockerfile").read_text().partition("\n#\n# BUCKET")[0]
+    lines = [line[1:] for line in text.splitlines() if line.startswith("#     ")]
+    script = "\n".join(["docker() { printf '%s\\0' \"$@\" >>calls; printf '\\n' >>calls; }", *lines])
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
+    build, run, _ = (tmp_path / "calls").read_bytes().decode().split("\n")
+    assert build.split("\0")[:-1] == ["build", "-t", "biphasic", "."]
+    options, _, command = run.removesuffix("\0").partition("\0biphasic\0")
+    words = options.split("\0")
+    mounts = dict(words[index + 1].split(":") for index, word in enumerate(words) if word == "-v")
+    assert mounts == {str(tmp_path / name): f"/app/{name}" for name in ("runs", "data")}
+    assert all(Path(folder).is_dir() for folder in mounts), "Docker would create them as root"
+    assert words[words.index("--user") + 1] == f"{os.getuid()}:{os.getgid()}"
+    assert {words[index + 1] for index, word in enumerate(words) if word == "-e"} >= {"BUCKET", "AWS_SECRET_ACCESS_KEY"}
+    assert {"--gpus", "--ipc=host", "memlock=-1"} <= set(words)
+    script, file = command.split("\0")
+    assert os.access(ROOT / script, os.X_OK)
+    config = config_of(ROOT / file, global_batch_size=8)
+    assert {Path(config.output).parts[0], *(Path(split.local).parts[0] for split in config.data.splits.values())} == {
+        "runs",
+        "data",
+    }
+
+
+def test_the_image_has_what_nccl_and_node_sh_use() -> None:
+    [packages] = re.findall(r"apt-get install -y --no-install-recommends ([^&]+)", DOCKERFILE)
+    assert {"libibverbs1", "ibverbs-providers", "procps", "gcc", "libc6-dev", "python3-dev"} <= set(packages.split())
+
+
 def wheel(folder: Path, name: str, version: str, *requirements: str) -> None:
     """Write a wheel without content."""
     stem = f"{name.replace('-', '_')}-{version}"
