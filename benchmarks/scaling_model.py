@@ -105,7 +105,8 @@ def ring(size: float, gpus: int, machine: Machine, pieces: int = 0) -> float:
 
 def microbatch_rows(size: Architecture, rows: int, shards: int, machine: Machine, work: Work) -> int:
     """Largest divisor of a GPU's `rows` that fits the memory; 0 if one row does not fit."""
-    room = USABLE * machine.memory - size.state_bytes(shards)
+    buckets = size.bucket_bytes if shards == 1 else 0
+    room = USABLE * machine.memory - size.state_bytes(shards) - buckets
     most = min(work.microbatch or rows, int(room // size.activation_bytes(work.row_tokens, 2)))
     return max((n for n in range(1, rows + 1) if rows % n == 0 and n <= most), default=0)
 

@@ -107,6 +107,11 @@ class Architecture:
         return 16 * self.parameters // shards
 
     @property
+    def bucket_bytes(self) -> int:
+        """Size in bytes of the buckets in which DDP sums fp32 gradients over several ranks: each gradient a second time."""
+        return 4 * self.parameters
+
+    @property
     def checkpoint_bytes(self) -> int:
         """Size of a checkpoint in bytes: weights and Adam's two moments in fp32."""
         return 12 * self.parameters

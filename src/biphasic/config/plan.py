@@ -163,10 +163,12 @@ def describe(plan: Plan, config: PretrainConfig) -> str:
         lines.append(f"  FLOPs          {plan.flops:.3g} (attention counted over complete rows)")
     if plan.memory_per_rank is not None:
         memory = plan.memory_per_rank
+        buckets = f"{format_bytes(memory['ddp_buckets'])} DDP's buckets of gradients; " if memory["ddp_buckets"] else ""
         auto = " if a rank's complete batch is one microbatch" if plan.microbatch == "auto" else ""
         lines.append(
             f"  memory a rank  {format_bytes(memory['weights_gradients_optimizer'])} weights, gradients and optimizer; "
-            f"activations roughly {format_bytes(memory['activations'])} at {memory['microbatch_rows']} rows{auto}"
+            f"{buckets}activations roughly {format_bytes(memory['activations'])} at {memory['microbatch_rows']} rows{auto}; "
+            "not counted: logits, workspaces, CUDA's context"
         )
     if plan.start is not None:
         lines.append("  start          " + _start(plan.start, plan.batches, about))
@@ -287,8 +289,9 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
 
 
 def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> dict[str, int]:
-    parallelism, shards = config.parallelism, 1
+    parallelism, shards, buckets = config.parallelism, 1, architecture.bucket_bytes if ranks > 1 else 0
     if parallelism.strategy == "fsdp":
+        buckets = 0
         shards = shard_ranks(parallelism.shard_degree, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
     rows = config.global_batch_size // ranks if config.microbatch_size == "auto" else config.microbatch_size
     width = 2 if config.precision == "amp_bf16" else 4
@@ -298,8 +301,8 @@ def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> d
     # A recomputed layer stores only its input, except during its own backward pass, when it stores all its activations.
     inputs = tokens * architecture.hidden * width * (architecture.layers - stored_layers)
     activations = activations * max(stored_layers, 1) // max(architecture.layers, 1) + inputs
-    state = architecture.state_bytes(shards)
-    return {"weights_gradients_optimizer": state, "activations": activations, "microbatch_rows": rows}
+    state = {"weights_gradients_optimizer": architecture.state_bytes(shards), "ddp_buckets": buckets}
+    return {**state, "activations": activations, "microbatch_rows": rows}
 
 
 def _number(batch: int | None) -> str:

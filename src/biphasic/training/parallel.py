@@ -25,7 +25,7 @@ from biphasic.versions import require_form
 
 Strategy = Literal["ddp", "fsdp"]
 STATES_SHARE = 0.5
-"""Maximum share of a device's memory for weights, gradients and optimizer state under DDP; activations need the rest."""
+"""Maximum share of a device's memory for weights, gradients, their buckets and optimizer state under DDP."""
 
 
 def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str | None) -> Strategy:
@@ -49,7 +49,8 @@ def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str 
     if strategy != "auto":
         return strategy
     memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    fits = memory is None or size.state_bytes(shards=1) <= STATES_SHARE * memory
+    states = size.state_bytes(shards=1) + (size.bucket_bytes if dist.get_world_size() > 1 else 0)
+    fits = memory is None or states <= STATES_SHARE * memory
     return "ddp" if fits and not sharded else "fsdp"
 
 
