@@ -30,7 +30,7 @@ step tasks biphasic tasks $here/tasks.yaml
 step baselines python $here/baselines.py "$MINI/tasks"
 step untrained biphasic export --initial $here/pretrain.yaml "$MINI/untrained/encoder" --force
 step "finetune, untrained" python src/main.py $here/sweep.yaml
-step plan python src/main.py $here/study.yaml --plan --draw "$MINI/tree.svg"
+step plan python src/main.py $here/study.yaml --plan --draw "$MINI/tree.mmd"
 step pretrain python src/main.py $here/study.yaml
 step export python src/main.py $here/study.yaml --stage export
 step finetune python src/main.py $here/study.yaml --stage finetune

@@ -138,7 +138,7 @@ def in_small(folder: Path) -> dict[str, list[str]]:
         "yamls/610m_biphasic.yaml": ["yamls/610m_biphasic.yaml", *run],
         "yamls/data/tasks.yaml": [write_tasks(folder)],
         "recipes/paper/study.yaml": [write_study(folder), f"output={folder / 'runs'}"],
-        "tree.svg": [str(folder / "tree.svg")],
+        "tree.mmd": [str(folder / "tree.mmd")],
         "runs": [str(folder / "runs")],
         "8": ["2"],
         "32": ["2"],
@@ -167,9 +167,9 @@ def test_every_command_of_the_page(s3: Path, tmp_path: Path, monkeypatch: pytest
         outputs.setdefault(line.removeprefix("python "), []).append(run.stdout)
     study, runs = "src/main.py recipes/paper/study.yaml", tmp_path / "runs"
 
-    before, after = outputs[f"{study} --plan --draw tree.svg"][0], outputs[f"{study} --plan"][0]
+    before, after = outputs[f"{study} --plan --draw tree.mmd"][0], outputs[f"{study} --plan"][0]
     assert before.count(" ready") == 2 and before.count(" waits") == 1 and " dollars" in before
-    assert after.count(" done") == 3 and (tmp_path / "tree.svg").read_text().startswith("<svg")
+    assert after.count(" done") == 3 and (tmp_path / "tree.mmd").read_text().startswith("flowchart")
     assert "nothing" not in outputs[study][0] and "610m-mlm40-12: 12 batches" in outputs[study][0]
     assert outputs[study][1].startswith("trained, by the runs' records: ") and "610m" not in outputs[study][1]
     # With Slurm only what is not done is submitted: nothing is left.

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import chdir
 from pathlib import Path
-from xml.etree import ElementTree
 
 import pytest
 
@@ -207,12 +207,21 @@ def test_the_same_run_from_the_base_file_and_overrides(configs: dict[str, Pretra
             assert load(resolved_file) == config
 
 
-def test_the_picture(study: StudyConfig) -> None:
+def test_the_picture(study: StudyConfig, configs: dict[str, PretrainConfig]) -> None:
     text = draw_study(study)
-    texts = {element.text for element in ElementTree.fromstring(text).iter() if element.tag.endswith("text")}
-    assert set(study.models) <= texts and {"CLM", "MLM 20%", "MLM 50%"} <= texts
-    # `python src/main.py recipes/paper/study.yaml --plan --draw recipes/paper/tree.svg` writes it again.
-    assert (ROOT / "recipes/paper/tree.svg").read_text() == text
+    tree = study_tree(configs, study.continues, study.stages.checkpoints)
+    names = dict(re.findall(r'(run\d+)\["(.+?)<br>', text))
+    assert set(names.values()) == set(study.models)
+    arrows = {
+        (names[parent], names[child], start)
+        for parent, start, child in re.findall(r'(run\d+) -- "(.+)" --> (.+)', text)
+    }
+    assert arrows == {(run.parent, run.name, f"{run.start:,}") for run in tree.values() if run.parent is not None}
+    continued = {(names[old], names[new]) for old, new in re.findall(r"(run\d+) -.-> (.+)", text)}
+    assert continued == {(old, new) for new, old in study.continues.items() if tree[new].parent is None}
+    assert "CLM, MLM 40%; 42,000 batches" in text
+    # `python src/main.py recipes/paper/study.yaml --plan --draw tree.mmd` prints it again.
+    assert f"```mermaid\n{text}```" in (ROOT / "recipes/paper/README.md").read_text()
 
 
 def test_a_problem_of_several_models_names_each(tmp_path: Path) -> None:
@@ -228,7 +237,7 @@ def test_a_problem_of_several_models_names_each(tmp_path: Path) -> None:
 def test_options_belong_to_studies() -> None:
     for arguments, message in (
         (["yamls/quickstart.yaml", "--stage", "export"], "--stage and --draw are for studies"),
-        ([PAPER, "--draw", "tree.svg"], "--draw belongs to --plan"),
+        ([PAPER, "--draw", "tree.mmd"], "--draw belongs to --plan"),
         ([PAPER, "--retry-failed"], "--retry-failed is for --stage finetune"),
         ([PAPER, "--stage", "evaluate"], "no model of the study is exported yet"),
     ):
