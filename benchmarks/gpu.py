@@ -136,6 +136,7 @@ class Trained:
         self.model: LanguageModel = from_hf_config(llama_config(size, LENGTH), seed=0, device=device)
         backend, _, kernels = variant.attention.partition(" by ")
         self.attention = backend_for(self.model.config, backend, device, torch.bfloat16, training=True)
+        self.model.backbone.attention_backend = self.attention  # pyright: ignore[reportAttributeAccessIssue]
         self.kernels = ""
         if self.attention == "varlen":
             self.kernels = select_kernels(self.model.config, kernels or "auto")
@@ -150,7 +151,7 @@ class Trained:
         """Add the gradients of some of a batch's rows; returns the summed loss."""
         inputs, targets = (batch[name][first : first + rows].flatten() for name in ("inputs", "targets"))
         lengths = [length for row in batch["lengths"][first : first + rows] for length in row]
-        segments = Segments.of(lengths, inputs.device, LENGTH, self.attention, rounded_count(len(lengths)))
+        segments = Segments.of(lengths, inputs.device, LENGTH, rounded_count(len(lengths)))
         with torch.autocast(self.device, dtype=torch.bfloat16):
             total, _ = self.model(inputs, targets, segments, batch["phase"] == "clm")
         (total / batch["predicted"]).backward()

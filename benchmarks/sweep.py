@@ -131,7 +131,7 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
             [microbatch] = batch["parts"]
             segments = Segments.of(microbatch["lengths"], microbatch["tokens"].device)
             hidden = encoder.hidden(microbatch["tokens"], segments)
-            loss = task.loss(head, hidden, segments, microbatch) / microbatch["targets_per_rank"]
+            loss = task.loss(head, hidden, segments, microbatch) / microbatch["mean_targets_per_rank"]
             loss.backward()
             torch.nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()

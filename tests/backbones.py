@@ -47,9 +47,10 @@ def gradients(
 ) -> list[torch.Tensor]:
     """Outputs and gradients for each batch; the number of compiled graphs after each is appended to `count`."""
     results = []
+    model.attention_backend = backend  # pyright: ignore[reportAttributeAccessIssue]
     for number in batches:
         lengths = BATCHES[number]
-        segments = Segments.of(lengths, torch.device("cpu"), max_seqlen=21, attention=backend)
+        segments = Segments.of(lengths, torch.device("cpu"), max_seqlen=21)
         tokens = torch.randint(97, (21,), generator=torch.Generator().manual_seed(number))
         model.zero_grad()
         hidden = packed_forward(model, tokens, segments, causal=number < 4)

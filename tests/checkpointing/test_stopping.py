@@ -17,7 +17,7 @@ from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.model.checkpoint import read_record
 from biphasic.storage import open_store
 from biphasic.training.loggers import read_metrics
-from biphasic.training.objective_schedule import EVALUATIONS
+from biphasic.training.step import EVALUATIONS
 from buckets import bucket_for
 from conftest import Write
 from tiny import ROOT, composer_command, config_of, launch, losses, start, train_alone, wait_for_batch, weights

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -31,11 +33,10 @@ def attend(
     generator = torch.Generator(DEVICE).manual_seed(0)
     inputs = [torch.randn((1, heads, 1024, 96), generator=generator, device=DEVICE) for heads in (6, 2, 2)]
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
-    segments = Segments.of(lengths, DEVICE, 1024, backend, rounded_count(len(lengths)))
-    attention.prepare_segments(segments, Config(window), "cuda", dtype, causal)
-    out, _ = attention.attention(
-        torch.nn.Identity(), *leaves, segments=segments, is_causal=causal, sliding_window=window
-    )
+    segments = Segments.of(lengths, DEVICE, 1024, rounded_count(len(lengths)))
+    backbone = SimpleNamespace(config=Config(window), training=True, attention_backend=backend)
+    arguments = attention.attention_arguments(backbone, segments, "cuda", dtype, causal)
+    out, _ = attention.attention(torch.nn.Identity(), *leaves, **arguments, sliding_window=window)
     (out.float() * torch.arange(out.numel(), device=DEVICE).reshape(out.shape).sin()).sum().backward()
     return [out.detach().float(), *(x.grad.float() for x in leaves if x.grad is not None)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,18 +12,20 @@ from torch._dynamo.testing import CompileCounterWithBackend
 import attention_on_cpu
 from backbones import backbone
 from biphasic.model import attention, flex
-from biphasic.model.attention import choose_backend, prepare_segments
+from biphasic.model.attention import attention_arguments, choose_backend
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
 
 CUTS = ((5, 9, 1, 6), (7, 7, 7), (21,), (1,) * 21)
 
 
-class Config:
-    """The values of a backbone's configuration that `prepare_segments` reads."""
+class Backbone:
+    """The values of a backbone that `attention_arguments` reads."""
 
-    def __init__(self, **settings: Any):
-        self.__dict__ |= settings
+    training = True
+
+    def __init__(self, backend: str, **settings: Any):
+        self.attention_backend, self.config = backend, SimpleNamespace(**settings)
 
 
 def attend(
@@ -34,13 +37,14 @@ def attend(
     shapes = [(1, heads, tokens, 8) for heads in (4, kv_heads, kv_heads)]
     inputs = [torch.randn(s, generator=generator, dtype=torch.float64, requires_grad=True) for s in shapes]
     # With empty segments, as batches of pretraining have them.
-    segments = Segments.of(lengths, torch.device("cpu"), attention=backend, count=len(lengths) + 3)
-    config = Config(sliding_window=keys.get("sliding_window"), head_dim=8)
-    prepare_segments(segments, config, "cpu", torch.float64, causal)
+    segments = Segments.of(lengths, torch.device("cpu"), count=len(lengths) + 3)
+    arguments = attention_arguments(
+        Backbone(backend, sliding_window=keys.get("sliding_window"), head_dim=8), segments, "cpu", torch.float64, causal
+    )
     with pytest.MonkeyPatch.context() as patch:
         attention_on_cpu.replace_flash_attn(patch)
         out, _ = attention.attention(
-            torch.nn.Identity(), *inputs, segments=segments, is_causal=causal, scaling=keys.pop("scaling", None), **keys
+            torch.nn.Identity(), *inputs, **arguments, scaling=keys.pop("scaling", None), **keys
         )
     (out * torch.arange(out.numel(), dtype=torch.float64).reshape(out.shape).sin()).sum().backward()
     return out.detach(), *(x.grad for x in inputs if x.grad is not None)
@@ -172,14 +176,14 @@ def test_flex_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.Monk
 def test_no_backend_attends_to_other_segments(backend: str) -> None:
     """In a complete model, a segment's last token changes itself alone (causal), or its segment alone."""
     model, lengths = backbone("llama"), CUTS[0]
+    model.attention_backend = backend  # pyright: ignore[reportAttributeAccessIssue]
     tokens = torch.arange(21)
     changed = tokens.clone()
     changed[13] = 95  # the last one of the second segment
     for causal, expected in ((True, [13]), (False, list(range(5, 14)))):
         with torch.no_grad():
             before, after = (
-                packed_forward(model, t, Segments.of(lengths, tokens.device, attention=backend), causal)
-                for t in (tokens, changed)
+                packed_forward(model, t, Segments.of(lengths, tokens.device), causal) for t in (tokens, changed)
             )
         assert ((before - after).abs().amax(1) > 1e-5).nonzero()[:, 0].tolist() == expected
 

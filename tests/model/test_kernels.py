@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from biphasic.errors import UserError
 from biphasic.model import kernels
-from biphasic.model.attention import prepare_segments
+from biphasic.model.attention import attention_arguments
 from biphasic.model.kernels import KERNELS, avoid_plans, select_kernels, try_attention
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
-from biphasic.training.prepared_batch import PreparedBatch
+from biphasic.training.step import PreparedBatch
 
 CPU = torch.device("cpu")
 
@@ -157,8 +158,8 @@ def test_cudnn_is_off_unless_a_run_has_chosen_it(machine: Callable[..., list[str
     """In fine-tuning and evaluation nearly every batch has another shape, and cuDNN prepares a plan for each."""
     machine()
     torch.backends.cuda.enable_cudnn_sdp(True)  # PyTorch's default
-    segments = Segments.of((5, 16), CPU, attention="varlen")
-    prepare_segments(segments, Config, "cuda", torch.bfloat16, causal=False)
+    backbone = SimpleNamespace(config=Config, training=True, attention_backend="varlen")
+    attention_arguments(backbone, Segments.of((5, 16), CPU), "cuda", torch.bfloat16, causal=False)
     assert not torch._C._get_cudnn_sdp_enabled()
     select_kernels(Config, "cudnn")
     avoid_plans()

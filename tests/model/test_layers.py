@@ -152,8 +152,7 @@ class Packed(torch.nn.Module):
     def __init__(self, model: torch.nn.Module):
         super().__init__()
         self.model = model
+        model.attention_backend = "varlen"  # pyright: ignore[reportAttributeAccessIssue]
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return packed_forward(
-            self.model, tokens, Segments.of((5, 9, 1, 6), tokens.device, 21, attention="varlen"), causal=True
-        )
+        return packed_forward(self.model, tokens, Segments.of((5, 9, 1, 6), tokens.device, 21), causal=True)

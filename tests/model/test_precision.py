@@ -57,10 +57,11 @@ def test_the_sum_in_fp32_is_more_exact() -> None:
 
     def hidden_and_gradients(bf16: bool, rounded: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
         model = from_hf_config(llama_config(size, 512), seed=0)
+        model.backbone.attention_backend = "varlen"  # pyright: ignore[reportAttributeAccessIssue]
         if rounded:
             round_embedding(model.backbone)
         with autocast(bf16):
-            hidden = packed_forward(model.backbone, tokens, Segments.of((200, 312), CPU, attention="varlen"), True)
+            hidden = packed_forward(model.backbone, tokens, Segments.of((200, 312), CPU), True)
         F.cross_entropy(hidden.float() @ model.lm_head.weight.T, tokens.roll(-1)).backward()
         return hidden.detach(), torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
@@ -84,6 +85,7 @@ def test_what_the_sum_in_fp32_takes(monkeypatch: pytest.MonkeyPatch) -> None:
         size = replace(PRESETS["1b"], layers=count, vocab_size=100)
         model = from_hf_config(llama_config(size, 2048), seed=0).backbone
         layers.compile_layers(model)
+        model.attention_backend = "varlen"  # pyright: ignore[reportAttributeAccessIssue]
         if rounded:
             round_embedding(model)
         by_storage: dict[int, int] = {}
@@ -94,7 +96,7 @@ def test_what_the_sum_in_fp32_takes(monkeypatch: pytest.MonkeyPatch) -> None:
             return tensor
 
         with autocast(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            packed_forward(model, tokens, Segments.of((24, 40), CPU, attention="varlen"), True)
+            packed_forward(model, tokens, Segments.of((24, 40), CPU), True)
         return sum(by_storage.values())
 
     bf16, fp32 = ((stored(2, rounded) - stored(1, rounded)) / 64 for rounded in (True, False))

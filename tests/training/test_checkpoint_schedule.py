@@ -9,7 +9,7 @@ import pytest
 
 from biphasic.model.checkpoint import read_record
 from biphasic.training.loggers import read_metrics
-from biphasic.training.objective_schedule import EVALUATIONS
+from biphasic.training.step import EVALUATIONS
 from conftest import Write
 from tiny import config_of, train, write_rows
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from biphasic.training.composer_model import PretrainModel
+from biphasic.training.step import PretrainModel
 
 
 def mean_loss(*microbatches: tuple[float, int]) -> float:

@@ -21,8 +21,8 @@ from biphasic.model.attention import choose_backend
 from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.training import compute, pretrain
-from biphasic.training.compute import set_up
-from biphasic.training.prepared_batch import PreparedBatch
+from biphasic.training.compute import configure_compute
+from biphasic.training.step import PreparedBatch
 from conftest import Write
 from decoders import saved_decoder
 from tiny import config_of, losses, train
@@ -35,14 +35,14 @@ def meta() -> Any:
 @pytest.mark.parametrize("backend", ["varlen", "flash2", "flex"])
 def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
     with pytest.raises(UserError, match=rf"compute\.attention: {backend} needs a GPU: expected another one, or auto"):
-        set_up(meta(), ComputeConfig(attention=backend), "fp32")
+        configure_compute(meta(), ComputeConfig(attention=backend), "fp32")
 
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(attention, "backend_available", lambda backend: False)
     with pytest.raises(UserError, match=r"compute\.attention: flash2 needs flash-attn, .* '\.\[flash-attn\]'"):
-        set_up(meta(), ComputeConfig(attention="flash2"), "amp_bf16")
+        configure_compute(meta(), ComputeConfig(attention="flash2"), "amp_bf16")
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_the_choice_is_described(
     monkeypatch.setattr(compute, "select_kernels", lambda hf_config, requested: "cuDNN")
     choose_backend.cache_clear()
     model = meta()
-    assert set_up(model, ComputeConfig(**requested), "amp_bf16") == expected
+    assert configure_compute(model, ComputeConfig(**requested), "amp_bf16") == expected
     choose_backend.cache_clear()
     assert model.compiled_loss == (" compiled" in expected and "not compiled" not in expected)
 
@@ -81,7 +81,7 @@ def test_kernels_without_effect_are_refused() -> None:
     with pytest.raises(
         UserError, match=r"compute\.varlen_kernels: fa2 has no effect, .* sdpa with this model, precision: fp32"
     ):
-        set_up(meta(), ComputeConfig(varlen_kernels="fa2"), "fp32")
+        configure_compute(meta(), ComputeConfig(varlen_kernels="fa2"), "fp32")
 
 
 def test_a_deterministic_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,8 +43,8 @@ def spoil(monkeypatch: pytest.MonkeyPatch) -> Any:
     return spoil
 
 
-def odd_batches(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "odd_batches.jsonl").read_text().splitlines()]
+def anomalous_batches(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "anomalous_batches.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize(("value", "loss"), [(float("nan"), False), (float("inf"), False), (float("nan"), True)])
@@ -58,7 +58,7 @@ def test_the_run_stops_before_the_weights_change(write_yaml: Write, spoil: Any, 
     ):
         train(config_of(path))
     folder = Path(config_of(path).output) / "spoiled"
-    [line] = odd_batches(folder)
+    [line] = anomalous_batches(folder)
     assert line["batch"] == 7 and line["what"] == "not finite" and len(line["rows"]) == 8
     # It resumes from the checkpoint before that batch.
     spoil(set(), 0.0)
@@ -85,7 +85,7 @@ def test_a_spike_is_logged_with_its_rows(write_yaml: Write, spoil: Any, capsys: 
     spoil({30}, 4.0, loss=True)
     path = write_yaml("spike", max_duration="40ba", objective__phases=[{"name": "clm"}], checkpoint__interval="50ba")
     folder = train(config_of(path))
-    [line] = odd_batches(folder)
+    [line] = anomalous_batches(folder)
     assert line["what"] == "spike" and line["batch"] == 30
     assert line["loss"] > 1.5 * line["median"]
     assert len(set(line["rows"])) == 8
@@ -103,5 +103,5 @@ def test_a_switch_is_not_a_spike(write_yaml: Write) -> None:
     path = write_yaml("switch", max_duration="60ba", logging__loss_spike=1.01, optimizer__lr=1e-5,
                       objective__phases=[{"name": "clm", "until": "30ba"}, {"name": "mlm"}])  # fmt: skip
     folder = train(config_of(path))
-    file = folder / "odd_batches.jsonl"
-    assert not file.exists() or all(line["batch"] not in range(30, 50) for line in odd_batches(folder))
+    file = folder / "anomalous_batches.jsonl"
+    assert not file.exists() or all(line["batch"] not in range(30, 50) for line in anomalous_batches(folder))

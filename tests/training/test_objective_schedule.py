@@ -16,9 +16,8 @@ from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, Replacement
 from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
-from biphasic.training.objective_schedule import ObjectiveSchedule, elapsed
 from biphasic.training.optimizer import WarmupStableDecay
-from biphasic.training.prepared_batch import PreparedBatch, data_spec
+from biphasic.training.step import ObjectiveSchedule, PreparedBatch, data_spec, elapsed
 
 VOCABULARY = Vocabulary(size=50, mask_id=3, special_ids=(0, 1, 2, 3))
 PHASES = [
@@ -70,7 +69,7 @@ class Run:
 
 
 def schedule(first_epoch: int = 0, repeats_rows: bool = False) -> ObjectiveSchedule:
-    return ObjectiveSchedule(PHASES, Duration(8, "ba"), VOCABULARY, 9, 0.3, "sdpa", first_epoch, repeats_rows)
+    return ObjectiveSchedule(PHASES, Duration(8, "ba"), VOCABULARY, 9, 0.3, first_epoch, repeats_rows)
 
 
 def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inputs: Any, targets: Any) -> None:
@@ -78,8 +77,8 @@ def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inp
     assert (batch.objective, batch.phase, batch.causal) == (objective, phase, objective == "clm")
     assert torch.equal(batch.inputs, inputs) and torch.equal(batch.targets, targets)
     assert torch.equal(batch.row_ids, raw["row_ids"]) and batch.lengths == raw["lengths"]
-    assert batch.targets_per_rank.dtype == torch.float32 and batch.targets_per_rank == (targets >= 0).sum()
-    assert (batch.rows_per_rank, batch.attention) == (3, "sdpa")
+    assert batch.mean_targets_per_rank.dtype == torch.float32 and batch.mean_targets_per_rank == (targets >= 0).sum()
+    assert batch.rows_per_rank == 3
 
 
 def masked(**keys: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -170,7 +169,7 @@ def test_a_batch_without_targets_counts_as_one() -> None:
     batch = raw_batch()
     phase = MLMPhase(name="mlm")
     batch["segment_ids"].zero_()
-    assert schedule().prepare(batch, phase, 1, 0, 0.4).targets_per_rank == 1
+    assert schedule().prepare(batch, phase, 1, 0, 0.4).mean_targets_per_rank == 1
 
 
 def test_microbatches_have_the_batch_s_rows_in_order() -> None:
@@ -181,7 +180,7 @@ def test_microbatches_have_the_batch_s_rows_in_order() -> None:
     assert [part.lengths for part in parts] == [batch.lengths[:2], batch.lengths[2:]]
     assert torch.equal(torch.cat([part.inputs for part in parts]), batch.inputs)
     assert torch.equal(torch.cat([part.targets for part in parts]), batch.targets)
-    assert all((part.rows_per_rank, part.targets_per_rank) == (3, batch.targets_per_rank) for part in parts)
+    assert all((part.rows_per_rank, part.mean_targets_per_rank) == (3, batch.mean_targets_per_rank) for part in parts)
     assert parts[0].segment_lengths == [25, 15, 20, 10, 5, 5] and parts[1].segment_lengths == [40]
     # Composer counts the rows, and the tokens without padding, before and after the objective.
     for counted in (raw_batch(), batch):

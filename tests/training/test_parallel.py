@@ -144,12 +144,13 @@ def test_a_sharded_bf16_model_sums_its_layers_in_fp32() -> None:
     """As autocast alone does: FSDP2 gathers bf16 weights, and rounds neither hidden states nor rotary tables to them."""
     model = LanguageModel(backbone("llama"), torch.nn.Linear(32, 97, bias=False))
     layers: list[torch.nn.Module] = list(model.backbone.layers)  # pyright: ignore[reportArgumentType]
+    model.backbone.attention_backend = "varlen"  # pyright: ignore[reportAttributeAccessIssue]
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in layers:
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     parallel.keep_inputs(model)
-    segments, calls = Segments.of((5, 16), torch.device("cpu"), attention="varlen"), []
+    segments, calls = Segments.of((5, 16), torch.device("cpu")), []
 
     def record(layer: torch.nn.Module, hidden: tuple[torch.Tensor], named: dict[str, Any]) -> None:
         rotary: tuple[torch.Tensor, ...] = named["position_embeddings"]

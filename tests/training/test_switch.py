@@ -15,7 +15,7 @@ from biphasic.config.plan import plan
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.training.loggers import read_metrics
-from biphasic.training.objective_schedule import ObjectiveSchedule
+from biphasic.training.step import ObjectiveSchedule
 from conftest import Write
 from tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
 

@@ -1,4 +1,4 @@
-"""Print the text of rows by their ids, as `odd_batches.jsonl` in a run's folder lists them."""
+"""Print the text of rows by their ids, as `anomalous_batches.jsonl` in a run's folder lists them."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class GlobalBatches(IterableDataset[TaskBatch]):
             batch = order[position * size : (position + 1) * size]
             local = batch[self.rank * self.per_rank :][: self.per_rank]
             targets = max(self.task.count_targets(self.examples, batch), 1)
-            shared = {"rows_per_rank": self.per_rank, "targets_per_rank": targets / self.ranks}
+            shared = {"rows_per_rank": self.per_rank, "mean_targets_per_rank": targets / self.ranks}
             parts = [
                 {**self.task.collate(self.examples, indices, epoch, seed), "row_ids": torch.tensor(indices), **shared}
                 for indices in self.task.split_batch(self.examples, local, self.config.microbatch_tokens)

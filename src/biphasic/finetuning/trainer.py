@@ -24,10 +24,10 @@ from biphasic.finetuning.examples import TaskBatch
 from biphasic.finetuning.task import FinetuneTask
 from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
-from biphasic.training.composer_model import mean_over_global_batch
-from biphasic.training.gradients import Gradients
+from biphasic.training.anomalies import AnomalyLog, SpikeDetector
 from biphasic.training.loggers import loggers
 from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
+from biphasic.training.step import GradientGuard, mean_over_global_batch
 
 
 class FinetuneModel(ComposerModel):
@@ -46,7 +46,7 @@ class FinetuneModel(ComposerModel):
     def loss(self, outputs: Tensor, batch: TaskBatch) -> dict[str, Tensor]:  # pyright: ignore
         """Return the microbatch's share of the mean loss over the global batch's targets."""
         rows, rows_per_rank = len(batch["row_ids"]), batch["rows_per_rank"]
-        return {"total": mean_over_global_batch(outputs, batch["targets_per_rank"], rows, rows_per_rank)}
+        return {"total": mean_over_global_batch(outputs, batch["mean_targets_per_rank"], rows, rows_per_rank)}
 
 
 class SeededDropout(Callback):
@@ -100,6 +100,10 @@ def _build_trainer(
     model = FinetuneModel(encoder, head, task)
     logging, optimizer, folder = config.logging, config.optimizer, config.run_folder
     destinations = loggers(logging, folder, config.run_name)
+    anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
+    callbacks: list[Callback] = [SeededDropout(), *([LRMonitor()] if destinations else [])]
+    if logging.loss_spike is not None:
+        callbacks.append(SpikeDetector(logging.loss_spike, anomalies, lambda batch: ""))
     data = DataSpec(
         DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available()),
         split_batch=lambda batch, size: batch["parts"],  # pyright: ignore
@@ -115,16 +119,9 @@ def _build_trainer(
         optimizers=build_optimizer(model, encoder.backbone, optimizer),
         algorithms=[
             WarmupStableDecay(schedule, total, optimizer.lr),
-            Gradients(
-                optimizer.clip_norm,
-                optimizer.max_skipped_batches,
-                logging.loss_spike,
-                folder,
-                objective_and_row_ids=lambda batch: ("", batch["row_ids"]),
-                advice="",
-            ),
+            GradientGuard(optimizer.clip_norm, optimizer.max_skipped_batches, anomalies, advice=""),
         ],
-        callbacks=[SeededDropout(), *([LRMonitor()] if destinations else [])],
+        callbacks=callbacks,
         loggers=destinations,
         precision=config.precision,
         # The batches are already split into microbatches (`parts`).

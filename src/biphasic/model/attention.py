@@ -112,27 +112,28 @@ def backend_for(hf_config: Any, requested: str, device: str, dtype: torch.dtype,
     return choose_backend(requested, device, dtype, head_dim(hf_config), softcap, dropout)
 
 
-def prepare_segments(
-    segments: Segments, config: Any, device: str, dtype: torch.dtype, causal: bool, training: bool = True
-) -> None:
-    """Set the attention backend and FlexAttention's block masks, which the layers read from the segments.
+def attention_arguments(
+    backbone: Any, segments: Segments, device: str, dtype: torch.dtype, causal: bool
+) -> dict[str, Any]:
+    """Return the arguments of a backbone's forward that its layers pass on to `attention`.
 
     Args:
-        segments: segments of the tokens; modified in place.
-        config: the backbone's Hugging Face configuration.
+        backbone: a Hugging Face base model. Its attribute `attention_backend`, if there is one, is the requested backend.
+        segments: segments of the tokens. FlexAttention's block masks are added to them.
         device: device type of the tokens.
         dtype: dtype of queries, keys and values.
         causal: whether a token attends only to itself and to tokens before it.
-        training: whether the backbone is in training mode, in which it drops attention weights.
     """
-    segments.attention = backend_for(config, segments.attention, device, dtype, training)
+    requested: str = getattr(backbone, "attention_backend", "auto")
+    backend = backend_for(backbone.config, requested, device, dtype, backbone.training)
     if device == "cuda":
         avoid_plans()
-    if segments.attention == "flex":
+    if backend == "flex":
         from biphasic.model.flex import block_mask
 
-        window = getattr(config, "sliding_window", None) or 0
+        window = getattr(backbone.config, "sliding_window", None) or 0
         segments.block_masks = {w: block_mask(segments, causal, w) for w in {0, window}}
+    return {"segments": segments, "is_causal": causal, "attention_backend": backend}
 
 
 def attention(
@@ -146,6 +147,7 @@ def attention(
     *,
     segments: Segments | None = None,
     is_causal: bool | None = None,
+    attention_backend: str = "sdpa",
     sliding_window: int | None = None,
     softcap: float | None = None,
     **unused: Any,
@@ -160,8 +162,9 @@ def attention(
         attention_mask: must be None; padding is removed before the backbone is called.
         scaling: factor that scores are multiplied by. Default: 1/sqrt(head_dim).
         dropout: probability of dropping an attention weight.
-        segments: segments of the tokens. The backbone's forward passes them and `is_causal` on as keyword arguments.
+        segments: segments of the tokens. This and the next two are those of `attention_arguments`.
         is_causal: whether a token attends only to itself and to tokens before it.
+        attention_backend: one of `BACKENDS`.
         sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2).
         softcap: bound of the absolute scores, applied by tanh (Gemma 2).
 
@@ -179,7 +182,7 @@ def attention(
         )
     if unused.get("s_aux") is not None:
         raise ValueError("attention sinks are not supported")
-    backend = segments.attention
+    backend = attention_backend
     if (backend in ("varlen", "flex") and dropout) or (backend == "varlen" and softcap is not None):
         raise ValueError(f"attention {backend} has no {'dropout' if dropout else 'softcap'}: choose another, or auto")
     # Under autocast, rotary positions and norms may have left queries and keys in fp32.

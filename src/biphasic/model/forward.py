@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from biphasic.model.attention import prepare_segments
+from biphasic.model.attention import attention_arguments
 from biphasic.model.kernels import avoid_plans
 from biphasic.model.segments import Segments, padding_groups
 
@@ -36,14 +36,9 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
     if torch.is_autocast_enabled(device):
         # The sum over layers and the rotary tables stay fp32, also with FSDP, which gathers the embedding in bf16.
         embedded, dtype = embedded.float(), torch.get_autocast_dtype(device)
-    prepare_segments(segments, backbone.config, device, dtype, causal, backbone.training)
-    output = backbone(
-        inputs_embeds=embedded,
-        position_ids=segments.position_ids[None],
-        use_cache=False,
-        segments=segments,
-        is_causal=causal,
-    )
+    arguments = attention_arguments(backbone, segments, device, dtype, causal)
+    positions = segments.position_ids[None]
+    output = backbone(inputs_embeds=embedded, position_ids=positions, use_cache=False, **arguments)
     return output.last_hidden_state[0]
 
 
@@ -61,12 +56,13 @@ def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> 
     """
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(encoder.parameters()).dtype
-    prepare_segments(segments, encoder.config, device, dtype, causal=False, training=encoder.training)
+    arguments = attention_arguments(encoder, segments, device, dtype, causal=False)
     embeddings = getattr(encoder, "embeddings", None)
     positions = segments.position_ids[None]
     positions = positions + reserved_positions(encoder)
-    options = {"token_type_ids": torch.zeros_like(positions)} if hasattr(embeddings, "token_type_embeddings") else {}
-    output = encoder(input_ids=tokens[None], position_ids=positions, segments=segments, is_causal=False, **options)
+    if hasattr(embeddings, "token_type_embeddings"):
+        arguments["token_type_ids"] = torch.zeros_like(positions)
+    output = encoder(input_ids=tokens[None], position_ids=positions, **arguments)
     return output.last_hidden_state[0]
 
 

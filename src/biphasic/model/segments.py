@@ -76,7 +76,7 @@ class Segments:
     """Consecutive segments of a packed sequence of tokens.
 
     `lengths` are on the host and the tensors on the tokens' device, so no kernel needs a synchronization. To avoid
-    recompilation, compiled layers read only `cu_seqlens`, whose size is marked as dynamic, `max_seqlen`, `attention` and
+    recompilation, compiled layers read only `cu_seqlens`, whose size is marked as dynamic, `max_seqlen` and
     `block_masks`.
     """
 
@@ -89,8 +89,6 @@ class Segments:
     """int64 [tokens]: position of each token within its segment."""
     max_seqlen: int
     """Upper bound of the segment lengths."""
-    attention: str = "auto"
-    """Attention backend; see `biphasic.model.attention.BACKENDS`."""
     block_masks: dict[int, Any] = field(default_factory=dict)
     """FlexAttention's block masks by sliding window (0: none); see `biphasic.model.flex`."""
 
@@ -100,7 +98,6 @@ class Segments:
         lengths: Sequence[int],
         device: torch.device,
         max_seqlen: int | None = None,
-        attention: str = "auto",
         count: int | None = None,
     ) -> Segments:
         """Build segments of the given lengths.
@@ -109,7 +106,6 @@ class Segments:
             lengths: number of tokens in each segment, at least 1.
             device: device of the tokens.
             max_seqlen: upper bound of the lengths that is the same for all batches. Default: the maximum length.
-            attention: attention backend.
             count: number of segments in `cu_seqlens`; empty ones follow the others. Default: the number of lengths.
         """
         ends = torch.zeros((count or len(lengths)) + 1, dtype=torch.int32)
@@ -124,7 +120,7 @@ class Segments:
         token = torch.arange(tokens, device=device, dtype=torch.int32)
         segment_index = torch.bucketize(token, cu_seqlens[1:], out_int32=True, right=True)
         position_ids = (token - cu_seqlens[segment_index]).long()
-        return cls(tuple(lengths), cu_seqlens, segment_index, position_ids, max_seqlen or max(lengths), attention)
+        return cls(tuple(lengths), cu_seqlens, segment_index, position_ids, max_seqlen or max(lengths))
 
     @functools.cached_property
     def dense_groups(self) -> DenseGroups:

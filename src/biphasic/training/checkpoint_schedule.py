@@ -12,7 +12,7 @@ from composer.utils import create_interval_scheduler
 from biphasic.config.checkpoint_plan import branch_points
 from biphasic.config.durations import Elapsed
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.training.objective_schedule import elapsed
+from biphasic.training.step import elapsed
 
 
 def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tuple[bool, bool]]:

@@ -19,10 +19,10 @@ from biphasic.model import layers as decoder_layers
 from biphasic.model.auto_microbatch import MICROBATCH_FILE, as_in_training, find_microbatch
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
-from biphasic.training.prepared_batch import PreparedBatch
+from biphasic.training.step import PreparedBatch
 
 
-def set_up(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
+def configure_compute(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
     """Set compilation, activation checkpointing and attention as configured. Results stay the same, within rounding.
 
     Args:
@@ -52,6 +52,7 @@ def set_up(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
             f"compute.varlen_kernels: {config.varlen_kernels} has no effect, because attention is computed by {backend} "
             f"with this model, precision: {precision} and this device: leave it out"
         )
+    model.backbone.attention_backend = backend  # pyright: ignore[reportAttributeAccessIssue]
     model.compiled_loss = gpu if config.compile == "auto" else config.compile
     if model.compiled_loss:
         decoder_layers.compile_layers(model.backbone)
@@ -119,9 +120,8 @@ class AutoMicrobatch(Algorithm):
             targets=tokens,
             row_ids=tokens[:, 0],
             lengths=[[length]] * rows,
-            targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
+            mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
             rows_per_rank=rows,
-            attention=self.config.compute.attention,
         )
 
 

@@ -15,7 +15,7 @@ from composer.utils import dist
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture
 from biphasic.model.device import peak_flops
-from biphasic.training.prepared_batch import PreparedBatch
+from biphasic.training.step import PreparedBatch
 
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
@@ -117,7 +117,7 @@ class Meters(Callback):
     def after_train_batch(self, state: State, logger: Logger) -> None:
         """Count the batch's FLOPs. The gradient norm has just synchronized host and device, so reading targets is free."""
         batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
-        targets = float(batch.targets_per_rank)
+        targets = float(batch.mean_targets_per_rank)
         document_lengths = [length for lengths in batch.lengths for length in lengths]
         self._flops = (
             self.size.flops(document_lengths, batch.causal, targets),

@@ -35,17 +35,15 @@ from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
+from biphasic.training.anomalies import AnomalyLog, SpikeDetector
 from biphasic.training.checkpoint_schedule import checkpoint_schedule, trained, validation_schedule
-from biphasic.training.composer_model import PretrainModel
-from biphasic.training.compute import AutoMicrobatch, set_up
-from biphasic.training.gradients import Gradients
+from biphasic.training.compute import AutoMicrobatch, configure_compute
 from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
-from biphasic.training.objective_schedule import EVALUATIONS, ObjectiveSchedule
 from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
 from biphasic.training.parallel import ShardedModel, Strategy, choose_strategy, parallelism_config
-from biphasic.training.prepared_batch import data_spec
 from biphasic.training.record import RunRecord, conversion_record
+from biphasic.training.step import EVALUATIONS, GradientGuard, ObjectiveSchedule, PretrainModel, data_spec
 
 
 def run(config: PretrainConfig) -> Path:
@@ -113,7 +111,7 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
     # Model and optimizer
     _print(f"{config.run_name}: building the model")
     model, strategy = _build_model(config, tokenizer, start, attempt.ranks)
-    computing = set_up(model, config.compute, config.precision)
+    computing = configure_compute(model, config.compute, config.precision)
     _print(f"{config.run_name}: {computing}")
     optimizer = build_optimizer(model, model.backbone, config.optimizer)
 
@@ -141,20 +139,14 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
         config.seed,
         config.evaluation.masking_ratio,
-        config.compute.attention,
         dataset.first_epoch,
         repeats_rows=config.data.mix is not None,
     )
+    anomalies = AnomalyLog(folder, lambda batch: batch.row_ids)
     algorithms: list[Algorithm] = [
         WarmupStableDecay(config.schedule, config.max_duration, config.optimizer.lr),
         objective,
-        Gradients(
-            config.optimizer.clip_norm,
-            config.optimizer.max_skipped_batches,
-            config.logging.loss_spike,
-            folder,
-            lambda batch: (batch.objective, batch.row_ids),
-        ),
+        GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies),
     ]
     auto_microbatch = config.microbatch_size == "auto"
     if auto_microbatch and has_gpu():
@@ -172,6 +164,8 @@ def prepare(config: PretrainConfig, attempt: Attempt) -> Trainer:
         _saver(config, attempt, {"indexes": indexes, "overridden": overridden}, objective),
         attempt.stopping,  # after the saver, which may request a stop
     ]
+    if config.logging.loss_spike is not None:
+        callbacks.append(SpikeDetector(config.logging.loss_spike, anomalies, lambda batch: batch.objective))
     if rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")

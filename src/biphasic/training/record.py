@@ -20,8 +20,7 @@ from biphasic.data.conversion_checks import read_conversions, row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
-from biphasic.training.objective_schedule import elapsed
-from biphasic.training.prepared_batch import PreparedBatch
+from biphasic.training.step import PreparedBatch, elapsed
 
 _VERSIONS = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformers")
 

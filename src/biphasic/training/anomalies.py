@@ -1,0 +1,86 @@
+"""Record batches with NaN or Inf, and loss spikes, with the ids of their rows."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from composer.core import Callback, State
+from composer.loggers import Logger
+from composer.utils import dist
+from torch import Tensor
+
+ANOMALOUS_BATCHES = "anomalous_batches.jsonl"
+_WINDOW, _MIN_LOSSES = 100, 20
+
+
+class AnomalyLog:
+    """Writes a line of JSON for each anomalous batch. `biphasic show FILE.yaml ID ...` prints the rows' text.
+
+    Args:
+        folder: the run's folder, on rank 0's node.
+        row_ids: returns the ids of a batch's rows, int64 [rows].
+    """
+
+    def __init__(self, folder: Path, row_ids: Callable[[Any], Tensor]):
+        self.file, self._row_ids = folder / ANOMALOUS_BATCHES, row_ids
+
+    def write(self, state: State, fields: dict[str, Any], batch: int | None = None) -> list[int]:
+        """Write a line about the current batch, or `batch`. Return the ids of its rows on all ranks."""
+        local = self._row_ids(state.batch).tolist()
+        row_ids = [row for rank in dist.all_gather_object(local) for row in rank]
+        if dist.get_global_rank() == 0:
+            when = {
+                "batch": int(state.timestamp.batch) if batch is None else batch,
+                "epoch": int(state.timestamp.epoch),
+            }
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            with self.file.open("a", encoding="utf-8") as out:
+                out.write(json.dumps({**when, **fields, "rows": row_ids}) + "\n")
+        return row_ids
+
+
+class SpikeDetector(Callback):
+    """Callback that records a loss above a multiple of the median of the last 100 batches of the same objective.
+
+    It logs `loss/spike`, the loss as a multiple of the median.
+
+    Args:
+        threshold: the multiple.
+        anomalies: where spikes are recorded.
+        objective: returns a batch's objective.
+    """
+
+    def __init__(self, threshold: float, anomalies: AnomalyLog, objective: Callable[[Any], str]):
+        self.threshold, self.anomalies, self.objective = threshold, anomalies, objective
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._objective = ""
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Compare the batch's loss with the median."""
+        objective = self.objective(state.batch)
+        if objective != self._objective:
+            self._objective = objective
+            self._losses.clear()
+        loss: float | None = (state.total_loss_dict or {}).get("loss/train/total")
+        if loss is None or loss != loss:
+            return
+        if len(self._losses) >= _MIN_LOSSES and loss > self.threshold * (median := statistics.median(self._losses)):
+            logger.log_metrics({"loss/spike": loss / median})
+            # Composer has counted the batch already.
+            self.anomalies.write(
+                state, {"what": "spike", "loss": loss, "median": median}, int(state.timestamp.batch) - 1
+            )
+        self._losses.append(loss)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the last losses and their objective, as plain values."""
+        return {"losses": list(self._losses), "objective": self._objective}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the last losses and their objective."""
+        self._losses, self._objective = deque(state["losses"], maxlen=_WINDOW), state["objective"]

@@ -1,0 +1,390 @@
+"""The training step: what happens to a batch between the loader and the optimizer.
+
+Composer's Trainer runs the loop, and calls the parts of this module in this order, for each batch:
+
+    AFTER_DATALOADER    The rank's rows are on the host: tokens, segment ids, row ids, segment lengths (data/streaming.py).
+    BATCH_START         `WarmupStableDecay` sets the learning rate (training/optimizer.py).
+                        `ObjectiveSchedule` moves the rows to the device, looks up the batch's phase, masks tokens,
+                        counts the targets of all ranks, and replaces the rows by a `PreparedBatch`.
+    for each microbatch, a `PreparedBatch.split`:
+        forward         `PretrainModel.forward`: hidden states, and the loss summed over the targets.
+        loss            `PretrainModel.loss` divides it by the number of targets in the global batch.
+        AFTER_LOSS      `GradientGuard` checks it for NaN and Inf.
+        backward        Gradients are summed over microbatches; DDP and FSDP2 average them over ranks.
+    AFTER_TRAIN_BATCH   `GradientGuard` clips the gradient norm. After a NaN or Inf on any rank, all ranks drop the
+                        gradients.
+    optimizer.step      A parameter without a gradient is left as it is.
+    BATCH_END           `SpikeDetector`, meters, run record and loggers (training/); the ranks agree whether to stop.
+    BATCH_CHECKPOINT    `Saver` saves if a checkpoint is due (checkpointing/save.py).
+
+Validation takes the same way without gradients: `ObjectiveSchedule` at EVAL_BATCH_START, then `PretrainModel.eval_forward`
+and `update_metric`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from composer.core import Algorithm, DataSpec, Event, State, Timestamp
+from composer.loggers import Logger
+from composer.models import ComposerModel
+from composer.utils import dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torchmetrics import MeanMetric, Metric
+
+from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.timeline import CLMPhase, MLMPhase, span_at, spans
+from biphasic.data.streaming import Batch
+from biphasic.errors import UserError
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.losses import IGNORE
+from biphasic.model.segments import Segments, rounded_count
+from biphasic.objectives.clm import clm_targets
+from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+from biphasic.training.anomalies import AnomalyLog
+
+EVALUATIONS = ("clm", "mlm")
+"""Labels of the validation dataloaders, which are the objectives that they evaluate."""
+RESUME_ADVICE = "Start again to resume from the newest checkpoint; "
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# The batch
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedBatch:
+    """A rank's batch or microbatch, with inputs and targets.
+
+    Attributes:
+        objective: `clm` or `mlm`.
+        phase: index of the phase in the YAML; None in validation.
+        causal: whether a token attends only to itself and to tokens before it.
+        inputs: int64 [rows, length].
+        targets: int64 [rows, length]; `IGNORE` where nothing is predicted.
+        row_ids: int64 [rows], ids in the dataset.
+        lengths: segment lengths of each row, without the padding at the row's end.
+        mean_targets_per_rank: fp32 scalar, the number of targets in the global batch divided by the number of ranks.
+        rows_per_rank: number of rows in the rank's batch, before it is split.
+    """
+
+    objective: str
+    phase: int | None
+    causal: bool
+    inputs: Tensor
+    targets: Tensor
+    row_ids: Tensor
+    lengths: list[list[int]]
+    mean_targets_per_rank: Tensor
+    rows_per_rank: int
+
+    @property
+    def segment_lengths(self) -> list[int]:
+        """Lengths of all segments of the flattened rows; the padding at a row's end is a segment of its own."""
+        length, segments = self.inputs.shape[1], list[int]()
+        for lengths in self.lengths:
+            segments += lengths
+            if (padding := length - sum(lengths)) > 0:
+                segments.append(padding)
+        return segments
+
+    @cached_property
+    def segments(self) -> Segments:
+        """Segments of the flattened rows, computed once."""
+        # Attention kernels may be prepared for each combination of number of segments and maximum length. The row length is
+        # an upper bound of the segment lengths that is the same for every batch.
+        lengths, count = self.segment_lengths, rounded_count(len(self.segment_lengths))
+        return Segments.of(lengths, self.inputs.device, self.inputs.shape[1], count)
+
+    def split(self, rows: int) -> list[PreparedBatch]:
+        """Split the batch into microbatches of up to `rows` rows."""
+        by_row = ("inputs", "targets", "row_ids", "lengths")
+        parts = [slice(start, start + rows) for start in range(0, len(self.lengths), rows)]
+        return [replace(self, **{name: getattr(self, name)[part] for name in by_row}) for part in parts]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PreparedBatch:
+        """Return the batch itself: Composer copies each microbatch for training metrics, of which there are none."""
+        return self
+
+
+def data_spec(batches: Iterable[Any]) -> DataSpec:
+    """Return a DataSpec that tells Composer how to count and split a dataloader's batches."""
+    return DataSpec(
+        batches,
+        split_batch=lambda batch, rows: batch.split(int(rows)),  # pyright: ignore[reportAttributeAccessIssue]
+        get_num_samples_in_batch=lambda batch: len(_lengths(batch)),
+        get_num_tokens_in_batch=lambda batch: sum(map(sum, _lengths(batch))),
+    )
+
+
+def _lengths(batch: Batch | PreparedBatch) -> list[list[int]]:
+    """Return each row's segment lengths. Composer counts a batch both before and after it is prepared."""
+    return batch.lengths if isinstance(batch, PreparedBatch) else batch["lengths"]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# BATCH_START: phase, inputs and targets
+
+
+def elapsed(time: Timestamp) -> Elapsed:
+    """Convert a Composer timestamp to counts."""
+    return Elapsed(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
+
+
+class ObjectiveSchedule(Algorithm):
+    """Algorithm that applies the current phase's objective to the rank's rows, on the device: the switch happens here.
+
+    The phase depends on the timestamp alone, so it starts at the configured batch however many batches the loader's workers
+    have prefetched, and after a resume too. Targets are counted over all ranks, because the loss is the mean over the
+    targets of the global batch.
+
+    Args:
+        phases: the YAML's `objective.phases`.
+        max_duration: duration of the run, against which shares (`dur`) are resolved.
+        vocabulary: which tokens exist and which are special.
+        seed: random seed for the masks.
+        validation_masking_ratio: masking ratio in MLM validation, whose masks never change.
+        first_epoch: the epoch of the data in which the run begins (`data.start_at`).
+        repeats_rows: whether an epoch repeats rows, as that of a mix does. A row then gets another mask in each batch, not
+            in each epoch; rows that are repeated within a batch share one.
+    """
+
+    def __init__(
+        self,
+        phases: list[CLMPhase | MLMPhase],
+        max_duration: Duration,
+        vocabulary: Vocabulary,
+        seed: int,
+        validation_masking_ratio: float,
+        first_epoch: int,
+        repeats_rows: bool,
+    ):
+        self.spans = spans(phases, max_duration)
+        self.vocabulary, self.seed = vocabulary, seed
+        self.first_epoch, self.repeats_rows = first_epoch, repeats_rows
+        self.validation_phase = MLMPhase(name="mlm", masking_ratio=validation_masking_ratio)
+        self.last_batch: Elapsed | None = None
+        """When the last batch began; stored in checkpoints."""
+
+    @property
+    def phase_name(self) -> str:
+        """Name of the last batch's phase."""
+        return self.spans[0 if self.last_batch is None else span_at(self.spans, self.last_batch).index].phase.name
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run before each batch is split into microbatches, in training and in validation."""
+        return event in (Event.BATCH_START, Event.EVAL_BATCH_START)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Replace the rank's rows by a `PreparedBatch`. At a phase's first batch, reset the optimizer if configured."""
+        rows: Batch = state.device.batch_to_device(state.batch)
+        if event == Event.EVAL_BATCH_START:
+            phase = CLMPhase(name="clm") if state.dataloader_label == "clm" else self.validation_phase
+            ratio = self.validation_phase.masking_ratio
+            assert isinstance(ratio, float)
+            state.batch = self.prepare(rows, phase, None, counter=0, masking_ratio=ratio)
+            return
+        now = elapsed(state.timestamp)
+        span = span_at(self.spans, now)
+        switches = self.last_batch is not None and span.index != span_at(self.spans, self.last_batch).index
+        if switches and span.phase.reset_optimizer:
+            reset_optimizers(state)
+        self.last_batch = now
+        ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
+        counter = now.batches if self.repeats_rows else self.first_epoch + now.epochs
+        state.batch = self.prepare(rows, span.phase, span.index, counter, ratio)
+        metrics: dict[str, float] = {"objective/phase": span.index}
+        if ratio is not None:
+            metrics["objective/masking_ratio"] = ratio
+        logger.log_metrics(metrics)
+
+    def prepare(
+        self, rows: Batch, phase: CLMPhase | MLMPhase, index: int | None, counter: int, masking_ratio: float | None
+    ) -> PreparedBatch:
+        """Apply a phase's objective to a rank's rows. All ranks must call this together."""
+        tokens, segment_ids, row_ids = rows["tokens"], rows["segment_ids"], rows["row_ids"]
+        if isinstance(phase, CLMPhase):
+            inputs, targets = tokens, clm_targets(tokens, segment_ids)
+        else:
+            assert masking_ratio is not None
+            inputs, targets = mlm_inputs_and_targets(
+                tokens,
+                segment_ids,
+                row_ids,
+                self.vocabulary,
+                seed=self.seed,
+                counter=counter,
+                masking_ratio=masking_ratio,
+                random_share=phase.replacement.random,
+                keep_share=phase.replacement.keep,
+                target=phase.target,
+            )
+        return PreparedBatch(
+            objective=phase.name,
+            phase=index,
+            causal=isinstance(phase, CLMPhase),
+            inputs=inputs,
+            targets=targets,
+            row_ids=row_ids,
+            lengths=rows["lengths"],
+            mean_targets_per_rank=_mean_over_ranks((targets != IGNORE).sum()),
+            rows_per_rank=len(rows["lengths"]),
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return when the last batch began, as plain values that `weights_only` can load."""
+        last = None if self.last_batch is None else list(astuple(self.last_batch))
+        return {"repr": repr(self), "last_batch": last}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore when the last batch began. Its phase is one of this run's, because the checkpoint may be another run's."""
+        self.last_batch = None if state["last_batch"] is None else Elapsed(*state["last_batch"])
+
+
+def reset_optimizers(state: State) -> None:
+    """Clear the optimizers' state (Adam's moments and step counts). Parameters and learning rates don't change."""
+    for optimizer in state.optimizers:
+        optimizer.state.clear()
+
+
+def _mean_over_ranks(count: Tensor) -> Tensor:
+    total = count.to(torch.float32)
+    dist.all_reduce(total, reduce_operation="SUM")
+    return (total / dist.get_world_size()).clamp(min=1.0)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Forward and loss
+
+
+def mean_over_global_batch(
+    total: Tensor, mean_targets_per_rank: Tensor | float, rows: int, rows_per_rank: int
+) -> Tensor:
+    """Scale a microbatch's summed loss so that Composer's sum is the mean over the global batch's targets.
+
+    Composer multiplies a microbatch's loss by its share of the rank's rows and averages over ranks. Both weights count rows
+    or ranks instead of targets, so they are undone here.
+
+    Args:
+        total: summed loss of the microbatch.
+        mean_targets_per_rank: number of targets in the global batch, divided by the number of ranks.
+        rows: number of rows in the microbatch.
+        rows_per_rank: number of rows in the rank's batch.
+    """
+    return total / mean_targets_per_rank / (rows / rows_per_rank)
+
+
+class PretrainModel(ComposerModel):
+    """A ComposerModel for batches prepared by `ObjectiveSchedule`. Checkpoints store its weights as `model.…`."""
+
+    def __init__(self, model: LanguageModel):
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: PreparedBatch) -> tuple[Tensor, Tensor]:
+        """Return the summed loss and the number of targets of a microbatch."""
+        return self.model(batch.inputs.flatten(), batch.targets.flatten(), batch.segments, batch.causal)
+
+    def loss(  # pyright: ignore[reportIncompatibleMethodOverride] - Composer reads dictionaries too
+        self, outputs: tuple[Tensor, Tensor], batch: PreparedBatch
+    ) -> dict[str, Tensor]:
+        """Return the loss as `total`, which is differentiated, and under the objective's name, for a curve per objective."""
+        loss = mean_over_global_batch(outputs[0], batch.mean_targets_per_rank, len(batch.lengths), batch.rows_per_rank)
+        return {"total": loss, batch.objective: loss}
+
+    def eval_forward(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
+        """Return `outputs` if given, else call `forward`."""
+        return outputs if outputs is not None else self.forward(batch)
+
+    def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
+        """Return the validation metric: the mean loss per target, in nats. Training has none, since it logs its loss."""
+        # A NaN stays NaN. "disable" would do so too, but it ignores the weights (torchmetrics 1.9, its issue 3434).
+        return {} if is_train else {"loss": MeanMetric(nan_strategy=math.nan)}
+
+    def update_metric(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
+        """Add a microbatch to the mean loss."""
+        total, targets = outputs
+        metric.update(total / targets.clamp(min=1), targets)
+        return {}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Before the optimizer step: NaN and Inf, clipping
+
+
+class GradientGuard(Algorithm):
+    """Algorithm that clips the gradient norm, and checks loss and norm for NaN and Inf before the optimizer step.
+
+    After a NaN or Inf on any rank, all ranks skip the batch: weights and optimizer state don't change, and data and learning
+    rate advance. After `max_skipped` such batches in a run, the next one ends the run on all ranks, with the weights as they
+    were before it. The ids of the batch's rows are written to `anomalies`.
+
+    Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`, with this batch.
+
+    Args:
+        clip_norm: maximum gradient norm; None: no clipping.
+        max_skipped: maximum number of skipped batches in a run.
+        anomalies: where batches with NaN or Inf are recorded.
+        advice: start of the advice in the error message.
+    """
+
+    def __init__(self, clip_norm: float | None, max_skipped: int, anomalies: AnomalyLog, advice: str = RESUME_ADVICE):
+        self.clip_norm, self.max_skipped, self.anomalies, self.advice = clip_norm, max_skipped, anomalies, advice
+        self.skipped = 0
+        self._loss_is_bad: Tensor | None = None
+
+    def match(self, event: Event, state: State) -> bool:
+        """Run after each microbatch's loss, and before the optimizer step."""
+        return event in (Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH)
+
+    def apply(self, event: Event, state: State, logger: Logger) -> None:
+        """Check a microbatch's loss for NaN and Inf, or clip the batch's gradients and skip it if anything is NaN or Inf.
+
+        Raises:
+            UserError: loss or gradient norm is NaN or Inf after `max_skipped` skips; raised on all ranks.
+        """
+        if event == Event.AFTER_LOSS:
+            loss: Any = state.loss
+            is_bad = ~torch.isfinite(loss["total"].detach())
+            self._loss_is_bad = is_bad if self._loss_is_bad is None else self._loss_is_bad | is_bad
+            return
+        limit = self.clip_norm if self.clip_norm is not None else float("inf")
+        norm = torch.nn.utils.clip_grad_norm_(state.model.parameters(), limit)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        assert self._loss_is_bad is not None
+        flags = torch.stack([self._loss_is_bad.reshape(()), ~torch.isfinite(norm)]).to(torch.int32)
+        self._loss_is_bad = None
+        dist.all_reduce(flags, reduce_operation="MAX")
+        bad_loss, bad_norm = flags.tolist()
+        is_bad = bool(bad_loss or bad_norm)
+        self.skipped += is_bad
+        logger.log_metrics({"optimizer/grad_norm": float(norm), "optimizer/skipped_batches": self.skipped})
+        if is_bad:
+            self._skip(state, "loss" if bad_loss else "gradient's norm", float(norm))
+
+    def _skip(self, state: State, quantity: str, norm: float) -> None:
+        for optimizer in state.optimizers:
+            optimizer.zero_grad(set_to_none=True)
+        row_ids = self.anomalies.write(state, {"what": "not finite", "of": quantity, "norm": str(norm)})
+        if self.skipped > self.max_skipped:
+            before = f" ({self.max_skipped} were skipped before)" if self.max_skipped else ""
+            raise UserError(
+                f"batch {int(state.timestamp.batch)}: the {quantity} is not a finite number{before}; the weights are as "
+                f"they were before it. Its rows are in {self.anomalies.file} (the first: {row_ids[0]}). {self.advice}"
+                "optimizer.max_skipped_batches: N skips up to N such batches, and a smaller optimizer.lr or clip_norm may "
+                "prevent them"
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the number of skipped batches."""
+        return {"repr": "GradientGuard", "skipped": self.skipped}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the number of skipped batches."""
+        self.skipped = state["skipped"]
