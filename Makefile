@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test test-all azurite faults soak mutants test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
@@ -78,6 +78,10 @@ mutants: env
 	$(BIN)/uv pip install --quiet --python $(BIN)/python "mutmut>=3.8,<4"
 	OMP_NUM_THREADS=1 $(BIN)/mutmut run --max-children $(WORKERS) $(if $(MUTANTS),'$(MUTANTS)')
 	$(BIN)/mutmut results
+
+# The first batches of each pretraining YAML on fake GPUs and ranks: shapes, devices, graphs, FLOPs, memory.
+rehearse: env
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/rehearse.py
 
 # A real Slurm on this machine, with a real preemption; needs root and Debian's slurm-wlm.
 test-slurm: env

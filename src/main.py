@@ -1,7 +1,7 @@
 """Run the job of a YAML configuration, or check it and print its plan.
 
 composer src/main.py yamls/quickstart.yaml [key=value ...]
-python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--ranks N]
+python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--memory] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
 python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
 python src/main.py --keys [SECTION]
@@ -64,8 +64,9 @@ def _main(arguments: list[str] | None) -> int:
         raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
     if starts_workers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
-    if options.draw and not options.plan:
-        raise UserError("--draw belongs to --plan")
+    for name in ("draw", "memory"):
+        if getattr(options, name) and not options.plan:
+            raise UserError(f"--{name} belongs to --plan")
     if options.plan:
         return print_plan(_planned_stage(config, options.stage), options)
     if config.job == "study":

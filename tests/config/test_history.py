@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, assume, example, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import Elapsed
 from biphasic.config.history import first_difference
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
@@ -138,17 +137,6 @@ def parting(first: PretrainConfig, second: PretrainConfig, times: list[Time]) ->
     return next((batch for batch, (one, other) in enumerate(together) if one != other), None)
 
 
-def nominal() -> list[Time]:
-    return [(batch * ROWS * LENGTH, 0) for batch in range(40)]
-
-
-def require_agreement(first: PretrainConfig, second: PretrainConfig) -> None:
-    difference = first_difference(first, second)
-    assert (None if difference is None else difference.batch) == parting(first, second, nominal())
-    mirrored = first_difference(second, first)
-    assert (None if mirrored is None else mirrored.batch) == (None if difference is None else difference.batch)
-
-
 def require_safety(first: PretrainConfig, second: PretrainConfig, times: list[Time]) -> None:
     """No batch is called equal that differs, whatever the batches' tokens and epochs are."""
     difference, actual = first_difference(first, second), parting(first, second, times)
@@ -158,6 +146,10 @@ def require_safety(first: PretrainConfig, second: PretrainConfig, times: list[Ti
         assert difference.batch <= actual
         for batch in range(actual, len(times)):
             assert difference.is_past(Elapsed(batch, batch * ROWS, *times[batch]))
+
+
+SHORT: list[Time] = [(batch, 0) for batch in range(40)]
+"""Times of batches that are almost only padding."""
 
 
 @st.composite
@@ -172,20 +164,7 @@ def padded(draw: st.DrawFn) -> list[Time]:
 
 
 PROFILE = {"deadline": None, "suppress_health_check": list(HealthCheck)}
-EXACT, ANY = ["ba", "sp", "dur"], ["ba", "sp", "tok", "ep", "dur"]
-
-
-@settings(max_examples=80, **PROFILE)
-@given(pairs(EXACT))
-def test_batches_and_rows_agree_with_every_batch(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
-    require_agreement(*configs)
-
-
-@pytest.mark.slow
-@settings(max_examples=2000, **PROFILE)
-@given(pairs(EXACT))
-def test_batches_and_rows_agree_with_every_batch_for_long(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
-    require_agreement(*configs)
+ANY = ["ba", "sp", "tok", "ep", "dur"]
 
 
 @settings(max_examples=60, **PROFILE)
@@ -205,39 +184,21 @@ def test_tokens_and_epochs_never_hide_a_difference_for_long(
     require_safety(*configs, times)
 
 
-def test_a_difference_that_another_clock_may_bring_forward() -> None:
-    """The second decay begins to fall at epoch 1, the first one after batch 1; which comes first depends on the data."""
-    schedule = {"warmup": "0ba", "decay": "0.6dur"}
-    epochs = config_of({"max_duration": "2ep", "objective": {"phases": [{"name": "clm"}]}, "schedule": schedule})
-    batches = epochs.model_copy(update={"max_duration": Duration.parse("3ba")})
+def test_a_difference_that_another_unit_may_bring_forward() -> None:
+    """One run switches after two batches, the other after an epoch; which comes first depends on the data."""
+    phases = ([{**CLM, "until": until}, MLM] for until in ("2ba", "1ep"))
+    batches, epochs = (config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases)
     for first, second in ((batches, epochs), (epochs, batches)):
         difference = first_difference(first, second)
         assert difference is not None and difference.batch == 1
-        assert {str(time) for time in difference.times} == {"1ep", "1ba"}
+        assert {str(time) for time in difference.times} == {"2ba", "1ep"}
 
 
-def warmups(*rates_and_lengths: tuple[float, str], end: str) -> tuple[PretrainConfig, ...]:
-    """Runs that differ in nothing but the highest rate and its warmup."""
-    phases = {"phases": [{"name": "clm"}]}
-    return tuple(
-        config_of({"max_duration": end, "objective": phases, "optimizer": {"lr": rate}, "schedule": {"warmup": warmup}})
-        for rate, warmup in rates_and_lengths
-    )
-
-
-@settings(max_examples=60, **PROFILE)
-@given(pairs(["tok", "dur"]))
-@example(warmups((1e-3, "4tok"), (2e-3, "8tok"), end="9tok"))  # equal until the first warmup ends
-def test_tokens_differ_where_they_can(configs: tuple[PretrainConfig, PretrainConfig]) -> None:
-    """In tokens alone, some data makes exactly the reported batch the first that differs."""
-    difference = first_difference(*configs)
-    if difference is not None:
-        batch = ROWS * LENGTH
-        moment = min(int(time.value) for time in difference.times)
-        reached = -(-moment // batch)
-        times = [(min(index * batch, moment + max(0, index - reached)), 0) for index in range(300)]
-        assert all(0 <= now - before <= batch for (before, _), (now, _) in pairwise(times))
-        assert parting(*configs, times) == difference.batch
+def test_a_later_phase_may_begin_first() -> None:
+    """With short segments, batch 4 comes before token 12: one run is then in its last phase, the other in its first."""
+    first = [{**CLM, "until": "12tok"}, {**MLM, "until": "4ba"}, {**MLM, "target": "next"}]
+    phases = (first, [{**CLM, "until": "13tok"}, MLM])
+    require_safety(*(config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases), SHORT)
 
 
 def difference(*overrides: str, allowed: tuple[str, ...] = ()) -> tuple[int, str, str, str] | None:
@@ -269,17 +230,16 @@ def test_keys_that_do_not_affect_the_weights_may_change(override: str) -> None:
         ("model.num_kv_heads=2", 0, "model.num_kv_heads", "nothing", "2"),
         ("precision=amp_bf16", 0, "precision", "'fp32'", "'amp_bf16'"),
         ("optimizer.eps=1e-6", 0, "optimizer.eps", "1e-05", "1e-06"),
-        # The first batch has rate 0.
-        ("optimizer.lr=1e-3", 1, "optimizer.lr", "0.002", "0.001"),
-        ("schedule.warmup=9ba", 1, "schedule.warmup", "18ba (0.05dur of 360ba)", "9ba"),
+        ("optimizer.lr=1e-3", 0, "optimizer.lr", "0.002", "0.001"),
+        ("schedule.warmup=9ba", 0, "schedule.warmup", "18ba (0.05dur of 360ba)", "9ba"),
         ("objective.phases.1.masking_ratio=0.3", 180, "objective.phases.1.masking_ratio", "0.4", "0.3"),
         ("objective.phases.1.target=next", 180, "objective.phases.1.target", "same", "next"),
         ("objective.phases.1.reset_optimizer=true", 180, "objective.phases.1.reset_optimizer", "false", "true"),
         ("objective.phases.0.until=170ba", 170, "objective.phases.0.until", "180ba (0.5dur of 360ba)", "170ba"),
-        # The decay begins at batch 288, which still has the full rate.
-        ("schedule.final_lr=0.1", 289, "schedule.final_lr", "0.0", "0.1"),
-        ("schedule.decay=60ba", 289, "schedule.decay", "from 288ba to 360ba", "from 300ba to 360ba"),
-        ("schedule.decay=0ba", 289, "schedule.decay", "from 288ba to 360ba", "no decay"),
+        ("schedule.decay_shape=cosine", 288, "schedule.decay_shape", "linear", "cosine"),
+        ("schedule.final_lr=0.1", 288, "schedule.final_lr", "0.0", "0.1"),
+        ("schedule.decay=60ba", 288, "schedule.decay", "from 288ba to 360ba", "from 300ba to 360ba"),
+        ("schedule.decay=0ba", 288, "schedule.decay", "from 288ba to 360ba", "no decay"),
     ],
 )
 def test_the_first_batch_and_the_key_are_named(override: str, batch: int, key: str, first: str, second: str) -> None:
@@ -297,8 +257,8 @@ def test_only_shares_make_another_length_a_difference() -> None:
     assert parting is not None and (parting.batch, parting.second) == (180, "250ba (0.5dur of 500ba)")
 
 
-def test_rows_of_the_paper_s_length_are_compared_quickly() -> None:
-    """Also two warmups that are equal for 2,000 batches, although their lengths and rates differ."""
+def test_long_runs_are_compared_quickly() -> None:
+    """The time doesn't depend on the length: a study of 40 models has 780 pairs."""
     path = ROOT / "yamls" / "210m_mlm.yaml"
 
     def run(*overrides: str) -> PretrainConfig:
@@ -311,7 +271,7 @@ def test_rows_of_the_paper_s_length_are_compared_quickly() -> None:
         (run(), run()),
         (run(ramp), run(ramp, "schedule.decay=0ba")),
         (run(), run("optimizer.lr=1e-3", "schedule.warmup=4000ba")),
-        (run(), run("max_duration=50000ba")),
+        (run(), run("max_duration=10_000_000ba")),
     ]
     start = time.process_time()
     for first, second in pairs_of_runs * 5:
@@ -331,29 +291,24 @@ RATIO, UNTIL = "objective.phases.0.masking_ratio", "objective.phases.0.until"
     ("end", "first", "second", "expected"),
     [
         # Which comes first depends on the data; both after the run's end.
-        ("9ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "18tok"}, MLM], (3, UNTIL, "4ba", "18tok", "4ba 18tok")),
+        ("9ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "18tok"}, MLM], (3, UNTIL, "4ba", "18tok")),
         ("3ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "18tok"}, MLM], None),
-        ("9ba", [{**CLM, "until": "5ba"}, MLM], [{**CLM, "until": "7sp"}, MLM], (4, UNTIL, "5ba", "7sp", "4ba")),
+        ("9ba", [{**CLM, "until": "5ba"}, MLM], [{**CLM, "until": "7sp"}, MLM], (4, UNTIL, "5ba", "7sp")),
         ("9ba", [{**CLM, "until": "4ba"}, MLM], [{**CLM, "until": "7sp"}, MLM], None),
-        # Ramps that begin alike, on each clock, and on two.
+        ("30tok", [{**CLM, "until": "18tok"}, MLM], [{**CLM, "until": "19tok"}, MLM], (3, UNTIL, "18tok", "19tok")),
+        ("30tok", [{**CLM, "until": "18tok"}, MLM], [{**CLM, "until": "18tok"}, MLM], None),
+        ("3ep", [{**CLM, "until": "2ep"}, MLM], [{**CLM, "until": "1ep"}, MLM], (1, UNTIL, "2ep", "1ep")),
+        # Ramps.
         ("9ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.3), CLM],
-         (1, RATIO, "0.4 to 0.2 at 8ba", "0.4 to 0.3 at 8ba", "1ba")),
-        ("9ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.3, 0.2), CLM],
-         (0, RATIO, "0.4 to 0.2 at 8ba", "0.3 to 0.2 at 8ba", "0ba")),
-        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [{**MLM, "until": "20tok"}, CLM],
-         (1, RATIO, "0.4 to 0.2 at 20tok", "0.4", "1tok")),
-        ("9ba", [ramp("2ep", 0.4, 0.2), CLM], [{**MLM, "until": "2ep"}, CLM], (1, RATIO, "0.4 to 0.2 at 2ep", "0.4", "1ep")),
-        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.2), CLM],
-         (1, RATIO, "0.4 to 0.2 at 20tok", "0.4 to 0.2 at 8ba", "1ba 20tok")),
-        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [ramp("8ba", 0.3, 0.2), CLM],
-         (0, RATIO, "0.4 to 0.2 at 20tok", "0.3 to 0.2 at 8ba", "0ba")),
-        ("1ba", [ramp("8ba", 0.4, 0.2), CLM], [ramp("8ba", 0.4, 0.3), CLM], None),
+         (0, RATIO, "0.4 to 0.2 at 8ba", "0.4 to 0.3 at 8ba")),
+        ("9ba", [ramp("20tok", 0.4, 0.2), CLM], [{**MLM, "until": "20tok"}, CLM], (0, RATIO, "0.4 to 0.2 at 20tok", "0.4")),
         # An objective, and a reset at a boundary that both have, or one.
-        ("9ba", [CLM], [MLM], (0, "objective.phases.0.name", "clm", "mlm", "0ba")),
-        ("9ba", [MLM], [CLM], (0, "objective.phases.0.name", "mlm", "clm", "0ba")),
+        ("9ba", [CLM], [MLM], (0, "objective.phases.0.name", "clm", "mlm")),
+        ("9ba", [MLM], [CLM], (0, "objective.phases.0.name", "mlm", "clm")),
         ("9ba", [{**CLM, "until": "2ba"}, MLM], [{**CLM, "until": "2ba"}, {**MLM, "reset_optimizer": True}],
-         (2, "objective.phases.1.reset_optimizer", "false", "true", "2ba")),
-        ("9ba", [CLM], [{**CLM, "until": "2ba"}, {**CLM, "reset_optimizer": True}], (2, UNTIL, "the end", "2ba", "2ba")),
+         (2, "objective.phases.1.reset_optimizer", "false", "true")),
+        ("9ba", [CLM], [{**CLM, "until": "2ba"}, {**CLM, "reset_optimizer": True}], (2, UNTIL, "the end", "2ba")),
+        ("9ba", [{**CLM, "until": "2ba"}, CLM], [CLM], (2, UNTIL, "2ba", "the end")),
     ],
 )  # fmt: skip
 def test_two_objectives_part_by_hand(
@@ -365,21 +320,10 @@ def test_two_objectives_part_by_hand(
         assert parting is None
         return
     assert parting is not None
-    times = " ".join(map(str, parting.times))
-    assert (parting.batch, parting.key, parting.first, parting.second, times) == expected
+    assert (parting.batch, parting.key, parting.first, parting.second) == expected
     assert first_difference(*runs, ["objective"]) is None
     other = first_difference(*runs, [parting.key])
     assert other is None or other.key != parting.key
-
-
-@pytest.mark.parametrize(
-    ("end", "expected"),
-    [("500tok", None), ("9000tok", (167, "1000tok")), ("999tok", None), ("1001tok", (167, "1000tok"))],
-)
-def test_of_many_times_in_tokens_the_first_are_compared(end: str, expected: tuple[int, str] | None) -> None:
-    """Two warmups with equal rates, as far as they go."""
-    parting = first_difference(*warmups((1e-3, "4000tok"), (2e-3, "8000tok"), end=end))
-    assert (None if parting is None else (parting.batch, *map(str, parting.times))) == expected
 
 
 def test_a_difference_is_past_once_a_batch_began_at_its_time() -> None:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import BatchShape, Duration, Elapsed
 from biphasic.config.timeline import (
-    BatchShape,
     ObjectiveConfig,
     ScheduleConfig,
     decay_start,
@@ -33,9 +32,12 @@ def elapsed(batch: int) -> Elapsed:
     return Elapsed(batch, 4 * batch, 35 * batch, 0)
 
 
-@pytest.mark.parametrize(("duration", "batches"), [("8ba", 8), ("8sp", 2), ("80tok", 2), ("60tok", 1.5)])
-def test_padding_counts_when_durations_are_converted(duration: str, batches: float) -> None:
+@pytest.mark.parametrize(("duration", "batches"), [("8ba", 8), ("8sp", 2), ("9sp", 3), ("80tok", 2), ("81tok", 3)])
+def test_padding_counts_when_durations_are_converted(duration: str, batches: int) -> None:
+    """The batch that begins there, or the next one."""
     assert SHAPE.batches(Duration.parse(duration)) == batches
+    assert SHAPE.progress(batches).reached(Duration.parse(duration))
+    assert not SHAPE.progress(batches - 1).reached(Duration.parse(duration))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
 from dataclasses import replace
@@ -31,6 +32,9 @@ def add_plan_options(parser: argparse.ArgumentParser, condition: str) -> None:
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     parser.add_argument("--json", action="store_true", help=f"{condition}print JSON")
     parser.add_argument("--ranks", type=positive, default=ranks, help=f"{condition}number of processes of the run")
+    parser.add_argument(
+        "--memory", action="store_true", help=f"pretraining, {condition}rehearse some batches and print their memory"
+    )
     parser.add_argument("--draw", type=Path, metavar="FILE.svg", help=f"studies, {condition}draw the tree of runs")
 
 
@@ -52,8 +56,10 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     """
     if options.draw and config.job != "study":
         raise UserError(f"--draw is for studies; this is job: {config.job}")
+    if options.memory and config.job != "pretrain":
+        raise UserError(f"--memory is for pretraining; this is job: {config.job}")
     if config.job == "pretrain":
-        return _print_pretraining(config, options.ranks, options.json)
+        return _print_pretraining(config, options.ranks, options.json, options.memory)
     if config.job == "sweep":
         from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 
@@ -97,7 +103,7 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
     return REFUSED if job_plan.problems else 0
 
 
-def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> int:
+def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool, memory: bool) -> int:
     from biphasic.checkpointing.start import plan_start
     from biphasic.config.data_plan import PLAN_SECONDS
     from biphasic.config.plan import StartPlan, describe, plan
@@ -123,5 +129,16 @@ def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool) -> int
         missing=tuple(checks.missing),
         problems=tuple(checks.problems),
     )
-    print(run_plan.to_json() if as_json else describe(run_plan, config))
+    if not memory:
+        print(run_plan.to_json() if as_json else describe(run_plan, config))
+    else:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # Imported here, because a plan otherwise needs neither torch nor Composer, which take seconds to import.
+        from biphasic.training.rehearsal import rehearse
+
+        rehearsal = rehearse(config, ranks)
+        if as_json:
+            print(json.dumps({**json.loads(run_plan.to_json()), "rehearsal": rehearsal.to_dict()}, indent=2))
+        else:
+            print(f"{describe(run_plan, config)}\n{rehearsal.describe()}")
     return REFUSED if run_plan.problems or start.refused else 0

@@ -1,4 +1,4 @@
-"""Parse and compare durations, written in a YAML as a number and one of Composer's time units."""
+"""Durations, written in a YAML as a number and one of Composer's time units, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -85,3 +85,34 @@ class Elapsed:
     def reached(self, when: Duration) -> bool:
         """Return whether `when` (not in `dur`) has been reached."""
         return self.in_unit(when.unit) >= when.value
+
+
+@dataclass(frozen=True)
+class BatchShape:
+    """The size of a global batch. Before the data is read, it converts durations as if no row had padding."""
+
+    rows: int
+    row_length: int
+
+    @property
+    def size(self) -> int:
+        """Number of tokens in a batch."""
+        return self.rows * self.row_length
+
+    def tokens(self, duration: Duration) -> int:
+        """Convert a duration in batches, rows or tokens to tokens. Padding counts as tokens."""
+        return int(duration.value) * {"ba": self.size, "sp": self.row_length, "tok": 1}[duration.unit]
+
+    def batches(self, duration: Duration) -> int:
+        """Return the first batch that begins at or after `duration`, which is in batches, rows or tokens."""
+        return -(-self.tokens(duration) // self.size)
+
+    def not_before(self, a: Duration, b: Duration) -> bool:
+        """Return whether `a` is certainly not before `b`. Epochs can't be compared before the data is read."""
+        if a.unit == b.unit:
+            return a.value >= b.value
+        return "ep" not in (a.unit, b.unit) and self.tokens(a) >= self.tokens(b)
+
+    def progress(self, batches: int) -> Elapsed:
+        """Return the progress of a run at the start of a batch, in its first epoch."""
+        return Elapsed(batches, batches * self.rows, batches * self.size, 0)

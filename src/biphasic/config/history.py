@@ -1,20 +1,21 @@
 """Compare the histories of two pretraining runs: from which batch on, and in which key, they train differently.
 
-A run is the history of its batches. The phases and the schedule decide each batch's objective and learning rate
-(`config.timeline`); the other keys that affect the weights hold for every batch. What a restart may change, where a run may
-start from another run's checkpoint, and which batches the runs of a study share all follow from `first_difference`.
+A run is the history of its batches. Keys such as the model, the data and the seed affect every batch. The phases, and the
+parts of the schedule (warmup, constant rate, decay), follow each other; each has a rule for its batches. So two runs are
+the same up to the first phase or part that begins at another time or has another rule. What a restart may change, where a
+run may start from another run's checkpoint, and which batches the runs of a study share all follow from `first_difference`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from typing import Any
 
-from biphasic.config.durations import Duration, Elapsed
-from biphasic.config.pieces import BATCHES, BEGINNING, TOKENS, Piece, Time, clock_time, objective_pieces, rate_pieces
+from biphasic.config.durations import BatchShape, Duration, Elapsed
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import START, BatchShape
+from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, spans
 
 _NO_EFFECT = (
     "run_name",
@@ -42,13 +43,7 @@ _NO_EFFECT = (
 _STREAM_PATHS = ("local", "remote")
 """Keys of a training stream that may differ, because its data is compared by the hash of its index."""
 _TIMED = ("max_duration", "objective", "optimizer.lr", "schedule")
-"""Keys and sections whose effect depends on the batch. They are compared batch by batch."""
-_CHANGING = frozenset(
-    ("masking_ratio", "optimizer.lr", "schedule.warmup", "schedule.decay", "schedule.decay_shape", "schedule.final_lr")
-)
-"""Fields that only affect the value of a piece, which may be equal for some batches although a field differs."""
-_COMPARED_TOKENS = 1000
-"""Number of times in tokens at which two functions are compared; a whole run has too many."""
+"""Keys and sections whose effect depends on the batch."""
 
 
 @dataclass(frozen=True)
@@ -61,8 +56,7 @@ class Difference:
         key: the key that differs, as in the second configuration.
         first: value of the key in the first configuration, as text.
         second: the same of the second configuration.
-        times: the histories are equal for batches that begin before all of these times, which are in the configurations'
-            units.
+        times: the histories are equal for batches that begin before all of these times.
     """
 
     batch: int
@@ -79,15 +73,14 @@ class Difference:
 def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()) -> Difference | None:
     """Return the first batch that two configurations train differently, and a key that differs.
 
-    Phases, masking ratios with their ramps, resets of the optimizer and learning rates are compared batch by batch. The
-    other keys that affect the weights are compared once: a difference there is at batch 0. Keys that don't affect the
-    weights, such as paths and the number of ranks, are ignored. The lengths of the runs are not a difference in themselves:
-    only batches that both runs have are compared.
+    Keys that affect every batch are compared once: a difference there is at batch 0. Phases and parts of the schedule are
+    compared in order. Keys that don't affect the weights, such as paths and the number of ranks, are ignored. The lengths
+    of the runs are not a difference in themselves: only batches that both runs have are compared.
 
-    Batches and rows are compared exactly. How many tokens a batch has depends on its padding, and how many batches an epoch
-    has depends on the data. So times in `tok` are compared exactly with each other, and so are times in `ep`, but a time in
-    `tok` or `ep` differs from any time in another unit. `Difference.batch` is then the earliest possible batch: a batch has
-    at most `BatchShape`'s tokens, and an epoch at least one batch.
+    How many tokens a batch has depends on its padding, and how many batches an epoch has depends on the data. So times in
+    `tok` are compared with each other, and so are times in `ep`, but a time in `tok` or `ep` differs from any time in
+    another unit. `Difference.batch` is then the earliest possible batch: a batch has at most `BatchShape`'s tokens, and an
+    epoch at least one batch.
 
     Args:
         first: a checked configuration.
@@ -100,15 +93,13 @@ def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: S
     constant = next(constant_differences(first, second, overrides), None)
     if constant is not None:
         return constant
-    differences = [
-        *_compare(first, second, objective_pieces(first), objective_pieces(second), overrides),
-        *_compare(first, second, rate_pieces(first), rate_pieces(second), overrides),
-    ]
+    histories = [(_phases(config), _rates(config)) for config in (first, second)]
+    found = [_compare(first, second, one, other, overrides) for one, other in zip(*histories, strict=True)]
+    differences = sorted(filter(None, found), key=lambda difference: difference.batch)
     if not differences:
         return None
-    earliest = min(differences, key=lambda difference: difference.batch)
-    # On different clocks the other difference may come first.
-    return replace(earliest, times=tuple(time for difference in differences for time in difference.times))
+    # In other units, the other difference may come first.
+    return replace(differences[0], times=tuple(time for difference in differences for time in difference.times))
 
 
 def constant_differences(
@@ -144,128 +135,114 @@ def _flatten(value: Any, key: str) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Overlap:
-    """A stretch of time in which each of two runs is in one piece.
+class _Part:
+    """A phase, or a part of the schedule.
 
     Attributes:
-        pieces: the runs' pieces.
-        begin: whether each piece begins where the stretch begins.
-        start: when the stretch begins.
-        nexts: the pieces that follow. The stretch ends where the first of them begins.
+        start: when it begins, in batches, tokens or epochs.
+        start_key: the key that determines `start`.
+        start_text: the value of that key, for messages.
+        rule: what determines its batches, by key. Times are written as the batch, tokens or epochs that they are.
+        end: the key that determines its end, and the value of that key.
     """
 
-    pieces: tuple[Piece, Piece]
-    begin: tuple[bool, bool]
-    start: Time
-    nexts: list[Piece]
+    start: Duration
+    start_key: str
+    start_text: str
+    rule: dict[str, str]
+    end: tuple[str, str]
 
-    @property
-    def resets_differ(self) -> bool:
-        """Whether one run clears its optimizer state where the stretch begins, and the other doesn't."""
-        first, second = (piece.resets and begins for piece, begins in zip(self.pieces, self.begin, strict=True))
-        return first != second
-
-    @property
-    def differing_fields(self) -> list[str]:
-        """Names of the fields in which the pieces differ."""
-        first, second = (piece.fields for piece in self.pieces)
-        return [name for name in {**second, **first} if first.get(name) != second.get(name)]
+    def text(self, key: str) -> str:
+        """Return the value of a key for messages."""
+        return self.start_text if key == self.start_key else self.rule.get(key, "nothing")
 
 
-def _overlaps(first: list[Piece], second: list[Piece]) -> Iterator[_Overlap]:
-    """Yield the overlaps of two runs' pieces, until the next two boundaries are on different clocks."""
-    i = j = 0
-    start, begin = BEGINNING, (True, True)
-    while True:
-        nexts = [*first[i + 1 : i + 2], *second[j + 1 : j + 2]]
-        yield _Overlap((first[i], second[j]), begin, start, nexts)
-        if not nexts or nexts[0].start.clock != nexts[-1].start.clock:
-            return
-        start = min((piece.start for piece in nexts), key=lambda time: time.value)
-        begin = (any(piece.start == start for piece in first[i + 1 : i + 2]),
-                 any(piece.start == start for piece in second[j + 1 : j + 2]))  # fmt: skip
-        i, j = i + begin[0], j + begin[1]
+def _phases(config: PretrainConfig) -> list[_Part]:
+    """Return the phases of a run."""
+    parts, end = list[_Part](), config.max_duration
+    start_key, start_text = "objective.phases.0.until", "0ba"
+    for span in spans(config.objective.phases, end):
+        phase, key = span.phase, f"objective.phases.{span.index}"
+        rule = {f"{key}.name": phase.name}
+        if isinstance(phase, MLMPhase):
+            ratio, shares = phase.masking_ratio, phase.replacement
+            ramp = f"{ratio.start} to {ratio.end} at {span.end}" if isinstance(ratio, RampConfig) else str(ratio)
+            rule |= {f"{key}.masking_ratio": ramp, f"{key}.target": phase.target}
+            rule[f"{key}.replacement"] = f"mask {shares.mask}, random {shares.random}, keep {shares.keep}"
+        if span.index:
+            rule[f"{key}.reset_optimizer"] = str(phase.reset_optimizer).lower()
+        until = (f"{key}.until", "the end" if phase.until is None else _text(phase.until, end))
+        parts.append(_Part(_start(span.start, config.batch_shape), start_key, start_text, rule, until))
+        start_key, start_text = until
+    return parts
+
+
+def _rates(config: PretrainConfig) -> list[_Part]:
+    """Return warmup, constant part and decay of the learning rate."""
+    schedule, end, shape = config.schedule, config.max_duration, config.batch_shape
+    warmup, decay = schedule.warmup.resolve(end), decay_start(schedule, end)
+    rate = {"optimizer.lr": repr(config.optimizer.lr)}
+    rises = ("schedule.warmup", _text(schedule.warmup, end))
+    falls = ("schedule.decay", f"from {decay} to {end}" if decay != end else "no decay")
+    parts = [
+        _Part(_start(START, shape), *rises, {**rate, "schedule.warmup": str(warmup if warmup.value else START)}, rises),
+        _Part(_start(warmup, shape), *rises, rate, falls),
+    ]
+    if decay != end:
+        course = {falls[0]: falls[1], "schedule.decay_shape": schedule.decay_shape}
+        course["schedule.final_lr"] = repr(schedule.final_lr)
+        parts.append(_Part(_start(decay, shape), *falls, {**rate, **course}, falls))
+    return parts
+
+
+def _start(time: Duration, shape: BatchShape) -> Duration:
+    """Return the time of the first batch at or after `time`. Rows become batches, and zero is the same in every unit."""
+    return Duration(shape.batches(time), "ba") if time.unit == "sp" else time if time.value else START
+
+
+def _text(duration: Duration, total: Duration) -> str:
+    return f"{duration.resolve(total)} ({duration} of {total})" if duration.unit == "dur" else str(duration)
 
 
 def _compare(
-    first_run: PretrainConfig,
-    second_run: PretrainConfig,
-    first: list[Piece],
-    second: list[Piece],
-    overrides: Sequence[str],
-) -> Iterator[Difference]:
-    """Yield the first difference between two runs' pieces, if both runs train that batch."""
-    shape = first_run.batch_shape
-    ends = [clock_time(run.max_duration, shape) for run in (first_run, second_run)]
-
-    def is_trained(time: Time) -> bool:
-        return not any(end.is_certainly_reached(time, shape) for end in ends)
-
-    def difference(key: str, texts: tuple[str, str], times: list[Time]) -> Difference:
-        batch = min(time.first_batch(shape) for time in times)
-        return Difference(batch, key, *texts, tuple(Duration(time.value, time.clock) for time in times))
-
-    overlap = None
-    for overlap in _overlaps(first, second):
-        key, texts = _differing_key(overlap, overrides)
-        if key is None:
+    first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
+) -> Difference | None:
+    """Return the first difference between the phases, or between the schedules, of two runs."""
+    shape = first.batch_shape
+    ends = [_start(config.max_duration, shape) for config in (first, second)]
+    for index, (old, new) in enumerate(zip_longest(before, now)):
+        differing = next(_differing_keys(old, new, before, now, overrides), None)
+        if differing is None:
             continue
-        time = overlap.start if overrides else _first_differing_time(overlap, ends, shape)
-        if time is not None and is_trained(time):
-            # The stretch may end before this time if its end is on another clock, and the pieces that follow differ.
-            ends_before = [
-                piece.start for piece in overlap.nexts if time != overlap.start and piece.start.clock != time.clock
-            ]
-            yield difference(key, texts, [time, *filter(is_trained, ends_before)])
-            return
-    assert overlap is not None
-    # The order of the next two boundaries is unknown.
-    times = [piece.start for piece in overlap.nexts if is_trained(piece.start)]
-    if len(overlap.nexts) == 2 and times and not is_overridden(overlap.nexts[1].start_key, overrides):
-        texts = tuple(piece.texts[piece.start_key] for piece in overlap.nexts)
-        yield difference(overlap.nexts[1].start_key, (texts[0], texts[1]), times)
+        # A time in another unit may come before the part's own start.
+        later = dict.fromkeys(part.start for part in (*before[index:], *now[index:]))
+        times = [time for time in later if all(_may_reach(end, time, shape) for end in ends)]
+        return Difference(min(_earliest(time, shape) for time in times), *differing, tuple(times)) if times else None
+    return None
 
 
-def _differing_key(overlap: _Overlap, overrides: Sequence[str]) -> tuple[str | None, tuple[str, str]]:
-    """Return the key in which an overlap's pieces differ, or None, and its values."""
-    first, second = overlap.pieces
-    names = [*overlap.differing_fields, *(["reset_optimizer"] if overlap.resets_differ else [])]
-    names = [name for name in names if not is_overridden(second.prefix + name, overrides)]
-    if not names:
-        return None, ("", "")
-    if overlap.begin[0] != overlap.begin[1]:
-        keys = [piece.boundary(begins) for piece, begins in zip(overlap.pieces, overlap.begin, strict=True)]
-        if is_overridden(keys[1], overrides):
-            return None, ("", "")
-        return keys[1], (first.texts[keys[0]], second.texts[keys[1]])
-    key = second.prefix + names[0]
-    return key, (first.texts.get(first.prefix + names[0], "nothing"), second.texts.get(key, "nothing"))
+def _differing_keys(
+    old: _Part | None, new: _Part | None, before: list[_Part], now: list[_Part], overrides: Sequence[str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the keys in which two parts differ, with both values. `before` and `now` are all parts of the two runs."""
+    if old is None or new is None or old.start != new.start:
+        key = now[-1].end[0] if new is None else new.start_key
+        if not is_overridden(key, overrides):
+            first = before[-1].end[1] if old is None else old.start_text
+            yield key, first, now[-1].end[1] if new is None else new.start_text
+    if old is not None and new is not None:
+        for key in {**new.rule, **old.rule}:
+            if old.rule.get(key) != new.rule.get(key) and not is_overridden(key, overrides):
+                yield key, old.text(key), new.text(key)
 
 
-def _first_differing_time(overlap: _Overlap, ends: list[Time], shape: BatchShape) -> Time | None:
-    """Return when the values of two differing pieces first differ; None if they don't.
+def _earliest(time: Duration, shape: BatchShape) -> int:
+    """Return the earliest batch that can begin at or after `time`."""
+    return int(time.value) if time.unit == "ep" else shape.batches(time)
 
-    Functions of batches are evaluated batch by batch. Functions of tokens are evaluated at the first `_COMPARED_TOKENS`
-    times, since a batch can begin at any of them; if they are equal there, they may differ from the next time on. Where the
-    values can't be compared, the overlap's start is returned.
-    """
-    first, second = overlap.pieces
-    start, clocks = overlap.start, {piece.clock for piece in overlap.pieces if piece.clock is not None}
-    if not clocks or overlap.resets_differ or not _CHANGING.issuperset(overlap.differing_fields):
-        return start
-    if start.value and clocks != {start.clock}:
-        return start
-    if len(clocks) > 1:
-        zero = Elapsed(0, 0, 0, 0)
-        return start if first.value(zero) != second.value(zero) else Time(BATCHES, 1)
-    clock = clocks.pop()
-    bounds = [time.value for time in (*ends, *(piece.start for piece in overlap.nexts)) if time.clock == clock]
-    if not bounds:
-        return start
-    stop = min(bounds)
-    compared = min(stop, start.value + _COMPARED_TOKENS) if clock == TOKENS else stop
-    for value in range(start.value, compared):
-        elapsed = Time(clock, value).elapsed(shape)
-        if first.value(elapsed) != second.value(elapsed):
-            return Time(clock, value)
-    return Time(clock, compared) if compared < stop else None
+
+def _may_reach(end: Duration, time: Duration, shape: BatchShape) -> bool:
+    """Return whether a run that ends at `end` may have a batch that begins at or after `time`."""
+    if time.unit == end.unit:
+        return time.value < end.value
+    return end.unit != "ba" or _earliest(time, shape) < end.value

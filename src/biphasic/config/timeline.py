@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from biphasic.config.base import KeyProblems, Section, Share
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import BatchShape, Duration, Elapsed
 
 START = Duration(0, "ba")
 _COUNTED = "batches (ba), rows (sp) or tokens (tok)"
@@ -149,24 +149,6 @@ def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elaps
     return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]
 
 
-@dataclass(frozen=True)
-class BatchShape:
-    """The size of a global batch. It is used to compare durations in different units before the data is read."""
-
-    rows: int
-    row_length: int
-
-    def batches(self, duration: Duration) -> float:
-        """Convert `duration` (not in `dur` or `ep`) to batches. Padding counts as tokens."""
-        return duration.value / {"ba": 1, "sp": self.rows, "tok": self.rows * self.row_length}[duration.unit]
-
-    def not_before(self, a: Duration, b: Duration) -> bool:
-        """Return whether `a` is certainly not before `b`. Epochs can't be compared before the data is read."""
-        if a.unit == b.unit:
-            return a.value >= b.value
-        return "ep" not in (a.unit, b.unit) and self.batches(a) >= self.batches(b)
-
-
 def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, batch: BatchShape) -> KeyProblems:
     """Check the phases of a run of `max_duration`."""
     for index, phase in enumerate(phases):
@@ -215,7 +197,7 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
     if batch.not_before(warmup, max_duration):
         message = f"expected less than max_duration ({max_duration}); got {schedule.warmup}"
         yield ["schedule.warmup", "max_duration"], message
-    elif warmup.value and decay.value and batch.batches(warmup) + batch.batches(decay) > batch.batches(max_duration):
+    elif warmup.value and decay.value and batch.tokens(warmup) + batch.tokens(decay) > batch.tokens(max_duration):
         message = f"warmup ({schedule.warmup}) and decay ({schedule.decay}) are longer than the run ({max_duration})"
         yield ["schedule.warmup", "schedule.decay", "max_duration"], message
     if decay.value > max_duration.value:

@@ -13,12 +13,10 @@ from dataclasses import dataclass, replace
 from biphasic.config.history import first_difference
 from biphasic.config.plan import batches_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
 
 _MIN_SHARED = 0.01
-"""Minimum share of the shorter of two runs that they have to share. Less isn't worth a checkpoint and a start: models with
-different learning rates share the first batch of a warmup, whose rate is 0."""
+"""Minimum share of the shorter of two runs that they have to share. Less isn't worth a checkpoint and a start."""
 
 
 @dataclass(frozen=True)
@@ -66,19 +64,11 @@ def study_tree(
         UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
     """
     lengths = {name: batches_of(config.max_duration, config) for name, config in configs.items()}
-    decays = {
-        name: batches_of(decay_start(config.schedule, config.max_duration), config) for name, config in configs.items()
-    }
 
     def shared(first: str, second: str) -> int:
-        difference = first_difference(configs[first], configs[second])
-        if difference is None:
-            return min(lengths[first], lengths[second])
-        # The first batch of a decay still has the full rate. Sharing it would need a checkpoint one batch after the decay's
-        # start, where each run saves one anyway.
-        before = difference.batch - 1
-        batches = before if before in (decays[first], decays[second]) else difference.batch
-        return batches if batches >= _MIN_SHARED * min(lengths[first], lengths[second]) else 0
+        difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])
+        batches = shorter if difference is None else difference.batch
+        return batches if batches >= _MIN_SHARED * shorter else 0
 
     return keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
 

@@ -1,0 +1,387 @@
+"""Run code for a GPU and many ranks on a machine that has neither, with tensors that have no values.
+
+Tensors on `cuda` are PyTorch's fake tensors: they have shapes, dtypes and a device, and take no memory. Tensors on the CPU
+are real. The process group is PyTorch's fake one, whose collectives do nothing. PyTorch has no public interface for all of
+this, so private parts are replaced within `fake_gpu`. It is tested with the versions in requirements.lock.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as torch_dist
+import torch.distributed._tools.fake_collectives  # registers collectives of fake tensors
+from composer.devices import DeviceGPU
+from composer.distributed import dist_strategy
+from composer.models import ComposerModel
+from composer.trainer import trainer as composer_trainer
+from composer.utils import dist
+from torch import Tensor
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.functional_tensor import FunctionalTensor
+from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
+from torch.distributed.tensor import DTensor
+from torch.nn import functional
+from torch.nn.parallel import distributed as ddp
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+GPU_NAME = "NVIDIA H100 80GB HBM3"
+GPU_BYTES = 79 * 2**30
+"""Memory that PyTorch reports for this GPU."""
+_CUDA = torch.device("cuda", 0)
+_RANKS_OF_A_MACHINE = 8
+_KNOWN_NUMBERS = 1 << 14
+"""Largest number of values that are kept of a tensor which was copied from the host."""
+_aten: Any = torch.ops.aten
+
+
+class PeakMemory(MemTracker):
+    """PyTorch's MemTracker without its hooks on modules, which would end up in compiled graphs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._mod_tracker: Any = mock.MagicMock(is_bw=False, parents=set())
+        self._is_fused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: functions are compiled under this mode."""
+        return True
+
+    @property
+    def current(self) -> int:
+        """Bytes of the tensors that exist on the GPU, in blocks of 512 bytes."""
+        return sum(by_type["Total"] for device, by_type in self._curr_mem_snap.items() if device.type == "cuda")
+
+    @property
+    def peak(self) -> int:
+        """Largest number of bytes since the last call of `reset`."""
+        return max((total for device, total in self._peak_mem.items() if device.type == "cuda"), default=0)
+
+    def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function without its temporary tensors, as a compiler that fuses all of its operations computes it."""
+
+        def run(*args: Any) -> Any:
+            self._is_fused = True
+            try:
+                results = function(*args)
+            finally:
+                self._is_fused = False
+            for result in tree_leaves(results):
+                self._track(_MemRefType.ACT, result)
+            self._update_peak_stats(_ModState.PEAK_FW)
+            return results
+
+        return run
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, and count its results."""
+        if self._is_fused:
+            return func(*args, **kwargs or {})
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def reset(self) -> None:
+        """Begin a new peak at the current bytes."""
+        self._peak_mem, self._peak_mem_snap = {_CUDA: self.current}, {}
+
+
+class HostAndDevice(TorchDispatchMode):
+    """Mode that computes on the host, answers the host's questions about fake tensors, and counts FLOPs.
+
+    The host reads numbers from the GPU: losses, counts, flags. Those that came from the host keep their values through
+    copies, slices and sums over ranks. Other floating-point numbers are answered with 1, integers and flags with 0.
+
+    Attributes:
+        share: share of a tensor's elements that `nonzero` finds.
+        nonzero: number of elements that `nonzero` has found.
+        flops: FLOPs of the operators since the start, by the dtype of their first tensor.
+        segment_flops: formulas of operators whose FLOPs depend on the values of tensors, instead of PyTorch's.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, segment_flops: dict[Any, Callable[..., int]]):
+        super().__init__()
+        self.share, self.nonzero = 1.0, 0
+        self.flops: dict[torch.dtype, int] = {}
+        self.formulas = {**flop_registry, **segment_flops}
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Return true: functions are compiled under this mode."""
+        return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator on the host if no fake tensor is involved, else on the fake GPU."""
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if not isinstance(func, torch._ops.OpOverload):
+            return self._counted(func, func, tensors, args, kwargs, func(*args, **kwargs))
+        device = torch.device(kwargs.get("device") or "cpu")
+        if device.type == "cpu" and not any(isinstance(x, FakeTensor) for x in tensors):
+            return _on_host(func, args, kwargs)
+        if device.type == "meta" and func is _aten._to_copy.default and _only_moves(kwargs):
+            return _aten.alias(*args)  # see `_device`
+        if func is _aten._local_scalar_dense.default:
+            return _number(args[0])
+        if func is _aten.nonzero.default:
+            count = round(self.share * args[0].numel())
+            self.nonzero += count
+            return torch.empty((count, args[0].dim()), dtype=torch.int64, device=args[0].device)
+        if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
+            return _copy_to_host(*args[:2])
+        result = func(*args, **kwargs)
+        _keep_values(func, tensors, args, kwargs, result)
+        return self._counted(func, func._overloadpacket, tensors, args, kwargs, result)
+
+    def _counted(self, func: Any, name: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Any) -> Any:
+        if (formula := self.formulas.get(name)) is not None:
+            self.flops.setdefault(tensors[0].dtype, 0)
+            self.flops[tensors[0].dtype] += formula(*args, **kwargs, out_val=result)
+        return result
+
+
+def known_numbers(tensor: Tensor) -> list[Any] | None:
+    """Return the values of a fake tensor that were copied from the host, or None if they aren't known."""
+    values = _known_values(tensor)
+    with _disable_current_modes():
+        return None if values is None else values.tolist()
+
+
+def _known_values(tensor: Tensor) -> Tensor | None:
+    return getattr(tensor, "_values_on_host", None)
+
+
+def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
+    # Pinned memory needs a driver.
+    if func is _aten._pin_memory.default:
+        return args[0]
+    if func is _aten.is_pinned.default:
+        return False
+    with _disable_current_modes():
+        return func(*args, **kwargs)
+
+
+def _copy_to_host(target: Tensor, source: Tensor) -> Tensor:
+    values = _known_values(source)
+    with _disable_current_modes():
+        return target.zero_() if values is None else target.copy_(values)
+
+
+def _only_moves(kwargs: dict[str, Any]) -> bool:
+    return {name for name, value in kwargs.items() if value is not None} <= {"device", "non_blocking"}
+
+
+def _number(tensor: Tensor) -> bool | int | float:
+    values = _known_values(tensor)
+    if values is not None:
+        with _disable_current_modes():
+            return values.item()
+    if tensor.dtype == torch.bool:
+        return False
+    return 1.0 if tensor.dtype.is_floating_point else 0
+
+
+def _keep_values(func: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Any) -> None:
+    """Compute the result's values on the host too, if those of all arguments are known there."""
+    if func.namespace == "c10d":
+        is_sum = func is torch.ops.c10d.allreduce_.default and (
+            torch_dist.ReduceOp.unbox(args[2]) == torch_dist.ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
+        )
+        for values in [_known_values(x) for x in tensors] if is_sum else []:
+            if values is not None:
+                with _disable_current_modes():
+                    values.mul_(torch_dist.get_world_size())
+        return
+    is_copy = func is _aten.copy_.default  # it doesn't read its target
+    read = tensors[1:] if is_copy else tensors
+    known = bool(read) and all(not isinstance(x, FakeTensor) or _known_values(x) is not None for x in read)
+    output = args[0] if func._schema.is_mutable else result
+    if not isinstance(output, FakeTensor) or output.numel() > _KNOWN_NUMBERS:
+        return
+    if known:
+        named = {name: value for name, value in kwargs.items() if name != "device"}
+        on_host = tree_map(lambda x: _known_values(x) if isinstance(x, FakeTensor) else x, (args, named))
+        with _disable_current_modes():
+            target = [torch.empty(output.shape, dtype=output.dtype)] if is_copy else []
+            values = func(*target, *on_host[0][len(target) :], **on_host[1])
+        output._values_on_host = values  # pyright: ignore[reportAttributeAccessIssue]
+    elif func._schema.is_mutable:
+        output._values_on_host = None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+class _Stream:
+    """A stream or event of the GPU. Everything runs in the order of the program."""
+
+    device, device_index, device_type, stream_id = _CUDA, 0, 1, 0
+
+    def __init__(self, *arguments: object, **named: object):
+        pass
+
+    def record(self, stream: object = None) -> _Stream:
+        return self
+
+    record_event = wait = wait_stream = wait_event = synchronize = record
+
+    def query(self) -> bool:
+        return True
+
+
+def _device(tensor: Any) -> torch.device:
+    """Return what autograd sees as the device of a fake tensor: `meta` instead of `cuda`.
+
+    Autograd asks the driver for a GPU's streams. It needs none for `meta`. Python code sees `cuda`: fake tensors have
+    a property for it. Where C++ code passes `meta` on as the device of a new tensor, the tensor is created on `cuda`.
+    """
+    return torch.device("meta") if tensor.fake_device.type == "cuda" else tensor.fake_device
+
+
+def _seen_by_python(tensor: Any) -> torch.device:
+    device = torch._C.TensorBase.device.__get__(tensor)  # pyright: ignore[reportAttributeAccessIssue]
+    return _CUDA if device.type == "meta" else device
+
+
+def _linear_under_autocast(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a linear layer with autocast's casts, which autocast leaves out for the device that C++ code sees."""
+
+    def cast_and_multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return linear(inputs, weight, bias)
+
+    return cast_and_multiply
+
+
+def _replacements(ranks: int, memory: PeakMemory) -> Iterator[Any]:
+    """Yield patches of PyTorch and Composer."""
+    # Devices, see `_device`
+    ask_subclass, dispatch = FakeTensor.__torch_dispatch__, FakeTensorMode.dispatch
+
+    def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (
+            _device(args[0]) if func is torch.ops.prim.device.default else ask_subclass(func, types, args, kwargs or {})
+        )
+
+    def on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
+            kwargs = {**kwargs, "device": _CUDA}
+        return dispatch(mode, func, types, args, kwargs)
+
+    yield mock.patch.object(FakeTensor, "__torch_dispatch__", classmethod(ask))
+    handlers: Any = fake_tensor._DISPATCH_META_HANDLERS
+    yield mock.patch.dict(handlers, {torch.ops.prim.device.default: lambda args: _device(args[0])})
+    yield mock.patch.object(FakeTensorMode, "dispatch", on_cuda)
+    yield mock.patch.object(FakeTensorMode, "avoid_device_init", True)
+    for kind in (FakeTensor, FunctionalTensor, DTensor):
+        if kind is not FakeTensor:
+            yield mock.patch.object(kind, "device", property(_seen_by_python), create=True)
+        for name, device in (("is_cuda", "cuda"), ("is_meta", "meta")):
+            is_on = property(lambda tensor, device=device: tensor.device.type == device)
+            yield mock.patch.object(kind, name, is_on, create=True)
+
+    yield mock.patch.object(functional, "linear", _linear_under_autocast(functional.linear))
+
+    # The driver
+    local_ranks = min(ranks, _RANKS_OF_A_MACHINE)
+    properties = SimpleNamespace(
+        name=GPU_NAME, total_memory=GPU_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32
+    )
+    answers: dict[str, Any] = {
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(
+            ("_lazy_init", "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"), None
+        ),
+        **{
+            "set_rng_state": None,
+            "is_current_stream_capturing": False,
+            "current_device": 0,
+            "device_count": local_ranks,
+        },
+        **{"get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": GPU_NAME},
+        **{"stream": nullcontext(), "current_stream": (stream := _Stream()), "default_stream": stream},
+    }
+    for name, answer in answers.items():
+        yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
+    measures: dict[str, Any] = {
+        "memory_stats": lambda *_: {"num_alloc_retries": 0},
+        "mem_get_info": lambda *_: (GPU_BYTES - memory.current, GPU_BYTES),
+        **dict.fromkeys(("memory_reserved", "memory_allocated"), lambda *_: memory.current),
+        "max_memory_allocated": lambda *_: memory.peak,
+        "reset_peak_memory_stats": lambda *_: memory.reset(),
+        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
+        **{"Stream": _Stream, "Event": _Stream},
+    }
+    for name, measure in measures.items():
+        yield mock.patch.object(torch.cuda, name, measure)
+
+    # Other ranks
+    yield mock.patch.dict(
+        os.environ,
+        {
+            "WORLD_SIZE": str(ranks),
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": str(local_ranks),
+            "NODE_RANK": "0",
+        },
+    )
+    yield mock.patch.object(dist, "all_gather_object", lambda obj: [obj] * ranks)
+    yield mock.patch.object(dist, "broadcast_object_list", return_value=None)
+    yield mock.patch.object(DeviceGPU, "dist_backend", "fake")
+    yield mock.patch.object(ddp, "_verify_param_shape_across_processes", return_value=None)
+    wrap = dist_strategy.prepare_ddp_module
+    yield mock.patch.object(composer_trainer, "prepare_ddp_module", lambda *given: _without_all_reduce(wrap(*given)))
+    # Parameters are created on the GPU, because a fake tensor can't change its device in place.
+    move = DeviceGPU.module_to_device
+    yield mock.patch.object(
+        DeviceGPU,
+        "module_to_device",
+        lambda device, module: module if isinstance(module, ComposerModel) else move(device, module),
+    )
+
+
+def _without_all_reduce(model: Any) -> Any:
+    """Let DDP take a bucket's gradients for the ranks' mean. Its own hook reads a tensor from the fake group's result."""
+
+    def keep(state: object, bucket: Any) -> Any:
+        future: Any = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    keep.__annotations__.clear()  # DDP compares them with types, and here they are strings
+    model.register_comm_hook(None, keep)
+    return model
+
+
+@contextmanager
+def fake_gpu(ranks: int, segment_flops: dict[Any, Callable[..., int]]) -> Iterator[tuple[HostAndDevice, PeakMemory]]:
+    """Make this process rank 0 of `ranks` processes with a GPU each, within the context.
+
+    Args:
+        ranks: number of ranks, up to 8 on a node.
+        segment_flops: see `HostAndDevice`.
+
+    Raises:
+        RuntimeError: a process group exists.
+    """
+    torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportAttributeAccessIssue] - guards that need no driver
+    memory, mode = PeakMemory(), HostAndDevice(segment_flops)
+    with ExitStack() as stack:
+        for replacement in _replacements(ranks, memory):
+            stack.enter_context(replacement)
+        torch_dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+        stack.callback(torch_dist.destroy_process_group)
+        for entered in (FakeTensorMode(allow_non_fake_inputs=True), memory, mode):
+            stack.enter_context(entered)
+        yield mode, memory

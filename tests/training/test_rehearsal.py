@@ -1,0 +1,150 @@
+"""The rehearsal on a fake GPU passes for a preset, and each of its checks fails when the code is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from tiny import ROOT
+
+TINY = """
+job: pretrain
+run_name: tiny
+output: unused
+tokenizer: unused
+max_duration: 800ba
+global_batch_size: 64
+microbatch_size: 4
+precision: amp_bf16
+model: {vocab_size: 512, hidden_size: 64, intermediate_size: 96, num_layers: 2, num_heads: 4, num_kv_heads: 2}
+data: {sequence_length: 256, folder: unused}
+objective: {phases: [{name: clm, until: 400ba}, {name: mlm, masking_ratio: 0.4}]}
+schedule: {warmup: 40ba, decay: 160ba}
+compute: {activation_checkpointing: 2}
+"""
+
+# Each fault is made in a process of its own rehearsals, since these replace parts of PyTorch.
+CODE = """
+import json, sys
+from contextlib import ExitStack
+from unittest import mock
+
+import torch
+
+from biphasic.config.architecture import Architecture
+from biphasic.config.load import load
+from biphasic.model import attention, segments
+from biphasic.training import optimizer, pretrain
+from biphasic.training.rehearsal import rehearse
+
+of, varlen, flops, build = segments.Segments.of.__func__, attention._varlen, Architecture.flops, pretrain.build_optimizer
+
+def positions_on_the_host(cls, *given, **named):
+    made = of(cls, *given, **named)
+    made.position_ids = torch.zeros(made.position_ids.shape, dtype=torch.int64)
+    return made
+
+def broken_graph(*given):
+    torch._dynamo.graph_break()
+    return varlen(*given)
+
+def fp32_attention(query, key, value, *rest):
+    return varlen(query.float(), key.float(), value.float(), *rest).to(query.dtype)
+
+def bf16_moments(model, *given):
+    made = build(model, *given)
+    made.register_step_post_hook(lambda made, *_: [
+        state.update(exp_avg=state["exp_avg"].bfloat16()) for state in made.state.values()])
+    return made
+
+def longest_of_the_batch(cls, lengths, device, max_seqlen=None, *given):
+    return of(cls, lengths, device, None, *given)
+
+attend = attention.BACKEND_FUNCTIONS
+faults = {
+    "none": [],
+    "device": [mock.patch.object(segments.Segments, "of", classmethod(positions_on_the_host))],
+    "graph break": [mock.patch.dict(attend, varlen=broken_graph)],
+    "others": [
+        mock.patch.dict(attend, varlen=fp32_attention),
+        mock.patch.object(Architecture, "flops", lambda *given: 1.02 * flops(*given)),
+        mock.patch.object(pretrain, "build_optimizer", bf16_moments),
+        mock.patch.object(segments.Segments, "of", classmethod(longest_of_the_batch)),
+    ],
+}
+results = {}
+for name, ranks, strategy in json.loads(sys.argv[2]):
+    config = load(sys.argv[1], [f"parallelism.strategy={strategy}"], ranks)
+    with ExitStack() as stack:
+        for fault in faults[name]:
+            stack.enter_context(fault)
+        try:
+            result = rehearse(config, ranks).to_dict()
+        except Exception as error:
+            result = {"error": str(error)}
+    results[f"{name} {ranks} {strategy}"] = result
+print(json.dumps(results))
+"""
+RUNS = [("none", 8, "ddp"), ("none", 16, "fsdp"), ("device", 1, "ddp"), ("graph break", 1, "ddp"), ("others", 1, "ddp")]
+
+
+@pytest.fixture(scope="module")
+def rehearsals(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    file = tmp_path_factory.mktemp("rehearsal") / "tiny.yaml"
+    file.write_text(TINY)
+    command = [sys.executable, "-c", CODE, str(file), json.dumps(RUNS)]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=600, check=False)
+    assert run.returncode == 0, run.stderr[-3000:]
+    return json.loads(run.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("run", ["none 8 ddp", "none 16 fsdp"])
+def test_a_run_without_faults(run: str, rehearsals: dict[str, dict[str, Any]]) -> None:
+    result = rehearsals[run]
+    assert result.get("error") is None and result["problems"] == []
+    assert {objective: len(batches) for objective, batches in result["flops"].items()} == {"clm": 2, "mlm": 2}
+    layer = [(graph["training"], graph["count"]) for graph in result["graphs"] if "Layer" in graph["function"]]
+    assert layer == [(True, 2), (False, 2)]
+    parameters = 2 * 512 * 64 + 2 * (64 * 16 * 12 + 3 * 64 * 96 + 2 * 64) + 64
+    copies = {"none 8 ddp": 5, "none 16 fsdp": 4 / 16}[run]  # DDP has buckets of gradients too
+    # In blocks of 512 bytes, and with AdamW's steps.
+    assert 4 * copies * parameters <= result["state_bytes"] <= 4 * copies * parameters + 512 * 200
+    assert result["state_bytes"] < result["peak_bytes"]
+
+
+@pytest.mark.parametrize(
+    ("run", "problem"),
+    [
+        ("graph break 1 ddp", "graph break: "),
+        ("others 1 ddp", "of the FLOPs are in bf16"),
+        ("others 1 ddp", "FLOPs were counted, and the formula gives"),
+        ("others 1 ddp", "LlamaDecoderLayer.forward was compiled"),
+        ("others 1 ddp", "exp_avg is torch.bfloat16 on cuda:0; expected fp32 on the GPU"),
+    ],
+)
+def test_a_fault_is_found(run: str, problem: str, rehearsals: dict[str, dict[str, Any]]) -> None:
+    assert any(problem in text for text in rehearsals[run]["problems"])
+
+
+def test_a_tensor_on_the_host_stops_the_rehearsal(rehearsals: dict[str, dict[str, Any]]) -> None:
+    assert "cpu" in rehearsals["device 1 ddp"]["error"] and "cuda:0" in rehearsals["device 1 ddp"]["error"]
+
+
+def test_a_preset(tmp_path: os.PathLike[str]) -> None:
+    """`make rehearse` runs all of them."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "rehearse.py"), "yamls/210m_biphasic.yaml"]
+    run = subprocess.run(
+        [*command, "--ranks", "8", "--set", "microbatch_size=2"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr[-3000:]
+    assert run.stdout.splitlines()[-1] == "every check passed"
