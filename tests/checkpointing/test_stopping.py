@@ -170,9 +170,9 @@ def test_a_repeated_validation_has_the_measured_microbatch(write_yaml: Write, tm
     path.write_text(path.read_text().replace("batch_size: 2\n", "batch_size: 8\n"))
     code = """
 from biphasic.model import auto_microbatch
-from biphasic.training import composer_model, compute, pretrain
+from biphasic.training import compute, pretrain, step
 rows = []
-fill, forward = compute.AutoMicrobatch._largest_batch, composer_model.PretrainModel.eval_forward
+fill, forward = compute.AutoMicrobatch._largest_batch, step.PretrainModel.eval_forward
 def record(self, state, count):
     rows.append(count)
     return fill(self, state, count)
@@ -180,7 +180,7 @@ def report(self, batch, outputs=None):
     print("validated rows:", len(batch.lengths), flush=True)
     return forward(self, batch, outputs)
 compute.AutoMicrobatch._largest_batch = record
-composer_model.PretrainModel.eval_forward = report
+step.PretrainModel.eval_forward = report
 compute._circumstances = lambda config: {}
 compute._missing_optimizer_state = lambda state: 1.0
 auto_microbatch.available_bytes = lambda: 10.0

@@ -20,7 +20,7 @@ from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.objectives.mlm import mlm_inputs_and_targets
-from biphasic.training import objective_schedule
+from biphasic.training import step
 from biphasic.training.record import conversion_record
 from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
@@ -183,7 +183,7 @@ def test_a_tiny_run_over_a_mix(tmp_path: Path, write_yaml: Write, monkeypatch: p
             masks.setdefault(row, []).append(tuple(selected))
         return inputs, targets
 
-    monkeypatch.setattr(objective_schedule, "mlm_inputs_and_targets", mask)
+    monkeypatch.setattr(step, "mlm_inputs_and_targets", mask)
     only_mlm = {"objective__phases": [{"name": "mlm"}], "checkpoint__interval": "100ba"}
     path = write_yaml("mixed", data__train=None, data__mix=mix, data__epoch_rows=400, **only_mlm)
     assert len(losses(train(config_of(path)))) == 12

@@ -37,8 +37,7 @@ from biphasic.model import backbone, losses
 from biphasic.model.layers import recomputed_layers
 from biphasic.training import compute, pretrain
 from biphasic.training.fake_gpu import GPU_BYTES, GPU_NAME, HostAndDevice, PeakMemory, fake_gpu, known_numbers
-from biphasic.training.objective_schedule import EVALUATIONS
-from biphasic.training.prepared_batch import PreparedBatch
+from biphasic.training.step import EVALUATIONS, PreparedBatch
 
 BATCHES_PER_PHASE = 2
 MICROBATCHES = 2
@@ -293,14 +292,14 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
     tokenizer = SimpleNamespace(
         vocab_size=getattr(architecture_of(config.model), "vocab_size", 0), mask_id=1, special_ids=(0,)
     )
-    set_up, build, compile_ = compute.set_up, backbone.build_language_model, torch.compile
+    configure, build, compile_ = compute.configure_compute, backbone.build_language_model, torch.compile
 
     def on_gpu(*given: Any, **named: Any) -> Any:
         with torch.device("cuda"):
             return build(*given, **named)
 
     def record_setup(*given: Any) -> str:
-        measured.setup = set_up(*given)
+        measured.setup = configure(*given)
         return measured.setup
 
     def rows(data: Any, streams: Any, rows: int, seed_: int, *, train: bool, **_: Any) -> _Rows:
@@ -325,7 +324,8 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
     )
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
     replaced = {
-        "build_language_model": on_gpu, "set_up": record_setup, "build_loader": rows, "load_tokenizer": lambda *_: tokenizer,
+        "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": rows,
+        "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
         "has_gpu": torch.cuda.is_available, "_saver": lambda *_: Callback(), "_print": lambda *_: None,
     }  # fmt: skip

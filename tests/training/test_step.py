@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import math
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -10,6 +11,8 @@ import torch
 from composer.core import Event, State, Timestamp
 from composer.devices import DeviceCPU
 from composer.loggers import InMemoryLogger, Logger
+from torch import nn
+from torchmetrics import Metric
 
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
@@ -17,7 +20,7 @@ from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 from biphasic.training.optimizer import WarmupStableDecay
-from biphasic.training.step import ObjectiveSchedule, PreparedBatch, data_spec, elapsed
+from biphasic.training.step import ObjectiveSchedule, PreparedBatch, PretrainModel, data_spec, elapsed
 
 VOCABULARY = Vocabulary(size=50, mask_id=3, special_ids=(0, 1, 2, 3))
 PHASES = [
@@ -198,3 +201,21 @@ def test_each_batch_gets_its_learning_rate() -> None:
         run.apply(algorithm, Event.BATCH_END, batch=batch + 1)
         assert run.state.optimizers[0].param_groups[0]["lr"] == rates[-1]
     assert rates == pytest.approx([0, 0.1, 0.2, 0.3, 0.4, 0.4, 0.4, 0.3])
+
+
+def mean_loss(*microbatches: tuple[float, int]) -> float:
+    """The metric after microbatches with these summed losses and numbers of targets."""
+    model = PretrainModel(cast("Any", nn.Linear(1, 1)))
+    metric: Metric = model.get_metrics()["loss"]
+    for total, targets in microbatches:
+        model.update_metric(cast("Any", None), (torch.tensor(total), torch.tensor(targets)), metric)
+    return float(metric.compute())
+
+
+def test_the_validation_loss_is_the_mean_over_targets() -> None:
+    assert mean_loss((2.0, 1), (12.0, 3)) == 3.5
+    assert mean_loss((2.0, 1), (0.0, 0), (12.0, 3)) == 3.5, "a microbatch without a target changes nothing"
+
+
+def test_nan_is_not_left_out() -> None:
+    assert math.isnan(mean_loss((2.0, 1), (math.nan, 3)))
