@@ -4,7 +4,6 @@ composer src/main.py yamls/quickstart.yaml [key=value ...]
 python src/main.py yamls/1b_biphasic.yaml --plan [--json] [--memory] [--ranks N]
 python src/main.py yamls/sweep/paper.yaml [--limit N] [--retry-failed]
 python src/main.py recipes/paper/study.yaml [--stage pretrain|export|finetune|evaluate|report] [--plan] [--limit N]
-python src/main.py --keys [SECTION]
 """
 
 from __future__ import annotations
@@ -43,14 +42,12 @@ def main(arguments: list[str] | None = None) -> int:
 def _main(arguments: list[str] | None) -> int:
     parser = Parser(prog="main.py", description="Run the job of a YAML, or print its plan.")
     add_file(parser, "the job")
-    parser.add_argument("--plan", action="store_true", help="check everything and print what the job would do")
-    add_plan_options(parser, "with --plan: ")
+    add_plan_options(parser)
     parser.add_argument(
         "--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"
     )
     parser.add_argument("--retry-failed", action="store_true", help="sweeps: run failed trials again")
     parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
-    parser.add_argument("--keys", nargs="?", action=_PrintKeys, metavar="SECTION", help="print keys of YAMLs, and exit")
     options = parser.parse_intermixed_args(arguments)
     set_allocators()  # before the job imports PyTorch
     # Imported here because these imports take most of the time that a usage message takes.
@@ -82,18 +79,6 @@ def _main(arguments: list[str] | None) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"written to {folder}\n{after_run(config, options.file)}")
     return 0
-
-
-class _PrintKeys(argparse.Action):
-    """Prints keys as `biphasic keys` does, and exits."""
-
-    def __call__(
-        self, parser: argparse.ArgumentParser, namespace: object, values: object, option: object = None
-    ) -> None:
-        from biphasic.config.reference import describe_keys
-
-        print(describe_keys(str(values or "")))
-        parser.exit()
 
 
 def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None = None) -> int:

@@ -60,7 +60,7 @@ def test_a_closed_pipe_ends_without_a_traceback(tmp_path: Path) -> None:
 def test_ctrl_c_ends_without_a_traceback(tmp_path: Path) -> None:
     fifo = tmp_path / "wait.yaml"
     os.mkfifo(fifo)
-    started = subprocess.Popen([*BIPHASIC, "plan", str(fifo)], stderr=subprocess.PIPE, text=True)
+    started = subprocess.Popen([*BIPHASIC, "preflight", str(fifo)], stderr=subprocess.PIPE, text=True)
     writer = os.open(fifo, os.O_WRONLY)  # Returns when the command has opened the file to read it.
     time.sleep(0.05)
     started.send_signal(signal.SIGINT)
@@ -86,7 +86,7 @@ def test_completion_of_commands_and_options() -> None:
     assert completions("biphasic ver") == {"verify"}
     assert completions("biphasic verify --s") == {"--sample", "--split"}
     assert completions("biphasic completion ", "zsh") >= {"bash", "zsh"}
-    assert completions("biphasic plan yamls/quickstart.yaml optimizer.b") == {"optimizer.betas="}
+    assert completions("biphasic preflight yamls/quickstart.yaml optimizer.b") == {"optimizer.betas="}
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])

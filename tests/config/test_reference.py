@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 
 from biphasic.commands import main
 from biphasic.config.jobs import JOBS
-from biphasic.config.reference import KeySection, describe_keys, sections_of
-from biphasic.config.reference_pages import pages
+from biphasic.config.reference import KeySection, describe_keys, pages, sections_of
 from tiny import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
@@ -61,9 +57,3 @@ def test_keys_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "stride" in describe_keys("finetune.task") and "model_name" not in describe_keys("finetune.task")
     assert main(["keys", "optimizer.lrr"]) == 2
     assert "did you mean optimizer.lr" in capsys.readouterr().err
-
-
-def test_keys_of_main() -> None:
-    command = [sys.executable, "src/main.py", "--keys", "optimizer.lr"]
-    ran = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert ran.returncode == 0 and ran.stdout == describe_keys("optimizer.lr") + "\n"

@@ -21,7 +21,6 @@ NOT_RUN = {
     "composer -m biphasic preflight": "tests/test_preflight.py",
     "biphasic preflight": "tests/test_preflight.py",
     "python -m pytest": "tests",
-    "biphasic plan FILE.yaml": "a name in a sentence",
     "python src/main.py FILE.yaml": "a name in a sentence",
     "composer src/main.py FILE.yaml": "a name in a sentence",
     "biphasic runs runs/NAME": "a name in a sentence",

@@ -246,7 +246,7 @@ PASSWORD = "s3://key:canary@bucket/x"
 @pytest.mark.parametrize(
     "arguments",
     [["runs", PASSWORD], ["export", PASSWORD, "out"], ["verify", PASSWORD], ["export", "here", "out", "--unknown", PASSWORD],
-     ["plan", "file.yaml", f"checkpoint.folder={PASSWORD}"]],
+     ["preflight", "file.yaml", f"checkpoint.folder={PASSWORD}"]],
 )  # fmt: skip
 def test_a_password_on_the_command_line_is_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(arguments) == 2

@@ -21,7 +21,6 @@ COMMANDS = {
     "tokenizer": "train a byte-level BPE tokenizer on own text",
     "tasks": "prepare the downstream datasets",
     "keys": "print the keys of YAMLs: types, defaults, what they are",
-    "plan": "check a YAML and print what its job would do",
     "preflight": "check whether the machines can run a job",
     "runs": "show a run's checkpoints and attempts",
     "show": "print the text of rows by their ids",

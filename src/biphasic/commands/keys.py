@@ -1,4 +1,4 @@
-"""Print keys of the YAMLs: type, limits, default, and what each is. `python src/main.py --keys` does the same.
+"""Print keys of the YAMLs: type, limits, default, and what each is.
 
 biphasic keys                       the sections of all jobs
 biphasic keys pretrain              all keys of a job
@@ -21,8 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the keys or write the pages, and return the exit status."""
-    from biphasic.config.reference import describe_keys
-    from biphasic.config.reference_pages import pages
+    from biphasic.config.reference import describe_keys, pages
 
     if options.write is None:
         print(describe_keys(options.section))

@@ -1,4 +1,4 @@
-"""Check a YAML and print what its job would do, without starting it. `python src/main.py FILE.yaml --plan` does the same."""
+"""The plan of any job: `python src/main.py FILE.yaml --plan`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING
 
-from biphasic.commands.parser import add_file, positive
+from biphasic.commands.parser import positive
 from biphasic.errors import UserError
 from biphasic.faults import REFUSED
 
@@ -21,28 +21,16 @@ if TYPE_CHECKING:
     from biphasic.config.pretrain import PretrainConfig
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of `biphasic plan`."""
-    add_file(parser, "any job")
-    add_plan_options(parser, "")
-
-
-def add_plan_options(parser: argparse.ArgumentParser, condition: str) -> None:
-    """Add the options that `biphasic plan` and src/main.py share; `condition` stands before their help."""
+def add_plan_options(parser: argparse.ArgumentParser) -> None:
+    """Add `--plan` and the options that belong to it."""
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    parser.add_argument("--json", action="store_true", help=f"{condition}print JSON")
-    parser.add_argument("--ranks", type=positive, default=ranks, help=f"{condition}number of processes of the run")
+    parser.add_argument("--plan", action="store_true", help="check everything and print what the job would do")
+    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
+    parser.add_argument("--ranks", type=positive, default=ranks, help="with --plan: number of processes of the run")
     parser.add_argument(
-        "--memory", action="store_true", help=f"pretraining, {condition}rehearse some batches and print their memory"
+        "--memory", action="store_true", help="pretraining, with --plan: rehearse some batches and print their memory"
     )
-    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help=f"studies, {condition}draw the tree of runs")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the plan and return the exit status."""
-    from biphasic.config.load import load
-
-    return print_plan(load(options.file, options.overrides, options.ranks), options)
+    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="studies, with --plan: draw the tree of runs")
 
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:

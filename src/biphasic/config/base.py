@@ -7,8 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
-from typing_extensions import Doc
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
 from biphasic.storage.paths import PASSWORD
 
@@ -20,16 +19,27 @@ class Section(BaseModel):
     """Base class of YAML sections. Unknown keys are errors, values are not converted, and sections are immutable.
 
     Each key has a docstring with what it is, its unit, and the source of its default. With the class's docstring, the types
-    and the defaults it becomes the reference (`biphasic.config.reference`); a type's `Doc` is how the reference names it.
+    and the defaults it becomes the reference (`biphasic.config.reference`).
     """
 
     model_config = ConfigDict(
-        extra="forbid", strict=True, frozen=True, validate_default=False, allow_inf_nan=False, defer_build=True
+        extra="forbid",
+        strict=True,
+        frozen=True,
+        validate_default=False,
+        allow_inf_nan=False,
+        defer_build=True,
+        use_attribute_docstrings=True,
     )
 
     def is_default(self, name: str) -> bool:
         """Return whether a key has its default value. (A resolved configuration also lists the defaults.)"""
         return getattr(self, name) == type(self).model_fields[name].default
+
+
+def named(name: str) -> WithJsonSchema:
+    """Return an annotation with the name of a type in the reference."""
+    return WithJsonSchema({"format": name})
 
 
 # Integers must fit 64 bits, as arrays, records and other programs expect. Composer and numpy need 32-bit seeds.
@@ -52,7 +62,7 @@ def parse_size(value: object) -> int:
     raise ValueError(f"expected a size such as 200gb; got {value!r}")
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=2**63), Doc("size in bytes, such as `200gb`")]
+Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
 """A number of bytes, as an integer or with a decimal unit: `200gb` is 200 * 10**9."""
 
 
@@ -62,7 +72,7 @@ def _name(text: str) -> str:
     return text
 
 
-Name = Annotated[str, AfterValidator(_name), Doc("name")]
+Name = Annotated[str, AfterValidator(_name), named("name")]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
 
 
@@ -74,9 +84,11 @@ def _address(text: str, *schemes: str) -> str:
     return text
 
 
-Address = Annotated[str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf")), Doc("path or URL")]
+Address = Annotated[
+    str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf")), named("path or URL")
+]
 """A local path, or a URL that `biphasic.storage` reads and writes."""
-LocalPath = Annotated[str, AfterValidator(_address), Doc("local path")]
+LocalPath = Annotated[str, AfterValidator(_address), named("local path")]
 """A local folder or file."""
 
 

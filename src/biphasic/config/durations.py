@@ -64,8 +64,11 @@ class Duration:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
+        # In JSON schemas, from which the reference is made, it is a format of its own.
         return core_schema.no_info_plain_validator_function(
-            cls.parse, serialization=core_schema.plain_serializer_function_ser_schema(str)
+            cls.parse,
+            serialization=core_schema.plain_serializer_function_ser_schema(str),
+            metadata={"pydantic_js_functions": [lambda schema, handler: {"format": "length, such as `1000ba`"}]},
         )
 
 

@@ -1,39 +1,24 @@
-"""The reference of all keys: types, limits, defaults and descriptions, read from the classes of the schemas."""
+"""The reference of all keys: types, limits, defaults and descriptions, from the JSON schemas that pydantic makes."""
 
 from __future__ import annotations
 
-import ast
 import difflib
-import inspect
-import types
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from itertools import pairwise
-from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Any
 
 import yaml
-from annotated_types import Ge, Gt, Le, Lt, MaxLen, MinLen
-from pydantic.fields import FieldInfo
-from pydantic_core import PydanticUndefined
-from typing_extensions import Doc
+from pydantic.json_schema import GenerateJsonSchema
 
-from biphasic.config.base import Section
 from biphasic.config.durations import Duration
 from biphasic.config.jobs import JOBS, schema_of
 from biphasic.errors import UserError
 
+_PLAIN = {"string": "text", "boolean": "`true` or `false`", "integer": "integer", "number": "number", "null": "`null`"}
+_LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 _LARGEST = 2**63
 """Limits from here on are those of 64-bit integers, which every number has."""
-_PLAIN = {
-    str: "text",
-    bool: "`true` or `false`",
-    int: "integer",
-    float: "number",
-    type(None): "`null`",
-    Any: "any value",
-}
 
 
 @dataclass(frozen=True)
@@ -71,156 +56,114 @@ class KeySection:
         return f"`{self.key}`{kind}" if self.key else f"`job: {self.job}`"
 
 
+class _JsonSchema(GenerateJsonSchema):
+    """Writes a duration's default as in a YAML."""
+
+    def encode_default(self, dft: Any) -> Any:
+        """See pydantic."""
+        return str(dft) if isinstance(dft, Duration) else super().encode_default(dft)
+
+
 def sections_of(job: str) -> list[KeySection]:
     """Return the sections of a job's YAML, each before those inside it."""
+    schema = schema_of(job).model_json_schema(schema_generator=_JsonSchema)
+    sections: dict[str, Any] = schema.get("$defs", {})
+
+    def walk(key: str, kind: str, section: dict[str, Any], defaults: dict[str, Any]) -> Iterator[KeySection]:
+        fields = {name: dict(field) for name, field in section["properties"].items()}
+        for name in fields.keys() & defaults.keys():
+            fields[name]["default"] = defaults[name]
+        keys = (
+            Key(name, _type(field), _default(field, sections), _one_line(field["description"]))
+            for name, field in fields.items()
+        )
+        yield KeySection(job, key, kind, _one_line(section["description"]), tuple(keys))
+        for name, field in fields.items():
+            children = list(_sections_in(field))
+            for suffix, child in children:
+                is_alone = [other for other, _ in children].count(suffix) == 1
+                values = field.get("default") if is_alone and not suffix else {}
+                place, form = f"{key}.{name}{suffix}".lstrip("."), "" if is_alone else _kind(sections[child])
+                yield from walk(place, form, sections[child], values if isinstance(values, dict) else {})
+
     # Several forms of a section may contain the same section.
-    return list(dict.fromkeys(_walk(job, "", "", schema_of(job), None)))
+    return list(dict.fromkeys(walk("", "", schema, {})))
 
 
-def _walk(job: str, key: str, kind: str, section: type[Section], default: Section | None) -> Iterator[KeySection]:
-    """Yield a section and those inside it. `default` is the section's own default, whose values are those of its keys."""
-    fields, texts = section.model_fields, _attribute_docstrings(section)
-    keys = tuple(
-        Key(name, _type(field.annotation, field.metadata), _default(field, name, default), texts.get(name, ""))
-        for name, field in fields.items()
-    )
-    yield KeySection(job, key, kind, _paragraph(section.__doc__ or ""), keys)
-    for name, field in fields.items():
-        value = getattr(default, name) if default is not None else field.default
-        children = list(_sections_in(field.annotation))
-        for suffix, child in children:
-            child_default = value if type(value) is child else None
-            same_key = [other for at, other in children if at == suffix]
-            child_kind = _kind(child) if len(same_key) > 1 else ""
-            yield from _walk(job, f"{key}.{name}{suffix}".lstrip("."), child_kind, child, child_default)
+def _sections_in(field: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the names of the sections that a value may be or contain, each with what follows the value's key."""
+    if "$ref" in field:
+        yield suffix, field["$ref"].rpartition("/")[2]
+    for choice in field.get("anyOf", field.get("oneOf", ())):
+        yield from _sections_in(choice, suffix)
+    for name, part in (("items", ".N"), ("additionalProperties", ".NAME")):
+        if isinstance(field.get(name), dict):
+            yield from _sections_in(field[name], suffix + part)
 
 
-def _sections_in(annotation: Any, suffix: str = "") -> Iterator[tuple[str, type[Section]]]:
-    """Yield the sections that a value may be or contain, each with what follows the value's key in their keys."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if inspect.isclass(annotation) and issubclass(annotation, Section):
-        yield suffix, annotation
-    elif origin is Annotated:
-        yield from _sections_in(arguments[0], suffix)
-    elif origin is list:
-        yield from _sections_in(arguments[0], f"{suffix}.N")
-    elif origin is dict:
-        yield from _sections_in(arguments[1], f"{suffix}.NAME")
-    elif origin in (Union, types.UnionType):
-        for argument in arguments:
-            yield from _sections_in(argument, suffix)
-
-
-def _kind(section: type[Section]) -> str:
+def _kind(section: dict[str, Any]) -> str:
     """Return the key and value that distinguish a form of a section, e.g. `kind: files`."""
-    for name, field in section.model_fields.items():
-        if get_origin(field.annotation) is Literal and field.is_required():
-            return f"{name}: {get_args(field.annotation)[0]}"
-    raise TypeError(f"{section.__name__} is one of several forms of a section, and no key tells which")
+    return next(f"{name}: {field['const']}" for name, field in section["properties"].items() if "const" in field)
 
 
-def _type(annotation: Any, metadata: list[Any]) -> str:
+def _type(field: dict[str, Any]) -> str:
     """Return a type and its limits as Markdown."""
-    metadata = [item for entry in metadata for item in (entry.metadata if isinstance(entry, FieldInfo) else [entry])]
-    name = next((item.documentation for item in metadata if isinstance(item, Doc)), None)
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if name is not None:
-        return name
-    if origin is Annotated:
-        return _type(arguments[0], [*arguments[1:], *metadata])
-    if origin in (Union, types.UnionType):
-        return " or ".join(dict.fromkeys(_type(argument, metadata) for argument in arguments))
-    if origin is Literal:
-        return " or ".join(f"`{value}`" for value in arguments)
-    if origin is list:
-        return f"list{_length(metadata)} of {_type(arguments[0], [])}"
-    if origin is dict and arguments[1] is Any:
-        return "keys with values"
-    if origin is dict:
-        return f"{_type(arguments[1], [])} for each name{_length(metadata)}"
-    if annotation is Duration:
-        return "length, such as `1000ba`"
-    if inspect.isclass(annotation) and issubclass(annotation, Section):
+    if choices := field.get("anyOf", field.get("oneOf")):
+        return " or ".join(dict.fromkeys(map(_type, choices)))
+    if "$ref" in field:
         return "section"
-    return _PLAIN[annotation] + (_limits(metadata) if annotation in (int, float) else "")
+    if values := field.get("enum", [field["const"]] if "const" in field else None):
+        return " or ".join(f"`{value}`" for value in values)
+    if "format" in field:
+        return field["format"]
+    if field.get("type") == "array":
+        return f"list{_length(field.get('minItems', 0), field.get('maxItems'))} of {_type(field['items'])}"
+    if field.get("type") == "object":
+        values = field["additionalProperties"]
+        least = _length(field.get("minProperties", 0), None)
+        return "keys with values" if values is True else f"{_type(values)} for each name{least}"
+    limits = [
+        f"{sign} 2**{limit.bit_length() - 1}" if limit > 10**6 else f"{sign} {limit:g}"
+        for name, sign in _LIMITS.items()
+        if (limit := field.get(name, _LARGEST)) != _LARGEST
+    ]
+    return " ".join([_PLAIN[field["type"]] if "type" in field else "any value", " and ".join(limits)]).rstrip()
 
 
-def _limits(metadata: list[Any]) -> str:
-    """Return the limits of a number, e.g. ` ≥ 0 and < 1`."""
-    texts = []
-    for item in metadata:
-        for kind, sign, name in ((Gt, ">", "gt"), (Ge, "≥", "ge"), (Lt, "<", "lt"), (Le, "≤", "le")):
-            if isinstance(item, kind) and (limit := getattr(item, name)) != _LARGEST:
-                texts.append(f"{sign} 2**{limit.bit_length() - 1}" if limit > 10**6 else f"{sign} {limit:g}")
-    return f" {' and '.join(texts)}" if texts else ""
-
-
-def _length(metadata: list[Any]) -> str:
+def _length(least: int, most: int | None) -> str:
     """Return the limits of the number of elements, e.g. ` (at least 1)`."""
-    least = next((item.min_length for item in metadata if isinstance(item, MinLen)), 0)
-    most = next((item.max_length for item in metadata if isinstance(item, MaxLen)), None)
     if most is not None:
         return f" ({least} to {most})" if least != most else f" ({most})"
     return f" (at least {least})" if least else ""
 
 
-def _default(field: FieldInfo, name: str, section: Section | None) -> str:
-    if section is None and field.is_required():
+def _default(field: dict[str, Any], sections: dict[str, Any]) -> str:
+    if "default" not in field:
         return "required"
-    value = field.default if section is None else getattr(section, name)
-    assert value is not PydanticUndefined
-    if isinstance(value, Section):
-        given = value.model_dump(mode="json", exclude_defaults=True)
-        return _yaml(given) if given and len(given) == len(value.model_fields_set) else "its keys' defaults"
-    if isinstance(value, Duration):
-        return f"`{value}`"
+    value = field["default"]
+    if isinstance(value, dict) and (children := list(_sections_in(field))) and children[0][0] == "":
+        own = next(
+            sections[name]["properties"] for _, name in children if value.keys() <= sections[name]["properties"].keys()
+        )
+        value = {name: given for name, given in value.items() if own[name].get("default", own) != given}
+        return _yaml(value) if value else "its keys' defaults"
     return _yaml(value)
 
 
 def _yaml(value: Any) -> str:
     if isinstance(value, float):
         return f"`{value:g}`"
-    text = (
-        yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False)
-        .removesuffix("\n")
-        .removesuffix("\n...")
-    )
-    return f"`{text}`"
+    text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n")
+    return f"`{text.strip()}`"
 
 
-@cache
-def _module_docstrings(file: str) -> dict[str, dict[str, str]]:
-    """Return the docstrings below the attributes of each class in a source file."""
-    tree = ast.parse(Path(file).read_text(encoding="utf-8"))
-    classes = [node for node in tree.body if isinstance(node, ast.ClassDef)]
-    return {node.name: dict(_docstrings_in(node.body)) for node in classes}
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
 
 
-def _docstrings_in(body: list[ast.stmt]) -> Iterator[tuple[str, str]]:
-    for node, following in pairwise(body):
-        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and isinstance(following, ast.Expr):
-            value = following.value
-            if isinstance(value, ast.Constant) and isinstance(value.value, str):
-                yield node.target.id, _paragraph(value.value)
-
-
-def _attribute_docstrings(section: type[Section]) -> dict[str, str]:
-    """Return the docstrings of a section's keys. pydantic can read them too, but only when it builds the class, slowly."""
-    texts: dict[str, str] = {}
-    for base in reversed(section.__mro__):
-        if issubclass(base, Section):
-            texts |= _module_docstrings(inspect.getfile(base)).get(base.__name__, {})
-    return texts
-
-
-def _paragraph(text: str) -> str:
-    """Return a docstring's paragraphs as one line."""
-    return " ".join(inspect.cleandoc(text).split())
-
-
-def description_of_job(text: str) -> str:
+def _description_of_job(job: str) -> str:
     """Return the description of a job without the job's name, which the title has."""
-    text = text.removeprefix(f"`job: {text.split('`')[1].removeprefix('job: ')}`: ")
+    text = sections_of(job)[0].description.partition("`: ")[2]
     return text[0].upper() + text[1:]
 
 
@@ -234,59 +177,70 @@ def describe_keys(name: str = "") -> str:
     Raises:
         UserError: there is no such section or key. The message names similar ones.
     """
+    sections = [section for job in JOBS for section in sections_of(job)]
     if not name:
-        return _list_of_sections()
-    all_sections = {job: sections_of(job) for job in JOBS}
+        lines = ["biphasic keys SECTION, such as `biphasic keys pretrain.optimizer` or `biphasic keys optimizer.lr`"]
+        for job in JOBS:
+            keys = dict.fromkeys(section.key for section in sections if section.job == job and section.key)
+            lines += ["", f"{job}: {_description_of_job(job)}", *([f"    {', '.join(keys)}"] if keys else [])]
+        return "\n".join(lines)
     job, _, rest = name.partition(".")
-    chosen = {job: all_sections[job]} if job in JOBS else {}
+    own = [(section, rest) for section in sections if section.job == job]
     texts: dict[str, list[str]] = {}
-    for wanted, jobs in ((rest, chosen), (name, all_sections)):
-        for sections in jobs.values():
-            for section in sections:
-                if keys := [key for key in section.keys if _matches(section, key, wanted)]:
-                    # Jobs may share a section: it is shown once, for all of them.
-                    texts.setdefault(_terminal(section, keys), []).append(section.job)
+    for wanted in (own, [(section, name) for section in sections]):
+        for section, part in wanted:
+            if keys := [key for key in section.keys if _matches(f"{section.key}.{key.name}", part)]:
+                # Jobs may share a section: it is shown once, for all of them.
+                texts.setdefault(_terminal(section, keys), []).append(section.job)
         if texts:
-            break
-    if not texts:
-        known = {f"{section.key}.{key.name}".lstrip(".")
-                 for sections in all_sections.values() for section in sections for key in section.keys}  # fmt: skip
-        near = difflib.get_close_matches(name, sorted({*known, *JOBS}), 3, 0.5)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ";"
-        raise UserError(f"no key or section {name!r}{hint} `biphasic keys` lists the sections")
-    return "\n\n".join(text.replace("JOBS", ", ".join(jobs), 1) for text, jobs in texts.items())
+            return "\n\n".join(text.replace("JOBS", ", ".join(jobs), 1) for text, jobs in texts.items())
+    known = {f"{section.key}.{key.name}".lstrip(".") for section in sections for key in section.keys}
+    near = difflib.get_close_matches(name, sorted({*known, *JOBS}), 3, 0.5)
+    hint = f"; did you mean {' or '.join(near)}?" if near else ";"
+    raise UserError(f"no key or section {name!r}{hint} `biphasic keys` lists the sections")
 
 
-def _matches(section: KeySection, key: Key, name: str) -> bool:
+def _matches(key: str, name: str) -> bool:
     """Return whether `name` is the key, or a section that it is in; placeholders for names and indices may be left out."""
-    full = f"{section.key}.{key.name}"
-    without = ".".join(part for part in full.split(".") if part not in ("N", "NAME"))
-    return not name or any(f".{name}." in f".{form}." for form in (full, without))
-
-
-def _list_of_sections() -> str:
-    lines = ["biphasic keys SECTION, such as `biphasic keys pretrain.optimizer` or `biphasic keys optimizer.lr`"]
-    for job in JOBS:
-        top, *inner = sections_of(job)
-        lines += ["", f"{job}: {description_of_job(top.description)}"]
-        lines += [f"    {', '.join(dict.fromkeys(section.key for section in inner))}"] if inner else []
-    return "\n".join(lines)
+    short = ".".join(part for part in key.split(".") if part not in ("N", "NAME"))
+    return not name or any(f".{name}." in f".{form}." for form in (key, short))
 
 
 def _terminal(section: KeySection, keys: list[Key]) -> str:
-    import textwrap
-
-    place = section.key or "at the top"
-    lines = [f"{place}{f', {section.kind}' if section.kind else ''}  (job: JOBS)"]
-    lines += textwrap.wrap(_without_marks(section.description), 100)
+    kind = f", {section.kind}" if section.kind else ""
+    lines = [f"{section.key or 'at the top'}{kind}  (job: JOBS)", *textwrap.wrap(section.description, 100)]
     for key in keys:
-        default = key.default if key.default == "required" else f"default: {_without_marks(key.default)}"
-        lines += ["", f"  {key.name}  ({_without_marks(key.type)}; {default})"]
-        lines += textwrap.wrap(
-            _without_marks(key.description), 100, initial_indent="      ", subsequent_indent="      "
-        )
-    return "\n".join(lines)
+        default = key.default if key.default == "required" else f"default: {key.default}"
+        lines += ["", f"  {key.name}  ({key.type}; {default})"]
+        lines += textwrap.wrap(key.description, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return "\n".join(lines).replace("`", "")
 
 
-def _without_marks(text: str) -> str:
-    return text.replace("`", "")
+def pages() -> dict[str, str]:
+    """Return the pages of docs/reference by file name."""
+    jobs = [f"| [`{job}`]({job}.md) | {_description_of_job(job)} |" for job in JOBS]
+    index = [
+        "# Reference: every key of every job",
+        "",
+        "How YAMLs are read, merged and overridden: [configuration](../configuration.md). In the terminal:",
+        "`biphasic keys optimizer`.",
+        "",
+        "| `job:` | |",
+        "|-|-|",
+        *jobs,
+    ]
+    return {"README.md": "\n".join(index) + "\n", **{f"{job}.md": _page(job) for job in JOBS}}
+
+
+def _page(job: str) -> str:
+    lines = list[str]()
+    for section in sections_of(job):
+        title = f"## {section.title}" if section.key else f"# Keys of `job: {job}`"
+        lines += [title, "", section.description if section.key else _description_of_job(job), ""]
+        lines += ["| key | type | default | what it is |", "|-|-|-|-|"]
+        for key in section.keys:
+            cells = (cell.replace("|", "\\|") for cell in (key.type, key.default, key.description))
+            lines.append(f"| `{key.name}` | {' | '.join(cells)} |")
+        lines.append("")
+    lines.append("Written by `biphasic keys --write docs/reference` from the classes in `src/biphasic/config/`.")
+    return "\n".join(lines) + "\n"
