@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from composer.core import Callback, Event, State
@@ -26,6 +26,7 @@ from biphasic.checkpointing.attempt import Attempt
 from biphasic.checkpointing.manifest import Manifest, checkpoint_path, rank_manifest_name
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.store import Uploader
+from biphasic.config.durations import Elapsed
 from biphasic.errors import Preempted, UserError
 from biphasic.storage import atomic_path, file_hash, first_line, open_store
 
@@ -79,6 +80,18 @@ class StagingBuffer:
         return _copy_state_dict(large, self._buffers, type_check=False)
 
 
+@runtime_checkable
+class PhaseTracker(Protocol):
+    """The algorithm that knows the phase of the last batch, and when that batch began (None before the first one)."""
+
+    last_batch: Elapsed | None
+
+    @property
+    def phase_name(self) -> str:
+        """Name of the last batch's phase."""
+        ...
+
+
 class Saver(Callback):
     """Callback that saves checkpoints to a local folder and uploads them to the run's destination, such as a bucket.
 
@@ -89,7 +102,7 @@ class Saver(Callback):
     Args:
         attempt: this start of the run.
         uploader: uploads files from the attempt's local folder.
-        is_due: returns whether to save now, and whether to keep the checkpoint (`biphasic.training.checkpoint_schedule`).
+        is_due: returns whether to save now, and whether to keep the checkpoint (`biphasic.checkpointing.schedule`).
         describe: returns the `run` entries of the manifest.
         upload_timeout: seconds to wait for uploads at the end of training.
     """

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import OptimizerConfig
 from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
-from biphasic.training.step import elapsed
+from biphasic.checkpointing.schedule import elapsed
 
 
 def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

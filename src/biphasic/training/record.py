@@ -20,7 +20,8 @@ from biphasic.data.conversion_checks import read_conversions, row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
-from biphasic.training.step import PreparedBatch, elapsed
+from biphasic.checkpointing.schedule import elapsed
+from biphasic.training.step import PreparedBatch
 
 _VERSIONS = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformers")
 

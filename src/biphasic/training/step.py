@@ -30,7 +30,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from composer.core import Algorithm, DataSpec, Event, State, Timestamp
+from composer.core import Algorithm, DataSpec, Event, State
 from composer.loggers import Logger
 from composer.models import ComposerModel
 from composer.utils import dist
@@ -38,6 +38,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
+from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.durations import Duration, Elapsed
 from biphasic.config.timeline import CLMPhase, MLMPhase, span_at, spans
 from biphasic.data.streaming import Batch
@@ -130,11 +131,6 @@ def _lengths(batch: Batch | PreparedBatch) -> list[list[int]]:
 
 # ---------------------------------------------------------------------------------------------------------------------
 # BATCH_START: phase, inputs and targets
-
-
-def elapsed(time: Timestamp) -> Elapsed:
-    """Convert a Composer timestamp to counts."""
-    return Elapsed(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
 
 class ObjectiveSchedule(Algorithm):

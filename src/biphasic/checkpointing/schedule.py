@@ -6,13 +6,17 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from composer.core import Event, State
+from composer.core import Event, State, Timestamp
 from composer.utils import create_interval_scheduler
 
 from biphasic.config.checkpoint_plan import branch_points
 from biphasic.config.durations import Elapsed
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.training.step import elapsed
+
+
+def elapsed(time: Timestamp) -> Elapsed:
+    """Convert a Composer timestamp to counts."""
+    return Elapsed(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
 
 def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tuple[bool, bool]]:

@@ -1,0 +1,181 @@
+"""The recipe: pretrain a text encoder with causal language modeling (CLM), then with masked language modeling (MLM).
+
+Read it from top to bottom. `biphasic.training.step` is what happens to a batch.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from composer import Trainer
+from composer.callbacks import LRMonitor, RuntimeEstimator
+from composer.core import Algorithm, Callback, Evaluator
+from composer.utils import dist
+from torch.cuda import is_available as has_gpu
+
+from biphasic.checkpointing.open_run import Run, open_run
+from biphasic.checkpointing.schedule import validation_schedule
+from biphasic.config.model import architecture_of
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.shards import index_hashes
+from biphasic.data.streaming import RowDataset, build_loader
+from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.devices import rank_device
+from biphasic.model.backbone import build_language_model
+from biphasic.model.language_model import LanguageModel
+from biphasic.model.layers import recomputed_layers
+from biphasic.objectives.mlm import Vocabulary
+from biphasic.training.anomalies import AnomalyLog, SpikeDetector
+from biphasic.training.compute import AutoMicrobatch, configure_compute
+from biphasic.training.loggers import loggers
+from biphasic.training.meters import Meters
+from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
+from biphasic.training.parallel import ShardedModel, Strategy, choose_strategy, parallelism_config
+from biphasic.training.record import RunRecord, conversion_record
+from biphasic.training.step import EVALUATIONS, GradientGuard, ObjectiveSchedule, PretrainModel, data_spec
+
+
+def pretrain(config: PretrainConfig) -> Path:
+    """Train, resuming from the newest checkpoint if there is one.
+
+    Returns:
+        The run's folder.
+
+    Raises:
+        UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, or a shard is damaged.
+    """
+    with open_run(config) as run:
+        run.train(prepare(config, run))
+    return config.run_folder
+
+
+def prepare(config: PretrainConfig, run: Run) -> Trainer:
+    """Build the run's Trainer and load the checkpoint that the run starts from, without training."""
+    begin = time.monotonic()
+    rows_per_rank = config.global_batch_size // dist.get_world_size()
+
+    # Tokenizer and rows
+    run.say(f"reading {config.tokenizer} and the records of the data")
+    tokenizer = load_tokenizer(config.tokenizer)
+    data_record = conversion_record(config, tokenizer)
+    run.say(f"opening {', '.join(stream.remote or stream.local for stream in config.data.streams.values())}")
+    first_row = config.data.first_row(config.global_batch_size)
+    batches = build_loader(
+        config.data, config.data.streams, rows_per_rank, config.seed, train=True, first_row=first_row
+    )
+    dataset = batches.dataset
+    assert isinstance(dataset, RowDataset)
+    run.check_rows(index_hashes(config.data.streams))
+
+    # Model
+    run.say("building the model")
+    model, strategy = _build_model(config, tokenizer, run)
+    run.say(configure_compute(model, config.compute, config.precision))
+    if model.compiled_loss:
+        run.say("the first batch of each objective takes longer, since layers are compiled")
+
+    # Optimizer and learning rate
+    optimizer = build_optimizer(model, model.backbone, config.optimizer)
+    learning_rate = WarmupStableDecay(config.schedule, config.max_duration, config.optimizer.lr)
+
+    # Phases: which objective a batch has
+    objective = ObjectiveSchedule(
+        config.objective.phases,
+        config.max_duration,
+        Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
+        config.seed,
+        config.evaluation.masking_ratio,
+        dataset.first_epoch,
+        repeats_rows=config.data.mix is not None,
+    )
+
+    # Before each optimizer step: clipping, NaN and Inf
+    anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids)
+    guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
+
+    # Microbatch
+    algorithms: list[Algorithm] = [learning_rate, objective, guard]
+    microbatch = config.microbatch_size
+    if microbatch == "auto":
+        microbatch = rows_per_rank
+        if has_gpu():
+            algorithms.append(AutoMicrobatch(config, config.run_folder))
+
+    # What is measured, logged and saved
+    precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32
+    layers: Any = model.backbone.layers
+    callbacks: list[Callback] = [
+        ShardedModel(list(layers)),
+        RunRecord(config, model, data_record),
+        Meters(model.architecture(), recomputed_layers(model.backbone), precision),
+        LRMonitor(),
+        RuntimeEstimator(),
+        *run.callbacks,
+    ]
+    if config.logging.loss_spike is not None:
+        callbacks.append(SpikeDetector(config.logging.loss_spike, anomalies, lambda batch: batch.objective))
+
+    trainer = Trainer(
+        model=PretrainModel(model),
+        run_name=config.run_name,
+        seed=config.seed,
+        train_dataloader=data_spec(batches),
+        eval_dataloader=_evaluators(config, run),
+        max_duration=str(config.max_duration),
+        optimizers=optimizer,
+        algorithms=algorithms,
+        callbacks=callbacks,
+        loggers=loggers(config.logging, config.run_folder, config.run_name),
+        precision=config.precision,
+        device_train_microbatch_size=microbatch,
+        parallelism_config=parallelism_config(config, strategy, monolithic=(run.checkpoint or "").endswith(".pt")),
+        device=rank_device(),
+        progress_bar=False,  # ours is one of the loggers
+        load_path=run.checkpoint,
+        auto_log_hparams=False,
+    )
+    run.say(f"prepared in {time.monotonic() - begin:.1f} s")
+    return trainer
+
+
+def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tuple[LanguageModel, Strategy]:
+    section = config.model
+    if section.init_from is not None:
+        section = section.model_copy(update={"init_from": run.fetch_initial_weights()})
+    arguments = (section, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    size = architecture_of(config.model)
+    if size is None:
+        model = build_language_model(*arguments)
+        return model, choose_strategy(config, model.architecture(), run.checkpoint)
+    strategy = choose_strategy(config, size, run.checkpoint)
+    # With FSDP the other ranks receive rank 0's weights, so their models are built on the meta device.
+    on_meta = strategy == "fsdp" and dist.get_global_rank() > 0
+    return build_language_model(*arguments, on_meta=on_meta), strategy
+
+
+def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
+    """Return an evaluator of the validation split for each objective."""
+    if config.data.validation is None:
+        return []
+    rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
+    data = config.data
+    if config.evaluation.batches is None:
+        # With several canonical nodes Streaming leaves rows out and repeats others. They spread a number of batches over
+        # the split.
+        data = data.model_copy(update={"num_canonical_nodes": 1})
+    batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
+    is_due = validation_schedule(config, lambda: run.is_stopping)
+    return [
+        Evaluator(
+            label=label,
+            eval_interval=is_due,
+            dataloader=data_spec(batches),
+            metric_names=["loss"],
+            subset_num_batches=config.evaluation.batches,
+            device_eval_microbatch_size=None if config.microbatch_size == "auto" else config.microbatch_size,
+        )
+        for label in EVALUATIONS
+    ]
