@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.job_plan import JobPlan
 from biphasic.config.load import load
+from biphasic.config.plan import JobPlan
 from biphasic.evaluation.plan import plan_evaluation
 from tiny import ROOT
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import main
+from biphasic.training.rehearsal_measurements import Rehearsal
 from tiny import ROOT
 
 TINY = """
@@ -135,7 +137,47 @@ def test_a_tensor_on_the_host_stops_the_rehearsal(rehearsals: dict[str, dict[str
     assert "cpu" in rehearsals["device 1 ddp"]["error"] and "cuda:0" in rehearsals["device 1 ddp"]["error"]
 
 
-def test_a_preset(tmp_path: os.PathLike[str]) -> None:
+def test_the_memory_of_a_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY)
+    calls = []
+
+    def rehearse(config: Any, ranks: int) -> Rehearsal:
+        calls.append((config.run_name, ranks))
+        return Rehearsal(ranks, "ddp", "layers compiled, attention varlen", 4, 10**9, 3 * 10**9, problems=["a problem"])
+
+    monkeypatch.setattr("biphasic.training.rehearsal.rehearse", rehearse)
+    arguments = [str(file), "--plan", "--ranks", "8"]
+    main.main([*arguments, "--memory"])
+    text = capsys.readouterr().out
+    assert "memory estimate  3 GB a rank at most, of 84.8 GB of NVIDIA H100 80GB HBM3, with 8 ranks" in text
+    assert "1 GB weights, gradients and optimizer, 2 GB activations" in text and "not counted: " in text
+    assert "PROBLEM: a problem" in text
+    main.main([*arguments, "--memory", "--json"])
+    assert json.loads(capsys.readouterr().out)["rehearsal"]["peak_bytes"] == 3 * 10**9
+    assert calls == [("tiny", 8)] * 2
+    main.main(arguments)
+    assert "memory estimate" not in capsys.readouterr().out and len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["yamls/quickstart.yaml", "--memory"], "--memory belongs to --plan"),
+        (["yamls/sweep/paper.yaml", "--plan", "--memory"], "--memory is for pretraining; this is job: sweep"),
+    ],
+)
+def test_memory_is_for_plans_of_pretraining(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    assert main.main(arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_preset(tmp_path: Path) -> None:
     """`make rehearse` runs all of them."""
     command = [sys.executable, str(ROOT / "benchmarks" / "rehearse.py"), "yamls/210m_biphasic.yaml"]
     run = subprocess.run(

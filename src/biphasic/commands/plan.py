@@ -16,8 +16,8 @@ from biphasic.errors import UserError
 from biphasic.faults import REFUSED
 
 if TYPE_CHECKING:
-    from biphasic.config.job_plan import JobPlan
     from biphasic.config.load import Config
+    from biphasic.config.plan import JobPlan
     from biphasic.config.pretrain import PretrainConfig
 
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 
@@ -35,6 +35,12 @@ class Section(BaseModel):
     def is_default(self, name: str) -> bool:
         """Return whether a key has its default value. (A resolved configuration also lists the defaults.)"""
         return getattr(self, name) == type(self).model_fields[name].default
+
+    def require_defaults(self, names: Iterable[str], key: str, others: list[str], message: str) -> KeyProblems:
+        """Report keys of this section, at `key`, that are set to something else than their default."""
+        for name in names:
+            if not self.is_default(name):
+                yield [f"{key}.{name}", *others], message
 
 
 def named(name: str) -> WithJsonSchema:
@@ -104,7 +110,6 @@ class RunConfig(JobConfig):
     """Base class of the schemas of jobs that write to a run folder."""
 
     job: str
-    """The kind of job."""
     run_name: Name
     """Name of the run, and of its folder."""
     output: LocalPath = "runs"
@@ -130,13 +135,19 @@ class ClusterConfig(Section):
             yield ["cluster.shared_folder", "cluster.address"], "has no effect on one machine: cluster.address is null"
 
 
-def secret_problems(value: object, key: str = "") -> KeyProblems:
-    """Report passwords in URLs, because the configuration is copied to the run folder, checkpoints and model card."""
+def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values in nested sections, mappings and lists by their dotted keys."""
     if isinstance(value, Section):
-        for name in type(value).model_fields:
-            yield from secret_problems(getattr(value, name), f"{key}.{name}".lstrip("."))
-    elif isinstance(value, dict | list):
+        value = {name: getattr(value, name) for name in type(value).model_fields}
+    if isinstance(value, dict | list):
         for name, child in value.items() if isinstance(value, dict) else enumerate(value):
-            yield from secret_problems(child, f"{key}.{name}".lstrip("."))
-    elif isinstance(value, str) and PASSWORD.match(value):
-        yield [key], "expected an address without user and password: credentials come from the environment"
+            yield from flatten(child, f"{key}.{name}".lstrip("."))
+    else:
+        yield key, value
+
+
+def secret_problems(config: JobConfig) -> KeyProblems:
+    """Report passwords in URLs, because the configuration is copied to the run folder, checkpoints and model card."""
+    for key, value in flatten(config):
+        if isinstance(value, str) and PASSWORD.match(value):
+            yield [key], "expected an address without user and password: credentials come from the environment"

@@ -21,7 +21,6 @@ class FilesSource(Section):
     (`.gz`, `.zst`). CSV and TSV files begin with a line of column names."""
 
     kind: Literal["files"]
-    """The kind of source."""
     paths: Annotated[list[Address], Field(min_length=1)]
     """Files, folders or glob patterns: local, `s3://…`, `gs://…`, `az://…` or `oci://…`. They are read in sorted order."""
     text_files: Literal["file", "line", "paragraph"] = "file"
@@ -32,7 +31,6 @@ class HubSource(Section):
     """A dataset on the Hugging Face hub."""
 
     kind: Literal["hub"]
-    """The kind of source."""
     path: str
     """Name of the dataset, e.g. `HuggingFaceFW/fineweb-edu`, or a local folder with the same layout."""
     name: str | None = None
@@ -89,7 +87,6 @@ class ConvertConfig(JobConfig):
     """`job: convert`: tokenize text, pack it into rows, and write them as MDS shards."""
 
     job: Literal["convert"]
-    """The kind of job."""
     source: Annotated[FilesSource | HubSource, Field(discriminator="kind")]
     """The text: files, or a dataset on the hub."""
     text_column: str = "text"

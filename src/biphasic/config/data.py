@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from posixpath import basename, join, normpath
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field
 
 from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size
-from biphasic.config.durations import Duration
+from biphasic.config.durations import BatchShape, Duration
 from biphasic.storage import is_remote
 
 
@@ -90,8 +89,7 @@ class DataConfig(Section):
 
     def first_row(self, global_batch_size: int) -> int:
         """Return the number of rows in the order before the run's first batch."""
-        rows = {"ba": global_batch_size, "sp": 1, "tok": 1 / self.sequence_length}[self.start_at.unit]
-        return math.ceil(round(self.start_at.value * rows / global_batch_size, 6)) * global_batch_size
+        return BatchShape(global_batch_size, self.sequence_length).batches(self.start_at) * global_batch_size
 
     @property
     def splits(self) -> dict[str, StreamConfig]:
@@ -155,8 +153,9 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
                 )
     if data.start_at.unit not in ("ba", "sp", "tok"):
         yield ["data.start_at"], f"expected a time in batches (ba), rows (sp) or tokens (tok); got {data.start_at}"
-    if not data.shuffle and not data.is_default("shuffle_block_size"):
-        yield ["data.shuffle_block_size", "data.shuffle"], "has no effect with data.shuffle: false"
+    if not data.shuffle:
+        message = "has no effect with data.shuffle: false"
+        yield from data.require_defaults(["shuffle_block_size"], "data", ["data.shuffle"], message)
 
 
 def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:

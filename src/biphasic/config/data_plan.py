@@ -89,7 +89,7 @@ def describe_datasets(datasets: list[DatasetPlan], about: str) -> list[str]:
             text = f"{dataset.tokens:,} tokens in {dataset.rows:,} rows at {dataset.path}"
         else:
             text = f"{about}{dataset.run_tokens:,} tokens, {dataset.epochs:.3g} epochs of {dataset.path}"
-        lines.append(f"  data           {share}{text}")
+        lines.append(f"{share}{text}")
     return lines
 
 

@@ -43,7 +43,6 @@ class EvaluateConfig(RunConfig):
     """`job: evaluate`: score an encoder with mteb. mteb's result files of official tasks are in the run's `results/`."""
 
     job: Literal["evaluate"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The kind of job."""
     cache: LocalPath = "runs/cache"
     """Local folder for embeddings and downloads from buckets, shared by all runs."""
     cache_limit: Size = 100 * 10**9

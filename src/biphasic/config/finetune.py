@@ -58,7 +58,6 @@ class ClassificationConfig(_ScoredConfig):
     """Classify a text or a pair of texts: mean pooling, EuroBERT's two-layer head, cross-entropy."""
 
     kind: Literal["classification"]
-    """The kind of task."""
     text: str = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metric: Literal["accuracy", "f1"] = "accuracy"
@@ -69,14 +68,12 @@ class TokensConfig(_ScoredConfig):
     """Label each word at its first token: cross-entropy, entity-level F1."""
 
     kind: Literal["tokens"]
-    """The kind of task."""
 
 
 class QuestionAnsweringConfig(_ScoredConfig):
     """Find the span of a context that answers a question: cross-entropy of its start and end, exact match and token F1."""
 
     kind: Literal["question_answering"]
-    """The kind of task."""
     text: str = "{question}{separator}"
     """Template of the text before the context. `{separator}` is the tokenizer's separator token, or else its EOS token."""
     stride: Count = 128
@@ -94,7 +91,6 @@ class RetrievalConfig(_TaskConfig):
     """
 
     kind: Literal["retrieval"]
-    """The kind of task."""
     query_prompt: str = "Query: "
     """Text before each query."""
     document_prompt: str = "Document: "
@@ -122,7 +118,6 @@ class FinetuneConfig(RunConfig):
     """`job: finetune`: fine-tune an encoder on a task and score it."""
 
     job: Literal["finetune"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The kind of job."""
     cache: LocalPath = "runs/cache"
     """Local folder for tokenized data and downloads from buckets, shared by all runs."""
     seed: Seed = 0

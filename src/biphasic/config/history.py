@@ -13,37 +13,28 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
+from biphasic.config.base import flatten
 from biphasic.config.durations import BatchShape, Duration, Elapsed
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, spans
 
-_NO_EFFECT = (
-    "run_name",
-    "output",
-    "start_from",
-    "tokenizer",  # a path; the tokenizer's hash is compared with the data's
-    "microbatch_size",
-    "evaluation",
-    "checkpoint",
-    "parallelism",
-    "compute",
-    "logging",
-    "optimizer.max_skipped_batches",
-    "data.folder",
-    "data.cache",
-    "data.validation",
-    "data.predownload",
-    "data.cache_limit",
-    "data.download_retry",
-    "data.download_timeout",
-    "data.num_workers",
-    "data.check_hashes",
-)
-"""Keys and sections that don't affect the weights."""
-_STREAM_PATHS = ("local", "remote")
-"""Keys of a training stream that may differ, because its data is compared by the hash of its index."""
-_TIMED = ("max_duration", "objective", "optimizer.lr", "schedule")
-"""Keys and sections whose effect depends on the batch."""
+_PATHS = {"local", "remote"}
+_NO_EFFECT: dict[str, Any] = {
+    **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
+    **dict.fromkeys(("parallelism", "compute", "logging"), True),
+    "tokenizer": True,  # a path; the tokenizer's hash is compared with the data's
+    "optimizer": {"lr", "max_skipped_batches"},
+    "data": {
+        **dict.fromkeys(("folder", "cache", "validation", "predownload", "cache_limit", "download_retry"), True),
+        **dict.fromkeys(("download_timeout", "num_workers", "check_hashes"), True),
+        # Training data is compared by the hash of its index.
+        "train": _PATHS,
+        "mix": {"__all__": _PATHS},
+    },
+    # Their effect depends on the batch.
+    **dict.fromkeys(("max_duration", "objective", "schedule"), True),
+}
+"""Keys and sections that don't affect the weights, or not in the same way at each batch."""
 
 
 @dataclass(frozen=True)
@@ -120,18 +111,7 @@ def is_overridden(key: str, overrides: Sequence[str]) -> bool:
 
 def _constants(config: PretrainConfig) -> dict[str, Any]:
     """Return the keys that affect every batch, with their values."""
-    values = _flatten(config.model_dump(mode="json"), "")
-    return {key: value for key, value in values.items() if not is_overridden(key, (*_NO_EFFECT, *_TIMED)) and
-            not (key.startswith(("data.train.", "data.mix.")) and key.rpartition(".")[2] in _STREAM_PATHS)}  # fmt: skip
-
-
-def _flatten(value: Any, key: str) -> dict[str, Any]:
-    """Return values by dotted key. Keys with the value None are left out."""
-    if isinstance(value, dict | list):
-        items = value.items() if isinstance(value, dict) else enumerate(value)
-        children = (_flatten(child, f"{key}.{name}" if key else str(name)) for name, child in items)
-        return {name: leaf for child in children for name, leaf in child.items()}
-    return {} if value is None else {key: value}
+    return dict(flatten(config.model_dump(mode="json", exclude=_NO_EFFECT, exclude_none=True)))
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel
 
 from biphasic.config.check import check
-from biphasic.config.jobs import JOBS, name_of
+from biphasic.config.jobs import JOBS, schema_of
 from biphasic.config.read import escape_interpolations, read_tree
 from biphasic.errors import ConfigError, Problem, UserError
 
@@ -72,7 +72,8 @@ def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = 
     """
     config = load(file, overrides, ranks)
     if not isinstance(config, schema):
-        raise UserError(f"{file}: is job: {config.job}; expected job: {name_of(schema)}")
+        expected = next(job for job in JOBS if schema_of(job) is schema)
+        raise UserError(f"{file}: is job: {config.job}; expected job: {expected}")
     return config
 
 

@@ -78,17 +78,12 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         message = f"expected at least data.sequence_length ({sequence_length}); got {model.max_position_embeddings}"
         yield ["model.max_position_embeddings", "data.sequence_length"], message
     if model.init_from is not None:
-        for name in _FIXED_BY_INIT_FROM:
-            if not model.is_default(name):
-                yield (
-                    [f"model.{name}"],
-                    "can't be given beside model.init_from, whose own value is used; remove one of them",
-                )
+        message = "can't be given beside model.init_from, whose own value is used; remove one of them"
+        yield from model.require_defaults(_FIXED_BY_INIT_FROM, "model", [], message)
         return
     if model.preset is not None:
-        for name in _FIXED_BY_PRESET:
-            if not model.is_default(name):
-                yield [f"model.{name}"], f"can't be given beside model.preset: {model.preset}, which fixes it"
+        message = f"can't be given beside model.preset: {model.preset}, which fixes it"
+        yield from model.require_defaults(_FIXED_BY_PRESET, "model", [], message)
     else:
         missing = [name for name in _REQUIRED if getattr(model, name) is None]
         if len(missing) == len(_REQUIRED):

@@ -1,24 +1,55 @@
-"""Compute and print the plan of a pretraining run: batches, phases, learning rates, checkpoints, memory and FLOPs."""
+"""Compute and print plans: of a pretraining run its batches, phases, learning rates, checkpoints, memory and FLOPs."""
 
 from __future__ import annotations
 
 import json
-import math
 import os
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture, shard_ranks
-from biphasic.config.checkpoint_plan import count_checkpoints
+from biphasic.config.checkpoint_plan import branch_points, remaining_checkpoints, saved_checkpoints
 from biphasic.config.data_plan import DatasetPlan, describe_datasets, plan_datasets
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, RampConfig, Span, decay_start, learning_rate_factor, spans
+from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, spans
+
+
+@dataclass
+class JobPlan:
+    """What a job that is no pretraining run will read, do and write.
+
+    Attributes:
+        run: the run's folder.
+        job: value of the YAML's `job`.
+        lines: one line for each topic.
+        missing: what has to be made before the job can start.
+        problems: what would stop the job although everything is there.
+    """
+
+    run: str
+    job: str
+    lines: dict[str, str] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def describe(self) -> str:
+        """Return the plan as text."""
+        return _as_text(f"{self.run}: {self.job}", self.lines.items(), MISSING=self.missing, PROBLEM=self.problems)
+
+    def to_json(self) -> str:
+        """Return the plan as JSON."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def _as_text(title: str, lines: Iterable[tuple[str, str]], **remarks: Iterable[str]) -> str:
+    remarked = [(topic, text) for topic, texts in remarks.items() for text in texts]
+    return "\n".join([title, *(f"  {topic:<14} {text}" for topic, text in [*lines, *remarked])])
 
 
 @dataclass(frozen=True)
@@ -97,10 +128,9 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
 
     This reads only the conversion records of the data and, if `model.init_from` is a local folder, its `config.json`.
     """
-    laid_out = spans(config.objective.phases, config.max_duration)
+    laid_out, size = spans(config.objective.phases, config.max_duration), config.batch_shape.size
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
     batches = _batch(config.max_duration, config)
-    phases = [_phase(span, config) for span in laid_out]
     units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
     datasets, warnings = plan_datasets(config, batches)
     return Plan(
@@ -109,11 +139,11 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
         exact=not units & {"tok", "ep"},
         parameters=None if architecture is None else _parameters(architecture),
         batches=batches,
-        tokens=None if batches is None else batches * _tokens_per_batch(config),
-        tokens_per_batch=_tokens_per_batch(config),
+        tokens=None if batches is None else batches * size,
+        tokens_per_batch=size,
         rows_per_rank=config.global_batch_size // ranks,
         microbatch=config.microbatch_size,
-        phases=phases,
+        phases=list(_phases(config)),
         learning_rate=list(_rate_points(config)),
         checkpoints=_checkpoints(config, architecture),
         flops=None if architecture is None or "ep" in units else training_flops(config, architecture, 0, batches or 0),
@@ -125,57 +155,56 @@ def plan(config: PretrainConfig, ranks: int) -> Plan:
 
 def describe(plan: Plan, config: PretrainConfig) -> str:
     """Return the plan as text."""
-    about = "" if plan.exact else "about "
-    lines = [f"{plan.run}: {config.job}, {plan.ranks} rank{'s' * (plan.ranks > 1)}"]
-    if plan.parameters is None:
-        lines.append(f"  model          from {config.model.init_from} (its size is known once it is loaded)")
+    return _as_text(
+        f"{plan.run}: {config.job}, {plan.ranks} rank{'s' * (plan.ranks > 1)}",
+        _lines(plan, config),
+        WARNING=plan.warnings,
+        MISSING=plan.missing,
+        PROBLEM=plan.problems,
+    )
+
+
+def _lines(plan: Plan, config: PretrainConfig) -> Iterator[tuple[str, str]]:
+    about, counts = "" if plan.exact else "about ", plan.parameters
+    if counts is None:
+        yield "model", f"from {config.model.init_from} (its size is known once it is loaded)"
     else:
-        counts = plan.parameters
-        lines.append(
-            f"  parameters     {counts['total']:,} ({counts['without_embeddings']:,} without embeddings; "
-            f"embedding {counts['embedding']:,}, head {counts['head']:,})"
-        )
-    lines.append(
-        f"  batch          {plan.tokens_per_batch:,} tokens: {config.global_batch_size:,} rows of "
-        f"{config.data.sequence_length:,}; {plan.rows_per_rank:,} rows a rank, microbatch {plan.microbatch}"
-    )
+        parts = f"embedding {counts['embedding']:,}, head {counts['head']:,}"
+        without = f"{counts['without_embeddings']:,} without embeddings"
+        yield "parameters", f"{counts['total']:,} ({without}; {parts})"
+    rows = f"{config.global_batch_size:,} rows of {config.data.sequence_length:,}"
+    on_rank = f"{plan.rows_per_rank:,} rows a rank, microbatch {plan.microbatch}"
+    yield "batch", f"{plan.tokens_per_batch:,} tokens: {rows}; {on_rank}"
     length = "open until the data is seen" if plan.batches is None else f"{about}{plan.batches:,} batches"
-    lines.append(f"  length         {config.max_duration}: {length}" + _tokens(plan.tokens))
+    yield "length", f"{config.max_duration}: {length}{_tokens(plan.tokens)}"
     if first_row := config.data.first_row(config.global_batch_size):
-        lines.append(
-            f"  data           begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})"
-        )
-    lines += describe_datasets(plan.datasets, "about " if config.max_duration.unit == "tok" else "")
+        yield "data", f"begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})"
+    for line in describe_datasets(plan.datasets, "about " if config.max_duration.unit == "tok" else ""):
+        yield "data", line
     for index, phase in enumerate(plan.phases):
-        span = f"batch {_number(phase.first_batch)} to {_number(phase.last_batch)}"
+        span = f"batch {_number(phase.first_batch)} to {_number(phase.last_batch)}{_tokens(phase.tokens)}"
         ratio = f", masking ratio {phase.masking_ratio}" if phase.masking_ratio else ""
-        lines.append(f"  phase {index}        {phase.objective}: {about}{span}{_tokens(phase.tokens)}{ratio}")
+        yield f"phase {index}", f"{phase.objective}: {about}{span}{ratio}"
     for point in plan.learning_rate:
-        lines.append(f"  learning rate  {point.lr:.3g} at batch {_number(point.batch)} ({point.event})")
-    checkpoints = plan.checkpoints
-    size = "" if checkpoints["bytes_each"] is None else f", {format_bytes(checkpoints['bytes_each'])} each"
-    kept = "all" if config.checkpoint.keep < 0 else checkpoints["kept"] or "?"
-    lines.append(
-        f"  checkpoints    {checkpoints['count'] or '?'} in {checkpoints['folder']}, every {config.checkpoint.interval}, "
-        f"{kept} kept{size}"
-    )
+        yield "learning rate", f"{point.lr:.3g} at batch {_number(point.batch)} ({point.event})"
+    stored = plan.checkpoints
+    each = "" if stored["bytes_each"] is None else f", {format_bytes(stored['bytes_each'])} each"
+    kept = "all" if config.checkpoint.keep < 0 else stored["kept"] or "?"
+    places = f"{stored['count'] or '?'} in {stored['folder']}, every {config.checkpoint.interval}"
+    yield "checkpoints", f"{places}, {kept} kept{each}"
     if plan.flops is not None:
-        lines.append(f"  FLOPs          {plan.flops:.3g} (attention counted over complete rows)")
+        yield "FLOPs", f"{plan.flops:.3g} (attention counted over complete rows)"
     if plan.memory_per_rank is not None:
         memory = plan.memory_per_rank
-        buckets = f"{format_bytes(memory['ddp_buckets'])} DDP's buckets of gradients; " if memory["ddp_buckets"] else ""
+        state = f"{format_bytes(memory['weights_gradients_optimizer'])} weights, gradients and optimizer; "
+        if memory["ddp_buckets"]:
+            state += f"{format_bytes(memory['ddp_buckets'])} DDP's buckets of gradients; "
         auto = " if a rank's complete batch is one microbatch" if plan.microbatch == "auto" else ""
-        lines.append(
-            f"  memory a rank  {format_bytes(memory['weights_gradients_optimizer'])} weights, gradients and optimizer; "
-            f"{buckets}activations roughly {format_bytes(memory['activations'])} at {memory['microbatch_rows']} rows{auto}; "
-            "not counted: logits, workspaces, CUDA's context"
-        )
+        activations = f"{format_bytes(memory['activations'])} at {memory['microbatch_rows']} rows{auto}"
+        left_out = "not counted: logits, workspaces, CUDA's context"
+        yield "memory a rank", f"{state}activations roughly {activations}; {left_out}"
     if plan.start is not None:
-        lines.append("  start          " + _start(plan.start, plan.batches, about))
-    lines += [f"  WARNING        {warning}" for warning in plan.warnings]
-    lines += [f"  MISSING        {missing}" for missing in plan.missing]
-    lines += [f"  PROBLEM        {problem}" for problem in plan.problems]
-    return "\n".join(lines)
+        yield "start", _start(plan.start, plan.batches, about)
 
 
 def _start(start: StartPlan, batches: int | None, about: str) -> str:
@@ -191,11 +220,9 @@ def _start(start: StartPlan, batches: int | None, about: str) -> str:
 
 def _init_from_architecture(path: str | None) -> Architecture | None:
     """Read the architecture from `config.json` if `path` is a local Hugging Face folder; otherwise return None."""
-    file = Path(path or "") / "config.json"
-    if path is None or not file.is_file():
-        return None
     try:
-        return Architecture.from_hf_config(SimpleNamespace(**json.loads(file.read_text(encoding="utf-8"))))
+        content = json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8"))
+        return Architecture.from_hf_config(SimpleNamespace(**content))
     except (AttributeError, ValueError, TypeError, OSError):
         return None
 
@@ -209,59 +236,46 @@ def _parameters(architecture: Architecture) -> dict[str, int]:
     }
 
 
-def _tokens_per_batch(config: PretrainConfig) -> int:
-    return config.global_batch_size * config.data.sequence_length
-
-
-def batches_of(time: Duration, config: PretrainConfig) -> int:
-    """Return the batch that begins at `time`, which is not in epochs."""
-    return math.ceil(round(config.batch_shape.batches(time), 6))
-
-
 def _batch(time: Duration, config: PretrainConfig) -> int | None:
     """Return the batch that begins at `time`. Return None if it depends on the size of an epoch."""
-    return None if time.unit == "ep" else batches_of(time, config)
+    return None if time.unit == "ep" else config.batch_shape.batches(time)
 
 
-def _phase(span: Span, config: PretrainConfig) -> PhasePlan:
-    first, end = (0 if not span.start.value else _batch(span.start, config)), _batch(span.end, config)
-    text = None
-    if isinstance(span.phase, MLMPhase):
-        ratio = span.phase.masking_ratio
-        text = f"{ratio.start} to {ratio.end}" if isinstance(ratio, RampConfig) else str(ratio)
-    return PhasePlan(
-        objective=span.phase.name,
-        first_batch=first,
-        last_batch=None if end is None else end - 1,
-        tokens=None if first is None or end is None else (end - first) * _tokens_per_batch(config),
-        masking_ratio=text,
-    )
+def _phases(config: PretrainConfig) -> Iterator[PhasePlan]:
+    for span in spans(config.objective.phases, config.max_duration):
+        first, end, ratio = _batch(span.start, config), _batch(span.end, config), None
+        if isinstance(span.phase, MLMPhase):
+            ratio = span.phase.masking_ratio
+            ratio = f"{ratio.start} to {ratio.end}" if isinstance(ratio, RampConfig) else str(ratio)
+        last = None if end is None else end - 1
+        tokens = None if first is None or end is None else (end - first) * config.batch_shape.size
+        yield PhasePlan(span.phase.name, first, last, tokens, ratio)
 
 
 def _rate_points(config: PretrainConfig) -> Iterator[RatePoint]:
-    schedule, end = config.schedule, config.max_duration
-    times = [("start", Duration(0, end.unit))]
-    if (warmup := schedule.warmup.resolve(end)).value:
-        times.append(("warmup ends", warmup))
-    if (decay := decay_start(schedule, end)) != end:
-        times.append(("decay begins", decay))
-    for event, time in [*times, ("end", end)]:
-        batch = _batch(time, config)
-        counts = {"ba": batch or 0, "sp": (batch or 0) * config.global_batch_size, "ep": 0}
-        counts["tok"] = counts["sp"] * config.data.sequence_length
-        counts[time.unit] = int(time.value)
-        elapsed = Elapsed(counts["ba"], counts["sp"], counts["tok"], counts["ep"])
-        yield RatePoint(event, batch, config.optimizer.lr * learning_rate_factor(schedule, end, elapsed))
+    schedule, end, lr = config.schedule, config.max_duration, config.optimizer.lr
+    warmup, decay = schedule.warmup.resolve(end), decay_start(schedule, end)
+    yield RatePoint("start", 0, 0.0 if warmup.value else lr)
+    if warmup.value:
+        yield RatePoint("warmup ends", _batch(warmup, config), lr)
+    if decay != end:
+        yield RatePoint("decay begins", _batch(decay, config), lr)
+    yield RatePoint("end", _batch(end, config), lr if decay == end else lr * schedule.final_lr)
 
 
 def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> dict[str, Any]:
-    counts = count_checkpoints(config)
+    end, keep = config.max_duration, config.checkpoint.keep
+    every = config.checkpoint.interval.resolve(end)
+    numbers: dict[str, int | None] = {"count": None, "kept": None, "most": None}
+    if "ep" not in {end.unit, every.unit, *(point.unit for point in branch_points(config))}:
+        saved, kept = saved_checkpoints(config)
+        # The checkpoint that is being written is stored beside the others.
+        most = len(remaining_checkpoints(saved[:-1], kept, keep)) + 1
+        numbers = {"count": len(saved), "kept": len(remaining_checkpoints(saved, kept, keep)), "most": most}
     return {
         "folder": config.checkpoint_destination,
-        "every_batches": _batch(config.checkpoint.interval.resolve(config.max_duration), config),
-        "count": None if counts is None else counts.saved,
-        "kept": None if counts is None else counts.kept,
-        "most": None if counts is None else counts.most,
+        "every_batches": _batch(every, config),
+        **numbers,
         "bytes_each": None if architecture is None else architecture.checkpoint_bytes,
     }
 
@@ -271,20 +285,14 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
 
     Attention is counted over complete rows. No duration of the configuration is in epochs.
     """
-    total, row = 0.0, config.data.sequence_length
+    total, row, shape = 0.0, config.data.sequence_length, config.batch_shape
     for span in spans(config.objective.phases, config.max_duration):
-        begin, stop = batches_of(span.start, config), batches_of(span.end, config)
-        low, high = max(begin, first), min(stop, end)
-        if low >= high:
-            continue
-        causal, share = True, 1.0
-        if isinstance(span.phase, MLMPhase):
-            causal, ratio = False, span.phase.masking_ratio
-            if isinstance(ratio, RampConfig):
-                middle = ((low + high) / 2 - begin) / (stop - begin)
-                ratio = ratio.start + (ratio.end - ratio.start) * middle
-            share = ratio
-        total += (high - low) * config.global_batch_size * architecture.flops([row], causal, share * row)
+        low, high = max(shape.batches(span.start), first), min(shape.batches(span.end), end)
+        if low < high:
+            is_mlm = isinstance(span.phase, MLMPhase)
+            # A ramp is linear, so its mean is the ratio in the middle.
+            predicted = span.masking_ratio(shape.progress((low + high) // 2)) if is_mlm else 1.0
+            total += (high - low) * config.global_batch_size * architecture.flops([row], not is_mlm, predicted * row)
     return total
 
 

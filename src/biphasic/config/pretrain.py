@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share
+from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
@@ -154,7 +154,6 @@ class PretrainConfig(RunConfig):
     """`job: pretrain`: train a model with CLM and MLM phases on converted data."""
 
     job: Literal["pretrain"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The kind of job."""
     seed: Seed = 42
     """Random seed for initial weights, order of rows and masks. Default: EuroBERT's code."""
     tokenizer: Address
@@ -244,19 +243,16 @@ class PretrainConfig(RunConfig):
         if evaluation.interval is not None and not evaluation.interval.value:
             yield ["evaluation.interval"], f"expected a positive length; got {evaluation.interval}"
         if self.data.validation is None:
-            for name in type(evaluation).model_fields:
-                if not evaluation.is_default(name):
-                    yield [f"evaluation.{name}", "data.validation"], "has no effect without data.validation"
+            message = "has no effect without data.validation"
+            yield from evaluation.require_defaults(
+                type(evaluation).model_fields, "evaluation", ["data.validation"], message
+            )
 
     def _parallelism_problems(self, ranks: int) -> KeyProblems:
         parallelism, architecture = self.parallelism, architecture_of(self.model)
         if parallelism.strategy == "ddp":
-            for name in ("shard_degree", "reshard_after_forward"):
-                if not parallelism.is_default(name):
-                    yield (
-                        [f"parallelism.{name}", "parallelism.strategy"],
-                        "has no effect with parallelism.strategy: ddp",
-                    )
+            names, message = ("shard_degree", "reshard_after_forward"), "has no effect with parallelism.strategy: ddp"
+            yield from parallelism.require_defaults(names, "parallelism", ["parallelism.strategy"], message)
         if isinstance(parallelism.shard_degree, int) and ranks % parallelism.shard_degree:
             message = f"expected a divisor of the number of ranks ({ranks}); got {parallelism.shard_degree}"
             yield ["parallelism.shard_degree"], message
@@ -280,6 +276,7 @@ class PretrainConfig(RunConfig):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], message
         if checkpoint.keep == 0:
             yield ["checkpoint.keep"], "0 keeps no checkpoint; expected -1 (all) or at least 1"
+        keys = [key for key, _ in flatten(self)]
         for index, name in enumerate(checkpoint.resume_overrides):
             if name == "max_duration":
                 message = (
@@ -287,19 +284,6 @@ class PretrainConfig(RunConfig):
                 )
                 yield [f"checkpoint.resume_overrides.{index}"], message
             # Datasets are compared by the hash of their index, under a key that ends in `.index` and is not in the YAML.
-            if not _has_key(self, name.removesuffix(".index").split(".")):
+            if not any(f"{key}.".startswith(f"{name.removesuffix('.index')}.") for key in keys):
                 message = f"expected a key or a section of this configuration; got {name!r}"
                 yield [f"checkpoint.resume_overrides.{index}"], message
-
-
-def _has_key(value: object, parts: list[str]) -> bool:
-    for part in parts:
-        if isinstance(value, Section) and part in type(value).model_fields:
-            value = getattr(value, part)
-        elif isinstance(value, dict) and part in value:
-            value = value[part]
-        elif isinstance(value, list) and part.isdecimal() and int(part) < len(value):
-            value = value[int(part)]
-        else:
-            return False
-    return True

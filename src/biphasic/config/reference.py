@@ -17,6 +17,8 @@ from biphasic.errors import UserError
 
 _PLAIN = {"string": "text", "boolean": "`true` or `false`", "integer": "integer", "number": "number", "null": "`null`"}
 _LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
+_KIND = "Which kind this is."
+"""Description of the keys that distinguish jobs, and forms of a section."""
 _LARGEST = 2**63
 """Limits from here on are those of 64-bit integers, which every number has."""
 
@@ -74,7 +76,7 @@ def sections_of(job: str) -> list[KeySection]:
         for name in fields.keys() & defaults.keys():
             fields[name]["default"] = defaults[name]
         keys = (
-            Key(name, _type(field), _default(field, sections), _one_line(field["description"]))
+            Key(name, _type(field), _default(field, sections), _one_line(field.get("description", _KIND)))
             for name, field in fields.items()
         )
         yield KeySection(job, key, kind, _one_line(section["description"]), tuple(keys))

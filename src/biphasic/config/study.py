@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Positive, Section, Share
+from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Positive, Section, Share, flatten
 from biphasic.storage import is_remote, join
 
 CONTINUES = "continues"
@@ -25,7 +25,6 @@ class LocalExecutor(Section):
     """Train the runs on this machine, one after another, with Composer's launcher."""
 
     kind: Literal["local"]
-    """The kind of executor."""
     processes: Positive | None = None
     """Number of processes of a run. Default: Composer's, one for each GPU."""
 
@@ -34,7 +33,6 @@ class SlurmExecutor(Section):
     """Submit each run with `sbatch`. A run waits for the run that it starts from (`--dependency=afterok`)."""
 
     kind: Literal["slurm"]
-    """The kind of executor."""
     options: list[str] = []
     """Options of sbatch, such as `--nodes=4`."""
     script: LocalPath = "recipes/launch/slurm.sbatch"
@@ -45,7 +43,6 @@ class CommandExecutor(Section):
     """Submit each run that is ready with a command, for SkyPilot, Kubernetes and others."""
 
     kind: Literal["command"]
-    """The kind of executor."""
     command: str
     """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its resolved YAML on this machine;
     `{base}` and `{overrides}` give the same run to a machine that has only the repository: the path in the study's `base`,
@@ -84,7 +81,6 @@ class StudyConfig(JobConfig):
     """`job: study`: pretrain models that share the beginnings of their histories, then export, fine-tune and score them."""
 
     job: Literal["study"]
-    """The kind of job."""
     folder: Address
     """Local folder or bucket prefix of all checkpoints: `<folder>/<model>`."""
     output: LocalPath = "runs"
@@ -166,7 +162,7 @@ class StudyConfig(JobConfig):
             path.append(str(other))
         if other == name == min(path):  # a cycle is reported once
             yield [key], f"forms a cycle: {' continues '.join([*path, name])}"
-        if any(at == "model.init_from" for at, _ in _leaves(self.models[name], "")):
+        if any(at == "model.init_from" for at, _ in flatten(self.models[name])):
             yield [f"models.{name}.model.init_from"], f"can't be given beside {CONTINUES}, which sets it"
 
     def _command_problems(self, command: str) -> KeyProblems:
@@ -188,18 +184,9 @@ class StudyConfig(JobConfig):
             yield [key, "base"], "{base} needs a file in `base`, which has only keys"
 
 
-def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Yield the dotted keys of all values in nested mappings."""
-    if isinstance(value, dict):
-        for name, child in value.items():
-            yield from _leaves(child, f"{key}.{name}".lstrip("."))
-    else:
-        yield key, value
-
-
 def _set_by_the_study(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key that the study sets and that is also in `keys`, and where it is there."""
-    for key, _ in _leaves(keys, ""):
+    for key, _ in flatten(keys):
         for name in SET_BY_THE_STUDY:
             if key == name or key.startswith(f"{name}."):
                 yield name, key

@@ -62,7 +62,6 @@ class SweepConfig(JobConfig):
     """`job: sweep`: fine-tune and score every combination of model, task, learning rate and seed."""
 
     job: Literal["sweep"]
-    """The kind of job."""
     output: Address
     """Local folder or bucket prefix for the trials' records."""
     models: Annotated[dict[Name, SweepModel], Field(min_length=1)]

@@ -74,7 +74,6 @@ class ClassificationSet(_SupervisedSet):
     """A dataset with a label for each text or pair of texts."""
 
     kind: Literal["classification"]
-    """The kind of task."""
     text_column: str
     """Column with the text."""
     text_pair_column: str | None = None
@@ -89,7 +88,6 @@ class TokensSet(_SupervisedSet):
     """A dataset with a label for each word (BIO)."""
 
     kind: Literal["tokens"]
-    """The kind of task."""
     tokens_column: str = "tokens"
     """Column with the words."""
     labels_column: str
@@ -102,7 +100,6 @@ class QuestionAnsweringSet(_SupervisedSet):
     """A dataset of questions with answer spans in a context. A question without a span has no answer in its context."""
 
     kind: Literal["question_answering"]
-    """The kind of task."""
     question_column: str = "question"
     """Column with the questions."""
     context_column: str = "context"
@@ -160,7 +157,6 @@ class RetrievalSet(Section):
     """A retrieval dataset: a corpus, queries, relevance judgments, and optionally training pairs."""
 
     kind: Literal["retrieval"]
-    """The kind of task."""
     license: str
     """License of the dataset. It is recorded beside the data."""
     homepage: str | None = None
@@ -191,7 +187,6 @@ class TasksConfig(JobConfig):
     """`job: tasks`: download downstream datasets and write them in one schema for each kind of task."""
 
     job: Literal["tasks"]
-    """The kind of job."""
     output: Address
     """Local folder or bucket prefix. Each dataset is written to its own folder."""
     validation_fraction: Share = 0.05

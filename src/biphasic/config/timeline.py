@@ -40,7 +40,6 @@ class ReplacementConfig(Section):
 
 class _Phase(Section):
     name: str
-    """The objective."""
     until: Duration | None = None
     """End of the phase, counted from the start of the run. Omit it for the last phase, which ends with the run."""
     reset_optimizer: bool = False
@@ -51,14 +50,12 @@ class CLMPhase(_Phase):
     """Causal language modeling: each token predicts the next token of its segment."""
 
     name: Literal["clm"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The objective."""
 
 
 class MLMPhase(_Phase):
     """Masked language modeling: masked tokens are predicted from the tokens on both sides in their segment."""
 
     name: Literal["mlm"]  # pyright: ignore[reportIncompatibleVariableOverride]
-    """The objective."""
     masking_ratio: Share | RampConfig = 0.4
     """Probability with which each token is selected, independently. The paper compares 0.2, 0.3, 0.4 and 0.5 (0.4 in its
     biphasic runs)."""
@@ -204,7 +201,5 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         message = f"expected at most max_duration ({max_duration}); got {schedule.decay}"
         yield ["schedule.decay", "max_duration"], message
     if not decay.value:
-        for name in ("decay_shape", "final_lr"):
-            if not schedule.is_default(name):
-                message = "has no effect without a decay: set schedule.decay as well"
-                yield [f"schedule.{name}", "schedule.decay"], message
+        message = "has no effect without a decay: set schedule.decay as well"
+        yield from schedule.require_defaults(("decay_shape", "final_lr"), "schedule", ["schedule.decay"], message)

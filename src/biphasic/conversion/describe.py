@@ -6,7 +6,7 @@ import glob
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
-from biphasic.config.job_plan import JobPlan
+from biphasic.config.plan import JobPlan
 from biphasic.conversion.estimate import add_estimate
 from biphasic.conversion.sources import describe_unread
 from biphasic.errors import UserError

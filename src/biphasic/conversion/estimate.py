@@ -10,7 +10,7 @@ import numpy as np
 
 from biphasic.amounts import format_bytes, format_seconds
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.job_plan import JobPlan
+from biphasic.config.plan import JobPlan
 from biphasic.conversion.convert import damaged_files, source_files
 from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.reading import FILTERED, Document, ReadOptions, Skipped, SourceFile, read_documents

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from biphasic.amounts import format_bytes
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.job_plan import JobPlan
+from biphasic.config.plan import JobPlan
 from biphasic.errors import UserError
 from biphasic.storage import is_remote
 from biphasic.storage.hub import why_missing

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from biphasic.amounts import format_bytes
 from biphasic.config.finetune import FinetuneConfig
-from biphasic.config.job_plan import JobPlan
+from biphasic.config.plan import JobPlan
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError

@@ -8,12 +8,12 @@ from dataclasses import asdict, dataclass
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture
+from biphasic.config.checkpoint_plan import remaining_checkpoints, saved_checkpoints
 from biphasic.config.model import architecture_of
-from biphasic.config.plan import batches_of, training_flops
+from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, StudyCostConfig
 from biphasic.config.study_models import expand
-from biphasic.config.timeline import decay_start, spans
 from biphasic.study.state import RunState, is_ready, read_states
 from biphasic.study.tree import StudyRun, study_tree
 
@@ -103,15 +103,8 @@ def architecture_in(
 
 def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
     """Return the batches whose checkpoints remain in a run's folder after its end, when each kept one is saved."""
-    end = run.length
-    switches = [span.start for span in spans(config.objective.phases, config.max_duration)[1:]]
-    times = [*switches, decay_start(config.schedule, config.max_duration), *config.checkpoint.keep_at]
-    points = {batches_of(time.resolve(config.max_duration), config) for time in times} | {*run.kept, *run.scored}
-    points = {batch for batch in points if run.start < batch < end}
-    every = batches_of(config.checkpoint.interval.resolve(config.max_duration), config)
-    saved = sorted({*points, *range(every, end, every), end} - set(range(run.start + 1)))
-    keep = config.checkpoint.keep
-    return saved if keep < 0 else sorted(points | set(saved[-keep:]))
+    saved, kept = saved_checkpoints(config, run.start, {*run.kept, *run.scored})
+    return remaining_checkpoints(saved, kept, config.checkpoint.keep)
 
 
 def _plan_run(

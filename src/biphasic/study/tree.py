@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from biphasic.config.history import first_difference
-from biphasic.config.plan import batches_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 
@@ -63,7 +62,7 @@ def study_tree(
     Raises:
         UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
     """
-    lengths = {name: batches_of(config.max_duration, config) for name, config in configs.items()}
+    lengths = {name: config.batch_shape.batches(config.max_duration) for name, config in configs.items()}
 
     def shared(first: str, second: str) -> int:
         difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])

@@ -9,39 +9,31 @@ from __future__ import annotations
 import functools
 import io
 import tempfile
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
-from dataclasses import dataclass, field
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from composer.core import Callback, State
-from composer.loggers import Logger
+from composer.core import Callback
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
 
-from biphasic.amounts import format_bytes
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, RampConfig
 from biphasic.data.streaming import Batch, RowDataset, collate
 from biphasic.errors import UserError
 from biphasic.model import backbone, losses
-from biphasic.model.layers import recomputed_layers
 from biphasic.training import compute, pretrain
-from biphasic.training.fake_gpu import GPU_BYTES, GPU_NAME, HostAndDevice, PeakMemory, fake_gpu, known_numbers
-from biphasic.training.step import EVALUATIONS, PreparedBatch
+from biphasic.training.fake_gpu import PeakMemory, fake_gpu
+from biphasic.training.rehearsal_measurements import MICROBATCHES, AttentionFlops, Measuring, Rehearsal
+from biphasic.training.step import EVALUATIONS
 
 BATCHES_PER_PHASE = 2
-MICROBATCHES = 2
-"""Number of microbatches in a batch: the second one's gradients are added to the first one's."""
 FLOPS_TOLERANCE = 0.01
 HALF_PRECISION_SHARE = 0.99
 """Smallest share of a bf16 run's FLOPs that are in bf16. Rotary positions are computed in fp32."""
@@ -50,70 +42,12 @@ _COMPILER = "aot_eager_decomp_partition"
 """Compiles for no GPU, and stores the same activations for the backward pass as Inductor."""
 
 
-@dataclass
-class Rehearsal:
-    """What a rehearsal measured. Bytes are those of one rank."""
-
-    ranks: int
-    strategy: str = ""
-    """How ranks share the model."""
-    setup: str = ""
-    """How the model is computed."""
-    microbatch: int = 0
-    """Number of rows of a microbatch."""
-    state_bytes: int = 0
-    """Weights, gradients and optimizer state after a batch."""
-    peak_bytes: int = 0
-    """The most that existed at a time during training."""
-    validation_peak_bytes: int = 0
-    flops: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """For each objective, the FLOPs of each batch: those counted, and those of `Architecture.hardware_flops`."""
-    half_precision_share: float = 0.0
-    """Share of the FLOPs whose operands are bf16."""
-    graphs: Counter[tuple[str, bool, int]] = field(default_factory=Counter)
-    """Number of graphs by function, whether it is differentiated, and number of tokens."""
-    problems: list[str] = field(default_factory=list)
-
-    @property
-    def attention(self) -> str:
-        """Name of the attention backend."""
-        return self.setup.partition("attention ")[2].partition(" ")[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurements as values of JSON."""
-        graphs = [
-            {"function": name, "training": training, "tokens": tokens, "count": count}
-            for (name, training, tokens), count in self.graphs.items()
-        ]
-        return {**vars(self), "graphs": graphs}
-
-    def describe(self) -> str:
-        """Return the memory as lines of text, with what is counted and what isn't."""
-        temporary = self.peak_bytes - self.state_bytes
-        lines = [
-            f"{format_bytes(self.peak_bytes)} a rank at most, of {format_bytes(GPU_BYTES)} of {GPU_NAME}, with {self.ranks} "
-            f"rank{'s' * (self.ranks > 1)} and microbatches of {self.microbatch} rows ({self.setup}, "
-            f"{self.strategy}):",
-            f"{format_bytes(self.state_bytes)} weights, gradients and optimizer, {format_bytes(temporary)} activations and "
-            "temporary tensors",
-            "an estimate, from the shapes of the tensors of some batches; nothing ran on a GPU",
-            "counted: every tensor, in blocks of 512 bytes; operations between matrix products as if they were not fused, "
-            "except in the loss; rows that are full",
-            "not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of cuBLAS and of attention kernels, "
-            "fragmentation of the allocator",
-        ]
-        if self.validation_peak_bytes:
-            lines.insert(2, f"validation: {format_bytes(self.validation_peak_bytes)}")
-        return "\n".join(f"  {'memory estimate' * (index == 0):17}{line}" for index, line in enumerate(lines))
-
-
-def rehearse(config: PretrainConfig, ranks: int, seed: int = 0) -> Rehearsal:
+def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
     """Run the first batches of each phase of a configuration on a fake GPU.
 
     Args:
         config: a checked configuration, whose model is described by the YAML.
         ranks: number of ranks of the run.
-        seed: random seed for the lengths of documents.
 
     Returns:
         Measurements, and the problems that were found.
@@ -128,16 +62,16 @@ def rehearse(config: PretrainConfig, ranks: int, seed: int = 0) -> Rehearsal:
     measured = Rehearsal(ranks)
     counters.clear()
     torch._dynamo.reset()
-    operators: Any = torch.ops.torch_attn
-    formulas = {operators._varlen_attn: _varlen_flops, operators._varlen_attn_backward: _varlen_backward_flops}
+    attention = AttentionFlops()
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        mode, memory = stack.enter_context(fake_gpu(ranks, formulas))
+        mode, memory = stack.enter_context(fake_gpu(ranks, attention.formulas))
         config = _shortened(config, folder)
-        for replacement in _replacements(config, measured, memory, seed):
+        for replacement in _replacements(config, measured, memory):
             stack.enter_context(replacement)
-        attempt: Any = SimpleNamespace(resume=None, ranks=None, stopping=_Measuring(config, mode, memory, measured))
+        measuring = Measuring(config, mode, memory, attention, measured)
+        attempt: Any = SimpleNamespace(resume=None, ranks=None, stopping=measuring)
         trainer = pretrain.prepare(config, attempt)
         sharded = trainer.state.fsdp_config
         measured.strategy = "ddp" if sharded is None else f"fsdp over {sharded.data_parallel_shard_degree} ranks"
@@ -166,11 +100,74 @@ def _shortened(config: PretrainConfig, folder: str) -> PretrainConfig:
     )
 
 
+def _check(config: PretrainConfig, measured: Rehearsal) -> None:
+    """Add problems: FLOPs that differ from the formula, wrong dtypes, graph breaks, and repeated compilations."""
+    problems = measured.problems
+    for objective, batches in measured.flops.items():
+        for counted, expected in batches:
+            if abs(counted / expected - 1) > FLOPS_TOLERANCE:
+                problems.append(f"{objective}: {counted:.4g} FLOPs were counted, and the formula gives {expected:.4g}")
+    if config.precision == "amp_bf16" and measured.half_precision_share < HALF_PRECISION_SHARE:
+        problems.append(f"only {measured.half_precision_share:.1%} of the FLOPs are in bf16")
+    problems += [f"graph break: {reason}" for reason in counters["graph_break"]]
+    trained = len({phase.name for phase in config.objective.phases})
+    for (name, training, tokens), count in measured.graphs.items():
+        expected = trained if training else len(EVALUATIONS)
+        if "Layer" in name and count > expected:
+            problems.append(f"{name} was compiled {count} times for {tokens} tokens; expected {expected}")
+
+
+def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemory) -> Iterator[Any]:
+    """Yield patches of what the rehearsal has not: data, tokenizer, checkpoints, loggers, kernels and their compiler."""
+    tokenizer = SimpleNamespace(
+        vocab_size=getattr(architecture_of(config.model), "vocab_size", 0), mask_id=1, special_ids=(0,)
+    )
+    configure, build, compile_ = compute.configure_compute, backbone.build_language_model, torch.compile
+
+    def on_gpu(*given: Any, **named: Any) -> Any:
+        with torch.device("cuda"):
+            return build(*given, **named)
+
+    def record_setup(*given: Any) -> str:
+        measured.setup = configure(*given)
+        return measured.setup
+
+    def rows(data: Any, streams: Any, rows: int, seed_: int, *, train: bool, **_: Any) -> _Rows:
+        return _Rows(config, rows, MICROBATCHES if train else 1)
+
+    backend: Any = lookup_backend(_COMPILER)
+
+    @functools.cache  # layers share compilations only with the same backend
+    def recording_backend(name: str) -> Any:
+        def compile_graph(graph: Any, inputs: list[Any], **options: Any) -> Any:
+            tokens = max((int(x.shape[-2]) for x in inputs if isinstance(x, Tensor) and x.dim() >= 2), default=0)
+            measured.graphs[name, torch.is_grad_enabled(), tokens] += 1
+            compiled = backend(graph, inputs, **options)
+            return memory.fused(compiled) if name == _LOSS else compiled
+
+        return compile_graph
+
+    yield mock.patch.object(
+        torch,
+        "compile",
+        lambda function, **named: compile_(function, **named, backend=recording_backend(function.__qualname__)),
+    )
+    yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
+    replaced = {
+        "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": rows,
+        "load_tokenizer": lambda *_: tokenizer,
+        "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
+        "has_gpu": torch.cuda.is_available, "_saver": lambda *_: Callback(), "_print": lambda *_: None,
+    }  # fmt: skip
+    for name, replacement in replaced.items():
+        yield mock.patch.object(pretrain, name, replacement)
+
+
 class _Rows:
     """A loader of rows whose documents have random lengths. Some rows end with padding."""
 
-    def __init__(self, config: PretrainConfig, rows: int, microbatches: int, seed: int):
-        self.config, self.rows, self.microbatches, self.seed = config, rows, microbatches, seed
+    def __init__(self, config: PretrainConfig, rows: int, microbatches: int):
+        self.config, self.rows, self.microbatches = config, rows, microbatches
         self.batch_size, self.dataset = rows, object.__new__(_NoDataset)
         self.microbatch: int | None = None
         """Number of rows in a microbatch, if it is measured first."""
@@ -179,7 +176,7 @@ class _Rows:
         return len(self.config.objective.phases) * BATCHES_PER_PHASE
 
     def __iter__(self) -> Iterator[Batch]:
-        random = np.random.default_rng(self.seed)
+        random = np.random.default_rng(0)
         rows = min(self.rows, self.microbatches * (self.microbatch or self.rows))
         for _ in range(len(self)):
             yield collate([{"tokens": np.ones(self._length, np.uint16), "lengths": self._lengths(random), "row_id": row}
@@ -210,160 +207,3 @@ class _NoDataset(RowDataset):
 
     def __del__(self) -> None:
         pass  # nothing was opened
-
-
-class _Measuring(Callback):
-    """Callback that compares FLOPs with the formula, and reads the memory after training and after validation."""
-
-    reason = None  # of stopping; this callback is in the place of the one that stops runs
-
-    def __init__(self, config: PretrainConfig, mode: HostAndDevice, memory: PeakMemory, measured: Rehearsal):
-        self.config, self.mode, self.memory, self.measured = config, mode, memory, measured
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Let the loaders give batches of the microbatch size that was measured."""
-        microbatch = int(state.device_train_microbatch_size or 1)
-        self.measured.microbatch = microbatch
-        for loader in [state.train_dataloader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)]:
-            loader.microbatch = microbatch  # pyright: ignore[reportOptionalMemberAccess]
-        self.memory.reset()
-
-    def batch_start(self, state: State, logger: Logger) -> None:
-        """Begin to count."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
-        self.mode.share = self._share(batch)
-        self.mode.flops.clear()
-        self.mode.nonzero = 0
-
-    def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Record the FLOPs of the batch."""
-        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
-        model: Any = getattr(state.model, "module", state.model)  # DDP's module
-        recomputed = recomputed_layers(model.model.backbone)
-        expected = model.model.architecture().hardware_flops(
-            batch.segment_lengths, batch.causal, self.mode.nonzero, recomputed
-        )
-        counted = float(sum(self.mode.flops.values()))
-        self.measured.flops.setdefault(batch.objective, []).append((counted, expected))
-        self.measured.half_precision_share = self.mode.flops.get(torch.bfloat16, 0) / max(counted, 1.0)
-        self.measured.problems += _misplaced(model, state.optimizers)
-
-    def batch_end(self, state: State, logger: Logger) -> None:
-        """Record the memory of training."""
-        self.measured.state_bytes, self.measured.peak_bytes = self.memory.current, self.memory.peak
-
-    def eval_start(self, state: State, logger: Logger) -> None:
-        """Begin a new peak."""
-        self.memory.reset()
-
-    def eval_batch_start(self, state: State, logger: Logger) -> None:
-        """Set the share of targets."""
-        self.mode.share = self._share(state.batch)  # pyright: ignore[reportArgumentType]
-
-    def eval_end(self, state: State, logger: Logger) -> None:
-        """Record the memory of validation."""
-        self.measured.validation_peak_bytes = max(self.measured.validation_peak_bytes, self.memory.peak)
-
-    def _share(self, batch: PreparedBatch) -> float:
-        """Return the share of positions that are predicted."""
-        if batch.causal:
-            return 1.0
-        phase = None if batch.phase is None else self.config.objective.phases[batch.phase]
-        ratio = phase.masking_ratio if isinstance(phase, MLMPhase) else self.config.evaluation.masking_ratio
-        return max(ratio.start, ratio.end) if isinstance(ratio, RampConfig) else ratio
-
-
-def _misplaced(model: torch.nn.Module, optimizers: Any) -> list[str]:
-    """Return which weights, gradients and optimizer states are not fp32 tensors on the GPU."""
-    problems = []
-    for name, parameter in model.named_parameters():
-        tensors = {"weight": parameter, "gradient": parameter.grad}
-        for optimizer in optimizers:
-            tensors |= {key: x for key, x in optimizer.state.get(parameter, {}).items() if isinstance(x, Tensor)}
-        for kind, tensor in tensors.items():
-            if tensor is None or tensor.device.type != "cuda" or tensor.dtype != torch.float32:
-                found = "missing" if tensor is None else f"{tensor.dtype} on {tensor.device}"
-                problems.append(f"{name}: {kind} is {found}; expected fp32 on the GPU")
-    return problems
-
-
-def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemory, seed: int) -> Iterator[Any]:
-    """Yield patches of what the rehearsal has not: data, tokenizer, checkpoints, loggers, kernels and their compiler."""
-    tokenizer = SimpleNamespace(
-        vocab_size=getattr(architecture_of(config.model), "vocab_size", 0), mask_id=1, special_ids=(0,)
-    )
-    configure, build, compile_ = compute.configure_compute, backbone.build_language_model, torch.compile
-
-    def on_gpu(*given: Any, **named: Any) -> Any:
-        with torch.device("cuda"):
-            return build(*given, **named)
-
-    def record_setup(*given: Any) -> str:
-        measured.setup = configure(*given)
-        return measured.setup
-
-    def rows(data: Any, streams: Any, rows: int, seed_: int, *, train: bool, **_: Any) -> _Rows:
-        return _Rows(config, rows, MICROBATCHES if train else 1, seed)
-
-    backend: Any = lookup_backend(_COMPILER)
-
-    @functools.cache  # layers share compilations only with the same backend
-    def recording_backend(name: str) -> Any:
-        def compile_graph(graph: Any, inputs: list[Any], **options: Any) -> Any:
-            tokens = max((int(x.shape[-2]) for x in inputs if isinstance(x, Tensor) and x.dim() >= 2), default=0)
-            measured.graphs[name, torch.is_grad_enabled(), tokens] += 1
-            compiled = backend(graph, inputs, **options)
-            return memory.fused(compiled) if name == _LOSS else compiled
-
-        return compile_graph
-
-    yield mock.patch.object(
-        torch,
-        "compile",
-        lambda function, **named: compile_(function, **named, backend=recording_backend(function.__qualname__)),
-    )
-    yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
-    replaced = {
-        "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": rows,
-        "load_tokenizer": lambda *_: tokenizer,
-        "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
-        "has_gpu": torch.cuda.is_available, "_saver": lambda *_: Callback(), "_print": lambda *_: None,
-    }  # fmt: skip
-    for name, replacement in replaced.items():
-        yield mock.patch.object(pretrain, name, replacement)
-
-
-def _check(config: PretrainConfig, measured: Rehearsal) -> None:
-    """Add problems: FLOPs that differ from the formula, wrong dtypes, graph breaks, and repeated compilations."""
-    problems = measured.problems
-    for objective, batches in measured.flops.items():
-        for counted, expected in batches:
-            if abs(counted / expected - 1) > FLOPS_TOLERANCE:
-                problems.append(f"{objective}: {counted:.4g} FLOPs were counted, and the formula gives {expected:.4g}")
-    if config.precision == "amp_bf16" and measured.half_precision_share < HALF_PRECISION_SHARE:
-        problems.append(f"only {measured.half_precision_share:.1%} of the FLOPs are in bf16")
-    problems += [f"graph break: {reason}" for reason in counters["graph_break"]]
-    trained = len({phase.name for phase in config.objective.phases})
-    for (name, training, tokens), count in measured.graphs.items():
-        expected = trained if training else len(EVALUATIONS)
-        if "Layer" in name and count > expected:
-            problems.append(f"{name} was compiled {count} times for {tokens} tokens; expected {expected}")
-
-
-def _pairs(cu_seqlens: Tensor, causal: bool) -> int:
-    """Return how many pairs of a query and a key attend, from the segments that the kernel is given."""
-    ends = known_numbers(cu_seqlens)
-    assert ends is not None
-    lengths = [end - start for start, end in pairwise(ends)]
-    return sum(length * (length + 1) // 2 if causal else length**2 for length in lengths)
-
-
-def _varlen_flops(query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, *rest: Any, **_: Any) -> int:
-    """Return the FLOPs of the two matrix products of attention. `rest`: cu_seqlens of keys, two lengths, and causal."""
-    return 4 * query.shape[1] * query.shape[2] * _pairs(cu_seqlens, rest[3])
-
-
-def _varlen_backward_flops(grad: Tensor, *given: Any, **_: Any) -> int:
-    """Return twice the forward pass; the kernels' own recomputation is not counted, as in `Architecture.flops`."""
-    query, key, value, _out, _lse, cu_seqlens, *rest = given
-    return 2 * _varlen_flops(query, key, value, cu_seqlens, *rest)
