@@ -47,7 +47,6 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
     from biphasic.training.loggers import read_metrics
-    from biphasic.training.pretrain import run
 
     last = 2 * stretches * steps
     write_rows(folder / "train", 8 * (last + 2))
@@ -66,7 +65,7 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
     config = load_job(PretrainConfig, folder / "run.yaml")
-    entries = [entry for entry in read_metrics(run(config) / "metrics.jsonl") if "loss/train/total" in entry]
+    entries = [entry for entry in read_metrics(pretrain(config) / "metrics.jsonl") if "loss/train/total" in entry]
     seconds = {after["batch"]: after["time"] - before["time"] for before, after in pairwise(entries)}
     blocked = [entry["checkpoint/blocked_seconds"] for entry in entries if "checkpoint/blocked_seconds" in entry]
     waited = [entry["checkpoint/waited_seconds"] for entry in entries if "checkpoint/waited_seconds" in entry]

@@ -156,7 +156,7 @@ def _run(config: Config) -> Path:
     if isinstance(config, RunConfig) and os.environ.get("RANK", "0") == "0":
         print(f"{config.run_name}: importing PyTorch and Composer", flush=True)
     if config.job == "pretrain":
-        from biphasic.training.pretrain import run as job
+        from biphasic.training.recipe import pretrain as job
     elif config.job == "finetune":
         from biphasic.finetuning.run import run as job
     elif config.job == "evaluate":

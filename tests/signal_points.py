@@ -16,9 +16,8 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.checkpointing import save, store
+from biphasic.checkpointing import open_run, save, store
 from biphasic.storage import S3Store
-from biphasic.training import pretrain
 from tiny import add_callback
 
 IN_TRAINING = ("start", "backward", "end")
@@ -70,7 +69,7 @@ class SignalPoints(Callback):
 
 def patch(point: str, number: int = signal.SIGKILL) -> None:
     points = SignalPoints(point, number)
-    build_saver, write = pretrain._saver, save.Saver._write
+    build_saver, write = open_run.Run._saver, save.Saver._write
     upload, delete, finish = S3Store.upload, store.delete_checkpoint, store.write_manifest
 
     def build(*arguments: Any) -> save.Saver:
@@ -109,7 +108,7 @@ def patch(point: str, number: int = signal.SIGKILL) -> None:
             points.signal_if("delete", points.saving)
         delete(old, destination)
 
-    pretrain._saver, save.Saver._write = build, write_checkpoint
+    open_run.Run._saver, save.Saver._write = build, write_checkpoint
     save.ShardWriter = Writer  # pyright: ignore
     S3Store.upload, store.write_manifest, store.delete_checkpoint = upload_file, write_manifest, delete_checkpoint
     add_callback(points)

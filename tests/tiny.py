@@ -113,10 +113,10 @@ def config_of(path: Path, **overrides: Any) -> PretrainConfig:
 
 def train(config: PretrainConfig) -> Path:
     """Run it in this process, and free what Streaming holds for the next one."""
-    from biphasic.training.pretrain import run
+    from biphasic.training.recipe import pretrain
 
     try:
-        return run(config)
+        return pretrain(config)
     finally:
         release_streaming()
 
@@ -145,10 +145,10 @@ def start(path: Path, *overrides: str, processes: int = 1, code: str = "") -> wa
 
 def add_callback(callback: Any, patch: Callable[[object, str, Any], object] = setattr) -> None:
     """Give every Trainer of a pretraining run one more callback; `patch` may be a MonkeyPatch's `setattr`."""
-    from biphasic.training import pretrain
+    from biphasic.training import recipe
 
-    trainer = pretrain.Trainer
-    patch(pretrain, "Trainer", lambda **keys: trainer(**{**keys, "callbacks": [callback, *keys["callbacks"]]}))
+    trainer = recipe.Trainer
+    patch(recipe, "Trainer", lambda **keys: trainer(**{**keys, "callbacks": [callback, *keys["callbacks"]]}))
 
 
 def wait_for_batch(folder: Path, batch: int, job: warm.Job | subprocess.Popen[str]) -> None:

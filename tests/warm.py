@@ -151,7 +151,7 @@ def _make_imports() -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
     from composer.utils import collect_env
 
-    import biphasic.training.pretrain  # noqa: F401
+    import biphasic.training.recipe  # noqa: F401
     import main  # noqa: F401
 
     remember_machine()

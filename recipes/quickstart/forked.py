@@ -33,7 +33,7 @@ def import_libraries() -> None:
     os.environ["OMP_NUM_THREADS"] = "1"  # of this process; each fork sets its own number
     import biphasic.export.write
     import biphasic.finetuning.run
-    import biphasic.training.pretrain  # noqa: F401
+    import biphasic.training.recipe  # noqa: F401
 
     # Otherwise each fork's garbage collections would copy the memory of all imported modules.
     gc.collect()

@@ -170,7 +170,7 @@ def test_a_repeated_validation_has_the_measured_microbatch(write_yaml: Write, tm
     path.write_text(path.read_text().replace("batch_size: 2\n", "batch_size: 8\n"))
     code = """
 from biphasic.model import auto_microbatch
-from biphasic.training import compute, pretrain, step
+from biphasic.training import compute, recipe, step
 rows = []
 fill, forward = compute.AutoMicrobatch._largest_batch, step.PretrainModel.eval_forward
 def record(self, state, count):
@@ -185,7 +185,7 @@ compute._circumstances = lambda config: {}
 compute._missing_optimizer_state = lambda state: 1.0
 auto_microbatch.available_bytes = lambda: 10.0
 auto_microbatch.peak_bytes = lambda work: work() or 2.0 * rows[-1]
-pretrain.has_gpu = lambda: True
+recipe.has_gpu = lambda: True
 """
     stopped = launch(path, code=code + SIGNAL_IN_VALIDATION.format(batch=7).replace("== 3", "== 1"))
     assert stopped.returncode == 75, stopped.stderr[-3000:]

@@ -15,10 +15,10 @@ from composer.loggers import Logger
 from composer.utils import dist, get_device
 from torch.distributed.tensor import DTensor
 
-from biphasic.checkpointing.attempt import start_attempt
+from biphasic.checkpointing.open_run import open_run
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.training.pretrain import prepare
+from biphasic.training.recipe import prepare
 
 
 def gather(gradient: torch.Tensor) -> torch.Tensor:
@@ -43,13 +43,11 @@ def dump(out: Path, files: list[Path]) -> None:
     for file in files:
         config = load(file, [], dist.get_world_size())
         assert isinstance(config, PretrainConfig)
-        attempt = start_attempt(config)
-        trainer = prepare(config, attempt)
-        trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
-        trainer.fit()
-        trainer.close()
-        attempt.end("finished")
-        del trainer
+        with open_run(config) as run:
+            trainer = prepare(config, run)
+            trainer.state.callbacks.append(Dump(out / f"{file.stem}.pt"))
+            run.train(trainer)
+        del trainer, run
         gc.collect()
 
 

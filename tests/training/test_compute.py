@@ -20,7 +20,7 @@ from biphasic.model import attention, auto_microbatch, layers
 from biphasic.model.attention import choose_backend
 from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
 from biphasic.model.initialization import from_hf_config, llama_config
-from biphasic.training import compute, pretrain
+from biphasic.training import compute, recipe
 from biphasic.training.compute import configure_compute
 from biphasic.training.step import PreparedBatch
 from conftest import Write
@@ -182,7 +182,7 @@ def measure_by_formula(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None
     monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
     monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
     monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
-    monkeypatch.setattr(pretrain, "has_gpu", lambda: True)
+    monkeypatch.setattr(recipe, "has_gpu", lambda: True)
 
 
 def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:

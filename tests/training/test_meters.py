@@ -15,7 +15,7 @@ from composer.loggers import Logger
 from biphasic.config.architecture import PRESETS
 from biphasic.config.model import architecture_of
 from biphasic.model.device import peak_flops
-from biphasic.training import meters, pretrain
+from biphasic.training import meters, recipe
 from biphasic.training.loggers import read_metrics
 from biphasic.training.meters import Meters
 from conftest import Write
@@ -24,7 +24,7 @@ from tiny import LENGTH, config_of, train
 
 def run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Path:
     """A tiny run of 12 batches whose loader takes `seconds` for each."""
-    original = pretrain.build_loader
+    original = recipe.build_loader
 
     def slow(*arguments: object, **keywords: object) -> object:
         batches = original(*arguments, **keywords)  # pyright: ignore[reportArgumentType]
@@ -37,9 +37,9 @@ def run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, seconds: float) -> P
         batches.collate_fn = collate_slowly
         return batches
 
-    monkeypatch.setattr(pretrain, "build_loader", slow)
+    monkeypatch.setattr(recipe, "build_loader", slow)
     # The share of a step of a few milliseconds: what a loader without processes needs is not short beside it.
-    monkeypatch.setattr(pretrain, "Meters", lambda *arguments: Meters(*arguments, window=5, max_wait_share=0.6))
+    monkeypatch.setattr(recipe, "Meters", lambda *arguments: Meters(*arguments, window=5, max_wait_share=0.6))
     return train(config_of(write_yaml(checkpoint__interval="100ba")))
 
 

@@ -41,10 +41,10 @@ import torch
 from biphasic.config.architecture import Architecture
 from biphasic.config.load import load
 from biphasic.model import attention, segments
-from biphasic.training import optimizer, pretrain
+from biphasic.training import optimizer, recipe
 from biphasic.training.rehearsal import rehearse
 
-of, varlen, flops, build = segments.Segments.of.__func__, attention._varlen, Architecture.flops, pretrain.build_optimizer
+of, varlen, flops, build = segments.Segments.of.__func__, attention._varlen, Architecture.flops, recipe.build_optimizer
 
 def positions_on_the_host(cls, *given, **named):
     made = of(cls, *given, **named)
@@ -75,7 +75,7 @@ faults = {
     "others": [
         mock.patch.dict(attend, varlen=fp32_attention),
         mock.patch.object(Architecture, "flops", lambda *given: 1.02 * flops(*given)),
-        mock.patch.object(pretrain, "build_optimizer", bf16_moments),
+        mock.patch.object(recipe, "build_optimizer", bf16_moments),
         mock.patch.object(segments.Segments, "of", classmethod(longest_of_the_batch)),
     ],
 }

@@ -1,7 +1,8 @@
-"""Open a pretraining run: join the other ranks, lock the run's folder, find its checkpoint, and close it whatever happens."""
+"""Open a pretraining run: join the other ranks, lock its folder, find its checkpoint, and close it whatever happens."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
@@ -44,6 +45,7 @@ class Run:
         self._branch_point: BranchPoint | None = None
         self._history: dict[str, object] = {"indexes": {}, "overridden": []}
         self.trainer: Trainer | None = None
+        self._opened = time.monotonic()
         self.checkpoint = self._starting_checkpoint()
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks: list[Callback] = [self._saver(), attempt.stopping]
@@ -91,7 +93,7 @@ class Run:
         origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}" if resume is not None else (
             f"starting at batch {batch:,} {length}"
         )  # fmt: skip
-        self.say(origin)
+        self.say(f"{origin}, {time.monotonic() - self._opened:.1f} s")
         repeats = resume is not None and resume.is_within_validation and config.data.validation is not None
         if repeats:
             self._repeat_validation(trainer)
@@ -168,7 +170,6 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
     if config.compute.deterministic:
         reproducibility.configure_deterministic_mode()  # before CUDA is initialized
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
-    reproducibility.seed_all(config.seed)
     attempt = start_attempt(config)
     run = None
 
@@ -180,5 +181,6 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
 
     with close_on_fault(close):
         run = Run(config, attempt)
+        reproducibility.seed_all(config.seed)
         yield run
     attempt.end("finished")

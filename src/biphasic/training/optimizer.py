@@ -10,10 +10,10 @@ from composer.core import Algorithm, Event, State
 from composer.loggers import Logger
 from torch import Tensor, nn
 
+from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import OptimizerConfig
 from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
-from biphasic.checkpointing.schedule import elapsed
 
 
 def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:

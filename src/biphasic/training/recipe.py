@@ -5,7 +5,6 @@ Read it from top to bottom. `biphasic.training.step` is what happens to a batch.
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +53,6 @@ def pretrain(config: PretrainConfig) -> Path:
 
 def prepare(config: PretrainConfig, run: Run) -> Trainer:
     """Build the run's Trainer and load the checkpoint that the run starts from, without training."""
-    begin = time.monotonic()
     rows_per_rank = config.global_batch_size // dist.get_world_size()
 
     # Tokenizer and rows
@@ -137,7 +135,6 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         load_path=run.checkpoint,
         auto_log_hparams=False,
     )
-    run.say(f"prepared in {time.monotonic() - begin:.1f} s")
     return trainer
 
 

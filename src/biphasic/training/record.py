@@ -13,6 +13,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
+from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import spans
@@ -20,7 +21,6 @@ from biphasic.data.conversion_checks import read_conversions, row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
-from biphasic.checkpointing.schedule import elapsed
 from biphasic.training.step import PreparedBatch
 
 _VERSIONS = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformers")

@@ -17,7 +17,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-from composer.core import Callback
 from torch import Tensor
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
@@ -28,7 +27,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.streaming import Batch, RowDataset, collate
 from biphasic.errors import UserError
 from biphasic.model import backbone, losses
-from biphasic.training import compute, pretrain
+from biphasic.training import compute, recipe
 from biphasic.training.fake_gpu import PeakMemory, fake_gpu
 from biphasic.training.rehearsal_measurements import MICROBATCHES, AttentionFlops, Measuring, Rehearsal
 from biphasic.training.step import EVALUATIONS
@@ -71,8 +70,14 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
         for replacement in _replacements(config, measured, memory):
             stack.enter_context(replacement)
         measuring = Measuring(config, mode, memory, attention, measured)
-        attempt: Any = SimpleNamespace(resume=None, ranks=None, stopping=measuring)
-        trainer = pretrain.prepare(config, attempt)
+        run: Any = SimpleNamespace(
+            checkpoint=None,
+            callbacks=[measuring],
+            is_stopping=False,
+            say=lambda text: None,
+            check_rows=lambda indexes: None,
+        )
+        trainer = recipe.prepare(config, run)
         sharded = trainer.state.fsdp_config
         measured.strategy = "ddp" if sharded is None else f"fsdp over {sharded.data_parallel_shard_degree} ranks"
         trainer.fit()
@@ -157,10 +162,10 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
         "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": rows,
         "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
-        "has_gpu": torch.cuda.is_available, "_saver": lambda *_: Callback(), "_print": lambda *_: None,
+        "has_gpu": torch.cuda.is_available,
     }  # fmt: skip
     for name, replacement in replaced.items():
-        yield mock.patch.object(pretrain, name, replacement)
+        yield mock.patch.object(recipe, name, replacement)
 
 
 class _Rows:
