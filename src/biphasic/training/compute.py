@@ -52,15 +52,16 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
             f"compute.varlen_kernels: {config.varlen_kernels} has no effect, because attention is computed by {backend} "
             f"with this model, precision: {precision} and this device: leave it out"
         )
-    model.backbone.attention_backend = backend  # pyright: ignore[reportAttributeAccessIssue]
+    backbone: Any = model.backbone
+    backbone.attention_backend = backend
     model.compiled_loss = gpu if config.compile == "auto" else config.compile
     if model.compiled_loss:
-        decoder_layers.compile_layers(model.backbone)
-    layers: Any = model.backbone.layers
-    decoder_layers.recompute_layers(model.backbone, config.recomputed(len(layers)))
-    recomputed = decoder_layers.recomputed_layers(model.backbone)
+        decoder_layers.compile_layers(backbone)
+    count = len(backbone.layers)
+    decoder_layers.recompute_layers(backbone, config.recomputed(count))
+    recomputed = decoder_layers.recomputed_layers(backbone)
     compiled = "compiled" if model.compiled_loss else "not compiled"
-    recomputation = f" ({recomputed} of {len(layers)} layers recomputed)" if recomputed else ""
+    recomputation = f" ({recomputed} of {count} layers recomputed)" if recomputed else ""
     return f"layers and loss {compiled}{recomputation}, attention {backend}{kernels}"
 
 
