@@ -42,7 +42,7 @@ def test_widening_keeps_weights_and_tying(family: str, tmp_path: Path) -> None:
     """Llama's head is untied, Gemma's is tied."""
     saved_decoder(family, tmp_path)
     before, after = load_language_model(str(tmp_path)), load_language_model(str(tmp_path))
-    after.widen(WORDS + 3)
+    after.resize_token_embeddings(WORDS + 3)
     for name in ("backbone.embed_tokens.weight", "lm_head.weight"):
         old, new = before.state_dict()[name], after.state_dict()[name]
         assert new.shape[0] == WORDS + 3

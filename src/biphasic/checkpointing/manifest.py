@@ -189,7 +189,7 @@ def _read(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     try:
         manifest = Manifest.from_bytes(folder.read(name))
     except ValueError as error:
-        return StoredCheckpoint(batch, None, not_a_manifest(name, error))
+        return StoredCheckpoint(batch, None, not_a_manifest_message(name, error))
     except FileNotFoundError:
         return StoredCheckpoint(batch, None, f"{name} is missing")
     except OSError as error:
@@ -214,7 +214,7 @@ def files_beside(manifest: Manifest, folder: Store, entries: Entries) -> Entries
     return entries if manifest.files.keys() <= entries.keys() else folder.list(manifest.path)
 
 
-def not_a_manifest(name: str, error: ValueError) -> str:
+def not_a_manifest_message(name: str, error: ValueError) -> str:
     """Return the message about a file that `Manifest.from_bytes` has refused."""
     return f"{name} {error}" if isinstance(error, ForeignFileError) else f"{name} is not a manifest"
 

@@ -14,10 +14,10 @@ from biphasic.checkpointing.manifest import (
     manifest_name,
     newest_batch,
     newest_complete,
-    not_a_manifest,
+    not_a_manifest_message,
 )
 from biphasic.checkpointing.run_lock import LOCK_FILE
-from biphasic.checkpointing.start import BranchPoint, find_branch_point, foreign_folder, other_run
+from biphasic.checkpointing.start import BranchPoint, find_branch_point, foreign_folder_message, other_run_message
 from biphasic.checkpointing.store import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
@@ -57,8 +57,8 @@ def find_resume_point(
         entries = None
     other_runs: list[str] = []
 
-    def reject_other_run(manifest: Manifest) -> str | None:
-        fault = other_run(manifest, config)
+    def reject_other_run_message(manifest: Manifest) -> str | None:
+        fault = other_run_message(manifest, config)
         if fault is not None:
             other_runs.append(manifest.run["name"])
         return fault
@@ -74,7 +74,7 @@ def find_resume_point(
         except OSError as error:
             fault = user_error(f"checkpoint.folder {destination}: can't be read ({first_line(error)})", error)
         if newest is None and other_runs:
-            fault = fault or UserError(foreign_folder(destination, other_runs[0]))
+            fault = fault or UserError(foreign_folder_message(destination, other_runs[0]))
     manifest: Manifest | None = ranks.broadcast(newest)
     if manifest is not None and ranks.local_rank == 0 and ranks.rank:
         place = f"checkpoint.folder {destination}: rank {ranks.rank}"
@@ -182,7 +182,7 @@ def _download_named(path: str, local_folder: Path) -> str:
     try:
         manifest = Manifest.from_bytes(folder.read(file))
     except ValueError as error:
-        raise _unusable(path, not_a_manifest(file, error)) from None
+        raise _unusable(path, not_a_manifest_message(file, error)) from None
     except OSError as error:
         raise _unusable(path, f"{first_line(error)}; its manifest is {file}", error) from None
     if name != manifest.path:

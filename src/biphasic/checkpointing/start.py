@@ -75,7 +75,7 @@ def _end(manifest: Manifest) -> Elapsed:
     return Elapsed(manifest.batch, *(manifest.run[name] for name in ("rows", "tokens", "epochs")))
 
 
-def other_run(manifest: Manifest, config: PretrainConfig) -> str | None:
+def other_run_message(manifest: Manifest, config: PretrainConfig) -> str | None:
     """Return a message if a checkpoint is of a run with another name and another configuration.
 
     A common past is not enough: the run would write into the other run's folder.
@@ -89,7 +89,7 @@ def other_run(manifest: Manifest, config: PretrainConfig) -> str | None:
     return f"it is of another run, {name}"
 
 
-def foreign_folder(destination: str, run: str) -> str:
+def foreign_folder_message(destination: str, run: str) -> str:
     """Return the message for a folder that holds nothing but the checkpoints of another run."""
     return (
         f"checkpoint.folder {destination}: holds the checkpoints of another run, {run}: choose another folder, or set "
@@ -240,7 +240,7 @@ def plan_start(config: PretrainConfig) -> StartPlan:
     try:
         own = other = None
         for found in _existing(destination):  # reads a manifest only when it is reached
-            if found.manifest is not None and other_run(found.manifest, config) is None:
+            if found.manifest is not None and other_run_message(found.manifest, config) is None:
                 own = found.manifest
                 break
             other = other or found.manifest
@@ -253,7 +253,7 @@ def plan_start(config: PretrainConfig) -> StartPlan:
     except UserError as error:
         return StartPlan(problem=str(error), refused=True)
     if other is not None:
-        return StartPlan(problem=foreign_folder(destination, other.run["name"]), refused=True)
+        return StartPlan(problem=foreign_folder_message(destination, other.run["name"]), refused=True)
     try:
         if config.start_from is not None:
             point = find_branch_point(config.start_from, config)

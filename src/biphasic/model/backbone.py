@@ -61,7 +61,7 @@ def build_language_model(
                 f"tokens: set model.max_position_embeddings={sequence_length}, and a larger model.rope_theta "
                 "(recipes/long_context)"
             )
-        model.widen(vocabulary)
+        model.resize_token_embeddings(vocabulary)
         return model
     size = architecture_of(config)
     assert size is not None, "the configuration's checks require dimensions"

@@ -66,7 +66,7 @@ class LanguageModel(nn.Module):
         """Return whether FSDP wraps a module separately: true for decoder layers. Composer calls this."""
         return any(module is layer for layer in self.backbone.layers)  # pyright: ignore[reportGeneralTypeIssues]
 
-    def widen(self, vocab_size: int) -> None:
+    def resize_token_embeddings(self, vocab_size: int) -> None:
         """Enlarge embedding and head to `vocab_size` rows. New rows are the mean of the old ones."""
         embedding = self.backbone.get_input_embeddings()  # pyright: ignore[reportCallIssue]
         old = embedding.weight.shape[0]
