@@ -15,7 +15,7 @@ from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.start import (
     BranchPoint,
     find_branch_point,
-    other_run,
+    other_run_message,
     overridden_keys,
     plan_start,
     recorded_config,
@@ -183,10 +183,10 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
     with pytest.raises(UserError, match=f"^{message}$"):
         require_same_data(point, {"data.train.index": "y"})
     # Either the name or the configuration makes it the same run.
-    assert other_run(manifest, changed) is None
+    assert other_run_message(manifest, changed) is None
     named = changed.model_copy(update={"run_name": "named"})
-    assert other_run(manifest, named) == "it is of another run, run"
-    assert other_run(manifest, recorded_config(manifest).model_copy(update={"run_name": "named"})) is None
+    assert other_run_message(manifest, named) == "it is of another run, run"
+    assert other_run_message(manifest, recorded_config(manifest).model_copy(update={"run_name": "named"})) is None
 
 
 def test_a_share_that_moves_is_explained(write_yaml: Write) -> None:

@@ -57,7 +57,7 @@ def find_resume_point(
         entries = None
     other_runs: list[str] = []
 
-    def reject_other_run_message(manifest: Manifest) -> str | None:
+    def reject_other_run(manifest: Manifest) -> str | None:
         fault = other_run_message(manifest, config)
         if fault is not None:
             other_runs.append(manifest.run["name"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name, not_a_manifest
+from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name, not_a_manifest_message
 from biphasic.checkpointing.start import past_differences
 from biphasic.config.durations import Elapsed
 from biphasic.config.history import is_overridden
@@ -75,7 +75,7 @@ def _read_state(place: str) -> RunState:
     try:
         return RunState(frozenset(batches), Manifest.from_bytes(content))
     except ValueError as error:
-        raise UserError(f"{place}: {not_a_manifest(manifest_name(max(batches)), error)}") from None
+        raise UserError(f"{place}: {not_a_manifest_message(manifest_name(max(batches)), error)}") from None
 
 
 def is_ready(run: StudyRun, configs: Mapping[str, PretrainConfig], states: Mapping[str, RunState]) -> bool:
