@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 import time
+from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from biphasic.config import data_plan
+from biphasic.commands import plan as commands_plan
+from biphasic.config import conversion_record
+from biphasic.config.conversion_record import read_conversions
 from biphasic.config.load import load
 from biphasic.config.plan import Plan, describe, plan
 from biphasic.config.pretrain import PretrainConfig
@@ -47,7 +50,7 @@ def planned(data: dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[Plan,
     path.write_text(json.dumps(content))
     config = load(path)
     assert isinstance(config, PretrainConfig)
-    run_plan = plan(config, 1)
+    run_plan = plan(config, 1, read_conversions(config.data))
     assert json.loads(run_plan.to_json())["warnings"] == run_plan.warnings
     return run_plan, describe(run_plan, config)
 
@@ -149,17 +152,24 @@ def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     assert f"web 0.8: unknown (no record at {tmp_path / 'broken'})" in text
 
 
-def test_a_bucket_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bucket_that_does_not_answer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def never(*_: object) -> None:
         time.sleep(60)
 
-    monkeypatch.setattr(data_plan, "read_stream_record", never)
-    monkeypatch.setattr(data_plan, "PLAN_SECONDS", 0.2)
+    planned({"train": {"local": str(tmp_path / "cache/train"), "remote": str(tmp_path / "out" / "train")}}, tmp_path)
+    monkeypatch.setattr(conversion_record, "read_stream_record", never)
+    monkeypatch.setattr(commands_plan, "PLAN_SECONDS", 0.2)
     start = time.monotonic()
-    run_plan, text = planned({"train": {"local": "cache/train", "remote": "s3://bucket/out/train"}}, tmp_path)
+    options = Namespace(ranks=1, json=False, memory=False, draw=None)
+    assert commands_plan.print_plan(load(tmp_path / "run.yaml"), options) == 0
     assert time.monotonic() - start < 30
-    assert run_plan.datasets[0].record is None
-    assert "unknown (no record at s3://bucket/out)" in text
+    printed = capsys.readouterr().out
+    assert (
+        f"unknown (no record at {tmp_path / 'out'})" in printed
+        and "start          batch 0, from new weights" in printed
+    )
 
 
 def test_the_plan_of_a_mix_is_fast_and_needs_no_torch(tmp_path: Path) -> None:

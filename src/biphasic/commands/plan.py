@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from biphasic.commands.parser import positive
 from biphasic.errors import UserError
@@ -19,6 +19,11 @@ if TYPE_CHECKING:
     from biphasic.config.load import Config
     from biphasic.config.plan import JobPlan
     from biphasic.config.pretrain import PretrainConfig
+
+
+PLAN_SECONDS = 5.0
+"""Maximum time to wait for records and manifests. It is short because a user waits for the plan, and a bucket may not
+answer."""
 
 
 def add_plan_options(parser: argparse.ArgumentParser) -> None:
@@ -93,23 +98,26 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
 
 def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool, memory: bool) -> int:
     from biphasic.checkpointing.start import plan_start
-    from biphasic.config.data_plan import PLAN_SECONDS
+    from biphasic.config.conversion_record import read_conversions
     from biphasic.config.plan import StartPlan, describe, plan
     from biphasic.data.conversion_checks import RowChecks, check_rows
 
-    deadline, starts, rows = time.monotonic() + PLAN_SECONDS, list[StartPlan](), list[RowChecks]()
+    results: dict[str, Any] = {}
+    calls = {
+        "start": lambda: plan_start(config),
+        "rows": lambda: check_rows(config),
+        "records": lambda: read_conversions(config.data),
+    }
     # Daemon threads, because a bucket may not answer.
-    threads = [
-        Thread(target=lambda: starts.append(plan_start(config)), daemon=True),
-        Thread(target=lambda: rows.append(check_rows(config)), daemon=True),
-    ]
+    threads = [Thread(target=lambda name=name: results.update({name: calls[name]()}), daemon=True) for name in calls]
+    deadline = time.monotonic() + PLAN_SECONDS
     for thread in threads:
         thread.start()
-    run_plan = plan(config, ranks)
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
-    start, checks = (starts or [unknown])[0], (rows or [RowChecks()])[0]
+    start, checks = results.get("start", unknown), results.get("rows", RowChecks())
+    run_plan = plan(config, ranks, results.get("records", {}))
     run_plan = replace(
         run_plan,
         start=start,

@@ -7,7 +7,7 @@ import posixpath
 from dataclasses import dataclass
 from typing import Any
 
-from biphasic.config.data import StreamConfig
+from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, open_store
 
@@ -57,3 +57,9 @@ def read_stream_record(stream: StreamConfig) -> StreamRecord | None:
         if isinstance(split, dict):
             return StreamRecord(folder, record, split)
     return None
+
+
+def read_conversions(data: DataConfig) -> dict[str, StreamRecord]:
+    """Return the conversion records of the training streams that have one, by key."""
+    records = {key: read_stream_record(stream) for key, stream in data.streams.items()}
+    return {key: record for key, record in records.items() if record is not None}

@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import math
-import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from threading import Thread
 
-from biphasic.config.conversion_record import StreamRecord, read_stream_record, split_conversion_path
-from biphasic.config.data import StreamConfig
+from biphasic.config.conversion_record import StreamRecord, split_conversion_path
 from biphasic.config.pretrain import PretrainConfig
-
-PLAN_SECONDS = 5.0
-"""Maximum time to wait for records and manifests. It is short because a user waits for the plan, and a bucket may not
-answer."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +28,18 @@ class DatasetPlan:
     epochs: float | None = None
 
 
-def plan_datasets(config: PretrainConfig, batches: int | None) -> tuple[list[DatasetPlan], list[str]]:
+def plan_datasets(
+    config: PretrainConfig, batches: int | None, records: Mapping[str, StreamRecord]
+) -> tuple[list[DatasetPlan], list[str]]:
     """Return how much a run reads of each dataset, and warnings about repeated data.
 
     Args:
         config: a checked configuration.
+        records: the datasets' conversion records, as far as they are known, by key.
         batches: number of batches in the run if padding counts as tokens; None if it depends on the data.
     """
     streams = config.data.streams
-    records = _read_records(streams)
+    records = {key: each for key, each in records.items() if each.split.get("rows") and each.split.get("tokens")}
     shares = {key: getattr(stream, "proportion", 1.0) for key, stream in streams.items()}
     epoch_rows = config.data.epoch_rows
     if epoch_rows is None and len(records) == len(streams):
@@ -93,32 +90,10 @@ def describe_datasets(datasets: list[DatasetPlan], about: str) -> list[str]:
     return lines
 
 
-def _read_records(streams: dict[str, StreamConfig]) -> dict[str, StreamRecord]:
-    """Read the streams' records concurrently. Records that can't be read in time are left out."""
-    records: dict[str, StreamRecord] = {}
-
-    def read(key: str) -> None:
-        try:
-            record = read_stream_record(streams[key])
-            if record is not None and record.split["rows"] > 0 and record.split["tokens"] > 0:
-                records[key] = record
-        except Exception:
-            return  # A bucket's client may raise any exception. The plan then shows "unknown".
-
-    # With daemon threads, a bucket that doesn't answer delays neither the plan nor the end of the process.
-    readers = [Thread(target=read, args=[key], daemon=True) for key in streams]
-    for reader in readers:
-        reader.start()
-    deadline = time.monotonic() + PLAN_SECONDS
-    for reader in readers:
-        reader.join(max(0, deadline - time.monotonic()))
-    return dict(records)
-
-
 def _run_rows(
     config: PretrainConfig,
     batches: int | None,
-    records: dict[str, StreamRecord],
+    records: Mapping[str, StreamRecord],
     shares: dict[str, float],
     epoch_rows: int | None,
 ) -> int | None:

@@ -120,30 +120,33 @@ class _Part:
 
     Attributes:
         start: when it begins, in batches, tokens or epochs.
-        start_key: the key that determines `start`.
-        start_text: the value of that key, for messages.
-        rule: what determines its batches, by key. Times are written as the batch, tokens or epochs that they are.
-        end: the key that determines its end, and the value of that key.
+        rule: what determines its start and its batches, by key; the key of its start comes first.
+        shown: how messages write values of `rule` that are written otherwise in the YAML.
     """
 
     start: Duration
-    start_key: str
-    start_text: str
     rule: dict[str, str]
-    end: tuple[str, str]
+    shown: dict[str, str]
 
     def text(self, key: str) -> str:
         """Return the value of a key for messages."""
-        return self.start_text if key == self.start_key else self.rule.get(key, "nothing")
+        absent = "the end" if key.endswith(".until") else "no decay" if key == "schedule.decay" else "nothing"
+        return self.shown.get(key, self.rule.get(key, absent))
+
+
+_NO_PART = _Part(START, {}, {})
 
 
 def _phases(config: PretrainConfig) -> list[_Part]:
     """Return the phases of a run."""
     parts, end = list[_Part](), config.max_duration
-    start_key, start_text = "objective.phases.0.until", "0ba"
     for span in spans(config.objective.phases, end):
-        phase, key = span.phase, f"objective.phases.{span.index}"
-        rule = {f"{key}.name": phase.name}
+        phase, key, start = span.phase, f"objective.phases.{span.index}", _first_batch(span.start, config)
+        rule, shown = dict[str, str](), dict[str, str]()
+        if span.index:
+            before, switch = config.objective.phases[span.index - 1], f"objective.phases.{span.index - 1}.until"
+            rule[switch], shown[switch] = str(start), _text(before.until or end, end)
+        rule[f"{key}.name"] = phase.name
         if isinstance(phase, MLMPhase):
             ratio, shares = phase.masking_ratio, phase.replacement
             ramp = f"{ratio.start} to {ratio.end} at {span.end}" if isinstance(ratio, RampConfig) else str(ratio)
@@ -151,33 +154,27 @@ def _phases(config: PretrainConfig) -> list[_Part]:
             rule[f"{key}.replacement"] = f"mask {shares.mask}, random {shares.random}, keep {shares.keep}"
         if span.index:
             rule[f"{key}.reset_optimizer"] = str(phase.reset_optimizer).lower()
-        until = (f"{key}.until", "the end" if phase.until is None else _text(phase.until, end))
-        parts.append(_Part(_start(span.start, config.batch_shape), start_key, start_text, rule, until))
-        start_key, start_text = until
+        parts.append(_Part(start, rule, shown))
     return parts
 
 
 def _rates(config: PretrainConfig) -> list[_Part]:
     """Return warmup, constant part and decay of the learning rate."""
-    schedule, end, shape = config.schedule, config.max_duration, config.batch_shape
+    schedule, end, rate = config.schedule, config.max_duration, {"optimizer.lr": repr(config.optimizer.lr)}
     warmup, decay = schedule.warmup.resolve(end), decay_start(schedule, end)
-    rate = {"optimizer.lr": repr(config.optimizer.lr)}
-    rises = ("schedule.warmup", _text(schedule.warmup, end))
-    falls = ("schedule.decay", f"from {decay} to {end}" if decay != end else "no decay")
-    parts = [
-        _Part(_start(START, shape), *rises, {**rate, "schedule.warmup": str(warmup if warmup.value else START)}, rises),
-        _Part(_start(warmup, shape), *rises, rate, falls),
-    ]
+    rule = {**rate, "schedule.warmup": str(warmup if warmup.value else START)}
+    shown = {"schedule.warmup": _text(schedule.warmup, end)}
+    parts = [_Part(START, rule, shown), _Part(_first_batch(warmup, config), rule, shown)]
     if decay != end:
-        course = {falls[0]: falls[1], "schedule.decay_shape": schedule.decay_shape}
+        course = {"schedule.decay": f"from {decay} to {end}", "schedule.decay_shape": schedule.decay_shape}
         course["schedule.final_lr"] = repr(schedule.final_lr)
-        parts.append(_Part(_start(decay, shape), *falls, {**rate, **course}, falls))
+        parts.append(_Part(_first_batch(decay, config), {**course, **rate}, {}))
     return parts
 
 
-def _start(time: Duration, shape: BatchShape) -> Duration:
-    """Return the time of the first batch at or after `time`. Rows become batches, and zero is the same in every unit."""
-    return Duration(shape.batches(time), "ba") if time.unit == "sp" else time if time.value else START
+def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
+    """Return when the first batch at or after `time` begins. Rows become batches, and zero is the same in every unit."""
+    return Duration(config.batch_shape.batches(time), "ba") if time.unit == "sp" else time if time.value else START
 
 
 def _text(duration: Duration, total: Duration) -> str:
@@ -188,32 +185,17 @@ def _compare(
     first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
 ) -> Difference | None:
     """Return the first difference between the phases, or between the schedules, of two runs."""
-    shape = first.batch_shape
-    ends = [_start(config.max_duration, shape) for config in (first, second)]
-    for index, (old, new) in enumerate(zip_longest(before, now)):
-        differing = next(_differing_keys(old, new, before, now, overrides), None)
-        if differing is None:
-            continue
-        # A time in another unit may come before the part's own start.
-        later = dict.fromkeys(part.start for part in (*before[index:], *now[index:]))
-        times = [time for time in later if all(_may_reach(end, time, shape) for end in ends)]
-        return Difference(min(_earliest(time, shape) for time in times), *differing, tuple(times)) if times else None
+    shape, ends = first.batch_shape, [_first_batch(config.max_duration, config) for config in (first, second)]
+    for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
+        keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]
+        keys = keys[:1] if _NO_PART in (old, new) else keys
+        if key := next((key for key in keys if not is_overridden(key, overrides)), None):
+            # A later time in another unit may come before the part's own start.
+            later = dict.fromkeys(part.start for part in (*before[index:], *now[index:]))
+            times = tuple(time for time in later if all(_may_reach(end, time, shape) for end in ends))
+            batches = [_earliest(time, shape) for time in times]
+            return Difference(min(batches), key, old.text(key), new.text(key), times) if times else None
     return None
-
-
-def _differing_keys(
-    old: _Part | None, new: _Part | None, before: list[_Part], now: list[_Part], overrides: Sequence[str]
-) -> Iterator[tuple[str, str, str]]:
-    """Yield the keys in which two parts differ, with both values. `before` and `now` are all parts of the two runs."""
-    if old is None or new is None or old.start != new.start:
-        key = now[-1].end[0] if new is None else new.start_key
-        if not is_overridden(key, overrides):
-            first = before[-1].end[1] if old is None else old.start_text
-            yield key, first, now[-1].end[1] if new is None else new.start_text
-    if old is not None and new is not None:
-        for key in {**new.rule, **old.rule}:
-            if old.rule.get(key) != new.rule.get(key) and not is_overridden(key, overrides):
-                yield key, old.text(key), new.text(key)
 
 
 def _earliest(time: Duration, shape: BatchShape) -> int:

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.checkpoint_plan import branch_points, remaining_checkpoints, saved_checkpoints
+from biphasic.config.conversion_record import StreamRecord
 from biphasic.config.data_plan import DatasetPlan, describe_datasets, plan_datasets
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
@@ -123,16 +124,19 @@ class Plan:
         return json.dumps(asdict(self), indent=2)
 
 
-def plan(config: PretrainConfig, ranks: int) -> Plan:
-    """Compute the plan of a checked configuration for a run of `ranks` processes.
+def plan(config: PretrainConfig, ranks: int, records: Mapping[str, StreamRecord] = MappingProxyType({})) -> Plan:
+    """Compute the plan of a run. This reads nothing but `config.json`, if `model.init_from` is a local folder.
 
-    This reads only the conversion records of the data and, if `model.init_from` is a local folder, its `config.json`.
+    Args:
+        config: a checked configuration.
+        ranks: number of processes.
+        records: the datasets' conversion records, as far as they are known, by key.
     """
     laid_out, size = spans(config.objective.phases, config.max_duration), config.batch_shape.size
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
     batches = _batch(config.max_duration, config)
     units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
-    datasets, warnings = plan_datasets(config, batches)
+    datasets, warnings = plan_datasets(config, batches, records)
     return Plan(
         run=str(config.run_folder),
         ranks=ranks,

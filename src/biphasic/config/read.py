@@ -6,11 +6,12 @@ import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from biphasic.errors import ConfigError, Problem
@@ -30,7 +31,7 @@ class KeyTree:
 
     def __init__(self, file: Path):
         self.file = file
-        self.merged = DictConfig({})
+        self.merged: dict[Any, Any] = {}
         self.where: dict[str, str] = {}
 
     def source(self, key: str) -> str:
@@ -46,63 +47,54 @@ class KeyTree:
             ConfigError: an interpolation can't be resolved.
         """
         with _errors_reported(self.source):
-            content = OmegaConf.to_container(self.merged, resolve=True)
+            content = OmegaConf.to_container(OmegaConf.create(self.merged), resolve=True)
         assert isinstance(content, dict)
         return content
 
-    def merge(self, content: DictConfig) -> None:
-        """Merge a file's keys. Sections merge, except those whose kind differs; a list replaces a list."""
-        self._drop_replaced("", OmegaConf.to_container(content, resolve=False))
-        merged = OmegaConf.merge(self.merged, content)
-        assert isinstance(merged, DictConfig)
-        self.merged = merged
-
     def update(self, key: str, value: Any, where: Mapping[str, str]) -> None:
-        """Merge `value` into a dotted key. `where` is the place of the key and of keys below it."""
+        """Merge a value into a dotted key; an empty key is the top.
+
+        Sections merge, except those whose kind differs; a list replaces a list.
+
+        Args:
+            key: the dotted key.
+            value: mappings, lists and plain values.
+            where: the places of the key and of keys below it.
+        """
+        for part in reversed(key.split(".") if key else []):
+            value = {part: value}
         with _errors_reported(lambda _: where.get(key, str(self.file)), key):
-            plain = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
-            section, _, name = key.rpartition(".")
-            if section and name == _kind_key(section):
-                # The section is replaced, except its other keys on the command line: their order does not matter.
-                self._drop_replaced(section, {name: plain}, keep=_COMMAND_LINE)
-            self._drop_replaced(key, plain)
-            OmegaConf.update(self.merged, key, value, force_add=True)
-        if not isinstance(value, Mapping):
-            self.forget_below(key)
+            self.merged = self._merge(self.merged, value, "")
         self.where.update(where)
 
     def copy(self) -> KeyTree:
         """Return a copy that can be changed."""
         tree = KeyTree(self.file)
-        tree.merged, tree.where = self.merged.copy(), dict(self.where)
+        tree.merged, tree.where = deepcopy(self.merged), dict(self.where)
         return tree
 
-    def _drop_replaced(self, key: str, value: Any, keep: str = "") -> None:
-        """Remove the keys of each section whose kind differs in `value`, which will be merged into `key`.
+    def _merge(self, old: Any, new: Any, key: str) -> Any:
+        """Return the value of `key` after `new` is merged into `old`, which is changed."""
+        if isinstance(old, list) and isinstance(new, dict) and new and all(str(name).isdigit() for name in new):
+            for index, child in new.items():
+                old[int(index)] = self._merge(old[int(index)], child, f"{key}.{index}")
+            return old
+        if not isinstance(old, dict) or not isinstance(new, dict):
+            self._forget(f"{key}.")
+            return deepcopy(new)
+        kind = _kind_key(key)
+        if isinstance(old.get(kind), str) and isinstance(new.get(kind), str) and old[kind] != new[kind]:
+            # Keys on the command line stay: their order does not matter.
+            for name in [name for name in old if self.source(f"{key}.{name}") != _COMMAND_LINE]:
+                del old[name]
+                self._forget(f"{key}.{name}")
+        for name, child in new.items():
+            old[name] = self._merge(old.get(name), child, f"{key}.{name}".lstrip("."))
+        return old
 
-        Keys that were written at `keep` stay.
-        """
-        if not isinstance(value, dict):
-            return
-        section = OmegaConf.select(self.merged, key, throw_on_resolution_failure=False) if key else self.merged
-        if not isinstance(section, DictConfig):
-            return
-        kind_key = _kind_key(key)
-        if isinstance(value.get(kind_key), str):
-            old = OmegaConf.to_container(section, resolve=False)
-            assert isinstance(old, dict)
-            if isinstance(old.get(kind_key), str) and old[kind_key] != value[kind_key]:
-                for name in [name for name in old if not keep or self.source(f"{key}.{name}") != keep]:
-                    section.pop(name)
-                    self.where.pop(f"{key}.{name}", None)
-                    self.forget_below(f"{key}.{name}")
-                return
-        for name, child in value.items():
-            self._drop_replaced(f"{key}.{name}" if key else str(name), child)
-
-    def forget_below(self, key: str) -> None:
-        """Forget where the keys below `key` were written."""
-        self.where = {k: v for k, v in self.where.items() if not k.startswith(f"{key}.")}
+    def _forget(self, key: str) -> None:
+        """Forget where a key and the keys below it were written."""
+        self.where = {k: place for k, place in self.where.items() if not f"{k}.".startswith(key)}
 
 
 def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
@@ -141,16 +133,16 @@ def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
         raise _config_error(name, "", reason) from None
     nodes, content = _parse(text, name)
     with _errors_reported(lambda _: name, "defaults"):
-        value = content.pop("defaults", None)
-        names = [] if value is None else [value] if isinstance(value, str) else list(value)
-    if isinstance(value, DictConfig) or not all(isinstance(base, str) for base in names):
+        value = OmegaConf.create({"defaults": content.pop("defaults", None)}).defaults
+        value = list(value) if OmegaConf.is_list(value) else value
+    names = [] if value is None else [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(base, str) for base in names):
         raise _config_error(name, "defaults", f"expected the path of a YAML or a list of paths; got {value!r}")
     for base in names:
         _read(file.parent / base, tree, (*including, file.resolve()))
-    with _errors_reported(lambda _: name):
-        tree.merge(content)
+    tree.update("", content, {})
     if nodes is not None:
-        _record(nodes, "", name, tree)
+        tree.where.update(_places(nodes, "", name))
 
 
 def _similar_file(file: Path) -> str:
@@ -164,18 +156,19 @@ def _similar_file(file: Path) -> str:
     return ""
 
 
-def _parse(text: str, name: str) -> tuple[yaml.Node | None, DictConfig]:
+def _parse(text: str, name: str) -> tuple[yaml.Node | None, dict[Any, Any]]:
     try:
         _require_shallow(text, name)
         nodes = yaml.compose(text, Loader=_LOADER)
         if nodes is not None and not isinstance(nodes, yaml.MappingNode):
             raise _config_error(name, "", "expected `key: value` lines at the top")
-        content = OmegaConf.create(text) if nodes is not None else DictConfig({})
+        # OmegaConf reads 1e-4 as a number, unlike PyYAML.
+        content = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if nodes is not None else {}
     except _READ_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
         line = f":{mark.line + 1}" if mark else ""
         raise _config_error(name + line, "", f"is not valid YAML: {_summary(error)}") from None
-    assert isinstance(content, DictConfig)
+    assert isinstance(content, dict)
     return nodes, content
 
 
@@ -189,20 +182,19 @@ def _require_shallow(text: str, name: str) -> None:
             )
 
 
-def _record(node: yaml.Node, key: str, name: str, tree: KeyTree) -> None:
-    """Record the line of every key below `node`."""
+def _places(node: yaml.Node, key: str, name: str) -> dict[str, str]:
+    """Return the line of every key below `node`."""
     if isinstance(node, yaml.MappingNode):
         children = [(str(child.value), child, value) for child, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        # A list replaces the list of the file below it.
-        tree.where = {k: v for k, v in tree.where.items() if not k.startswith(f"{key}.")}
         children = [(str(index), value, value) for index, value in enumerate(node.value)]
     else:
-        return
+        return {}
+    places: dict[str, str] = {}
     for part, marked, value in children:
-        full = f"{key}.{part}" if key else part
-        tree.where[full] = f"{name}:{marked.start_mark.line + 1}"
-        _record(value, full, name, tree)
+        full = f"{key}.{part}".lstrip(".")
+        places |= {full: f"{name}:{marked.start_mark.line + 1}", **_places(value, full, name)}
+    return places
 
 
 def _override(text: str, tree: KeyTree) -> None:
@@ -213,18 +205,16 @@ def _override(text: str, tree: KeyTree) -> None:
         raise _config_error(_COMMAND_LINE, key, f"expected a value; got nothing ({key}=null sets null)")
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         _require_shallow(value, _COMMAND_LINE)
-        parsed = OmegaConf.from_dotlist([f"value={value}"])["value"]
-    tree.update(key, parsed, {name: _COMMAND_LINE for name in _keys_below(key, parsed)})
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
+    tree.update(key, parsed["value"], dict.fromkeys([key, *_keys_below(key, parsed["value"])], _COMMAND_LINE))
 
 
 def _keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield a dotted key and the dotted keys of the sections and lists in its value."""
-    yield key
-    if OmegaConf.is_config(value):
-        plain = OmegaConf.to_container(value, resolve=False)
-        names = plain if isinstance(plain, dict) else range(len(plain)) if isinstance(plain, list) else ()
-        for name in names:
-            yield from _keys_below(f"{key}.{name}", value._get_node(name))
+    """Yield the dotted keys of the sections and lists in a key's value."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for name, child in items:
+        yield f"{key}.{name}"
+        yield from _keys_below(f"{key}.{name}", child)
 
 
 def _kind_key(section: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, read_stream_record
+from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, read_conversions
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.mds_reader import INDEX
@@ -59,16 +59,10 @@ def row_problems(
     return problems
 
 
-def read_conversions(config: PretrainConfig) -> dict[str, StreamRecord]:
-    """Return the conversion records of the training streams that have one, by key."""
-    records = {key: read_stream_record(stream) for key, stream in config.data.streams.items()}
-    return {key: record for key, record in records.items() if record is not None}
-
-
 def check_rows(config: PretrainConfig) -> RowChecks:
     """Check a run's rows and tokenizer for its plan. A tokenizer in a bucket or on the hub is not downloaded."""
     checks, tokenizer = RowChecks(), None
-    conversions = {key: found for key, found in read_conversions(config).items() if "tokenizer" in found.record}
+    conversions = {key: found for key, found in read_conversions(config.data).items() if "tokenizer" in found.record}
     if Path(config.tokenizer).is_dir():
         try:
             tokenizer = load_tokenizer(config.tokenizer)

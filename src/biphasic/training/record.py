@@ -14,10 +14,11 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing.schedule import elapsed
+from biphasic.config.conversion_record import read_conversions
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import spans
-from biphasic.data.conversion_checks import read_conversions, row_problems
+from biphasic.data.conversion_checks import row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
@@ -90,7 +91,7 @@ def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str,
         UserError: a stream was converted with another tokenizer or sequence length.
     """
     streams: dict[str, dict[str, Any]] = {}
-    conversions = read_conversions(config)
+    conversions = read_conversions(config.data)
     if problems := row_problems(config, conversions, tokenizer):
         raise UserError("\n".join(problems))
     for key, conversion in conversions.items():
