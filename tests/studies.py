@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
+
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.sweep import SweepConfig
@@ -119,6 +121,13 @@ def write_study(folder: Path, models: Sequence[str] = MODELS) -> None:
             write_run(folder, name)
     write_sweep(folder / "sweep", models)
     write_evaluation(folder / "evaluate" / models[0], models[0])
+
+
+def score_rows(scores: dict[tuple[str, str, str, str, int], float]) -> pd.DataFrame:
+    """Rows for `score_table`, from scores by model, group, task, test set and seed, at settled rates."""
+    names = ["model", "group", "task", "test_set", "seed"]
+    rows = pd.DataFrame([(*key, value) for key, value in scores.items()], columns=[*names, "score"])
+    return rows.assign(trained_on=rows.task, metric="accuracy", lr=1e-5, chosen_validation=0.5, settled=True)
 
 
 def fine_tune(sweep: SweepConfig) -> None:

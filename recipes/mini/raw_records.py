@@ -11,12 +11,13 @@ from dataclasses import astuple, dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from pydantic import TypeAdapter
 
 from biphasic.errors import UserError
 from biphasic.report.formatting import csv_table
+from biphasic.report.scores import trial_table
 from biphasic.report.study_folder import read_study
-from biphasic.report.sweep_scores import SweepScores, collect_scores
 from biphasic.storage import open_store
 from biphasic.sweep.records import TrialRecord, read_grid, read_records
 from biphasic.training.metrics_file import parse_metrics
@@ -108,22 +109,20 @@ def read_run(folder: Path) -> Records:
         store = open_store(str(part / "sweep"))
         grid = read_grid(store)
         records = read_records(store, grid.trials)
-        trials += _trials(collect_scores(grid, records), seed)
-        points = [point for point in read_study([str(part)]).losses if point.split == "validation"]
-        last = {(point.run, point.objective): point.loss for point in sorted(points, key=lambda point: point.step)}
+        trials += _trials(trial_table(grid, records), seed)
+        points = read_study([str(part)]).losses.query("kind == 'validation'").sort_values("step")
+        last = {(point.run, point.objective): point.loss for point in points.itertuples()}
         losses += [Loss(seed, *key, loss) for key, loss in last.items()]
         hours.append(_hours(part, records.values()))
     return Records(trials, losses, hours)
 
 
-def _trials(sweep: SweepScores, pretraining_seed: int) -> Iterator[Trial]:
-    """Yield the finished trials of a sweep."""
-    for name, cell in sweep.planned.items():
-        if sweep.status(name) != "done":
-            continue
-        [result] = sweep.records[name].results
-        chosen = name in sweep.chosen[cell.model, cell.task, result.name].trials.values()
-        yield Trial(pretraining_seed, cell.model, cell.task, cell.lr, cell.seed, result.validation, result.test, chosen)
+def _trials(table: pd.DataFrame, pretraining_seed: int) -> Iterator[Trial]:
+    """Yield the finished trials of a sweep whose tasks have one test set each."""
+    for row in table[table.planned & (table.status == "done")].itertuples():
+        validation, test = (None if pd.isna(score) else score for score in (row.validation, row.test))
+        chosen = row.lr == row.chosen_lr
+        yield Trial(pretraining_seed, row.model, row.trained_on, row.lr, row.seed, validation, test, chosen)
 
 
 def _hours(folder: Path, records: Iterable[TrialRecord]) -> Hours:
@@ -139,7 +138,8 @@ def write_records(records: Records, folder: Path) -> None:
     target = open_store(str(folder))
     for part in fields(Records):
         rows = sorted(map(astuple, getattr(records, part.name)))
-        target.write(f"{part.name}.csv", csv_table(" ".join(field.name for field in fields(_KINDS[part.name])), rows))
+        columns = [field.name for field in fields(_KINDS[part.name])]
+        target.write(f"{part.name}.csv", csv_table(pd.DataFrame(rows, columns=columns)))
 
 
 def read_written(folder: Path) -> Records:

@@ -38,7 +38,7 @@ def results(folder: Path, hardware: str, commit: str) -> RecipeResults:
     return RecipeResults.model_validate({
         "command": "recipes/mini/run.sh",
         "commit": commit,
-        "date": datetime.datetime.now(tz=datetime.UTC).date().isoformat(),
+        "date": datetime.datetime.now(tz=datetime.UTC).date(),
         "hardware": hardware,
         "hours": round(sum(read_run(folder).total_hours), 2),
         "tokens_per_second": speed and {**speed, "value": round(speed["value"])},

@@ -21,6 +21,7 @@ from math import nan
 from pathlib import Path
 from statistics import fmean
 
+import pandas as pd
 from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, write_records
 
 from biphasic.errors import UserError
@@ -92,9 +93,10 @@ class Results:
         """Return the ends of the runs from initial weights whose MLM, if they have any, masks 40%."""
         return self.final(lambda model: model.continued_from is None and model.masking_ratio in (None, 0.4))
 
-    def means(self, model: str, task: str) -> dict[int, float]:
+    def means(self, model: str, task: str) -> pd.Series:
         """Return a model's mean score on a task by pretraining seed."""
-        return {seed: fmean(values) for seed, values in self.scores.get((model, task), {}).items()}
+        by_seed = self.scores.get((model, task), {})
+        return pd.Series({seed: fmean(values) for seed, values in by_seed.items()}, dtype=float)
 
     @cached_property
     def seeds(self) -> int:
@@ -109,13 +111,13 @@ class Results:
         """Return a model's mean score on a task with its interval; None without scores."""
         by_seed = self.scores.get((model, task), {})
         if len(by_seed) > 1:
-            return mean_interval(list(self.means(model, task).values()))
+            return mean_interval(self.means(model, task))
         return next((mean_interval(values) for values in by_seed.values()), None)
 
     def cell(self, model: str, task: str) -> str:
         """Return a model's score on a task in points, as text."""
         interval = self.interval(model, task)
-        return "missing" if interval is None else format_interval(interval, format_points)
+        return "missing" if interval is None else format_interval(interval.mean, interval.half)
 
 
 def clm_share(model: Facets) -> float:
@@ -198,12 +200,12 @@ def _difference_table(results: Results, main: list[Facets]) -> list[str]:
             for task in TASKS:
                 means = [results.means(str(run), task) for run in pair]
                 difference = paired_difference(*means)
-                if difference is not None:
+                if difference.count:
                     compared.append((steps, first, second, task, difference))
-    corrected = holm([row[-1].p for row in compared])
+    corrected = holm(pd.Series([row[-1].p for row in compared], dtype=float))
     body = [
         [f"{steps * TOKENS_PER_BATCH / 1e6:.2f} M", f"{first} minus {second}", f"`{task}`",
-         format_interval(difference, format_signed), format_p(difference.p), format_p(p)]
+         format_interval(difference.mean, difference.half, format_signed), format_p(difference.p), format_p(p)]
         for (steps, first, second, task, difference), p in zip(compared, corrected, strict=True)
     ]  # fmt: skip
     return markdown_table(["tokens", "difference", "task", "points", "p", "p, Holm"], body)
@@ -242,10 +244,7 @@ def draw(results: Results) -> bytes:
                 axes.errorbar(
                     [tokens for tokens, _, _ in points],
                     [100 * interval.mean for _, interval, _ in points],
-                    [
-                        100 * interval.half if interval.half is not None and results.has_all_seeds(run) else nan
-                        for _, interval, run in points
-                    ],
+                    [100 * interval.half if results.has_all_seeds(run) else nan for _, interval, run in points],
                     **line_style(index), label=name, capsize=2, marker="o", markersize=3,
                 )  # fmt: skip
                 for tokens, interval, run in points:

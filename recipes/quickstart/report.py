@@ -75,10 +75,9 @@ def draw_losses(folder: Path, runs: dict[str, list[dict[str, Any]]]) -> bytes:
                     "validation": {"linewidth": 1.4, "marker": "o", "markersize": 3.5, "label": name},
                 }
                 for split, style in styles.items():
-                    curve = [point for point in points if (point.split, point.objective) == (split, objective)]
-                    at, losses = [point.step * millions for point in curve], [point.loss for point in curve]
-                    axes.plot(at, losses, color=COLOR[name], **style)
-            for event in loss_events(name, config_of(folder / run), 0):
+                    curve = points[(points.kind == split) & (points.objective == objective)]
+                    axes.plot(curve.step * millions, curve.loss, color=COLOR[name], **style)
+            for event in loss_events(name, config_of(folder / run), 0).itertuples():
                 if event.kind == "switch":
                     for axes in panels:
                         axes.axvline(event.step * millions, color=COLOR[name], linestyle="--", linewidth=1)

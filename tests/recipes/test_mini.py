@@ -26,9 +26,9 @@ from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
 from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
-from biphasic.report.reference import in_place_of, read_reference
+from biphasic.report.reference import read_reference
 from biphasic.report.run import write_report
-from biphasic.report.study_layouts import FIGURES
+from biphasic.report.study_figures import FIGURES, arrange, facet_table
 from biphasic.report.study_models import facets_of_models, facets_of_name
 from biphasic.study.compute import trained_compute
 from biphasic.study.plan import plan_study
@@ -74,7 +74,7 @@ def test_the_models_fill_every_figure(study: StudyConfig) -> None:
     for figure in FIGURES:
         # The study has one size.
         fewest = 2 if figure.name == "objective-by-size" else 4
-        assert len(figure.arrange(models).placements) >= fewest, figure.name
+        assert len(arrange(figure, facet_table(models))[0]) >= fewest, figure.name
     for name in configs:
         assert facets_of_name(name) == models[name], "the name says what the configuration does"
 
@@ -126,13 +126,11 @@ def test_the_long_runs_share_half_of_clm(study: StudyConfig, monkeypatch: pytest
 
 
 def test_models_of_the_paper_have_one_here(study: StudyConfig) -> None:
-    reference = in_place_of(
-        read_reference(str(ROOT / "recipes/paper/reference.csv")), str(RECIPE / "paper_models.yaml")
-    )
+    reference = read_reference(str(ROOT / "recipes/paper/reference.csv"), str(RECIPE / "paper_models.yaml"))
     here = scored_models(study)
-    assert {score.group for score in reference} == {"SC", "TC", "QA", "IR"}
-    for score in reference:
-        theirs, ours = facets_of_name(score.model), facets_of_name(here[score.measured_as].name)
+    assert set(reference.group) == {"SC", "TC", "QA", "IR"}
+    for score in reference.itertuples():
+        theirs, ours = facets_of_name(score.model), facets_of_name(here[score.measured_model].name)
         assert theirs.objective == ours.objective and theirs.masking_ratio == ours.masking_ratio
         assert (theirs.continued_from is None) == (ours.continued_from is None)
         assert theirs.clm_steps / theirs.total_steps == pytest.approx(ours.clm_steps / ours.total_steps, abs=0.03)

@@ -227,14 +227,14 @@ def test_a_recorded_run_agrees_with_its_record(
     assert record.main([str(tmp_path / "run"), *options]) == 0
     recorded = read_results(str(tmp_path))
     assert recorded.hours == round((2 * 400 * STEP_SECONDS + 3 * len(RATES) * len(SEEDS) * 10.0 / 2) / 3600, 2)
-    numbers = {number.name: number for number in check_run(recorded, str(tmp_path / "run"))}
-    assert {name: number.verdict for name, number in numbers.items()} == {
+    numbers = check_run(recorded, str(tmp_path / "run"))
+    assert {name: number.verdict(value) for name, (number, value) in numbers.items()} == {
         "tokens/s": "not checked",
         **{f"{model}: {kind}, validation": "ok" for model in record.MODELS for kind in ("CLM", "MLM")},
         **{f"{model}: SC": "ok" for model in record.MODELS},
     }
-    assert numbers["210m-mlm40-400: SC"].value == 0.6
-    assert numbers["210m-clm-400: CLM, validation"].value == pytest.approx(2 + 3 / 9 + 0.01 + 0.1)
+    assert numbers["210m-mlm40-400: SC"][1] == 0.6
+    assert numbers["210m-clm-400: CLM, validation"][1] == pytest.approx(2 + 3 / 9 + 0.01 + 0.1)
 
 
 RECORDS = ROOT / "recipes" / "mini" / "results"

@@ -10,7 +10,7 @@ import pytest
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.recipe_results import CheckedNumber, MeasuredNumber, read_results, results_page
+from biphasic.report.recipe_results import MeasuredNumber, read_results, results_page
 
 ROOT = Path(__file__).parents[2]
 ROW: dict[str, Any] = {
@@ -49,7 +49,7 @@ def write_run(folder: Path, loss: float = 3.25, score: Any = 0.8) -> Path:
 
 def test_the_committed_page_is_what_the_command_gives(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
-    assert results_page("recipes") == (ROOT / "recipes" / "RESULTS.md").read_text(encoding="utf-8"), (
+    assert results_page("recipes") == (ROOT / "recipes" / "RESULTS.md").read_bytes(), (
         "run: biphasic report --results recipes"
     )
 
@@ -70,10 +70,10 @@ def test_a_run_within_the_tolerances(tmp_path: Path, capsys: pytest.CaptureFixtu
     recipe, run = write_recipe(tmp_path), write_run(tmp_path, loss=3.3, score=0.79)
     assert main(["report", "--check", str(recipe), str(run)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split() for line in lines[3:6]] == [
-        ["tokens/s", "15000", "none", "not", "checked"],
-        ["MLM,", "validation", "3.25", "±", "0.05", "3.3", "+0.05", "ok"],
-        ["SC", "0.8", "±", "0.01", "0.79", "-0.01", "ok"],
+    assert [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[4:7]] == [
+        ["tokens/s", "15000", "none", "", "", "not checked"],
+        ["MLM, validation", "3.25", "± 0.05", "3.3", "+0.05", "ok"],
+        ["SC", "0.8", "± 0.01", "0.79", "-0.01", "ok"],
     ]
     assert lines[-1] == "within the tolerances"
 
@@ -94,7 +94,7 @@ def test_a_run_that_differs(
     recipe, run = write_recipe(tmp_path), write_run(tmp_path, loss, score)
     assert main(["report", "--check", str(recipe), str(run)]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[-1] for line in lines[4:6]] == verdicts
+    assert [line.split("|")[-2].strip() for line in lines[5:7]] == verdicts
     assert lines[-1] == "1 of 3 numbers are not within the tolerance"
 
 
@@ -106,9 +106,9 @@ def test_an_empty_folder_is_missing_everything(tmp_path: Path, capsys: pytest.Ca
 
 def test_rounding_does_not_exceed_a_tolerance() -> None:
     expected = MeasuredNumber(value=0.3, tolerance=0.1, file="a.json", key="/a")
-    assert CheckedNumber("a", expected, 0.4).verdict == "ok"
+    assert expected.verdict(0.4) == "ok"
     exact = MeasuredNumber(value=0.3, tolerance=0.0, file="a.json", key="/a")
-    assert [CheckedNumber("a", exact, value).verdict for value in (0.3, 0.3001)] == ["ok", "differs"]
+    assert [exact.verdict(value) for value in (0.3, 0.3001)] == ["ok", "differs"]
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,11 @@ import pytest
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.reference import (
-    COLUMNS,
-    COMPARISON_FILES,
-    compare_orders,
-    compare_scores,
-    in_place_of,
-    read_reference,
-)
+from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders, compare_scores, read_reference
+from biphasic.report.scores import ScoreTable, score_table
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_models import facets_of_name
-from biphasic.report.study_scores import ScoreRow, ScoreTable, score_table
-from studies import write_sweep
+from studies import score_rows, write_sweep
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper" / "reference.csv"
 
@@ -34,33 +27,38 @@ def write_reference(folder: Path, *lines: str) -> str:
 
 def table_of(**scores: tuple[float, ...]) -> ScoreTable:
     return score_table(
-        ScoreRow(model.replace("_", "-"), "SC", "sst2", "sst2", seed, score)
-        for model, by_seed in scores.items()
-        for seed, score in enumerate(by_seed)
-    )
+        score_rows({
+            (model, "SC", "sst2", "sst2", seed): score
+            for model, by_seed in scores.items()
+            for seed, score in enumerate(by_seed)
+        })
+    )  # fmt: skip
 
 
 def test_the_papers_numbers() -> None:
-    scores = {(score.model, score.group): score for score in read_reference(str(PAPER))}
+    scores = read_reference(str(PAPER)).set_index(["model", "group"])
     assert len(scores) == 68
-    assert scores["610m-clm-10k-mlm40-42k", "QA"].score == 0.6777
-    assert scores["610m-clm-dec42k-mlm40-64k", "IR"].score == 0.807
-    assert scores["610m-mlm40-42k-5000", "QA"].score == 0.2789
-    assert all(score.second_hand and "arXiv 2507.00994" in score.source for score in scores.values())
-    for model, _ in scores:
+    assert scores.published["610m-clm-10k-mlm40-42k", "QA"] == 0.6777
+    assert scores.published["610m-clm-dec42k-mlm40-64k", "IR"] == 0.807
+    assert scores.published["610m-mlm40-42k-5000", "QA"] == 0.2789
+    assert scores.second_hand.all() and scores.source.str.contains("arXiv 2507.00994").all()
+    for model, _ in scores.index:
         facets_of_name(model)  # a name as on the hub
 
 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("a,SC,80,paper", "expected 6 fields"),
-        ("a,SC,80,paper,no,,more", "expected 6 fields"),
-        ("a,NER,80,paper,no,", "group: expected one of SC, TC, QA, IR; got 'NER'"),
-        ("a,SC,high,paper,no,", "score: expected points from 0 to 100; got 'high'"),
-        ("a,SC,800,paper,no,", "score: expected points from 0 to 100; got '800'"),
-        ("a,SC,80,paper,true,", "second_hand: expected yes or no; got 'true'"),
-        ("a,SC,80,,no,", "source: is missing"),
+        ("a,SC,80,paper", "second_hand: Input should be 'yes' or 'no'; got ''"),
+        ("a,SC,80,paper,no,,more", "further: Extra inputs are not permitted; got ['more']"),
+        ("a,NER,80,paper,no,", "group: Input should be 'SC', 'TC', 'QA' or 'IR'; got 'NER'"),
+        (
+            "a,SC,high,paper,no,",
+            "score: Input should be a valid number, unable to parse string as a number; got 'high'",
+        ),
+        ("a,SC,800,paper,no,", "score: Input should be less than or equal to 100; got '800'"),
+        ("a,SC,80,paper,true,", "second_hand: Input should be 'yes' or 'no'; got 'true'"),
+        ("a,SC,80,,no,", "source: String should have at least 1 character; got ''"),
         ("b,SC,81,paper,no,", "b has another score in SC"),
     ],
 )
@@ -85,12 +83,13 @@ def test_differences_to_published_scores(tmp_path: Path) -> None:
     reference = read_reference(
         write_reference(tmp_path, "a,SC,80.5,paper,yes,", "b,SC,70,paper,no,", "a,IR,60,paper,no,")
     )
-    first, absent, other_group = compare_scores(reference, table_of(a=(0.81, 0.82, 0.83)))
-    assert first.measured == mean_interval([0.81, 0.82, 0.83])
+    compared = compare_scores(reference, table_of(a=(0.81, 0.82, 0.83)))
+    first = compared.loc[0]
+    expected = mean_interval([0.81, 0.82, 0.83])
+    assert (first.measured, first.half_width, first.seeds) == pytest.approx((expected.mean, expected.half, 3))
     assert first.difference == pytest.approx(0.015)
-    assert first.complete
-    assert (absent.measured, absent.difference) == (None, None)
-    assert other_group.measured is None
+    assert list(compared.complete) == [True, False, False], "the second model and the other group have no scores"
+    assert compared[["measured", "difference"]].isna().all(axis=1).to_list() == [False, True, True]
 
 
 def test_orders(tmp_path: Path) -> None:
@@ -98,26 +97,25 @@ def test_orders(tmp_path: Path) -> None:
         ("610m-clm-42k", 80), ("610m-mlm40-42k", 82), ("1b-clm-42k", 85), ("1b-mlm40-42k", 82), ("1b-mlm20-42k", 99)
     )]  # fmt: skip
     reference = read_reference(write_reference(tmp_path, *lines))
-    table = score_table(
-        ScoreRow(model, "SC", "sst2", "sst2", seed, base + noise * seed)
-        for model, base, noise in (
-            ("610m-clm-42k", 0.70, 0.010), ("610m-mlm40-42k", 0.80, 0.011),  # clearly the published order
-            ("1b-clm-42k", 0.75, 0.012), ("1b-mlm40-42k", 0.755, 0.001),  # not the published order, and not clearly
-        )
-        for seed in range(3)
-    )  # fmt: skip
-    orders = {(order.first.model, order.second.model): order for order in compare_orders(reference, table)}
+    measured = {
+        "610m-clm-42k": (0.70, 0.010), "610m-mlm40-42k": (0.80, 0.011),  # clearly the published order
+        "1b-clm-42k": (0.75, 0.012), "1b-mlm40-42k": (0.755, 0.001),  # the published order, but not clearly
+    }  # fmt: skip
+    table = table_of(
+        **{name: tuple(base + noise * seed for seed in range(3)) for name, (base, noise) in measured.items()}
+    )
+    orders = {(order.first, order.second): order for order in compare_orders(reference, table).itertuples()}
     # Equal published scores are no order, and 1b-mlm20-42k is not measured.
     assert len(orders) == 5
     agreeing = orders["610m-mlm40-42k", "610m-clm-42k"]
-    assert (agreeing.agrees, agreeing.clear, agreeing.same_budget) == (True, True, True)
+    assert (agreeing.agrees, agreeing.clear, agreeing.same_size_and_steps) == (True, True, True)
     assert agreeing.published == pytest.approx(0.02)
-    assert agreeing.measured.mean == pytest.approx(0.101)
+    assert agreeing.measured == pytest.approx(0.101)
     opposite = orders["1b-clm-42k", "1b-mlm40-42k"]
-    assert opposite.measured.mean == pytest.approx(0.006)
+    assert opposite.measured == pytest.approx(0.006) and not opposite.clear
     other = orders["1b-clm-42k", "610m-mlm40-42k"]
-    assert (other.agrees, other.clear, other.same_budget) == (False, True, False)
-    assert other.measured.mean == pytest.approx(-0.049)
+    assert (other.agrees, other.clear, other.same_size_and_steps) == (False, True, False)
+    assert other.measured == pytest.approx(-0.049)
 
 
 def test_models_at_another_scale(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,7 +144,7 @@ def test_models_at_another_scale(tmp_path: Path, capsys: pytest.CaptureFixture[s
     ):
         models.write_text(text)
         with pytest.raises(UserError, match=message):
-            in_place_of(read_reference(str(PAPER)), str(models))
+            read_reference(str(PAPER), str(models))
 
 
 def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,8 +164,8 @@ def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.Captur
     report = tmp_path / "sweep" / "report"
     rows = list(csv.DictReader(io.StringIO((report / "orders.csv").read_text())))
     assert [(row["group"], row["first"], row["agrees"]) for row in rows] == [
-        ("SC", "610m-mlm40-42k", "yes"),
-        ("IR", "610m-mlm40-42k", "yes"),
+        ("SC", "610m-mlm40-42k", "True"),
+        ("IR", "610m-mlm40-42k", "True"),
     ]
     assert len(list(csv.DictReader(io.StringIO((report / "against.csv").read_text())))) == 68
     assert main(["report", str(tmp_path / "sweep")]) == 0

@@ -13,11 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from scipy import stats
 
 from biphasic.commands import main
+from biphasic.report import sweep_report
 from biphasic.report.sweep_report import report_files
-from biphasic.report.sweep_scores import collect_scores, stability
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell, Grid, TrialRecord, write_grid, write_record
 from sweeps import MNLI, MSMARCO, RATES, SEEDS, SST2, grid_of, records_of
@@ -33,7 +34,7 @@ def noisy(cell: Cell, name: str) -> tuple[float, float]:
 
 
 def files_of(grid: Grid, records: dict[str, TrialRecord]) -> dict[str, str]:
-    files = report_files(collect_scores(grid, records))
+    files = report_files(grid, records)
     return {name: content.decode() for name, content in files.items() if content and not name.endswith("png")}
 
 
@@ -92,9 +93,9 @@ def test_a_missing_score_is_not_zero() -> None:
     absent = [row for row in rows if row["status"] == "missing"]
     assert absent
     assert all(row["validation"] == row["test"] == "" for row in absent)
-    table = {(row["model"], row["name"]): row for row in csv.DictReader(io.StringIO(files["table.csv"]))}
-    assert table["c", "sst2"]["mean"] == ""
-    assert float(table["a", "sst2"]["mean"]) == pytest.approx(
+    table = {(row["model"], row["test_set"]): row for row in csv.DictReader(io.StringIO(files["table.csv"]))}
+    assert table["c", "sst2"]["score"] == ""
+    assert float(table["a", "sst2"]["score"]) == pytest.approx(
         np.mean([noisy(Cell("a", "", 2e-5, seed), "sst2")[1] for seed in SEEDS])
     )
 
@@ -166,8 +167,34 @@ def test_reports_of_the_same_records_have_the_same_bytes(tmp_path: Path) -> None
     )
     for name, content in reports[0].items():
         assert content == reports[1][name], name
-    assert reports[0]["steps.png"].startswith(b"\x89PNG")
-    assert b"Software" not in reports[0]["steps.png"]
+
+
+def test_the_drawn_points_are_the_means_over_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line for each model and run: rates from the lowest, the band from the worst to the best seed, steps by run."""
+    figures: list[Figure] = []
+    monkeypatch.setattr(sweep_report, "png", lambda figure: figures.append(figure) or b"")
+    grid = grid_of(("610m-clm-42k-1000", "610m-clm-42k"), steps={"610m-clm-42k-1000": 1000, "610m-clm-42k": 42000})
+    records = records_of(grid, noisy)
+    files_of(grid, {trial: record for trial, record in records.items() if trial != "610m-clm-42k.sst2.1e-05.2"})
+    [rates], [steps] = (figure.axes for figure in figures)
+
+    def tests(lr: float) -> list[float]:
+        return [100 * noisy(Cell("6", "", lr, seed), "sst2")[1] for seed in SEEDS]
+
+    assert rates.get_title() == "sst2, accuracy" and rates.get_xscale() == "log"
+    line = rates.get_lines()[0]
+    assert list(line.get_xdata()) == list(RATES)
+    assert list(line.get_ydata()) == pytest.approx([np.mean(tests(lr)) for lr in RATES])
+    band, markers, _, incomplete = rates.collections
+    heights = band.get_paths()[0].vertices[:, 1]
+    assert (heights.min(), heights.max()) == pytest.approx(
+        (min(map(min, map(tests, RATES))), max(map(max, map(tests, RATES))))
+    )
+    assert [tuple(face[:3]) == (1, 1, 1) for face in incomplete.get_facecolors()] == [True, False, False, False]
+    assert not any(tuple(face[:3]) == (1, 1, 1) for face in markers.get_facecolors())
+    [run] = [line for line in steps.get_lines() if not str(line.get_label()).startswith("_")]
+    assert (run.get_label(), list(run.get_xdata())) == ("610m-clm-42k", [1000, 42000])
+    assert list(run.get_ydata()) == pytest.approx([np.mean(tests(2e-5))] * 2)
 
 
 def test_stability_is_the_spread_over_seeds_and_rates() -> None:
@@ -192,11 +219,9 @@ def test_rates_near_the_best_are_those_within_a_point() -> None:
 def test_failures_that_the_sweep_does_not_run_again_are_not_counted() -> None:
     """Trials of another grid in the same output, at rates that the other seeds don't run."""
     grid = grid_of(models=("a",), rate_seeds=1)
-    scores = collect_scores(
-        grid, records_of(grid, lambda cell, _: (cell.lr, cell.lr) if cell.seed == 0 or cell.lr == RATES[-1] else None)
-    )
-    found = stability(scores, "a", scores.rows[0])
-    assert (found.failed, found.trials) == (0, len(RATES) + len(SEEDS) - 1)
+    records = records_of(grid, lambda cell, _: (cell.lr, cell.lr) if cell.seed == 0 or cell.lr == RATES[-1] else None)
+    page = files_of(grid, records)["report.md"]
+    assert cells(page, "Stability", r"a | sst2")[-1] == f"0 of {len(RATES) + len(SEEDS) - 1}"
 
 
 def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

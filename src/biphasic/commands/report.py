@@ -48,12 +48,14 @@ def run(options: argparse.Namespace) -> int:
         raise UserError("biphasic report: error: --out and --against are for the report of RESULTS")
     if options.models is not None and options.against is None:
         raise UserError("biphasic report: error: --models belongs to --against")
-    from biphasic.report.run import check_recipe, write_report, write_results_page
+    if options.folders:
+        from biphasic.report.run import write_report
+
+        write_report(options.folders, options.out, options.against, options.models)
+        return 0
+    from biphasic.report.recipe_results import check_recipe, write_results_page
 
     if options.check is not None:
         return 0 if check_recipe(*options.check) else 1
-    if options.results is not None:
-        write_results_page(options.results)
-    else:
-        write_report(options.folders, options.out, options.against, options.models)
+    write_results_page(options.results)
     return 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
+
+import pandas as pd
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,7 +20,7 @@ LINES = ("-", "--", ":", "-.")
 
 @contextmanager
 def default_style() -> Iterator[None]:
-    """Use matplotlib's defaults and a font that it brings, whatever the user's matplotlibrc says."""
+    """Use matplotlib's defaults and a font that it brings, whatever the user's matplotlibrc says. Also a decorator."""
     import matplotlib as mpl
     from matplotlib.style import context
 
@@ -29,25 +31,78 @@ def default_style() -> Iterator[None]:
 def make_panels(
     titles: Sequence[str], columns: int = 4, size: tuple[float, float] = (3.4, 2.8)
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each title.
-
-    Args:
-        titles: the panels' titles.
-        columns: the largest number of panels in a line.
-        size: width and height of a panel in inches.
-    """
+    """Return a figure with a panel for each title, `columns` in a line, and each of a size in inches."""
     from matplotlib.figure import Figure
 
     columns = min(columns, len(titles))
     lines = math.ceil(len(titles) / columns)
     figure = Figure(figsize=(size[0] * columns, size[1] * lines + 0.6), dpi=120, layout="constrained")
-    panels = []
-    for index, title in enumerate(titles):
-        axes = figure.add_subplot(lines, columns, index + 1)
-        axes.set_title(plain(title))
+    panels = [figure.add_subplot(lines, columns, at + 1, title=plain(title)) for at, title in enumerate(titles)]
+    for axes in panels:
         axes.grid(alpha=0.25)
-        panels.append(axes)
     return figure, panels
+
+
+def draw_curves(
+    points: pd.DataFrame,
+    x_label: str,
+    y_label: str,
+    spread: Callable[[Axes, pd.DataFrame, str], None],
+    columns: int = 4,
+    size: tuple[float, float] = (3.4, 2.8),
+) -> Figure:
+    """Draw curves, with a panel for each of their `panel`s and a colour for each of their `line`s.
+
+    Args:
+        points: `panel line x y`, and what `spread` needs, in the order of panels and lines.
+        x_label: the label of the horizontal axes.
+        y_label: the label of the vertical axes.
+        spread: draws how much a curve may vary, with a colour: `bars` or `band`.
+        columns: see `make_panels`.
+        size: see `make_panels`.
+    """
+    panels, lines = list(points.panel.unique()), list(points.line.unique())
+    figure, all_axes = make_panels(panels, columns, size)
+    for panel, axes in zip(panels, all_axes, strict=True):
+        for index, line in enumerate(lines):
+            curve = points[(points.panel == panel) & (points.line == line)].sort_values("x", kind="stable")
+            if len(curve):
+                style = line_style(index)
+                axes.plot(curve.x, curve.y, **style, label=plain(line), linewidth=1.4)
+                spread(axes, curve, style["color"])
+        axes.set_xlabel(x_label)
+        axes.set_ylabel(y_label)
+    return figure
+
+
+def with_bars(means: pd.DataFrame) -> pd.DataFrame:
+    """Return rows of a `ScoreTable`'s means with a panel for their column, and `y low high` in points."""
+    y, half = 100 * means.score, 100 * means.half_width.fillna(0)
+    panel = means.test_set.where(means.test_set != "", means.group)
+    return means.assign(panel=panel, y=y, low=y - half, high=y + half)
+
+
+def bars(axes: Axes, curve: pd.DataFrame, color: str) -> None:
+    """Draw error bars from `low` to `high`, and markers, which are hollow where the curve is not `complete`."""
+    errors = [curve.y - curve.low, curve.high - curve.y]
+    axes.errorbar(curve.x, curve.y, yerr=errors, fmt="none", ecolor=color, capsize=2)
+    _markers(axes, curve, color)
+
+
+def band(axes: Axes, curve: pd.DataFrame, color: str) -> None:
+    """Draw a band from `low` to `high`."""
+    axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+
+
+def band_with_markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
+    """Draw a band, and markers, which are hollow where the curve is not `complete`."""
+    band(axes, curve, color)
+    _markers(axes, curve, color)
+
+
+def _markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
+    faces = [color if complete else "white" for complete in curve.complete]
+    axes.scatter(curve.x, curve.y, s=16, edgecolors=color, facecolors=faces, zorder=3)
 
 
 def png(figure: Figure) -> bytes:
@@ -57,9 +112,7 @@ def png(figure: Figure) -> bytes:
         for axes in figure.axes
         for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
     }  # fmt: skip
-    figure.legend(
-        lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), frameon=False
-    )  # fmt: skip
+    figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), frameon=False)
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})
     return content.getvalue()
@@ -72,4 +125,4 @@ def line_style(index: int) -> dict[str, Any]:
 
 def plain(text: str) -> str:
     """Escape dollar signs, which start a formula, and a leading underscore, because matplotlib would hide the label."""
-    return text.replace("$", r"\$") if not text.startswith("_") else f" {text}".replace("$", r"\$")
+    return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")

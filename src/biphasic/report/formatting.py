@@ -2,27 +2,32 @@
 
 from __future__ import annotations
 
-import csv
-import io
+import math
 import re
 from collections.abc import Callable, Iterable, Sequence
 
-from biphasic.report.statistics import Interval
+import pandas as pd
 
 NOT_AVAILABLE = "n/a"
 """Shown for a number that the scores don't determine, such as the deviation of a single value."""
+MISSING = "missing"
+"""Shown for a score that may still come."""
 
 
-def markdown_table(header: Sequence[str], body: Iterable[Sequence[str]]) -> list[str]:
-    """Return the lines of a Markdown table, with an empty line at the end."""
-    return [*(f"| {' | '.join(row)} |" for row in [header, ["-"] * len(header), *body]), ""]
+def markdown_table(header: Sequence[str], body: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table, with an empty line at the end; none if `body` is empty."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in body]
+    return [f"| {' | '.join(header)} |", f"| {' | '.join('-' for _ in header)} |", *lines, ""] if lines else []
 
 
-def csv_table(columns: str, rows: Iterable[Sequence[object]]) -> bytes:
-    """Return a CSV file. `columns` has the names separated by spaces; None becomes an empty field."""
-    text = io.StringIO(newline="")
-    csv.writer(text, lineterminator="\n").writerows([columns.split(), *rows])
-    return text.getvalue().encode()
+def markdown_page(lines: Iterable[str]) -> bytes:
+    """Return a Markdown file with these lines."""
+    return ("\n".join(lines).rstrip() + "\n").encode()
+
+
+def csv_table(table: pd.DataFrame) -> bytes:
+    """Return a table as a CSV file, without its index. NaN becomes an empty field."""
+    return table.to_csv(index=False, lineterminator="\n").encode()
 
 
 def escape(text: str) -> str:
@@ -38,8 +43,8 @@ def format_rate(lr: float) -> str:
 
 
 def format_points(score: float) -> str:
-    """Format a score from 0 to 1 in points: `88.23`."""
-    return f"{100 * score:.2f}"
+    """Format a score from 0 to 1 in points: `88.23`; NaN is `n/a`."""
+    return NOT_AVAILABLE if math.isnan(score) else f"{100 * score:.2f}"
 
 
 def format_signed(difference: float) -> str:
@@ -47,13 +52,18 @@ def format_signed(difference: float) -> str:
     return f"{round(100 * difference, 2) + 0.0:+.2f}"  # -0.0 + 0.0 is 0.0
 
 
-def format_p(value: float | None) -> str:
-    """Format a p-value; None is `n/a`."""
-    if value is None:
+def format_p(value: float) -> str:
+    """Format a p-value; NaN is `n/a`."""
+    if math.isnan(value):
         return NOT_AVAILABLE
     return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
-def format_interval(interval: Interval, format_mean: Callable[[float], str]) -> str:
+def format_interval(mean: float, half: float, format_mean: Callable[[float], str] = format_points) -> str:
     """Format a mean and half of its interval, for scores from 0 to 1, in points: `88.23 ± 0.41`."""
-    return format_mean(interval.mean) + ("" if interval.half is None else f" ± {format_points(interval.half)}")
+    return format_mean(mean) + ("" if math.isnan(half) else f" ± {format_points(half)}")
+
+
+def format_seeds(count: int, expected: int, settled: bool = True) -> str:
+    """Format the number of seeds with a score: `3`, or `2 of 3, rate open` if more are expected and the rate may change."""
+    return (str(count) if count == expected else f"{count} of {expected}") + ("" if settled else ", rate open")

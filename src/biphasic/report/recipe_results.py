@@ -10,34 +10,22 @@ A number of a results file says where a run's folder has it, so that a new run c
 
 from __future__ import annotations
 
+import datetime
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
-from datetime import date
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from biphasic.config.base import Section
 from biphasic.errors import UserError
-from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_table
+from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
 from biphasic.storage import Store, first_line, join, open_store
 from biphasic.training.metrics_file import parse_metrics
 
 RESULTS_FILE = "results.json"
 PAGE = "RESULTS.md"
-
-
-def _iso_date(text: str) -> str:
-    date.fromisoformat(text)
-    return text
-
-
-def _source_file(text: str) -> str:
-    if not text.endswith((".json", ".jsonl")) or text.startswith("/") or ".." in text.split("/"):
-        raise ValueError(f"expected a .json or .jsonl file in the run's folder; got {text!r}")
-    return text
 
 
 class MeasuredNumber(Section):
@@ -46,10 +34,23 @@ class MeasuredNumber(Section):
     value: float
     tolerance: Annotated[float, Field(ge=0)] | None = None
     """The largest difference of another run that counts as the same result. Null: the number is shown, not checked."""
-    file: Annotated[str, AfterValidator(_source_file)]
+    file: Annotated[str, Field(pattern=r"^\w[^/]*(/\w[^/]*)*\.jsonl?$")]
     """A `.json` or `.jsonl` file, relative to the run's folder."""
     key: str
     """The number's JSON pointer, or its metric's name in a `.jsonl` file."""
+
+    def verdict(self, value: float | None) -> str:
+        """Return `ok`, `differs`, `missing`, or `not checked` for a number without a tolerance.
+
+        Args:
+            value: the new run's number; None if the run's folder doesn't have it.
+        """
+        if self.tolerance is None:
+            return "not checked"
+        if value is None:
+            return "missing"
+        # A difference that equals the tolerance is allowed, whatever rounding makes of it.
+        return "ok" if abs(value - self.value) <= self.tolerance * (1 + 1e-9) + 1e-12 else "differs"
 
 
 class RecipeResults(Section):
@@ -57,7 +58,7 @@ class RecipeResults(Section):
 
     command: str
     commit: Annotated[str, Field(pattern="^[0-9a-f]{7,40}$")]
-    date: Annotated[str, AfterValidator(_iso_date)]
+    date: datetime.date
     """The day of the run: `2026-11-22`."""
     hardware: str
     hours: Annotated[float, Field(gt=0)]
@@ -72,32 +73,10 @@ class RecipeResults(Section):
 
     def numbers(self) -> Iterator[tuple[str, MeasuredNumber]]:
         """Yield all measured numbers with their names."""
-        for name, number in (("tokens/s", self.tokens_per_second), ("MFU", self.mfu)):
-            if number is not None:
-                yield name, number
+        speed = {"tokens/s": self.tokens_per_second, "MFU": self.mfu}
+        yield from ((name, number) for name, number in speed.items() if number is not None)
         yield from self.losses.items()
         yield from self.scores.items()
-
-
-@dataclass(frozen=True)
-class CheckedNumber:
-    """A recipe's number beside a new run's."""
-
-    name: str
-    expected: MeasuredNumber
-    value: float | None
-    """The new run's number; None if the run's folder doesn't have it."""
-
-    @property
-    def verdict(self) -> str:
-        """`ok`, `differs`, `missing`, or `not checked` for a number without a tolerance."""
-        if self.expected.tolerance is None:
-            return "not checked"
-        if self.value is None:
-            return "missing"
-        # A difference that equals the tolerance is allowed, whatever rounding makes of it.
-        allowed = self.expected.tolerance * (1 + 1e-9) + 1e-12
-        return "ok" if abs(self.value - self.expected.value) <= allowed else "differs"
 
 
 def read_results(recipe: str) -> RecipeResults:
@@ -118,26 +97,25 @@ def read_results(recipe: str) -> RecipeResults:
         raise UserError("\n".join(lines)) from None
 
 
-def results_page(recipes: str) -> str:
-    """Return the page of all recipes' results, in Markdown.
-
-    Args:
-        recipes: the folder with a folder for each recipe.
+def write_results_page(recipes: str) -> None:
+    """Write RESULTS.md in the folder `recipes` from the recipes' results.
 
     Raises:
-        UserError: a results file is wrong.
+        UserError: something can't be read or written.
     """
+    page = results_page(recipes)
+    try:
+        open_store(recipes).write(PAGE, page)
+    except OSError as error:
+        raise UserError(f"{join(recipes, PAGE)}: can't be written ({first_line(error)})") from None
+    print(join(recipes, PAGE))
+
+
+def results_page(recipes: str) -> bytes:
+    """Return the page of the results of all recipes in a folder, in Markdown."""
     files = [name.split("/") for name in open_store(recipes).list()]
     folders = sorted(parts[0] for parts in files if len(parts) == 2 and parts[1] == RESULTS_FILE)
     results = {folder: read_results(join(recipes, folder)) for folder in folders}
-    lines = [
-        *["# Results of the recipes", ""],
-        f"Made by `biphasic report --results recipes` from each recipe's `{RESULTS_FILE}`; every row was run.",
-        "`biphasic report --check recipes/NAME RUN` compares a new run with its row (docs/report.md).",
-        "",
-    ]
-    if not results:
-        return "\n".join([*lines, "It is empty: no run of a recipe is recorded yet.", ""])
     body = [
         [
             *(escape(name), result.date, f"`{result.commit[:7]}`", escape(result.hardware), f"{result.hours:.3g}"),
@@ -148,46 +126,56 @@ def results_page(recipes: str) -> str:
         for name, result in results.items()
     ]
     header = ["recipe", "date", "commit", "hardware", "hours", "cost ($)", "tokens/s", "MFU"]
-    lines += markdown_table(header, body)
+    lines = [
+        *["# Results of the recipes", ""],
+        f"Made by `biphasic report --results recipes` from each recipe's `{RESULTS_FILE}`; every row was run.",
+        "`biphasic report --check recipes/NAME RUN` compares a new run with its row (docs/report.md).",
+        *["", *markdown_table(header, body)],
+    ]
     for name, result in results.items():
-        lines += [f"## {name}", "", f"    {result.command}", ""]
-        body = [
+        numbers = [
             [kind, escape(label), f"{number.value:.4f}", _tolerance(number)]
-            for kind, numbers in (("loss", result.losses), ("score", result.scores))
-            for label, number in numbers.items()
+            for kind, of_kind in (("loss", result.losses), ("score", result.scores))
+            for label, number in of_kind.items()
         ]
-        lines += markdown_table(["", "", "value", "tolerance"], body) if body else []
-    return "\n".join(lines).rstrip() + "\n"
+        lines += [
+            f"## {name}",
+            "",
+            f"    {result.command}",
+            "",
+            *markdown_table(["", "", "value", "tolerance"], numbers),
+        ]
+    return markdown_page(lines)
 
 
-def check_run(results: RecipeResults, run: str) -> list[CheckedNumber]:
-    """Return each number of a recipe's results beside that of a new run.
+def check_recipe(recipe: str, run: str) -> bool:
+    """Print the numbers of a recipe's results beside those of a new run, and return whether all are within the tolerances.
 
     Args:
-        results: the recipe's results.
+        recipe: the recipe's folder.
         run: the new run's folder or bucket prefix.
 
     Raises:
-        UserError: a file of the run can't be read.
+        UserError: something can't be read.
     """
-    store = open_store(run)
-    return [CheckedNumber(name, number, _number_of(store, number)) for name, number in results.numbers()]
-
-
-def check_table(checked: list[CheckedNumber]) -> list[str]:
-    """Return the lines of a table whose columns are aligned in a terminal."""
-    rows = [("", "recipe", "tolerance", "run", "difference", "")]
-    for number in checked:
-        value, expected = number.value, number.expected.value
-        measured, difference = ("", "") if value is None else (f"{value:.6g}", f"{value - expected:+.3g}")
-        tolerance = _tolerance(number.expected)
-        rows.append((number.name, f"{expected:.6g}", tolerance, measured, difference, number.verdict))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(cell.ljust(width) if index in (0, 5) else cell.rjust(width)
-                  for index, (cell, width) in enumerate(zip(row, widths, strict=True))).rstrip()
-        for row in rows
+    results = read_results(recipe)
+    checked = check_run(results, run)
+    body = [
+        [escape(name), f"{number.value:.6g}", _tolerance(number),
+         *(["", ""] if value is None else [f"{value:.6g}", f"{value - number.value:+.3g}"]), number.verdict(value)]
+        for name, (number, value) in checked.items()
     ]  # fmt: skip
+    print(f"{run} against {recipe} (commit {results.commit[:7]}, {results.hardware})\n")
+    print("\n".join(markdown_table(["", "recipe", "tolerance", "run", "difference", ""], body)))
+    failed = sum(number.verdict(value) in ("differs", "missing") for number, value in checked.values())
+    print(f"{failed} of {len(checked)} numbers are not within the tolerance" if failed else "within the tolerances")
+    return not failed
+
+
+def check_run(results: RecipeResults, run: str) -> dict[str, tuple[MeasuredNumber, float | None]]:
+    """Return each number of a recipe's results with that of a new run; None if the run's folder doesn't have it."""
+    store = open_store(run)
+    return {name: (number, _number_of(store, number)) for name, number in results.numbers()}
 
 
 def _tolerance(number: MeasuredNumber) -> str:
@@ -198,29 +186,16 @@ def _number_of(run: Store, number: MeasuredNumber) -> float | None:
     """Return the run's number; None if its folder has no such file, key or finite number."""
     try:
         text = run.read(number.file).decode(errors="replace")
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{join(run.root, number.file)}: can't be read ({first_line(error)})") from None
-    try:
         if number.file.endswith(".jsonl"):
             value: Any = next((e[number.key] for e in reversed(parse_metrics(text)) if number.key in e), None)
         else:
-            value = _at_pointer(json.loads(text), number.key)
-    except (ValueError, LookupError, TypeError) as error:
+            value = json.loads(text)
+            for part in number.key.removeprefix("/").split("/"):
+                name = part.replace("~1", "/").replace("~0", "~")
+                value = value[int(name) if isinstance(value, list) else name]
+    except (FileNotFoundError, LookupError, TypeError):
+        return None
+    except (OSError, ValueError) as error:
         raise UserError(f"{join(run.root, number.file)}: can't be read ({first_line(error)})") from None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and math.isfinite(value) else None
-
-
-def _at_pointer(content: Any, pointer: str) -> Any:
-    """Return the value at a JSON pointer; None if there is none."""
-    for part in pointer.removeprefix("/").split("/"):
-        name = part.replace("~1", "/").replace("~0", "~")
-        if isinstance(content, dict) and name in content:
-            content = content[name]
-        elif isinstance(content, list) and name.isdecimal() and int(name) < len(content):
-            content = content[int(name)]
-        else:
-            return None
-    return content

@@ -1,16 +1,62 @@
-"""Draw a study's figures of scores, and write their numbers."""
+"""The paper's figures of scores: which models each shows, on which line and where, and how it is drawn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
 from itertools import combinations
+from typing import TYPE_CHECKING
 
-from biphasic.report.drawing import default_style, line_style, make_panels, plain, png
-from biphasic.report.formatting import csv_table, escape, format_interval, format_points, markdown_table
-from biphasic.report.study_layouts import FIGURES, Layout, MissingModels, Placement, StudyFigure
-from biphasic.report.study_models import Facets
-from biphasic.report.study_scores import Column, ModelDifference, ScoreTable, differences
+import pandas as pd
+
+from biphasic.report.drawing import bars, draw_curves, plain, with_bars
+from biphasic.report.scores import ScoreTable, differences
+from biphasic.report.study_models import Facets, parameters_in_size, short_steps
+
+PAPER_RATIO = 40
+"""The masking ratio of most of the paper's models, in percent. It decides between ratios that equally many models have."""
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+_Place = Callable[[pd.DataFrame], pd.DataFrame]
+
+
+@dataclass(frozen=True)
+class StudyFigure:
+    """A figure of scores that a study's report draws."""
+
+    title: str
+    x_label: str
+    needs: str
+    """Models without which there is no figure."""
+    place: _Place
+    """Returns the rows of a `facet_table` that the figure shows, with their `line` and `x`."""
+    each_task: bool
+    """Whether it has a panel for each test set, after those of the groups."""
+
+    @property
+    def name(self) -> str:
+        """The name of its files, without suffix."""
+        return self.place.__name__.replace("_", "-")
+
+    @property
+    def caption(self) -> str:
+        """What it shows."""
+        return str(self.place.__doc__)
+
+
+FIGURES: list[StudyFigure] = []
+"""The figures of scores. `losses` is drawn from the runs' metrics, see `study_losses`."""
+
+
+def _figure(title: str, x_label: str, needs: str, each_task: bool = False) -> Callable[[_Place], _Place]:
+    """Add a figure to `FIGURES`, with the name and the docstring of the function that places its models."""
+
+    def add(place: _Place) -> _Place:
+        FIGURES.append(StudyFigure(title, x_label, needs, place, each_task))
+        return place
+
+    return add
 
 
 @dataclass(frozen=True)
@@ -18,133 +64,178 @@ class ArrangedFigure:
     """A figure whose models have scores."""
 
     figure: StudyFigure
-    layout: Layout
-    differences: list[ModelDifference]
-    """Between all models with the same line or the same x, corrected over the figure."""
+    points: pd.DataFrame
+    """`line x model` of the shown models, by line and x."""
+    hidden: dict[str, str]
+    """Models that aren't shown, by name, each with the model that has its place."""
+    differences: pd.DataFrame
+    """Between all models with the same line or the same x, in the groups' means, corrected over the figure."""
+
+
+def facet_table(models: Mapping[str, Facets]) -> pd.DataFrame:
+    """Return the models' facets as a table, by size, steps, CLM steps and masking ratio.
+
+    Further columns: `ratio` and `share` of CLM in percent, `kind` and `budget` as text, `scratch` for final models that
+    don't continue another one, `usual` for CLM models and those with the masking ratio that most models have.
+    """
+    table = pd.DataFrame([{"model": name, **asdict(facets)} for name, facets in models.items()])
+    if table.empty:
+        return table
+    table["final"], table["ratio"] = (
+        table.steps == table.total_steps,
+        (100 * table.masking_ratio.astype(float)).round(10),
+    )
+    table["scratch"] = table.final & table.continued_from.isna()
+    counts = table.ratio[table.scratch].value_counts()
+    usual = min(counts.index, key=lambda ratio: (-counts[ratio], abs(ratio - PAPER_RATIO), ratio), default=None)
+    table["usual"] = (table.objective == "clm") | (table.ratio == usual)
+    table["share"] = 100 * table.clm_steps / table.total_steps
+    percent = ["" if pd.isna(ratio) else f" {ratio:g}%" for ratio in table.ratio]
+    table["kind"] = table.objective.str.upper().str.replace("-", ", ") + percent
+    table["budget"] = [f"{facets.size}, {short_steps(facets.total_steps)} steps" for facets in models.values()]
+    table["parameters"] = table["size"].map(parameters_in_size)
+    return table.sort_values(["parameters", "size", "total_steps", "clm_steps", "ratio", "steps"])
+
+
+def arrange(figure: StudyFigure, models: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
+    """Return a figure's `line x model`, and the models that are hidden because another one has their place."""
+    placed = figure.place(models)[["line", "x", "model"]] if len(models) else models
+    if placed.empty:
+        return placed, {}
+    placed = placed.sort_values("line", key=lambda lines: pd.factorize(lines)[0], kind="stable", ignore_index=True)
+    # Of models with the same place (two optimizers), the first is shown.
+    shown = placed.groupby(["line", "x"]).model.transform("first")
+    hidden = placed.model != shown
+    return placed[~hidden].reset_index(drop=True), dict(zip(placed.model[hidden], shown[hidden], strict=True))
 
 
 def arrange_figures(table: ScoreTable, models: Mapping[str, Facets]) -> tuple[list[ArrangedFigure], dict[str, str]]:
-    """Return the figures that can be drawn, and for each of the others the reason why not, by name."""
-    scored = {name: facets for name, facets in models.items() if table.has_scores(name)}
+    """Return the figures that can be drawn, and for each of the others what it needs, by name."""
+    scored = set(table.scored_models())
+    facets = facet_table({name: facets for name, facets in models.items() if name in scored})
     arranged: list[ArrangedFigure] = []
     missing: dict[str, str] = {}
     for figure in FIGURES:
-        try:
-            layout = figure.arrange(scored)
-        except MissingModels as error:
-            missing[figure.name] = str(error)
+        points, hidden = arrange(figure, facets)
+        if points.empty:
+            missing[figure.name] = f"needs {figure.needs}"
             continue
-        pairs = [
+        pairs = dict.fromkeys(
             (first.model, second.model)
-            for first, second in combinations(layout.placements, 2)
+            for first, second in combinations(points.itertuples(), 2)
             if (first.line == second.line or first.x == second.x) and first.model != second.model
-        ]
-        arranged.append(ArrangedFigure(figure, layout, differences(table, list(dict.fromkeys(pairs)))))
+        )
+        compared = differences(table, list(pairs), table.groups)
+        arranged.append(ArrangedFigure(figure, points, hidden, compared[compared.seeds > 0]))
     return arranged, missing
 
 
-def draw_figure(arranged: ArrangedFigure, table: ScoreTable) -> bytes:
-    """Return the figure as PNG: means over seeds with 95% intervals, a panel for each group (and test set).
+def figure_scores(arranged: ArrangedFigure, table: ScoreTable) -> pd.DataFrame:
+    """Return a figure's numbers: a row for each column of the table and model with scores."""
+    means = table.means[table.means.seeds > 0].reset_index().assign(seeds_asked=table.seeds)
+    columns = pd.DataFrame(table.columns, columns=["group", "test_set"])
+    rows = columns.merge(arranged.points, how="cross").merge(means, on=["group", "test_set", "model"])
+    names = ["group", "task", "test_set", "line", "x", "model", "score", "half_width", "seeds", "seeds_asked"]
+    return rows[[*names, "settled", "complete"]]
+
+
+def draw_figure(arranged: ArrangedFigure, table: ScoreTable) -> Figure:
+    """Draw means over seeds with 95% intervals, a panel for each group (and test set).
 
     A hollow point has fewer seeds than others, or a learning rate that may still change.
     """
-    columns = _drawn_columns(arranged, table)
-    lines = _lines(arranged.layout)
-    with default_style():
-        figure, panels = make_panels([column.title for column in columns])
-        for column, axes in zip(columns, panels, strict=True):
-            for index, (line, placements) in enumerate(lines.items()):
-                points = [(p, interval) for p in placements if (interval := table.cell(p.model, column).interval)]
-                if not points:
-                    continue
-                style = line_style(index)
-                axes.errorbar(
-                    [placement.x for placement, _ in points],
-                    [100 * interval.mean for _, interval in points],
-                    yerr=[100 * (interval.half or 0.0) for _, interval in points],
-                    **style,
-                    label=plain(line),
-                    capsize=2,
-                    linewidth=1.4,
-                )  # fmt: skip
-                for placement, interval in points:
-                    face = style["color"] if table.is_complete(placement.model, column) else "white"
-                    axes.plot(
-                        [placement.x], [100 * interval.mean], marker="o", markersize=4, color=style["color"],
-                        markerfacecolor=face,
-                    )  # fmt: skip
-            if arranged.layout.ticks is not None:
-                axes.set_xticks(list(arranged.layout.ticks), list(map(plain, arranged.layout.ticks.values())))
-                axes.set_xlim(-0.4, len(arranged.layout.ticks) - 0.6)
-            axes.set_xlabel(arranged.figure.x_label)
-            axes.set_ylabel("test, mean of tasks (points)" if not column.task else "test (points)")
-        return png(figure)
+    rows = figure_scores(arranged, table).sort_values("test_set", key=lambda names: names != "", kind="stable")
+    curves = with_bars(rows if arranged.figure.each_task else rows[rows.test_set == ""])
+    sizes = list(arranged.points.x.unique()) if arranged.points.x.dtype == "str" else []
+    if sizes:
+        curves["x"] = curves.x.map(sizes.index)
+    figure = draw_curves(curves, arranged.figure.x_label, "test (points)", bars)
+    for axes in figure.axes if sizes else ():
+        axes.set_xticks(range(len(sizes)), list(map(plain, sizes)))
+        axes.set_xlim(-0.4, len(sizes) - 0.6)
+    return figure
 
 
-def figure_csv(arranged: ArrangedFigure, table: ScoreTable) -> bytes:
-    """Return the figure's numbers, with a line for each model and group (without a `task`) or test set with scores."""
-    ticks = arranged.layout.ticks
-    rows = []
-    for column in table.columns:
-        for placement in arranged.layout.placements:
-            cell = table.cell(placement.model, column)
-            if (interval := cell.interval) is None:
-                continue
-            x = ticks[placement.x] if ticks is not None else _whole(placement.x)
-            rows.append([
-                *(column.group, column.task, column.test_set, placement.line, x, placement.model),
-                *(interval.mean, interval.half, interval.count, table.seeds, "yes" if cell.settled else "no"),
-            ])  # fmt: skip
-    return csv_table("group task test_set line x model mean half_width seeds seeds_asked settled", rows)
+@_figure("Objective and size", "size", "a CLM and an MLM model of the same size and number of steps")
+def objective_by_size(models: pd.DataFrame) -> pd.DataFrame:
+    """CLM and MLM models of each size, with the same number of steps and the usual masking ratio."""
+    chosen = models[models.scratch & models.usual & models.objective.isin(["clm", "mlm"])]
+    chosen = _with_most_steps(chosen[_values(chosen, "budget", "objective") == 2]).sort_values("kind", kind="stable")
+    return chosen.assign(line=chosen.kind, x=chosen["size"])
 
 
-def figure_table(arranged: ArrangedFigure, table: ScoreTable) -> list[str]:
-    """Return the lines of a Markdown table with the figure's models and their groups' means."""
-    ticks, body = arranged.layout.ticks, []
-    for placement in arranged.layout.placements:
-        x = ticks[placement.x] if ticks is not None else f"{_whole(round(placement.x, 1)):,}"
-        cells = [_score(table, placement.model, column) for column in table.groups]
-        body.append([escape(placement.line), x, escape(placement.model), *cells])
-    header = ["", arranged.figure.x_label, "model", *(escape(column.title) for column in table.groups)]
-    return markdown_table(header, body)
+@_figure(
+    "Masking ratio, size and task",
+    "masking ratio (%)",
+    "MLM models of one size and number of steps with different masking ratios",
+    each_task=True,
+)
+def masking_ratio(models: pd.DataFrame) -> pd.DataFrame:
+    """MLM models with several masking ratios, by size, with the number of steps for which there are most ratios."""
+    chosen = models[models.scratch & (models.objective == "mlm") & models.ratio.notna()]
+    ratios = _values(chosen, "budget", "ratio")
+    chosen = _with_most_steps(chosen[(ratios > 1) & (ratios == ratios.groupby(chosen["size"]).transform("max"))])
+    return chosen.assign(line=chosen.budget, x=chosen.ratio)
 
 
-def differences_csv(figures: Sequence[ArrangedFigure]) -> bytes:
-    """Return the differences of all figures, `first` minus `second`; `p_holm` is corrected over those of one figure."""
-    rows = []
-    for arranged in figures:
-        for compared in arranged.differences:
-            difference = compared.difference
-            rows.append([
-                *(arranged.figure.name, compared.column.group, compared.first, compared.second),
-                *(difference.mean, difference.half, difference.p, compared.corrected_p, difference.count),
-            ])  # fmt: skip
-    return csv_table("figure group first second difference half_width p p_holm seeds", rows)
+@_figure(
+    "CLM share and budget",
+    "CLM steps (% of all)",
+    "a CLM-then-MLM model, and another CLM share of the same size and number of steps",
+)
+def clm_share(models: pd.DataFrame) -> pd.DataFrame:
+    """CLM first, then MLM: models by the share of CLM in all steps. 0% is MLM alone, 100% CLM alone."""
+    chosen = models[models.scratch & models.usual & models.objective.isin(["clm", "clm-mlm", "mlm"])]
+    has_both = chosen.budget.isin(chosen.budget[chosen.objective == "clm-mlm"])
+    chosen = chosen[has_both & (_values(chosen, "budget", "share") > 1)]
+    return chosen.assign(line=chosen.budget, x=chosen.share)
 
 
-def _score(table: ScoreTable, model: str, column: Column) -> str:
-    cell = table.cell(model, column)
-    if cell.interval is None:
-        return "missing"
-    seeds = len(cell.by_seed)
-    count = f"{seeds}" if seeds == table.seeds else f"{seeds} of {table.seeds}"
-    return f"{format_interval(cell.interval, format_points)} ({count}{'' if cell.settled else ', rate open'})"
+@_figure(
+    "Sensitivity to the masking ratio, with and without CLM",
+    "masking ratio (%)",
+    "two masking ratios with CLM first and two without, of the same size and number of steps",
+)
+def ratio_sensitivity(models: pd.DataFrame) -> pd.DataFrame:
+    """Models by masking ratio, trained with MLM alone, or with CLM first in the same number of steps."""
+    chosen = models[models.scratch & models.objective.isin(["mlm", "clm-mlm"]) & models.ratio.notna()]
+    chosen = chosen[_values(chosen, ["budget", "clm_steps"], "ratio") > 1]
+    alone = chosen.clm_steps == 0
+    chosen = chosen[chosen.budget.isin(chosen.budget[alone]) & chosen.budget.isin(chosen.budget[~alone])]
+    kinds = [f": CLM {short_steps(steps)}, then MLM" if steps else ": MLM alone" for steps in chosen.clm_steps]
+    return chosen.assign(line=chosen.budget + pd.Series(kinds, chosen.index, dtype=str), x=chosen.ratio)
 
 
-def _whole(x: float) -> float:
-    """Return a whole number as an integer, to write it without a point."""
-    return int(x) if x == int(x) else x
+@_figure(
+    "Learning curves", "pretraining steps", "scores of at least two checkpoints of a run, such as 610m-mlm40-42k-5000"
+)
+def learning_curves(models: pd.DataFrame) -> pd.DataFrame:
+    """Checkpoints of runs by pretraining steps."""
+    chosen = models[_values(models, "run", "steps") > 1].sort_values("run", kind="stable")
+    return chosen.assign(line=chosen.run, x=chosen.steps)
 
 
-def _lines(layout: Layout) -> dict[str, list[Placement]]:
-    lines: dict[str, list[Placement]] = {}
-    for placement in layout.placements:
-        lines.setdefault(placement.line, []).append(placement)
-    return lines
+@_figure(
+    "Continued pretraining",
+    "additional steps",
+    "a model that continues a decayed one, and that one or another number of steps",
+)
+def continued_pretraining(models: pd.DataFrame) -> pd.DataFrame:
+    """Decayed models, and models that continue them, by the additional steps."""
+    chosen = models[models.final & models.continued_from.notna()]
+    chosen = chosen.assign(
+        line=chosen.kind + " from " + chosen.continued_from, x=chosen.total_steps - chosen.base_steps
+    )
+    bases = chosen.drop_duplicates("line").assign(model=lambda rows: rows.continued_from, x=0)
+    chosen = pd.concat([bases[bases.model.isin(models.model)], chosen]).sort_values("line", kind="stable")
+    return chosen[_values(chosen, "line", "x") > 1]
 
 
-def _drawn_columns(arranged: ArrangedFigure, table: ScoreTable) -> list[Column]:
-    """Return the groups, and for some figures the test sets, in which a model of the figure has a score."""
-    tasks = [column for column in table.columns if column.task] if arranged.figure.each_task else []
-    models = [placement.model for placement in arranged.layout.placements]
-    return [column for column in [*table.groups, *tasks] if any(table.cell(m, column).by_seed for m in models)]
+def _values(models: pd.DataFrame, groups: str | list[str], column: str) -> pd.Series:
+    """Return for each model how many different values of a column its group has."""
+    return models.groupby(groups)[column].transform("nunique")
+
+
+def _with_most_steps(models: pd.DataFrame) -> pd.DataFrame:
+    """Return the models that have the largest number of steps of their size."""
+    return models[models.total_steps == models.groupby("size").total_steps.transform("max")]

@@ -10,43 +10,28 @@ from __future__ import annotations
 import json
 import posixpath
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import pandas as pd
 import yaml
 
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError
-from biphasic.report.study_losses import LossEvent, LossPoint, loss_events, loss_points
+from biphasic.report.scores import chosen_scores, trial_table
+from biphasic.report.study_losses import loss_events, loss_points, loss_table
 from biphasic.report.study_models import Facets, facets_of_models
-from biphasic.report.study_scores import ScoreRow, rows_of_sweep
-from biphasic.report.sweep_scores import collect_scores
 from biphasic.storage import Store, first_line, join, open_store
-from biphasic.sweep.records import GRID_FILE, read_grid, read_records
+from biphasic.sweep.records import GRID_FILE, Grid, read_grid, read_records
 from biphasic.training.metrics_file import parse_metrics
 
 CONFIG_FILE = "config.yaml"
 METRICS_FILE = "metrics.jsonl"
 EVALUATION_FILE = "scores.json"
-
-
-@dataclass(frozen=True)
-class EvaluationRow:
-    """One score of a model, or of a baseline that was evaluated beside it."""
-
-    model: str
-    system: str
-    """The model's name in the evaluation, or the baseline's, such as `bm25`."""
-    task: str
-    split: str
-    documents: str
-    """Which documents were searched: `full` (all of the corpus) or `judged`."""
-    metric: str
-    value: float
-    interval: tuple[float, float] | None
-    """95% bootstrap interval over queries, for the metric NDCG@10 only."""
+EVALUATION_COLUMNS = ["model", "system", "task", "split", "documents", "metric", "value", "low", "high"]
 
 
 @dataclass(frozen=True)
@@ -59,11 +44,13 @@ class Study:
     """Models that no figure can show, with the reason."""
     notes: list[str]
     """Warnings, one line for each file that could not be used."""
-    rows: list[ScoreRow]
-    """Scores of sweeps."""
-    evaluations: list[EvaluationRow]
-    losses: list[LossPoint]
-    events: list[LossEvent]
+    scores: pd.DataFrame
+    """Test scores of sweeps at the chosen rates: rows of `chosen_scores` that have one."""
+    evaluations: pd.DataFrame
+    """Scores of evaluations, with `EVALUATION_COLUMNS`. `system` is the model or a baseline, such as `bm25`; `documents` is
+    `full` (all of the corpus) or `judged`; `low` and `high` bound the 95% bootstrap interval over queries, for NDCG@10."""
+    losses: pd.DataFrame
+    """Losses and events of the runs, see `study_losses`."""
 
 
 def is_study(folder: str) -> bool:
@@ -76,10 +63,8 @@ def is_study(folder: str) -> bool:
         return False
     files = _files([folder])
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
-        raise UserError(
-            f"{folder}: is no sweep's output (it has no {GRID_FILE}), and no study's folder (none of its folders has a run "
-            "or a sweep)"
-        )
+        raise UserError(f"{folder}: is no sweep's output (it has no {GRID_FILE}), and no study's folder (none of its "
+                        "folders has a run or a sweep)")  # fmt: skip
     return True
 
 
@@ -94,31 +79,28 @@ def read_study(folders: Sequence[str]) -> Study:
         UserError: a file can't be read or is in two of the folders, or two sweeps have scores of the same model on the same
             test set.
     """
-    files = _files(folders)
-    notes: list[str] = []
+    files, notes = _files(folders), []
     configs: dict[str, PretrainConfig] = {}
     for run in _named(files, CONFIG_FILE):
         try:
-            config = _config(files, f"{run}/{CONFIG_FILE}")
+            configs |= _config(run, _read(files, f"{run}/{CONFIG_FILE}"))
         except ConfigError as error:
             problem = error.problems[0]
             notes.append(f"{run}/{CONFIG_FILE}: is not used ({problem.key}: {problem.message})")
-            continue
-        if config is not None:
-            configs[run] = config
-    rows = _score_rows(files)
-    models, unplaced = facets_of_models(sorted({*configs, *(row.model for row in rows)}), configs)
-    losses: list[LossPoint] = []
-    events: list[LossEvent] = []
+    scores = _scores(files)
+    models, unplaced = facets_of_models(sorted({*configs, *scores.model}), configs)
+    losses = []
     for run, config in configs.items():
-        if f"{run}/{METRICS_FILE}" not in files:
-            continue
-        base_steps = models[run].base_steps if run in models else 0
-        metrics = parse_metrics(_read(files, f"{run}/{METRICS_FILE}").decode(errors="replace"))
-        losses += loss_points(run, metrics, base_steps)
-        events += loss_events(run, config, base_steps)
-    evaluations = _evaluations(files, {*models, *unplaced}, notes)
-    return Study(models, unplaced, notes, rows, evaluations, losses, events)
+        if f"{run}/{METRICS_FILE}" in files:
+            base_steps = models[run].base_steps if run in models else 0
+            metrics = parse_metrics(_read(files, f"{run}/{METRICS_FILE}").decode(errors="replace"))
+            losses += [loss_points(run, metrics, base_steps), loss_events(run, config, base_steps)]
+    evaluations = list(_evaluations(files, {*models, *unplaced}, notes))
+    return Study(
+        models, unplaced, notes, scores,
+        pd.DataFrame(evaluations, columns=EVALUATION_COLUMNS),  # pyright: ignore[reportArgumentType]
+        pd.concat([loss_table([]), *losses], ignore_index=True),
+    )  # fmt: skip
 
 
 def _files(folders: Sequence[str]) -> dict[str, Store]:
@@ -143,45 +125,47 @@ def _list(store: Store) -> list[str]:
         raise UserError(f"{store.root}: can't be read ({first_line(error)})") from None
 
 
+def _read(files: Mapping[str, Store], name: str) -> bytes:
+    try:
+        return files[name].read(name)
+    except OSError as error:
+        raise UserError(f"{join(files[name].root, name)}: can't be read ({first_line(error)})") from None
+
+
 def _named(files: Iterable[str], base: str) -> list[str]:
     """Return the folders that have a file with this name."""
     return [posixpath.dirname(name) for name in files if posixpath.basename(name) == base]
 
 
-def _config(files: Mapping[str, Store], name: str) -> PretrainConfig | None:
-    """Return a run's resolved configuration; None if its job is not pretraining."""
-    content = _read(files, name)
+def _config(run: str, content: bytes) -> dict[str, PretrainConfig]:
+    """Return a run's resolved configuration by its name; nothing if its job is not pretraining."""
     try:
         job = yaml.safe_load(content)["job"]
     except (yaml.YAMLError, LookupError, TypeError):
-        return None
-    if job != "pretrain":
-        return None
+        return {}
     with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "config.yaml"
+        file = Path(folder) / CONFIG_FILE
         file.write_bytes(content)
-        return load_job(PretrainConfig, file)
+        return {run: load_job(PretrainConfig, file)} if job == "pretrain" else {}
 
 
-def _score_rows(files: Mapping[str, Store]) -> list[ScoreRow]:
-    rows: list[ScoreRow] = []
+def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
+    parts = []
     owners: dict[tuple[str, str], str] = {}
     for folder in _named(files, GRID_FILE):
-        place = join(files[f"{folder}/{GRID_FILE}"].root, folder)
-        source = open_store(place)
+        source = open_store(join(files[f"{folder}/{GRID_FILE}"].root, folder))
         grid = read_grid(source)
-        sweep_rows = rows_of_sweep(collect_scores(grid, read_records(source, grid.trials)))
-        for model, test_set in dict.fromkeys((row.model, row.test_set) for row in sweep_rows):
-            owner = owners.setdefault((model, test_set), folder)
-            if owner != folder:
+        scores = chosen_scores(trial_table(grid, read_records(source, grid.trials)))
+        parts.append(scores[scores.score.notna()])
+        for model, test_set in parts[-1][["model", "test_set"]].drop_duplicates().to_numpy():
+            if (owner := owners.setdefault((model, test_set), folder)) != folder:
                 message = f"scores of {model} on {test_set} are also in {owner}: a study has them once"
-                raise UserError(f"{place}: {message}")
-        rows += sweep_rows
-    return rows
+                raise UserError(f"{source.root}: {message}")
+    return pd.concat(parts or [chosen_scores(trial_table(Grid((), (), (), (), {}, 0), {}))], ignore_index=True)
 
 
-def _evaluations(files: Mapping[str, Store], models: set[str], notes: list[str]) -> list[EvaluationRow]:
-    rows: list[EvaluationRow] = []
+def _evaluations(files: Mapping[str, Store], models: set[str], notes: list[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the evaluations' scores, and add a note for each file that is not used."""
     for folder in _named(files, EVALUATION_FILE):
         name = f"{folder}/{EVALUATION_FILE}"
         model = next((part for part in reversed(folder.split("/")) if part in models), None)
@@ -190,25 +174,10 @@ def _evaluations(files: Mapping[str, Store], models: set[str], notes: list[str])
             continue
         try:
             for record in json.loads(_read(files, name))["records"]:
-                documents = record["about"]["documents"]
                 for scores in record["scores"]:
                     split = f"{scores['subset']}, {scores['split']}".removeprefix("default, ")
-                    interval = tuple(scores["interval"]) if scores["interval"] else None
-                    rows.append(
-                        EvaluationRow(
-                            *(model, record["system"], scores["task"], split, documents),
-                            *(scores["metric"], scores["value"], interval),
-                        )
-                    )
+                    where = model, record["system"], scores["task"], split, record["about"]["documents"]
+                    yield *where, scores["metric"], scores["value"], *(scores["interval"] or (None, None))
         except (ValueError, LookupError, TypeError) as error:
-            raise UserError(
-                f"{join(files[name].root, name)}: is not an evaluation's result ({first_line(error)})"
-            ) from None
-    return rows
-
-
-def _read(files: Mapping[str, Store], name: str) -> bytes:
-    try:
-        return files[name].read(name)
-    except OSError as error:
-        raise UserError(f"{join(files[name].root, name)}: can't be read ({first_line(error)})") from None
+            place = join(files[name].root, name)
+            raise UserError(f"{place}: is not an evaluation's result ({first_line(error)})") from None

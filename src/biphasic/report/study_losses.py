@@ -3,143 +3,107 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
-from biphasic.config.durations import Duration
+import numpy as np
+import pandas as pd
+
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import decay_start, spans
-from biphasic.report.drawing import default_style, line_style, make_panels, plain, png
-from biphasic.report.formatting import csv_table
-from biphasic.report.statistics import mean_interval
+from biphasic.report.drawing import band, draw_curves, plain
+from biphasic.report.statistics import intervals
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 MAX_POINTS = 200
 """Points of a run's training loss. Batches are averaged to at most this number, so that 38 runs are readable."""
 MIN_BATCHES = 5
 """Batches of a point, at least: the interval of the mean of two or three is very wide."""
+COLUMNS = ["run", "kind", "objective", "step", "loss", "half_width", "batches"]
 _OBJECTIVES = ("clm", "mlm")
 _MARKERS = {"switch": "D", "decay": "v"}
 
 
-@dataclass(frozen=True)
-class LossPoint:
-    """A run's loss in nats per predicted token."""
-
-    run: str
-    split: Literal["training", "validation"]
-    objective: str
-    """`clm` or `mlm`."""
-    step: float
-    """The mean of the batches' steps, including those of the model that the run continues."""
-    loss: float
-    """The mean over the batches."""
-    half: float | None
-    """Half of its 95% interval over the batches; None for a single batch, and for validation."""
-    batches: int
+def loss_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Return rows of losses or events as a table with `COLUMNS`."""
+    table = pd.DataFrame([*rows], columns=COLUMNS)  # pyright: ignore[reportArgumentType]
+    return table.astype(dict.fromkeys(("step", "loss", "half_width", "batches"), float))
 
 
-@dataclass(frozen=True)
-class LossEvent:
-    """A step of a run at which the objective switches, or the learning rate begins to decay."""
+def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int) -> pd.DataFrame:
+    """Return a run's losses in nats per predicted token, with `COLUMNS`. NaN and Inf are left out.
 
-    run: str
-    kind: Literal["switch", "decay"]
-    step: float
-
-
-def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int) -> list[LossPoint]:
-    """Return a run's training and validation losses. NaN and Inf are left out.
+    A `training` loss is the mean over a window of batches, with half of its 95% interval over them; `step` is the mean of
+    the batches' steps. A `validation` loss is one validation's.
 
     Args:
         run: the run's name.
         metrics: the metrics of each batch, from `parse_metrics`.
         base_steps: steps of the model that the run continues.
     """
-    points: list[LossPoint] = []
+    table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])  # pyright: ignore[reportArgumentType]
     width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
+    parts = [loss_table([])]
     for objective in _OBJECTIVES:
-        windows: dict[int, list[tuple[int, float]]] = {}
-        for entry in metrics:
-            step, loss = base_steps + entry["batch"], entry.get(f"loss/train/{objective}")
-            if loss is not None and math.isfinite(loss):
-                windows.setdefault((entry["batch"] - 1) // width, []).append((step, loss))
-        # The mean of a few batches would look like a jump at the end of the curve.
-        last = max(windows, default=0)
-        if last - 1 in windows and len(windows[last]) < width / 2:
-            windows[last - 1] += windows.pop(last)
-        for window in windows.values():
-            interval = mean_interval([loss for _, loss in window])
-            middle = sum(step for step, _ in window) / len(window)
-            points.append(LossPoint(run, "training", objective, middle, interval.mean, interval.half, interval.count))
-        for entry in metrics:
-            step, loss = base_steps + entry["batch"], entry.get(f"metrics/{objective}/loss")
-            if loss is not None and math.isfinite(loss):
-                points.append(LossPoint(run, "validation", objective, step, loss, None, 1))
-    return points
+        for kind, key in (("training", f"loss/train/{objective}"), ("validation", f"metrics/{objective}/loss")):
+            if key not in table:
+                continue
+            finite = table[np.isfinite(table[key].astype(float))]
+            windows = (finite.batch - 1) // width if kind == "training" else finite.batch
+            # The mean of a few batches would look like a jump at the end of the curve.
+            if kind == "training" and (windows == windows.max()).sum() < width / 2:
+                windows = windows.mask((windows == windows.max()) & (windows.max() - 1 in set(windows)), windows - 1)
+            points = intervals(finite[key].groupby(windows)).set_axis(["loss", "half_width", "batches"], axis=1)
+            step = base_steps + finite.batch.groupby(windows).mean()
+            parts.append(points.assign(run=run, kind=kind, objective=objective, step=step)[COLUMNS])
+    return pd.concat(parts, ignore_index=True)
 
 
-def loss_events(run: str, config: PretrainConfig, base_steps: int) -> list[LossEvent]:
-    """Return the switches and the decay of a run. Those that are given in epochs are left out."""
-    switches = [span.start for span in spans(config.objective.phases, config.max_duration)[1:]]
+def loss_events(run: str, config: PretrainConfig, base_steps: int) -> pd.DataFrame:
+    """Return the steps of a run's switches (`kind` is `switch`) and of the start of its decay (`decay`), with `COLUMNS`.
+
+    Those that are given in epochs are left out.
+    """
+    times = [("switch", span.start) for span in spans(config.objective.phases, config.max_duration)[1:]]
     decay = decay_start(config.schedule, config.max_duration)
-    decays = [decay] if decay != config.max_duration else []
+    times += [("decay", decay)] if decay != config.max_duration else []
+    rows = [
+        {"run": run, "kind": kind, "step": float(base_steps + config.batch_shape.batches(time))}
+        for kind, time in times
+        if time.unit != "ep"
+    ]
+    return loss_table(rows)
 
-    def events(kind: Literal["switch", "decay"], times: list[Duration]) -> list[LossEvent]:
-        steps = [config.batch_shape.batches(time) for time in times if time.unit != "ep"]
-        return [LossEvent(run, kind, base_steps + step) for step in steps]
 
-    return events("switch", switches) + events("decay", decays)
-
-
-def draw_losses(points: Sequence[LossPoint], events: Iterable[LossEvent]) -> bytes | None:
-    """Draw losses by steps as PNG, with a panel for each split and objective; None without losses.
+def losses_figure(losses: pd.DataFrame) -> Figure:
+    """Draw losses by steps, with a panel for each split and objective.
 
     The band around a training loss is the 95% interval over the batches of a point. Diamonds are switches, and triangles
     are the starts of decays.
     """
-    runs = {run: index for index, run in enumerate(sorted({point.run for point in points}))}
-    panels = [
-        (split, objective)
-        for split in ("training", "validation")
-        for objective in _OBJECTIVES
-        if any((point.split, point.objective) == (split, objective) for point in points)
-    ]
-    if not panels:
+    points = losses[losses.loss.notna()].sort_values(["kind", "objective", "run", "step"])
+    titles = points.objective.str.upper() + ", " + points.kind
+    half = points.half_width.fillna(0)
+    points = points.assign(panel=titles, line=points.run, x=points.step, y=points.loss)
+    points = points.assign(low=points.y - half, high=points.y + half)
+    figure = draw_curves(points, "pretraining steps", "loss (nats per predicted token)", band, 2, (6.8, 3.8))
+    colors = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.get_lines()}
+    events = losses[losses.kind.isin(list(_MARKERS))]
+    for title, axes in zip(points.panel.unique(), figure.axes, strict=True):
+        for event in events.itertuples():
+            curve = points[(points.panel == title) & (points.run == event.run)]
+            at = _point_near(curve, event.step)
+            if at is not None:
+                axes.plot([event.step], [at], _MARKERS[event.kind], color=colors[plain(event.run)], markersize=5)
+    return figure
+
+
+def _point_near(curve: pd.DataFrame, step: float) -> float | None:
+    """Return the curve's loss nearest to a step; None if the curve ends before it or starts far after it."""
+    if curve.empty:
         return None
-    events, titles = list(events), [f"{objective.upper()}, {split}" for split, objective in panels]
-    with default_style():
-        figure, all_axes = make_panels(titles, columns=2, size=(6.8, 3.8))
-        for panel, axes in zip(panels, all_axes, strict=True):
-            for run, index in runs.items():
-                curve = [point for point in points if point.run == run and (point.split, point.objective) == panel]
-                if not curve:
-                    continue
-                style, steps = line_style(index), [point.step for point in curve]
-                losses = [point.loss for point in curve]
-                axes.plot(steps, losses, **style, label=plain(run), linewidth=1.2)
-                low, high = ([p.loss + sign * (p.half or 0.0) for p in curve] for sign in (-1, 1))
-                axes.fill_between(steps, low, high, color=style["color"], alpha=0.15, linewidth=0)
-                for event in events:
-                    if event.run == run and (marked := _point_at(curve, event.step)) is not None:
-                        axes.plot([event.step], [marked.loss], _MARKERS[event.kind], color=style["color"], markersize=5)
-            axes.set_xlabel("pretraining steps")
-            axes.set_ylabel("loss (nats per predicted token)")
-        return png(figure)
-
-
-def losses_csv(points: Sequence[LossPoint], events: Sequence[LossEvent]) -> bytes:
-    """Return the drawn losses; a `switch` or `decay` has a line of its own, with a step and no loss."""
-    rows: list[list[object]] = [
-        [p.run, p.split, p.objective, p.step, p.loss, p.half, p.batches]
-        for p in sorted(points, key=lambda p: (p.run, p.split, p.objective, p.step))
-    ]
-    rows += [[event.run, event.kind, None, event.step, None, None, None] for event in events]
-    return csv_table("run kind objective step loss half_width batches", rows)
-
-
-def _point_at(curve: Sequence[LossPoint], step: float) -> LossPoint | None:
-    """Return the curve's point nearest to a step; None if the curve ends before it or starts far after it."""
-    nearest = min(curve, key=lambda point: abs(point.step - step))
-    length = max(curve[-1].step - curve[0].step, 1.0)
-    return nearest if abs(nearest.step - step) <= max(length / 10, 1.0) else None
+    distance = (curve.step - step).abs()
+    length = max(curve.step.max() - curve.step.min(), 10.0)
+    return float(curve.loss[distance.idxmin()]) if distance.min() <= length / 10 else None

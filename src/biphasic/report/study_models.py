@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from graphlib import TopologicalSorter
 
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
@@ -22,6 +23,11 @@ from biphasic.config.timeline import MLMPhase, RampConfig, spans
 from biphasic.errors import UserError
 
 FORM = "610m-clm-10k-mlm40-42k (docs/report.md)"
+_STEPS = r"\d+(?:\.\d{1,3}(?=k))?k?"
+_PHASE = re.compile(rf"-(?P<objective>clm|mlm(?P<ratio>[1-9]\d?))-(?P<decayed>dec)?(?P<end>{_STEPS})(?=-|$)")
+_NAME = re.compile(
+    rf"(?P<size>[^-]+)(?P<phases>(?:-(?:clm|mlm[1-9]\d?)-(?:dec)?{_STEPS})+)(?:-(?P<checkpoint>{_STEPS}))?"
+)
 
 
 @dataclass(frozen=True)
@@ -59,78 +65,67 @@ def facets_of_name(name: str) -> Facets:
     Raises:
         UserError: the name does not have this form.
     """
-    size, *parts = name.split("-")
-    checkpoint = parts.pop() if len(parts) % 2 else None
-    if not size or not parts:
+    match = _NAME.fullmatch(name)
+    if match is None:
         raise UserError(f"model {name}: expected a name such as {FORM}")
+    size, phases, checkpoint = match["size"], match["phases"], match["checkpoint"]
     start = base_steps = clm_steps = 0
     continued_from: str | None = None
     objectives: list[str] = []
     ratios: set[float | None] = set()
-    for index in range(0, len(parts), 2):
-        objective, ratio = _objective(name, parts[index])
-        decayed = parts[index + 1].startswith("dec")
-        end = _steps(name, parts[index + 1].removeprefix("dec"))
+    for phase in _PHASE.finditer(phases):
+        end = _steps(phase["end"])
         if end <= start:
             raise UserError(
-                f"model {name}: {parts[index + 1]} must be after {start:,} steps, as steps count from the start"
+                f"model {name}: {phase['end']} must be after {start:,} steps, as steps count from the start"
             )
-        if decayed and index + 2 == len(parts):
-            raise UserError(f"model {name}: expected an objective and steps after {parts[index + 1]}")
-        if decayed:
+        if phase["decayed"]:
             # What comes before belongs to the model that is continued.
-            base = [size, *parts[: index + 1], parts[index + 1].removeprefix("dec")]
-            continued_from, base_steps = "-".join(base).replace("-dec", "-"), end
+            continued_from, base_steps = (size + phases[: phase.end()]).replace("-dec", "-"), end
             objectives, ratios, clm_steps = [], set(), 0
         else:
-            objectives.append(objective)
-            ratios |= {ratio} if objective == "mlm" else set()
-            clm_steps += end - start if objective == "clm" else 0
+            objectives.append(phase["objective"][:3])
+            ratios |= {int(phase["ratio"]) / 100} if phase["ratio"] else set()
+            clm_steps += 0 if phase["ratio"] else end - start
         start = end
-    steps = start if checkpoint is None else _steps(name, checkpoint)
-    if not base_steps < steps <= start:
-        expected = f"from {base_steps + 1:,} to {start:,}, the run's last step"
-        raise UserError(f"model {name}: expected the steps of a checkpoint {expected}; got {checkpoint}")
-    return Facets(
-        run=name if checkpoint is None else name.removesuffix(f"-{checkpoint}"),
-        size=size,
-        objective="-".join(objectives),
-        masking_ratio=_only(ratios),
-        clm_steps=clm_steps,
-        total_steps=start,
-        steps=steps,
-        continued_from=continued_from,
-        base_steps=base_steps,
-    )
+    steps = _steps(checkpoint) if checkpoint else start
+    if not objectives or not base_steps < steps <= start:
+        raise UserError(f"model {name}: expected steps from {base_steps + 1:,} to {start:,} at the end")
+    objective, ratio = "-".join(objectives), _only(ratios)
+    return Facets(size + phases, size, objective, ratio, clm_steps, start, steps, continued_from, base_steps)
 
 
-def facets_of_config(name: str, config: PretrainConfig, known: Mapping[str, Facets]) -> Facets:
+def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> Facets:
     """Return the facets of a run's final model, from the resolved configuration.
 
     Args:
         name: the run's name.
         config: the configuration.
-        known: other models, one of which the run may continue (`model.init_from` has its name as a folder).
+        base: the model that the run continues, if its facets are known.
 
     Raises:
         UserError: phases are not in batches, tokens or rows, or the size is not known.
     """
+
+    def batches(duration: Duration) -> int:
+        if duration.unit == "ep":
+            raise UserError(f"model {name}: {duration} can't be given in steps before the data is read")
+        return round(config.batch_shape.batches(duration))
+
     init_from = config.model.init_from
-    base = next((known[part] for part in reversed(_folders(init_from)) if part in known), None)
-    base_steps = _steps_of_checkpoint(base, _folders(init_from)[-1]) if base is not None else 0
-    clm_steps = 0
+    base_steps = 0
+    if base is not None:
+        checkpoint = re.match(r"ba(\d+)", str(init_from).rpartition("/")[2])
+        base_steps = base.base_steps + int(checkpoint[1]) if checkpoint else base.total_steps
     laid_out = spans(config.objective.phases, config.max_duration)
-    for span in laid_out:
-        if span.phase.name == "clm":
-            clm_steps += _batches(name, config, span.end) - _batches(name, config, span.start)
     ratios = [span.phase.masking_ratio for span in laid_out if isinstance(span.phase, MLMPhase)]
-    total = base_steps + _batches(name, config, config.max_duration)
+    total = base_steps + batches(config.max_duration)
     return Facets(
         run=name,
         size=_size(name, config, base),
         objective="-".join(span.phase.name for span in laid_out),
         masking_ratio=_only({None if isinstance(ratio, RampConfig) else ratio for ratio in ratios}),
-        clm_steps=clm_steps,
+        clm_steps=sum(batches(span.end) - batches(span.start) for span in laid_out if span.phase.name == "clm"),
         total_steps=total,
         steps=total,
         continued_from=base.run if base is not None else init_from,
@@ -145,21 +140,28 @@ def facets_of_models(
 
     Args:
         names: the models. `610m-mlm40-42k-5000` is a checkpoint of `610m-mlm40-42k` if that has a configuration.
-        configs: resolved configurations by run.
+        configs: resolved configurations by run. A run continues another one if that is a folder of its `model.init_from`.
 
     Returns:
         The facets by model, and the reason for each model of which nothing is known.
     """
-    runs, problems = _facets_of_runs(configs)
+    bases = {name: [p for p in (config.model.init_from or "").split("/") if p in configs and p != name][-1:]
+             for name, config in configs.items()}  # fmt: skip
+    runs: dict[str, Facets] = {}
     facets: dict[str, Facets] = {}
+    problems: dict[str, str] = {}
+    for name in TopologicalSorter(bases).static_order():
+        try:
+            runs[name] = facets_of_config(name, configs[name], next(map(runs.get, bases[name]), None))
+        except UserError as error:
+            problems[name] = str(error)
     for name in names:
         run, _, steps = name.rpartition("-")
-        if name in runs or name in problems:
-            if name in runs:
-                facets[name] = runs[name]
+        if name in runs:
+            facets[name] = runs[name]
         elif steps.isdigit() and run in runs and runs[run].base_steps < int(steps) <= runs[run].total_steps:
             facets[name] = replace(runs[run], steps=int(steps))
-        else:
+        elif name not in problems:
             try:
                 facets[name] = facets_of_name(name)
             except UserError as error:
@@ -178,63 +180,13 @@ def parameters_in_size(size: str) -> float:
     return float(match[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else float("inf")
 
 
-def _facets_of_runs(configs: Mapping[str, PretrainConfig]) -> tuple[dict[str, Facets], dict[str, str]]:
-    """Return the facets of runs with a configuration, and the reason for each that has none."""
-    runs: dict[str, Facets] = {}
-    problems: dict[str, str] = {}
-    visited: set[str] = set()
-
-    def visit(name: str) -> None:
-        if name in visited:
-            return
-        visited.add(name)
-        for part in _folders(configs[name].model.init_from):
-            if part in configs:
-                visit(part)  # a run that continues another one needs its facets
-        try:
-            runs[name] = facets_of_config(name, configs[name], runs)
-        except UserError as error:
-            problems[name] = str(error)
-
-    for name in sorted(configs):
-        visit(name)
-    return runs, problems
-
-
-def _steps_of_checkpoint(run: Facets, file: str) -> int:
-    """Return the steps of a run's checkpoint `ba42000-rank0.pt`, or of its final model for another file."""
-    match = re.match(r"ba(\d+)", file)
-    return run.base_steps + int(match[1]) if match else run.total_steps
-
-
-def _folders(path: str | None) -> list[str]:
-    return (path or "").split("/")
-
-
-def _objective(name: str, part: str) -> tuple[str, float | None]:
-    match = re.fullmatch(r"clm|mlm(\d+)", part)
-    if match is None or (match[1] and not 0 < int(match[1]) < 100):
-        raise UserError(f"model {name}: expected `clm`, or `mlm` and a masking ratio in percent; got {part!r}")
-    return part[:3], int(match[1]) / 100 if match[1] else None
-
-
-def _steps(name: str, text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)(k?)", text)
-    steps = float(match[1]) * (1000 if match[2] else 1) if match else 0
-    if not steps or steps != int(steps):
-        raise UserError(f"model {name}: expected a number of steps, such as 42k or 500; got {text!r}")
-    return int(steps)
+def _steps(text: str) -> int:
+    return round(float(text.removesuffix("k")) * (1000 if text.endswith("k") else 1))
 
 
 def _only(ratios: set[float | None]) -> float | None:
     """Return the only ratio of the set; None if there are several."""
     return next(iter(ratios)) if len(ratios) == 1 else None
-
-
-def _batches(name: str, config: PretrainConfig, duration: Duration) -> int:
-    if duration.unit == "ep":
-        raise UserError(f"model {name}: {duration} can't be given in steps before the data is read")
-    return round(config.batch_shape.batches(duration))
 
 
 def _size(name: str, config: PretrainConfig, base: Facets | None) -> str:

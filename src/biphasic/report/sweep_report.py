@@ -1,12 +1,36 @@
-"""Assemble the files of a sweep's report."""
+"""Assemble the files of a sweep's report: its tables, CSVs and figures."""
 
 from __future__ import annotations
 
-from biphasic.report.sweep_csv import differences_csv, results_csv, table_csv
-from biphasic.report.sweep_figures import learning_rate_figure, steps_figure
-from biphasic.report.sweep_scores import SweepScores
-from biphasic.report.sweep_tables import compare_models, details, summary
+from collections.abc import Mapping
+from itertools import combinations
 
+import pandas as pd
+
+from biphasic.errors import UserError
+from biphasic.report.drawing import band_with_markers, bars, default_style, draw_curves, png, with_bars
+from biphasic.report.formatting import (
+    MISSING,
+    NOT_AVAILABLE,
+    csv_table,
+    escape,
+    format_interval,
+    format_p,
+    format_points,
+    format_rate,
+    format_seeds,
+    format_signed,
+    markdown_page,
+    markdown_table,
+)
+from biphasic.report.scores import ScoreTable, chosen_scores, differences, name_origins, score_table, trial_table
+from biphasic.report.study_models import facets_of_name
+from biphasic.sweep.records import Grid, TrialRecord
+
+MAX_DIFFERENCES = 300
+"""The report lists all differences up to this number; `differences.csv` always has all."""
+NEAR = 0.01
+"""A rate is near the best one if its score is at most this much lower (one point)."""
 _CAPTIONS = {
     "learning-rates.png": "Test score against learning rate: mean over seeds, with a band from the lowest to the highest.\n"
     "A hollow point has fewer seeds than the grid.",
@@ -14,23 +38,232 @@ _CAPTIONS = {
 }
 
 
-def report_files(sweep: SweepScores) -> dict[str, bytes | None]:
+@default_style()
+def report_files(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, bytes | None]:
     """Return the content of each file by name; None for a figure without data, whose file in an earlier report is stale.
 
     The same grid and records give the same bytes, regardless of the order in which the records were written.
     """
-    comparisons = compare_models(sweep)
-    figures = {"learning-rates.png": learning_rate_figure(sweep), "steps.png": steps_figure(sweep)}
-    lines = [*summary(sweep), *details(sweep, comparisons)]
-    if any(figures.values()):
-        lines += ["## Figures", ""]
-    for name, content in figures.items():
-        if content is not None:
-            lines += [f"![{name}]({name})", "", _CAPTIONS[name], ""]
+    trials = trial_table(grid, records)
+    table = score_table(chosen_scores(trials))
+    named = name_origins(trials)
+    # Test sets and groups that can have no score: trials that are done have none.
+    tests = named[named.planned & (named.status == "done")].groupby(["group", "test_set"]).test.count()
+    absent = {column for column, count in tests.items() if not count} | {
+        (g, "") for (g, _), n in tests.items() if not n
+    }
+    models = [model.name for model in grid.models]
+    pairs = list(combinations(models, 2))
+    test_sets = [column for column in table.columns if column[1]]
+    compared = pd.concat([differences(table, pairs, columns) for columns in (table.groups, test_sets)])
+    figures = {"learning-rates.png": _rates_figure(grid, named), "steps.png": _steps_figure(grid, table)}
+    lines = [
+        *_overview(grid, trials),
+        *_rates(grid, named),
+        *_main_table(table, models, absent),
+        *_differences(table, compared, models, absent),
+        *_stability(grid, named, table),
+        *_failures(trials),
+        *(["## Figures", ""] if any(figures.values()) else []),
+        *(f"![{name}]({name})\n\n{_CAPTIONS[name]}\n" for name, content in figures.items() if content),
+    ]
+    steps = pd.Series({model.name: model.steps for model in grid.models}, dtype=float).astype("Int64").rename("steps")
+    means = table.means.drop(columns="text").reset_index().join(steps, on="model").assign(seeds_asked=table.seeds)
     return {
-        "report.md": ("\n".join(lines).rstrip() + "\n").encode(),
-        "results.csv": results_csv(sweep),
-        "table.csv": table_csv(sweep),
-        "differences.csv": differences_csv(comparisons),
+        "report.md": markdown_page(lines),
+        "results.csv": csv_table(trials[trials.planned].drop(columns=["steps", "planned", "error"])),
+        "table.csv": csv_table(means),
+        "differences.csv": csv_table(compared),
         **figures,
     }
+
+
+def _title(group: str, test_set: str) -> str:
+    return escape(test_set) or f"{escape(group)}, mean"
+
+
+def _overview(grid: Grid, trials: pd.DataFrame) -> list[str]:
+    values = {
+        "models": [escape(model.name) for model in grid.models],
+        "tasks": [escape(task.name) for task in grid.tasks],
+        "learning rates": [format_rate(lr) for lr in grid.learning_rates],
+        "seeds": [str(seed) for seed in grid.seeds],
+    }
+    statuses = ["done", "failed", MISSING]
+    planned = trials[trials.planned].drop_duplicates("trial")
+    counts = pd.crosstab(planned.model, planned.status).reindex(columns=statuses, fill_value=0)
+    body = [[name, len(items), ", ".join(items)] for name, items in values.items()]
+    body.append(["trials", len(planned), ", ".join(f"{counts[status].sum()} {status}" for status in statuses)])
+    lines = ["# Sweep", "", "## Grid", "", *markdown_table(["", "", ""], body)]
+    missing = counts[MISSING].sum()
+    if counts.done.sum() < len(planned):
+        by_model = [[escape(model.name), *counts.loc[model.name]] for model in grid.models]
+        lines += markdown_table(["model", *statuses], by_model)
+    return lines + [f"**{missing} trials are missing: numbers that depend on them are not final.**", ""] * bool(missing)
+
+
+def _rates(grid: Grid, trials: pd.DataFrame) -> list[str]:
+    rates, choosing = list(grid.learning_rates), grid.seeds[: grid.rate_seeds]
+    of_choice = trials[trials.seed.isin(choosing)].groupby(
+        ["test_set", "model", "chosen_lr", "settled", "lr"], dropna=False, sort=False
+    )
+    means = of_choice.validation.mean().unstack("lr", sort=False).reindex(columns=rates)
+    body = [
+        [escape(test_set), escape(model),
+         MISSING if pd.isna(chosen) else format_rate(chosen) + ("" if settled else " (open)"),
+         *(MISSING if pd.isna(mean) else format_points(mean) for mean in row)]
+        for (test_set, model, chosen, settled), row in zip(means.index, means.to_numpy(), strict=True)
+    ]  # fmt: skip
+    seeds = f"seed{'' if len(choosing) == 1 else 's'} {', '.join(map(str, choosing))}"
+    return [
+        *["## Chosen learning rates", ""],
+        f"By the validation score in points, of {seeds}, at each rate: the mean over the seeds with a score.",
+        "",
+        *markdown_table(["", "model", "chosen", *map(format_rate, rates)], body),
+    ]
+
+
+def _main_table(table: ScoreTable, models: list[str], absent: set[tuple[str, str]]) -> list[str]:
+    body = []
+    for column in table.columns:
+        rows = [table.means.loc[(model, *column)] for model in models]
+        # An incomplete mean may still change, so it can't be the best.
+        complete = [format_points(row.score) for row in rows if row.complete]
+        best = max(complete, key=float) if len(complete) > 1 else None
+        cells = []
+        for row in rows:
+            text = NOT_AVAILABLE if column in absent else row["text"]
+            if row.complete and format_points(row.score) == best:
+                text = "**{}** ({}".format(*text.rsplit(" (", 1))
+            cells.append(text)
+        body.append([_title(*column), escape(rows[0].metric or ""), *cells])
+    return [
+        *["## Test scores", ""],
+        *markdown_table(["", "metric", *map(escape, models)], body),
+        "Points (100 times the score): mean ± half of the 95% interval over seeds, with the number of seeds in brackets.",
+        "Bold: the best of the complete ones. `3 of 5`: the other seeds have no score. `rate open`: missing trials could",
+        f"change the chosen learning rate. `{MISSING}`: no score so far. `{NOT_AVAILABLE}`: no test set.",
+        "",
+    ]
+
+
+def _differences(
+    table: ScoreTable, compared: pd.DataFrame, models: list[str], absent: set[tuple[str, str]]
+) -> list[str]:
+    if len(models) < 2:
+        return []
+    lines = [
+        *["## Differences between models", ""],
+        "Points, paired by seed, with the 95% interval; p of the paired t-test, and p corrected by Holm's method over all",
+        "differences of the same kind (families, test sets).",
+        "",
+    ]
+    if len(compared) > MAX_DIFFERENCES:
+        compared = compared[compared["first"] == models[0]]
+        lines += [f"Only those with {escape(models[0])}; p is corrected over all, which are in `differences.csv`.", ""]
+    for title, rows in (
+        ("Families", compared[compared.test_set == ""]),
+        ("Test sets", compared[compared.test_set != ""]),
+    ):
+        body = []
+        for row in rows.itertuples():
+            numbers = [
+                format_interval(row.difference, row.half_width, format_signed),
+                format_p(row.p),
+                format_p(row.p_holm),
+            ]
+            if not row.seeds:
+                numbers = [NOT_AVAILABLE if (row.group, row.test_set) in absent else MISSING] * 3
+            names = [_title(row.group, row.test_set), escape(row.first), escape(row.second)]
+            body.append([*names, *numbers, format_seeds(row.seeds, table.seeds, row.settled or not row.seeds)])
+        lines += [
+            f"### {title}",
+            "",
+            *markdown_table(["", "model", "minus", "difference", "p", "p, Holm", "seeds"], body),
+        ]
+    return lines
+
+
+def _stability(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
+    body = []
+    for (model, group, test_set), rows in trials.groupby(["model", "group", "test_set"], sort=False):
+        # Other seeds would favour the rates without a record.
+        recorded = rows.groupby("seed").status.transform(lambda statuses: (statuses != MISSING).all())
+        seeds = rows.seed[recorded].nunique()
+        by_rate = rows[recorded].pivot(index="seed", columns="lr", values="test")
+        ranges = (by_rate.max(axis=1) - by_rate.min(axis=1))[by_rate.count(axis=1) > 1]
+        # A rate with a failed trial counts as a rate, but is not near the best one.
+        means = by_rate.mean(skipna=False)
+        near = (
+            f"{(means >= means.max() - NEAR - 1e-12).sum()} of {len(grid.learning_rates)}" if seeds else NOT_AVAILABLE
+        )
+        scores = table.scores[(table.scores.model == model) & (table.scores.group == group)]
+        deviation = scores.score[scores.test_set == test_set].std()
+        failed = (rows.planned & (rows.status == "failed")).sum()
+        body.append([
+            *(escape(model), escape(test_set), format_points(deviation), format_points(ranges.mean()), near),
+            *(format_seeds(seeds, table.seeds), f"{failed} of {rows.planned.sum()}"),
+        ])  # fmt: skip
+    header = ["model", "", "sd over seeds", "range over rates", "rates within 1 point", "over seeds", "failed trials"]
+    return [
+        *["## Stability", ""],
+        "Test scores in points. The standard deviation over seeds is at the chosen rate. The range over rates is the best",
+        "minus the worst rate with the same seed, averaged over seeds. The range and the number of rates within a point of",
+        "the best one are over the seeds with which every rate has a record.",
+        "",
+        *markdown_table(header, body),
+    ]
+
+
+def _failures(trials: pd.DataFrame) -> list[str]:
+    failed = trials[trials.planned & (trials.status == "failed")].drop_duplicates("trial")
+    body = [
+        [escape(row.model), escape(row.trained_on), format_rate(row.lr), row.seed,
+         escape(((row.error or "").strip().splitlines() or ["no message"])[0])]
+        for row in failed.itertuples()
+    ]  # fmt: skip
+    return [
+        "## Failures",
+        "",
+        *(markdown_table(["model", "task", "learning rate", "seed", "error"], body) or ["None.", ""]),
+    ]
+
+
+def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
+    """Draw test score against learning rate, with a panel for each test set and a line for each model.
+
+    The band around a line is the range over seeds. A hollow point has fewer seeds than the grid. Returns None without
+    scores.
+    """
+    scored = trials[trials.test.notna()]
+    by_rate = (100 * scored.test).groupby([scored.test_set, scored.metric, scored.model, scored.lr], sort=False)
+    points = by_rate.agg(y="mean", low="min", high="max", seeds="count").reset_index()
+    points = points.assign(panel=points.test_set + ", " + points.metric, line=points.model, x=points.lr)
+    points["complete"] = points.seeds == len(grid.seeds)
+    if points.empty:
+        return None
+    figure = draw_curves(points, "learning rate", "test (points)", band_with_markers)
+    for axes in figure.axes:
+        axes.set_xscale("log")
+    return png(figure)
+
+
+def _steps_figure(grid: Grid, table: ScoreTable) -> bytes | None:
+    """Draw test score against pretraining steps, with a panel for each task family and a point for each model.
+
+    Error bars are 95% intervals. A line joins the checkpoints of a run: `610m-mlm40-42k-1000` belongs to `610m-mlm40-42k`.
+    Returns None if no model with known steps has a score for a family.
+    """
+    steps = {model.name: model.steps for model in grid.models if model.steps is not None}
+    means = table.means.reset_index()
+    means = means[(means.test_set == "") & (means.seeds > 0) & means.model.isin(list(steps))]
+    points = with_bars(means).assign(line=means.model.map(_run_of), x=means.model.map(steps))
+    return png(draw_curves(points, "pretraining steps", "test (points)", bars)) if len(points) else None
+
+
+def _run_of(model: str) -> str:
+    """Return the name of a model's run, as the model's name says it; otherwise the model's name."""
+    try:
+        return facets_of_name(model).run
+    except UserError:
+        return model

@@ -1,0 +1,179 @@
+"""The scores of sweeps as one table, and their means by model, with intervals and differences.
+
+Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `IR`, or another family's name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import pandas as pd
+
+from biphasic.report.formatting import MISSING, format_interval, format_seeds
+from biphasic.report.statistics import holm, intervals, paired_difference
+from biphasic.sweep.records import Grid, TrialRecord
+from biphasic.sweep.selection import choose_rates, planned_trials, score_of, trials_by_group
+
+FAMILIES = {"classification": "SC", "tokens": "TC", "question_answering": "QA", "retrieval": "IR"}
+"""Task families in the order and with the titles of the paper. Other families follow, titled by their names."""
+TRIAL_COLUMNS = (
+    *(
+        "trial",
+        "model",
+        "steps",
+        "group",
+        "trained_on",
+        "task",
+        "test_set",
+        "metric",
+        "lr",
+        "seed",
+        "status",
+        "planned",
+    ),
+    *("validation", "test", "seconds", "error", "chosen_lr", "chosen_validation", "settled"),
+)
+Column = tuple[str, str]
+"""A task group and one of its test sets, or an empty text for the group's mean."""
+
+
+@dataclass(frozen=True)
+class ScoreTable:
+    """Test scores by model, test set and seed, with the groups' means."""
+
+    scores: pd.DataFrame
+    """A row for each model, column and seed: `model group test_set seed score`. Missing scores are NaN or have no row."""
+    means: pd.DataFrame
+    """By `model`, `group` and `test_set`: `score half_width seeds settled complete text` and the columns of the test set.
+
+    `settled`: no missing trial could change the chosen rate. `complete`: also every seed has a score."""
+    columns: list[Column]
+    """For each group, its mean and then its test sets."""
+    seeds: int
+    """The number of different seeds. A mean over fewer of them is not final."""
+
+    @property
+    def groups(self) -> list[Column]:
+        """The columns with the groups' means."""
+        return [column for column in self.columns if not column[1]]
+
+    def scored_models(self) -> list[str]:
+        """Return the models that have a mean of some group."""
+        means = self.means.reset_index()
+        return list(means.model[(means.test_set == "") & (means.seeds > 0)].unique())
+
+    def text(self, models: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
+        """Return the formatted means: for each model, those of the columns."""
+        cells = self.means["text"]
+        return [[cells.get((model, *column), MISSING) for column in columns] for model in models]
+
+
+def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
+    """Return a row for each trial of a grid and each of its test sets, with `TRIAL_COLUMNS`.
+
+    `planned` trials are those that the sweep runs; the others are at rates that other seeds have not chosen. The columns
+    from `chosen_lr` on are those of the rate that validation chooses for the model and test set.
+    """
+    planned, trials, chosen = planned_trials(grid, records), trials_by_group(grid), choose_rates(grid, records)
+    rows = []
+    for task in sorted(grid.tasks, key=lambda task: _group_order(FAMILIES.get(task.family, task.family))):
+        for counts_as, name, metric in task.results:
+            for model in grid.models:
+                choice = chosen[model.name, task.name, name]
+                for (lr, seed), trial in trials[model.name, task.name].items():
+                    record = records.get(trial)
+                    rows.append((
+                        *(trial, model.name, model.steps, FAMILIES.get(task.family, task.family), task.name, counts_as),
+                        *(name, metric, lr, seed, record.status if record else MISSING, trial in planned),
+                        *(score_of(record, name, "validation"), score_of(record, name, "test")),
+                        *(record.seconds.get("total") if record else None, record.error if record else None),
+                        *(choice.lr, choice.validation, choice.complete),
+                    ))  # fmt: skip
+    table = pd.DataFrame(rows, columns=TRIAL_COLUMNS)  # pyright: ignore[reportArgumentType]
+    numbers = ("steps", "lr", "validation", "test", "seconds", "chosen_lr", "chosen_validation")
+    return table.astype(dict.fromkeys(numbers, float) | {"planned": bool, "settled": bool})
+
+
+def chosen_scores(trials: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows at the chosen rates, with the test score as `score`. It is NaN with each seed if no rate is chosen."""
+    rows = trials[trials.lr == trials.chosen_lr.fillna(trials.lr.min())]
+    return rows.assign(score=rows.test.where(rows.chosen_lr.notna()), lr=rows.chosen_lr)
+
+
+def name_origins(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows with names such as `nq (from msmarco)` for test sets of models that were trained on several tasks."""
+    several = rows.groupby(["group", "test_set"]).trained_on.transform("nunique") > 1
+    return rows.assign(test_set=rows.test_set.mask(several, rows.test_set + " (from " + rows.trained_on + ")"))
+
+
+def score_table(rows: pd.DataFrame) -> ScoreTable:
+    """Return the means of test scores.
+
+    A group's score with a seed is the mean over the group's tasks. It exists if the model has a score with this seed on
+    every test set that any model of the table has, so that means of different models are over the same tasks. A test set
+    of several training tasks is a task of its own for each.
+
+    Args:
+        rows: `model group trained_on task test_set seed score settled`, and others that stay with the means.
+    """
+    rows = name_origins(rows)
+    scores = pd.concat([_group_scores(rows), rows])
+    by_cell = scores.groupby(["model", "group", "test_set"], sort=False)
+    means = intervals(by_cell.score).rename(columns={"mean": "score", "count": "seeds"})
+    seeds = rows.seed.nunique()
+    about = [column for column in ("trained_on", "task", "metric", "lr", "chosen_validation") if column in scores]
+    means = means.join(by_cell[about].first()).join(by_cell.settled.all())
+    means["complete"] = means.settled & (means.seeds == seeds)
+    means["text"] = [
+        f"{format_interval(row.score, row.half_width)} ({format_seeds(row.seeds, seeds, row.settled)})"
+        if row.seeds else MISSING
+        for row in means.itertuples()
+    ]  # fmt: skip
+    columns = []
+    for group in sorted(rows.group.unique(), key=_group_order):
+        columns += [(group, ""), *((group, name) for name in rows.test_set[rows.group == group].unique())]
+    return ScoreTable(scores, means, columns, seeds)
+
+
+def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Sequence[Column]) -> pd.DataFrame:
+    """Return the differences between the pairs' models in the columns, paired by seed.
+
+    Returns:
+        `group test_set first second difference half_width seeds p settled p_holm`: `first` minus `second`, and p corrected
+        by Holm's method over all. Without a common seed, `seeds` is 0 and the numbers are NaN.
+    """
+    rows = []
+    for group, test_set in columns:
+        of_column = table.scores[(table.scores.group == group) & (table.scores.test_set == test_set)]
+        by_seed = of_column.pivot(index="seed", columns="model", values="score")
+        settled = of_column.groupby("model").settled.all()
+        for first, second in pairs:
+            if first in by_seed and second in by_seed:
+                compared = paired_difference(by_seed[first], by_seed[second])
+                numbers = compared.mean, compared.half, compared.count, compared.p
+                rows.append((group, test_set, first, second, *numbers, settled[first] and settled[second]))
+    names = ["group", "test_set", "first", "second", "difference", "half_width", "seeds", "p", "settled"]
+    compared = pd.DataFrame(rows, columns=names)  # pyright: ignore[reportArgumentType]
+    return compared.assign(p_holm=holm(compared.p.astype(float)))
+
+
+def _group_scores(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the groups' scores by model and seed, NaN where a test set has no score."""
+    sets = rows.groupby("group").test_set.nunique()
+    settled = rows.groupby(["model", "group"]).settled.all()
+    # A task's test sets are averaged first, in which MNLI's two are one task.
+    by_task = rows.groupby(["model", "group", "seed", "trained_on", "task"], sort=False).score.agg(["mean", "count"])
+    by_seed = (
+        by_task.groupby(["model", "group", "seed"], sort=False).agg({"mean": "mean", "count": "sum"}).reset_index()
+    )
+    by_seed["score"] = by_seed["mean"].where(by_seed["count"] == by_seed.group.map(sets))
+    settled = by_seed.set_index(["model", "group"]).index.map(settled)
+    return by_seed.assign(settled=settled, test_set="", trained_on="", task="", metric="").drop(
+        columns=["mean", "count"]
+    )
+
+
+def _group_order(group: str) -> tuple[int, str]:
+    titles = list(FAMILIES.values())
+    return (titles.index(group) if group in titles else len(titles), group)
