@@ -11,11 +11,18 @@ import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import first_difference
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, learning_rate_factor, phase_problems, schedule_problems, span_at, spans
+from biphasic.config.timeline import (
+    MLMPhase,
+    learning_rate_factor,
+    phase_at,
+    phase_problems,
+    resolve_phases,
+    schedule_problems,
+)
 
 ROOT = Path(__file__).parents[2]
 ROWS, LENGTH = 2, 3
@@ -116,12 +123,12 @@ Time = tuple[int, int]
 
 def batches(config: PretrainConfig, times: list[Time]) -> Iterator[tuple[object, ...]]:
     """What decides each batch of a run, when the data's batches begin at these times."""
-    laid_out, previous = spans(config.objective.phases, config.max_duration), None
+    laid_out, previous = resolve_phases(config.objective.phases, config.max_duration), None
     for batch, (tokens, epochs) in enumerate(times):
-        now = Elapsed(batch, batch * ROWS, tokens, epochs)
+        now = TrainingProgress(batch, batch * ROWS, tokens, epochs)
         if now.reached(config.max_duration):
             return
-        span = span_at(laid_out, now)
+        span = phase_at(laid_out, now)
         resets = previous not in (None, span.index) and span.phase.reset_optimizer
         objective: tuple[object, ...] = (span.phase.name,)
         if isinstance(span.phase, MLMPhase):
@@ -145,7 +152,7 @@ def require_safety(first: PretrainConfig, second: PretrainConfig, times: list[Ti
     elif actual is not None:
         assert difference.batch <= actual
         for batch in range(actual, len(times)):
-            assert difference.is_past(Elapsed(batch, batch * ROWS, *times[batch]))
+            assert difference.is_past(TrainingProgress(batch, batch * ROWS, *times[batch]))
 
 
 SHORT: list[Time] = [(batch, 0) for batch in range(40)]
@@ -330,5 +337,5 @@ def test_a_difference_is_past_once_a_batch_began_at_its_time() -> None:
     phases = [[{**CLM, "until": until}, MLM] for until in ("4ba", "18tok")]
     parting = first_difference(*(config_of({"max_duration": "9ba", "objective": {"phases": each}}) for each in phases))
     assert parting is not None
-    last = [Elapsed(3, 6, 17, 0), Elapsed(4, 8, 17, 0), Elapsed(3, 6, 18, 0)]
+    last = [TrainingProgress(3, 6, 17, 0), TrainingProgress(4, 8, 17, 0), TrainingProgress(3, 6, 18, 0)]
     assert [parting.is_past(batch) for batch in last] == [False, True, True]

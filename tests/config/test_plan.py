@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from biphasic.config.architecture import Architecture
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.load import dump, load
 from biphasic.config.plan import describe, plan
 from biphasic.config.pretrain import PretrainConfig
@@ -172,7 +172,7 @@ def test_warmup_stable_decay(shape: str, halfway: float) -> None:
     schedule = ScheduleConfig(warmup=Duration(10, "ba"), decay=Duration(0.2, "dur"), decay_shape=shape)  # pyright: ignore
 
     def factor(batch: int) -> float:
-        return learning_rate_factor(schedule, Duration(100, "ba"), Elapsed(batch, 0, 0, 0))
+        return learning_rate_factor(schedule, Duration(100, "ba"), TrainingProgress(batch, 0, 0, 0))
 
     assert [factor(b) for b in (0, 5, 10, 50, 80)] == [0, 0.5, 1, 1, 1]
     assert factor(90) == pytest.approx(halfway)
@@ -182,8 +182,8 @@ def test_warmup_stable_decay(shape: str, halfway: float) -> None:
 def test_warmup_in_tokens_and_final_rate() -> None:
     schedule = ScheduleConfig(warmup=Duration(1000, "tok"), decay=Duration(20, "ba"), final_lr=0.1)
     whole = Duration(100, "ba")
-    assert learning_rate_factor(schedule, whole, Elapsed(3, 0, 250, 0)) == 0.25
-    assert learning_rate_factor(schedule, whole, Elapsed(90, 0, 9000, 0)) == pytest.approx(0.55)
+    assert learning_rate_factor(schedule, whole, TrainingProgress(3, 0, 250, 0)) == 0.25
+    assert learning_rate_factor(schedule, whole, TrainingProgress(90, 0, 9000, 0)) == pytest.approx(0.55)
 
 
 def test_a_file_builds_on_another(tmp_path: Path) -> None:

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from biphasic.config.durations import BatchShape, Duration, Elapsed
+from biphasic.config.durations import BatchShape, Duration, TrainingProgress
 from biphasic.config.timeline import (
     ObjectiveConfig,
     ScheduleConfig,
     decay_start,
     learning_rate_factor,
+    phase_at,
     phase_problems,
+    resolve_phases,
     schedule_problems,
-    span_at,
-    spans,
 )
 
 SHAPE = BatchShape(rows=4, row_length=10)
@@ -27,9 +27,9 @@ def phases(*changes: dict[str, Any]) -> list[Any]:
     return ObjectiveConfig.model_validate({"phases": [{"name": "mlm", **change} for change in changes]}).phases
 
 
-def elapsed(batch: int) -> Elapsed:
+def elapsed(batch: int) -> TrainingProgress:
     """Batches of 4 rows and, with padding, 35 tokens."""
-    return Elapsed(batch, 4 * batch, 35 * batch, 0)
+    return TrainingProgress(batch, 4 * batch, 35 * batch, 0)
 
 
 @pytest.mark.parametrize(("duration", "batches"), [("8ba", 8), ("8sp", 2), ("9sp", 3), ("80tok", 2), ("81tok", 3)])
@@ -59,19 +59,19 @@ def test_a_duration_is_recorded_as_it_is(text: str) -> None:
 
 
 def test_a_phase_begins_where_the_one_before_it_ends() -> None:
-    laid_out = spans(phases({"until": "0.25dur"}, {"until": "200tok"}, {}), END)
+    laid_out = resolve_phases(phases({"until": "0.25dur"}, {"until": "200tok"}, {}), END)
     assert [(span.index, str(span.start), str(span.end)) for span in laid_out] == [
         (0, "0ba", "3ba"), (1, "3ba", "200tok"), (2, "200tok", "10ba")
     ]  # fmt: skip
     # The batch that begins at 175 tokens is the last one before 200.
-    assert [span_at(laid_out, elapsed(batch)).index for batch in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
+    assert [phase_at(laid_out, elapsed(batch)).index for batch in range(8)] == [0, 0, 0, 1, 1, 1, 2, 2]
 
 
 def test_a_ramp_goes_from_its_phase_s_start_to_its_end() -> None:
-    first, second = spans(phases({"until": "70tok", "masking_ratio": RAMP}, {"masking_ratio": 0.2}), END)
+    first, second = resolve_phases(phases({"until": "70tok", "masking_ratio": RAMP}, {"masking_ratio": 0.2}), END)
     assert [first.masking_ratio(elapsed(batch)) for batch in (0, 1)] == [0.5, pytest.approx(0.4)]
     assert second.masking_ratio(elapsed(2)) == 0.2
-    _, ramp = spans(phases({"until": "2ba"}, {"masking_ratio": RAMP}), END)
+    _, ramp = resolve_phases(phases({"until": "2ba"}, {"masking_ratio": RAMP}), END)
     assert [ramp.masking_ratio(elapsed(batch)) for batch in (2, 4, 8)] == pytest.approx([0.5, 0.45, 0.35])
 
 

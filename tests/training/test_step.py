@@ -14,7 +14,7 @@ from composer.loggers import InMemoryLogger, Logger
 from torch import nn
 from torchmetrics import Metric
 
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
 from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
@@ -129,7 +129,7 @@ def test_validation_has_its_own_masks_and_changes_nothing() -> None:
     run.state.set_dataloader([], "clm")
     prepared = run.apply(objective, Event.EVAL_BATCH_START, batch=3, epoch=2)
     assert_prepared(prepared, "clm", None, raw["tokens"], clm_targets(raw["tokens"], raw["segment_ids"]))
-    assert objective.last_batch == Elapsed(1, 0, 0, 0) and objective.phase_name == "clm"
+    assert objective.last_batch == TrainingProgress(1, 0, 0, 0) and objective.phase_name == "clm"
     assert {name: len(entries) for name, entries in run.logged.data.items()} == logged
 
 
@@ -150,7 +150,7 @@ def test_the_optimizer_is_reset_where_a_phase_begins_that_asks_for_it() -> None:
         before, after = schedule(), schedule()
         Run().apply(before, Event.BATCH_START, batch=last, sample=3, token=115, epoch=1)
         after.load_state_dict(before.state_dict())
-        assert after.last_batch == Elapsed(last, 3, 115, 1)
+        assert after.last_batch == TrainingProgress(last, 3, 115, 1)
         assert resets(last + 1, objective=after) == [expected]
 
 
@@ -164,7 +164,7 @@ def test_a_run_that_has_trained_nothing_has_no_last_batch() -> None:
 
 
 def test_elapsed_has_composer_s_counts() -> None:
-    assert elapsed(Timestamp(epoch=1, batch=2, sample=3, token=4)) == Elapsed(2, 3, 4, 1)
+    assert elapsed(Timestamp(epoch=1, batch=2, sample=3, token=4)) == TrainingProgress(2, 3, 4, 1)
 
 
 def test_a_batch_without_targets_counts_as_one() -> None:

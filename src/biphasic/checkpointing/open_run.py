@@ -17,7 +17,7 @@ from biphasic.checkpointing.save import PhaseTracker, Saver
 from biphasic.checkpointing.schedule import checkpoint_schedule, trained
 from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.store import Uploader
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import TrainingProgress
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device, require_precision
@@ -149,7 +149,7 @@ class Run:
                 "tokens": int(state.timestamp.token),
                 "rows": int(state.timestamp.sample),
                 "epochs": int(state.timestamp.epoch),
-                "last_batch": list(astuple(tracker.last_batch or Elapsed(0, 0, 0, 0))),
+                "last_batch": list(astuple(tracker.last_batch or TrainingProgress(0, 0, 0, 0))),
                 "ranks": dist.get_world_size(),
             }
 

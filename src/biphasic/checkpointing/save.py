@@ -26,7 +26,7 @@ from biphasic.checkpointing.attempt import Attempt
 from biphasic.checkpointing.manifest import Manifest, checkpoint_path, rank_manifest_name
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.store import Uploader
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import TrainingProgress
 from biphasic.errors import Preempted, UserError
 from biphasic.storage import atomic_path, file_hash, first_line, open_store
 
@@ -84,7 +84,7 @@ class StagingBuffer:
 class PhaseTracker(Protocol):
     """The algorithm that knows the phase of the last batch, and when that batch began (None before the first one)."""
 
-    last_batch: Elapsed | None
+    last_batch: TrainingProgress | None
 
     @property
     def phase_name(self) -> str:

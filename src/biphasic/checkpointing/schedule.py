@@ -10,13 +10,13 @@ from composer.core import Event, State, Timestamp
 from composer.utils import create_interval_scheduler
 
 from biphasic.config.checkpoint_plan import branch_points
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import TrainingProgress
 from biphasic.config.pretrain import PretrainConfig
 
 
-def elapsed(time: Timestamp) -> Elapsed:
+def elapsed(time: Timestamp) -> TrainingProgress:
     """Convert a Composer timestamp to counts."""
-    return Elapsed(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
+    return TrainingProgress(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
 
 def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tuple[bool, bool]]:
@@ -57,7 +57,7 @@ def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool])
     return is_due
 
 
-def trained(state: State) -> Elapsed:
+def trained(state: State) -> TrainingProgress:
     """Return the counts after the last batch. Composer counts an epoch only after the checkpoint of its last batch."""
     now = elapsed(state.timestamp)
     # Not `state.dataloader`, which is the validation's while it runs.

@@ -12,7 +12,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
@@ -65,14 +65,14 @@ def _past_differences(manifest: Manifest, config: PretrainConfig, overrides: lis
     return [] if difference is None or not difference.is_past(_last_batch(manifest)) else [difference]
 
 
-def _last_batch(manifest: Manifest) -> Elapsed:
+def _last_batch(manifest: Manifest) -> TrainingProgress:
     """Return when the checkpoint's last batch began."""
-    return Elapsed(*manifest.run["last_batch"])
+    return TrainingProgress(*manifest.run["last_batch"])
 
 
-def _end(manifest: Manifest) -> Elapsed:
+def _end(manifest: Manifest) -> TrainingProgress:
     """Return what has been trained at the checkpoint."""
-    return Elapsed(manifest.batch, *(manifest.run[name] for name in ("rows", "tokens", "epochs")))
+    return TrainingProgress(manifest.batch, *(manifest.run[name] for name in ("rows", "tokens", "epochs")))
 
 
 def other_run_message(manifest: Manifest, config: PretrainConfig) -> str | None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import decay_start, spans
+from biphasic.config.timeline import decay_start, resolve_phases
 
 
 def branch_points(config: PretrainConfig) -> list[Duration]:
@@ -15,7 +15,7 @@ def branch_points(config: PretrainConfig) -> list[Duration]:
     A run always saves at these points and keeps the checkpoints, regardless of `checkpoint.interval` and `checkpoint.keep`.
     """
     total = config.max_duration
-    switches = [span.start for span in spans(config.objective.phases, total)[1:]]
+    switches = [span.start for span in resolve_phases(config.objective.phases, total)[1:]]
     decay = decay_start(config.schedule, total)
     decays = [decay] if decay != total and decay.value else []
     return list(dict.fromkeys([*switches, *decays, *(point.resolve(total) for point in config.checkpoint.keep_at)]))

@@ -73,7 +73,7 @@ class Duration:
 
 
 @dataclass(frozen=True)
-class Elapsed:
+class TrainingProgress:
     """The progress of a run at the start of a batch, summed over all ranks."""
 
     batches: int
@@ -116,6 +116,6 @@ class BatchShape:
             return a.value >= b.value
         return "ep" not in (a.unit, b.unit) and self.tokens(a) >= self.tokens(b)
 
-    def progress(self, batches: int) -> Elapsed:
+    def progress(self, batches: int) -> TrainingProgress:
         """Return the progress of a run at the start of a batch, in its first epoch."""
-        return Elapsed(batches, batches * self.rows, batches * self.size, 0)
+        return TrainingProgress(batches, batches * self.rows, batches * self.size, 0)

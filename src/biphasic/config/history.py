@@ -14,9 +14,9 @@ from itertools import zip_longest
 from typing import Any
 
 from biphasic.config.base import flatten
-from biphasic.config.durations import BatchShape, Duration, Elapsed
+from biphasic.config.durations import BatchShape, Duration, TrainingProgress
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, spans
+from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, resolve_phases
 
 _PATHS = {"local", "remote"}
 _NO_EFFECT: dict[str, Any] = {
@@ -56,7 +56,7 @@ class Difference:
     second: str
     times: tuple[Duration, ...]
 
-    def is_past(self, last_batch: Elapsed) -> bool:
+    def is_past(self, last_batch: TrainingProgress) -> bool:
         """Return whether a run whose last batch began at `last_batch` may have trained it differently."""
         return any(last_batch.reached(time) for time in self.times)
 
@@ -140,7 +140,7 @@ _NO_PART = _Part(START, {}, {})
 def _phases(config: PretrainConfig) -> list[_Part]:
     """Return the phases of a run."""
     parts, end = list[_Part](), config.max_duration
-    for span in spans(config.objective.phases, end):
+    for span in resolve_phases(config.objective.phases, end):
         phase, key, start = span.phase, f"objective.phases.{span.index}", _first_batch(span.start, config)
         rule, shown = dict[str, str](), dict[str, str]()
         if span.index:

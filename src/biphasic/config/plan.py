@@ -18,7 +18,7 @@ from biphasic.config.data_plan import DatasetPlan, describe_datasets, plan_datas
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, spans
+from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, resolve_phases
 
 
 @dataclass
@@ -132,7 +132,7 @@ def plan(config: PretrainConfig, ranks: int, records: Mapping[str, StreamRecord]
         ranks: number of processes.
         records: the datasets' conversion records, as far as they are known, by key.
     """
-    laid_out, size = spans(config.objective.phases, config.max_duration), config.batch_shape.size
+    laid_out, size = resolve_phases(config.objective.phases, config.max_duration), config.batch_shape.size
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
     batches = _batch(config.max_duration, config)
     units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
@@ -246,7 +246,7 @@ def _batch(time: Duration, config: PretrainConfig) -> int | None:
 
 
 def _phases(config: PretrainConfig) -> Iterator[PhasePlan]:
-    for span in spans(config.objective.phases, config.max_duration):
+    for span in resolve_phases(config.objective.phases, config.max_duration):
         first, end, ratio = _batch(span.start, config), _batch(span.end, config), None
         if isinstance(span.phase, MLMPhase):
             ratio = span.phase.masking_ratio
@@ -290,7 +290,7 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
     Attention is counted over complete rows. No duration of the configuration is in epochs.
     """
     total, row, shape = 0.0, config.data.sequence_length, config.batch_shape
-    for span in spans(config.objective.phases, config.max_duration):
+    for span in resolve_phases(config.objective.phases, config.max_duration):
         low, high = max(shape.batches(span.start), first), min(shape.batches(span.end), end)
         if low < high:
             is_mlm = isinstance(span.phase, MLMPhase)

@@ -18,7 +18,7 @@ from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_prob
 from biphasic.storage import is_remote
 
 
-class EvaluationConfig(Section):
+class ValidationConfig(Section):
     """Validation during training. CLM loss, and MLM loss with fixed masks, are computed in every phase."""
 
     interval: Duration | None = None
@@ -182,7 +182,7 @@ class PretrainConfig(RunConfig):
     """The optimizer."""
     schedule: ScheduleConfig = ScheduleConfig()
     """The learning rate over the run."""
-    evaluation: EvaluationConfig = EvaluationConfig()
+    evaluation: ValidationConfig = ValidationConfig()
     """Validation during training."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Saving and resuming."""

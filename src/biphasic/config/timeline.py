@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from biphasic.config.base import KeyProblems, Section, Share
-from biphasic.config.durations import BatchShape, Duration, Elapsed
+from biphasic.config.durations import BatchShape, Duration, TrainingProgress
 
 START = Duration(0, "ba")
 _COUNTED = "batches (ba), rows (sp) or tokens (tok)"
@@ -90,7 +90,7 @@ class ScheduleConfig(Section):
 
 
 @dataclass(frozen=True)
-class Span:
+class ResolvedPhase:
     """A phase and its interval: from `start` (inclusive) to `end` (exclusive). Neither is in `dur`."""
 
     index: int
@@ -98,7 +98,7 @@ class Span:
     start: Duration
     end: Duration
 
-    def masking_ratio(self, elapsed: Elapsed) -> float:
+    def masking_ratio(self, elapsed: TrainingProgress) -> float:
         """Return the MLM masking ratio at `elapsed`, a time in this phase. A ramp reaches its `end` at the phase's end."""
         assert isinstance(self.phase, MLMPhase)
         ratio = self.phase.masking_ratio
@@ -108,17 +108,17 @@ class Span:
         return ratio.start + (ratio.end - ratio.start) * share
 
 
-def spans(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[Span]:
+def resolve_phases(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[ResolvedPhase]:
     """Return the interval of each phase in a run of `max_duration`. Shares are converted to its unit."""
     spans_so_far, start = [], START
     for index, phase in enumerate(phases):
         end = max_duration if phase.until is None else phase.until.resolve(max_duration)
-        spans_so_far.append(Span(index, phase, start, end))
+        spans_so_far.append(ResolvedPhase(index, phase, start, end))
         start = end
     return spans_so_far
 
 
-def span_at(laid_out: list[Span], elapsed: Elapsed) -> Span:
+def phase_at(laid_out: list[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
     """Return the phase of the batch that begins at `elapsed`: the last phase whose start has been reached."""
     return next(span for span in reversed(laid_out) if elapsed.reached(span.start))
 
@@ -128,7 +128,7 @@ def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
     return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
 
 
-def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: Elapsed) -> float:
+def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: TrainingProgress) -> float:
     """Return the factor by which the learning rate is multiplied for the batch that begins at `elapsed`, within the run.
 
     It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then falls
@@ -161,7 +161,7 @@ def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, ba
                 yield [f"{key}.replacement"], message
     if any(phase.until is None for phase in phases[:-1]) or phases[-1].until is not None:
         return
-    for span in spans(phases, max_duration):
+    for span in resolve_phases(phases, max_duration):
         key = f"objective.phases.{span.index}"
         if span.phase.until is not None and batch.not_before(span.end, max_duration):
             message = f"the phase must end before the run does (max_duration: {max_duration}); got {span.end}"

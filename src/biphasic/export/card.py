@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from biphasic.config.durations import Duration, Elapsed
+from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.export.metadata import hub_id, parse_card
 from biphasic.export.usage import ExportForm, describe_use
 
@@ -63,7 +63,7 @@ def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
     """
     total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
     parts = [config["run_name"]] if size is None else [size, *_phase_names(config["objective"]["phases"], total)]
-    done = Elapsed(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
+    done = TrainingProgress(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
     return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
 
 

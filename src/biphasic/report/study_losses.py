@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd
 
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import decay_start, spans
+from biphasic.config.timeline import decay_start, resolve_phases
 from biphasic.report.drawing import band, draw_curves, plain
 from biphasic.report.statistics import intervals
 
@@ -66,7 +66,7 @@ def loss_events(run: str, config: PretrainConfig, base_steps: int) -> pd.DataFra
 
     Those that are given in epochs are left out.
     """
-    times = [("switch", span.start) for span in spans(config.objective.phases, config.max_duration)[1:]]
+    times = [("switch", span.start) for span in resolve_phases(config.objective.phases, config.max_duration)[1:]]
     decay = decay_start(config.schedule, config.max_duration)
     times += [("decay", decay)] if decay != config.max_duration else []
     rows = [

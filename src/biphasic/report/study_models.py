@@ -19,7 +19,7 @@ from graphlib import TopologicalSorter
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import MLMPhase, RampConfig, spans
+from biphasic.config.timeline import MLMPhase, RampConfig, resolve_phases
 from biphasic.errors import UserError
 
 FORM = "610m-clm-10k-mlm40-42k (docs/report.md)"
@@ -117,7 +117,7 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
     if base is not None:
         checkpoint = re.match(r"ba(\d+)", str(init_from).rpartition("/")[2])
         base_steps = base.base_steps + int(checkpoint[1]) if checkpoint else base.total_steps
-    laid_out = spans(config.objective.phases, config.max_duration)
+    laid_out = resolve_phases(config.objective.phases, config.max_duration)
     ratios = [span.phase.masking_ratio for span in laid_out if isinstance(span.phase, MLMPhase)]
     total = base_steps + batches(config.max_duration)
     return Facets(

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
-from biphasic.config.timeline import MLMPhase, Phase, RampConfig, spans
+from biphasic.config.timeline import MLMPhase, Phase, RampConfig, resolve_phases
 from biphasic.study.tree import StudyRun, study_tree
 
 _COLORS = {"clm": "#cfe0f5", "mlm": "#f8d5b8"}
@@ -33,7 +33,7 @@ def draw_tree(tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig
     lines = ["flowchart LR", *(f"  classDef {name} fill:{color},stroke:#666" for name, color in _COLORS.items())]
     for name, run in tree.items():
         config = configs[name]
-        phases = [_phase(span.phase) for span in spans(config.objective.phases, config.max_duration)]
+        phases = [_phase(span.phase) for span in resolve_phases(config.objective.phases, config.max_duration)]
         last = config.objective.phases[-1].name
         lines.append(f'  {ids[name]}["{name}<br>{", ".join(phases)}; {run.length:,} batches"]:::{last}')
         if run.parent is not None:

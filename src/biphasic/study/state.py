@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name, not_a_manifest_message
 from biphasic.checkpointing.start import past_differences
-from biphasic.config.durations import Elapsed
+from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import is_overridden
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
@@ -32,7 +32,7 @@ class RunState:
         """Return whether the newest checkpoint is the end of the run."""
         if self.newest is None:
             return False
-        elapsed = Elapsed(self.newest.batch, self.newest.run["rows"], self.newest.run["tokens"], 0)
+        elapsed = TrainingProgress(self.newest.batch, self.newest.run["rows"], self.newest.run["tokens"], 0)
         return elapsed.reached(config.max_duration)
 
     def drift(self, config: PretrainConfig) -> list[str]:

@@ -17,7 +17,7 @@ from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.conversion_record import read_conversions
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import spans
+from biphasic.config.timeline import resolve_phases
 from biphasic.data.conversion_checks import row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
@@ -34,7 +34,7 @@ class RunRecord(Callback):
     """
 
     def __init__(self, config: PretrainConfig, model: LanguageModel, data: dict[str, Any]):
-        phases = [span.phase.name for span in spans(config.objective.phases, config.max_duration)]
+        phases = [span.phase.name for span in resolve_phases(config.objective.phases, config.max_duration)]
         self.record: dict[str, Any] = {
             "config": dump(config),
             "backbone": json.dumps({**model.config.to_diff_dict(), "model_type": model.config.model_type}),

@@ -39,8 +39,8 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
 from biphasic.checkpointing.schedule import elapsed
-from biphasic.config.durations import Duration, Elapsed
-from biphasic.config.timeline import CLMPhase, MLMPhase, span_at, spans
+from biphasic.config.durations import Duration, TrainingProgress
+from biphasic.config.timeline import CLMPhase, MLMPhase, phase_at, resolve_phases
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
@@ -161,17 +161,19 @@ class ObjectiveSchedule(Algorithm):
         first_epoch: int,
         repeats_rows: bool,
     ):
-        self.spans = spans(phases, max_duration)
+        self.resolved_phases = resolve_phases(phases, max_duration)
         self.vocabulary, self.seed = vocabulary, seed
         self.first_epoch, self.repeats_rows = first_epoch, repeats_rows
         self.validation_phase = MLMPhase(name="mlm", masking_ratio=validation_masking_ratio)
-        self.last_batch: Elapsed | None = None
+        self.last_batch: TrainingProgress | None = None
         """When the last batch began; stored in checkpoints."""
 
     @property
     def phase_name(self) -> str:
         """Name of the last batch's phase."""
-        return self.spans[0 if self.last_batch is None else span_at(self.spans, self.last_batch).index].phase.name
+        return self.resolved_phases[
+            0 if self.last_batch is None else phase_at(self.resolved_phases, self.last_batch).index
+        ].phase.name
 
     def match(self, event: Event, state: State) -> bool:
         """Run before each batch is split into microbatches, in training and in validation."""
@@ -187,8 +189,8 @@ class ObjectiveSchedule(Algorithm):
             state.batch = self.prepare(rows, phase, None, counter=0, masking_ratio=ratio)
             return
         now = elapsed(state.timestamp)
-        span = span_at(self.spans, now)
-        switches = self.last_batch is not None and span.index != span_at(self.spans, self.last_batch).index
+        span = phase_at(self.resolved_phases, now)
+        switches = self.last_batch is not None and span.index != phase_at(self.resolved_phases, self.last_batch).index
         if switches and span.phase.reset_optimizer:
             reset_optimizers(state)
         self.last_batch = now
@@ -240,7 +242,7 @@ class ObjectiveSchedule(Algorithm):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore when the last batch began. Its phase is one of this run's, because the checkpoint may be another run's."""
-        self.last_batch = None if state["last_batch"] is None else Elapsed(*state["last_batch"])
+        self.last_batch = None if state["last_batch"] is None else TrainingProgress(*state["last_batch"])
 
 
 def reset_optimizers(state: State) -> None:
