@@ -70,6 +70,7 @@ def longest_of_the_batch(cls, lengths, device, max_seqlen=None, *given):
 attend = attention.BACKEND_FUNCTIONS
 faults = {
     "none": [],
+    "flex": [],
     "device": [mock.patch.object(segments.Segments, "of", classmethod(positions_on_the_host))],
     "graph break": [mock.patch.dict(attend, varlen=broken_graph)],
     "others": [
@@ -81,7 +82,7 @@ faults = {
 }
 results = {}
 for name, ranks, strategy in json.loads(sys.argv[2]):
-    config = load(sys.argv[1], [f"parallelism.strategy={strategy}"], ranks)
+    config = load(sys.argv[1], [f"parallelism.strategy={strategy}", *(["precision=fp32"] if name == "flex" else [])], ranks)
     with ExitStack() as stack:
         for fault in faults[name]:
             stack.enter_context(fault)
@@ -92,7 +93,14 @@ for name, ranks, strategy in json.loads(sys.argv[2]):
     results[f"{name} {ranks} {strategy}"] = result
 print(json.dumps(results))
 """
-RUNS = [("none", 8, "ddp"), ("none", 16, "fsdp"), ("device", 1, "ddp"), ("graph break", 1, "ddp"), ("others", 1, "ddp")]
+RUNS = [
+    ("none", 8, "ddp"),
+    ("none", 16, "fsdp"),
+    ("flex", 1, "ddp"),
+    ("device", 1, "ddp"),
+    ("graph break", 1, "ddp"),
+    ("others", 1, "ddp"),
+]
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +125,12 @@ def test_a_run_without_faults(run: str, rehearsals: dict[str, dict[str, Any]]) -
     # In blocks of 512 bytes, and with AdamW's steps.
     assert 4 * copies * parameters <= result["state_bytes"] <= 4 * copies * parameters + 512 * 200
     assert result["state_bytes"] < result["peak_bytes"]
+
+
+def test_a_run_in_fp32_with_flex_attention(rehearsals: dict[str, dict[str, Any]]) -> None:
+    result = rehearsals["flex 1 ddp"]
+    assert result.get("error") is None and result["problems"] == []
+    assert "attention flex" in result["setup"] and result["half_precision_share"] == 0
 
 
 @pytest.mark.parametrize(

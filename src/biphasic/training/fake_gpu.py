@@ -48,6 +48,8 @@ _aten: Any = torch.ops.aten
 class PeakMemory(MemTracker):
     """PyTorch's MemTracker without its hooks on modules, which would end up in compiled graphs."""
 
+    supports_higher_order_operators = True
+
     def __init__(self) -> None:
         super().__init__()
         self._mod_tracker: Any = mock.MagicMock(is_bw=False, parents=set())
@@ -114,7 +116,7 @@ class HostAndDevice(TorchDispatchMode):
         super().__init__()
         self.share, self.nonzero = 1.0, 0
         self.flops: dict[torch.dtype, int] = {}
-        self.formulas = {**flop_registry, **segment_flops}
+        self.formulas = {**flop_registry, _aten.addmm_: flop_registry[_aten.addmm], **segment_flops}
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
