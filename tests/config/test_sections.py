@@ -68,6 +68,8 @@ def test_a_message_places_a_key_where_it_was_written() -> None:
     message = problems(FINEWEB, "source={spilt: train}", "source.revision=3")
     assert "command line: source.spilt: unknown key; did you mean `source.split`?" in message
     assert "command line: source.revision: " in message
+    # The hub's `path` is dropped, and `paths` keeps its place.
+    assert "command line: source.paths.0: " in problems(FINEWEB, "source.paths=[3]", "source.kind=files")
     message = problems(QUICKSTART, "data={shufle: true}", "data.sequence_length=16", "model={head_dim: 3}")
     assert f"{QUICKSTART}:" not in message
     line = QUICKSTART.read_text().splitlines().index("  num_heads: 2") + 1

@@ -80,7 +80,7 @@ class KeyTree:
                 old[int(index)] = self._merge(old[int(index)], child, f"{key}.{index}")
             return old
         if not isinstance(old, dict) or not isinstance(new, dict):
-            self._forget(f"{key}.")
+            self._forget(key)
             return deepcopy(new)
         kind = _kind_key(key)
         if isinstance(old.get(kind), str) and isinstance(new.get(kind), str) and old[kind] != new[kind]:
@@ -94,7 +94,7 @@ class KeyTree:
 
     def _forget(self, key: str) -> None:
         """Forget where a key and the keys below it were written."""
-        self.where = {k: place for k, place in self.where.items() if not f"{k}.".startswith(key)}
+        self.where = {k: place for k, place in self.where.items() if not f"{k}.".startswith(f"{key}.")}
 
 
 def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
