@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from biphasic.downstream.check import find_problem
-from biphasic.downstream.describe import describe_record
+from biphasic.downstream.describe import describe_record, find_problem
 from biphasic.downstream.formats import as_bio
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import UserError

@@ -3,102 +3,103 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from biphasic.config.tasks import CorpusConfig, PairsConfig, QrelsConfig, QueriesConfig
-from biphasic.downstream.tables import InvalidRow, Table, TableRow, UnusedRow
+from biphasic.config.tasks import QrelsConfig, RetrievalSet
+from biphasic.downstream.tables import InvalidRow, TableRow, UnusedRow
+from biphasic.downstream.writer import TaskWriter
 
 
-def pairs(config: PairsConfig, table: Table) -> Iterator[TableRow | InvalidRow]:
-    """Yield queries, each with one relevant document and its hard negatives, if any."""
-    columns = [config.query_column, config.positive_column]
-    columns += [] if config.negatives_column is None else [config.negatives_column]
-    number = 0
-    for batch in table.batches(columns):
-        negatives = batch[config.negatives_column] if config.negatives_column else [[]] * len(batch[columns[0]])
-        for query, positive, texts in zip(batch[columns[0]], batch[columns[1]], negatives, strict=True):
-            number += 1
-            hard_negatives = [texts] if isinstance(texts, str) else texts or []
-            if all(isinstance(text, str) for text in (query, positive, *hard_negatives)):
-                yield {"query": query, "positive": positive, "negatives": hard_negatives}
-            else:
-                yield InvalidRow("one of its texts is no text", f"{table.source}, row {number}")
+def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
+    """Write the tables of a retrieval dataset. Only judged documents are kept unless `judged_only` is false.
+
+    Raises:
+        UserError: as for `TaskWriter.write`.
+    """
+    if (train := task.train) is not None:
+        columns = [train.query_column, train.positive_column, *filter(None, [train.negatives_column])]
+        table = writer.table(train, train.split, columns)
+        writer.write("train", "pairs", table.convert(_pair), len(table))
+
+    judgments: dict[str, list[TableRow | InvalidRow | UnusedRow]] = {}
+    for split, config in task.qrels.items():
+        columns = [config.query_column, config.list_column or config.document_column]
+        table = writer.table(config, config.split, [*columns, *filter(None, [config.score_column])])
+        judgments[split] = list(table.convert(partial(_judgments, config, writer.config.seed)))
+    judged = [row for rows in judgments.values() for row in rows if isinstance(row, dict)]
+    judged_queries = {row["query-id"] for row in judged}
+    relevant_queries = {row["query-id"] for row in judged if row["score"] >= task.min_score}
+    judged_documents = {row["corpus-id"] for row in judged} if task.judged_only else None
+
+    query_ids: set[str] = set()
+    document_ids: set[str] = set()
+
+    def query(id: Any, text: Any) -> list[TableRow]:
+        if str(id) not in relevant_queries:
+            known = str(id) in judged_queries
+            raise UnusedRow("no document is relevant to it" if known else "no judgment in these splits")
+        if str(id) in query_ids:
+            raise UnusedRow("its id was read before")
+        if not isinstance(text, str):
+            raise InvalidRow("its text is no text")
+        query_ids.add(str(id))
+        return [{"_id": str(id), "text": text}]
+
+    def document(id: Any, *texts: Any) -> list[TableRow]:
+        if judged_documents is not None and str(id) not in judged_documents:
+            raise UnusedRow("no judgment in these splits (judged_only)")
+        if str(id) in document_ids:
+            raise UnusedRow("its id was read before")
+        if not all(text is None or isinstance(text, str) for text in texts):  # a null is an empty text
+            raise InvalidRow("one of its texts is no text")
+        document_ids.add(str(id))
+        return [{"_id": str(id), "title": "", "text": task.corpus.separator.join(filter(None, texts))}]
+
+    tables = [writer.table(part, part.split, [part.id_column, part.text_column]) for part in task.queries]
+    rows = (row for table in tables for row in table.convert(query))
+    writer.write("queries", "queries", rows, sum(map(len, tables)))
+    table = writer.table(task.corpus, task.corpus.split, [task.corpus.id_column, *task.corpus.text_columns])
+    writer.write("corpus", "corpus", table.convert(document), len(table))
+
+    for split, rows in judgments.items():
+        checked: list[TableRow | InvalidRow | UnusedRow] = []
+        for number, row in enumerate(rows, start=1):
+            position = f"qrels of {split}, number {number}"
+            if isinstance(row, dict) and row["score"] < task.min_score:
+                row = UnusedRow(f"its score is below min_score ({task.min_score})")
+            elif isinstance(row, dict) and row["query-id"] not in query_ids:
+                row = InvalidRow("its query is not among the queries", position)
+            elif isinstance(row, dict) and row["corpus-id"] not in document_ids:
+                row = InvalidRow("its document is not in the corpus", position)
+            checked.append(row)
+        used = sum(not isinstance(row, UnusedRow) for row in checked)
+        writer.write(f"qrels/{split}", "qrels", checked, used)
 
 
-def qrels(config: QrelsConfig, table: Table, seed: int) -> Iterator[TableRow | InvalidRow | UnusedRow]:
-    """Yield judgments with any score, of all queries or of one half of them (`config.half`)."""
-    columns = [config.query_column, config.list_column or config.document_column]
-    columns += [] if config.score_column is None else [config.score_column]
-    number = 0
-    for batch in table.batches(columns):
-        scores = batch[config.score_column] if config.score_column else [1] * len(batch[columns[0]])
-        for query, judged, score in zip(batch[columns[0]], batch[columns[1]], scores, strict=True):
-            number += 1
-            if config.half is not None and in_first_half(seed, str(query)) != (config.half == "first"):
-                yield UnusedRow("its query is in the other half")
-                continue
-            if (whole := _whole_number(score)) is None:
-                yield InvalidRow("its score is no whole number", f"{table.source}, row {number}")
-                continue
-            documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
-            for document in documents:
-                yield {"query-id": str(query), "corpus-id": str(document), "score": whole}
+def _pair(query: Any, positive: Any, negatives: Any = None) -> list[TableRow]:
+    """Return a query with one relevant document and its hard negatives, if any: a text or a list of texts."""
+    hard_negatives = [negatives] if isinstance(negatives, str) else negatives or []
+    if not all(isinstance(text, str) for text in (query, positive, *hard_negatives)):
+        raise InvalidRow("one of its texts is no text")
+    return [{"query": query, "positive": positive, "negatives": hard_negatives}]
 
 
-def _whole_number(score: Any) -> int | None:
+def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: Any = 1) -> list[TableRow]:
+    """Return judgments with any score, of all queries or of one half of them (`config.half`)."""
+    if config.half is not None and _in_first_half(seed, str(query)) != (config.half == "first"):
+        raise UnusedRow("its query is in the other half")
     try:
         whole = int(score)
-        return whole if whole == float(score) else None
+        is_whole = whole == float(score)
     except (TypeError, ValueError, OverflowError):  # null, a text, NaN, Inf
-        return None
+        whole, is_whole = 0, False
+    if not is_whole:
+        raise InvalidRow("its score is no whole number")
+    documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
+    return [{"query-id": str(query), "corpus-id": str(document), "score": whole} for document in documents]
 
 
-def in_first_half(seed: int, query: str) -> bool:
+def _in_first_half(seed: int, query: str) -> bool:
     """Return whether a query belongs to the first half of the queries. Depends only on the seed and the query's id."""
     return hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()[0] < 128
-
-
-def queries(
-    config: QueriesConfig, table: Table, relevant: set[str], judged: set[str], written: set[str]
-) -> Iterator[TableRow | InvalidRow | UnusedRow]:
-    """Yield the queries with ids in `relevant`, each once, and add their ids to `written`.
-
-    `judged` are the ids of all queries with a judgment, also of those for which no document is relevant.
-    """
-    number = 0
-    for batch in table.batches([config.id_column, config.text_column]):
-        for id, text in zip(map(str, batch[config.id_column]), batch[config.text_column], strict=True):
-            number += 1
-            if id not in relevant:
-                yield UnusedRow("no document is relevant to it" if id in judged else "no judgment in these splits")
-            elif id in written:
-                yield UnusedRow("its id was read before")
-            elif isinstance(text, str):
-                written.add(id)
-                yield {"_id": id, "text": text}
-            else:
-                yield InvalidRow("its text is no text", f"{table.source}, row {number}")
-
-
-def corpus(
-    config: CorpusConfig, table: Table, judged: set[str] | None, written: set[str]
-) -> Iterator[TableRow | InvalidRow | UnusedRow]:
-    """Yield the documents with ids in `judged` (None means all), each once, and add their ids to `written`.
-
-    A null is an empty text.
-    """
-    number = 0
-    for batch in table.batches([config.id_column, *config.text_columns]):
-        texts = zip(*(batch[name] for name in config.text_columns), strict=True)
-        for id, parts in zip(map(str, batch[config.id_column]), texts, strict=True):
-            number += 1
-            if judged is not None and id not in judged:
-                yield UnusedRow("no judgment in these splits (judged_only)")
-            elif id in written:
-                yield UnusedRow("its id was read before")
-            elif all(part is None or isinstance(part, str) for part in parts):
-                written.add(id)
-                yield {"_id": id, "title": "", "text": config.separator.join(part for part in parts if part)}
-            else:
-                yield InvalidRow("one of its texts is no text", f"{table.source}, row {number}")

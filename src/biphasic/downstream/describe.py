@@ -1,17 +1,21 @@
-"""Describe the preparation of downstream datasets as text: its plan, and what it wrote."""
+"""Describe the preparation of downstream datasets: what it will do, what would stop it, and what it wrote."""
 
 from __future__ import annotations
 
 import glob
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from biphasic.config.tasks import DatasetConfig, RetrievalSet, TasksConfig
-from biphasic.downstream.check import find_problem
-from biphasic.downstream.prepare import is_finished
+from biphasic.downstream.prepare import WRITERS, is_finished
+from biphasic.downstream.tables import InvalidRow, Rows, Table, open_table
 from biphasic.errors import UserError
-from biphasic.storage.hub import is_made_by_jobs
+from biphasic.storage.hub import is_local_path, is_made_by_jobs
+
+_ROWS = 100
+"""Number of first rows of local data that a plan reads."""
 
 
 def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
@@ -77,3 +81,44 @@ def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
         remarks += f"; {words}: {', '.join(counts)}" if counts else ""
     warnings = [f"\n  WARNING: {warning}" for warning in record["warnings"]]
     return f"{name}: {rows} rows{remarks}; {path} [{record['license']}]{''.join(warnings)}"
+
+
+class _OnHub(Exception):
+    """A dataset is on the hub, where nothing is looked up."""
+
+
+class _FirstRows:
+    """Reads the first rows of each table as `TaskWriter` does, and writes nothing."""
+
+    def __init__(self, name: str, config: TasksConfig):
+        self.name, self.config = name, config
+        self.label_names: list[str] | None = None
+
+    def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
+        """Return a table's first rows."""
+        if config.path is not None and not (is_local_path(config.path) or Path(config.path).is_dir()):
+            raise _OnHub
+        return open_table(config, split, columns, _ROWS)
+
+    def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
+        """Refuse rows of which most can't be used. Judgments may name documents that are not among the first ones."""
+        checked = list(rows)
+        invalid = [row.args for row in checked if isinstance(row, InvalidRow)]
+        if schema != "qrels" and len(invalid) > len(checked) / 2:
+            kind, position = invalid[0]
+            raise UserError(
+                f"{name}: {len(invalid)} of the first {len(checked)} rows can't be used: {position}: {kind}"
+            )
+
+
+def find_problem(name: str, config: TasksConfig) -> str | None:
+    """Return what would stop the preparation of a task, as far as the first rows of its local data show it; else None."""
+    task, first_rows = config.tasks[name], _FirstRows(name, config)
+    try:
+        write: Any = WRITERS[task.kind]
+        write(first_rows, task)
+    except UserError as error:
+        return str(error)
+    except _OnHub:
+        return None
+    return None

@@ -13,25 +13,18 @@ same bytes.
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from biphasic.config.tasks import (
-    ClassificationSet,
-    QuestionAnsweringSet,
-    RetrievalSet,
-    SupervisedSet,
-    TasksConfig,
-    TokensSet,
-)
-from biphasic.downstream import examples
-from biphasic.downstream.beir import corpus, pairs, qrels, queries
+from biphasic.config.tasks import ClassificationSet, QuestionAnsweringSet, SupervisedSet, TasksConfig, TokensSet
+from biphasic.downstream.beir import write_retrieval
 from biphasic.downstream.formats import as_bio
-from biphasic.downstream.tables import InvalidRow, Table, TableRow, UnusedRow
-from biphasic.downstream.writer import STARTED, TASK_RECORD, Rows, TaskWriter
+from biphasic.downstream.tables import InvalidRow, Table, TableRow, labels_in_files
+from biphasic.downstream.writer import STARTED, TASK_RECORD, TaskWriter
 from biphasic.errors import UserError
 from biphasic.storage import first_line, join, json_bytes, open_store
 
@@ -108,46 +101,36 @@ def _settings(config: TasksConfig, name: str) -> dict[str, Any]:
 def _write_splits(
     writer: TaskWriter,
     task: SupervisedSet,
-    columns: dict[str, str | None],
+    columns: list[str],
     make: Callable[..., TableRow],
     label_column: str | None = None,
 ) -> None:
-    """Write each split. If `validation` is missing, it is taken from `train`.
+    """Write each split with the rows that `make` returns for the values of `columns`.
 
-    `make` gets the values by the schema's names (None for those without a column), and a function that maps a label in
-    `label_column` to its number.
+    If `validation` is missing, it is taken from `train`. The names of the labels in `label_column` are kept for the record.
     """
+    id_column = [] if task.id_column is None else [task.id_column]
     for name, split in task.splits.items():
-        table = writer.table(task.source, split, examples.supervised(task))
-        number_of = None if label_column is None else _label_numbers(writer, table, label_column, task)
+        table = writer.table(task.source, split, [*columns, *id_column])
+        if label_column is not None:
+            writer.label_names = _label_names(table, label_column, task)
         tables = {name: table}
         if name == "train" and "validation" not in task.splits:
             train, validation = table.divide(1 - writer.config.validation_fraction, writer.config.seed)
             tables = {"validation": validation, "train": train}
         for output, part in tables.items():
-            rows = _rows(part, columns, task.id_column, split, partial(make, number_of=number_of))
-            writer.write(output, task.kind, rows, len(part))
+            numbers = itertools.count()
+            row = partial(_row_with_id, make, len(columns), split, numbers)
+            writer.write(output, task.kind, part.convert(row), len(part))
 
 
-def _rows(
-    table: Table,
-    columns: dict[str, str | None],
-    id_column: str | None,
-    split: str,
-    make: Callable[[TableRow], TableRow],
-) -> Rows:
-    used = {name: column for name, column in columns.items() if column is not None}
-    to_read: list[str] = list(dict.fromkeys([*used.values(), *filter(None, [id_column])]))
-    number = 0
-    for batch in table.batches(to_read):
-        for values in zip(*(batch[column] for column in to_read), strict=True):
-            row = dict(zip(to_read, values, strict=True))
-            id = f"{split}-{number}" if id_column is None else str(row[id_column])
-            number += 1
-            try:
-                yield {"id": id, **make({name: row[used[name]] if name in used else None for name in columns})}
-            except InvalidRow as error:
-                yield InvalidRow(error.args[0], f"{table.source}, row {number}")
+def _row_with_id(
+    make: Callable[..., TableRow], width: int, split: str, numbers: Iterator[int], *values: Any
+) -> list[TableRow]:
+    """Return a row of `width` values. Its id is the value after them, if there is one, or made from the row number."""
+    number = next(numbers)
+    id = str(values[width]) if len(values) > width else f"{split}-{number}"
+    return [{"id": id, **make(*values[:width])}]
 
 
 def _require_text(value: Any, name: str) -> str:
@@ -156,75 +139,65 @@ def _require_text(value: Any, name: str) -> str:
     return value
 
 
-def _label_numbers(writer: TaskWriter, table: Table, column: str, task: Any) -> Callable[[Any], int]:
-    """Return a function that maps a label (number or name) to its number, and keep the names for the record."""
+def _label_names(table: Table, column: str, task: Any) -> list[str]:
+    """Return the names of the labels, in the order of their numbers."""
     names, dataset_names = task.label_names, table.label_names(column)
     if names is not None and dataset_names is not None and names != dataset_names:
         given, expected = ", ".join(names), ", ".join(dataset_names)
         raise UserError(f"{table.source}: label_names are {given}, but the dataset says {expected}")
-    writer.label_names = names or dataset_names or table.found_labels.get(column)
-    if writer.label_names is None:
+    names = names or dataset_names
+    if names is None and task.source.path is None:
+        names = labels_in_files(task.source, column)
+    if names is None:
         advice = "give label_names, in the order of their numbers"
         raise UserError(f"{table.source}: the dataset doesn't name its labels: {advice}")
-    numbers = {name: number for number, name in enumerate(writer.label_names)}
+    return names
 
-    def number_of(label: Any) -> int:
-        number = numbers.get(label) if isinstance(label, str) else label
-        if not isinstance(number, int) or not 0 <= number < len(numbers):
-            raise InvalidRow(f"its label {label!r} is none of {len(numbers)}")
-        return number
 
-    return number_of
+def _label_number(label: Any, names: list[str] | None) -> int:
+    """Return the number of a label, which is given by its number or its name."""
+    assert names is not None
+    number = names.index(label) if label in names else label
+    if not isinstance(number, int) or not 0 <= number < len(names):
+        raise InvalidRow(f"its label {label!r} is none of {len(names)}")
+    return number
 
 
 def _write_classification(writer: TaskWriter, task: ClassificationSet) -> None:
-    columns = {"text": task.text_column, "text_pair": task.text_pair_column, "label": task.label_column}
+    def make(text: Any, label: Any, pair: Any = None) -> TableRow:
+        second = None if task.text_pair_column is None else _require_text(pair, "second text")
+        first = _require_text(text, "text")
+        return {"text": first, "text_pair": second, "label": _label_number(label, writer.label_names)}
 
-    def make(values: TableRow, number_of: Callable[[Any], int]) -> TableRow:
-        pair = None if task.text_pair_column is None else _require_text(values["text_pair"], "second text")
-        text = _require_text(values["text"], "text")
-        return {"text": text, "text_pair": pair, "label": number_of(values["label"])}
-
+    columns = [task.text_column, task.label_column, *filter(None, [task.text_pair_column])]
     _write_splits(writer, task, columns, make, task.label_column)
 
 
 def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
-    columns: dict[str, str | None] = {"tokens": task.tokens_column, "labels": task.labels_column}
-
-    def make(values: TableRow, number_of: Callable[[Any], int]) -> TableRow:
-        labels = values["labels"] or []
+    def make(tokens: Any, labels: Any) -> TableRow:
         if labels and all(isinstance(label, str) for label in labels):
             labels = as_bio(labels)
-        tokens, numbers = values["tokens"] or [], [number_of(label) for label in labels]
+        numbers = [_label_number(label, writer.label_names) for label in labels or []]
         if not tokens:
             raise InvalidRow("it has no tokens")
         if len(tokens) != len(numbers):
             raise InvalidRow("it has another number of labels than of tokens")
-        names = writer.label_names or []
-        _require_bio([names[number] for number in numbers])
+        names = [(writer.label_names or [])[number] for number in numbers]
+        for before, name in itertools.pairwise(["O", *names]):
+            # The names are in the wrong order, or the tags are not BIO.
+            if name.startswith("I-") and before[2:] != name[2:]:
+                raise InvalidRow(f"{name} follows {before}")
         return {"tokens": [_require_text(token, "token") for token in tokens], "labels": numbers}
 
-    _write_splits(writer, task, columns, make, task.labels_column)
-
-
-def _require_bio(names: list[str]) -> None:
-    """Refuse an inside tag that does not follow a tag of its type.
-
-    Such a tag means that the names are in the wrong order, or that the tags are not BIO.
-    """
-    for before, name in zip(["O", *names], names, strict=False):
-        if name.startswith("I-") and before[2:] != name[2:]:
-            raise InvalidRow(f"{name} follows {before}")
+    _write_splits(writer, task, [task.tokens_column, task.labels_column], make, task.labels_column)
 
 
 def _write_question_answering(writer: TaskWriter, task: QuestionAnsweringSet) -> None:
-    columns = {"question": task.question_column, "context": task.context_column, "answers": "answers"}
+    def make(question: Any, context: Any, answers: Any) -> TableRow:
+        texts = {"question": _require_text(question, "question"), "context": _require_text(context, "context")}
+        return {**texts, "answers": _answers(answers, context)}
 
-    def make(values: TableRow, number_of: None) -> TableRow:
-        question, context = (_require_text(values[name], name) for name in ("question", "context"))
-        return {"question": question, "context": context, "answers": _answers(values["answers"], context)}
-
-    _write_splits(writer, task, dict(columns), make)
+    _write_splits(writer, task, [task.question_column, task.context_column, "answers"], make)
 
 
 def _answers(answers: Any, context: str) -> TableRow:
@@ -244,58 +217,9 @@ def _answers(answers: Any, context: str) -> TableRow:
     return {"text": texts, "answer_start": starts}
 
 
-def _write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
-    if task.train is not None:
-        table = writer.table(task.train, task.train.split, examples.pairs(task.train))
-        writer.write("train", "pairs", pairs(task.train, table), len(table))
-    judged_documents: set[str] = set()
-    judged_queries: set[str] = set()
-    relevant_queries: set[str] = set()
-    relevant: dict[str, list[TableRow | InvalidRow | UnusedRow]] = {}
-    for split, config in task.qrels.items():
-        relevant[split] = []
-        table = writer.table(config, config.split, examples.qrels(config))
-        for row in qrels(config, table, writer.config.seed):
-            if isinstance(row, dict):
-                judged_documents.add(row["corpus-id"])
-                judged_queries.add(row["query-id"])
-                if row["score"] >= task.min_score:
-                    relevant_queries.add(row["query-id"])
-                else:
-                    row = UnusedRow(f"its score is below min_score ({task.min_score})")
-            relevant[split].append(row)
-    query_ids: set[str] = set()
-    corpus_ids: set[str] = set()
-    tables = [(config, writer.table(config, config.split, examples.queries(config))) for config in task.queries]
-    rows = (
-        row for config, table in tables for row in queries(config, table, relevant_queries, judged_queries, query_ids)
-    )
-    writer.write("queries", "queries", rows, sum(len(table) for _, table in tables))
-    table = writer.table(task.corpus, task.corpus.split, examples.corpus(task.corpus))
-    documents = corpus(task.corpus, table, judged_documents if task.judged_only else None, corpus_ids)
-    writer.write("corpus", "corpus", documents, len(table))
-    for split, judgments in relevant.items():
-        used = sum(not isinstance(row, UnusedRow) for row in judgments)
-        writer.write(f"qrels/{split}", "qrels", _known(judgments, query_ids, corpus_ids, split), used)
-
-
-def _known(
-    judgments: list[TableRow | InvalidRow | UnusedRow], query_ids: set[str], corpus_ids: set[str], split: str
-) -> Rows:
-    for number, row in enumerate(judgments, start=1):
-        if not isinstance(row, dict):
-            yield row
-        elif row["query-id"] not in query_ids:
-            yield InvalidRow("its query is not among the queries", f"qrels of {split}, number {number}")
-        elif row["corpus-id"] not in corpus_ids:
-            yield InvalidRow("its document is not in the corpus", f"qrels of {split}, number {number}")
-        else:
-            yield row
-
-
 WRITERS: dict[str, Callable[[TaskWriter, Any], None]] = {
     "classification": _write_classification,
     "tokens": _write_tokens,
     "question_answering": _write_question_answering,
-    "retrieval": _write_retrieval,
+    "retrieval": write_retrieval,
 }

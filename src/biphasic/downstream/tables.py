@@ -5,9 +5,9 @@ from __future__ import annotations
 import csv
 import glob
 import hashlib
-import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,96 +43,77 @@ class UnusedRow(Exception):
     """A row without a fault that these splits don't use. Its argument is the reason (for counting)."""
 
 
+Rows = Iterable[TableRow | InvalidRow | UnusedRow]
+
+
+@dataclass(frozen=True)
 class Table:
-    """One split of a dataset: its columns, and its rows in order.
+    """One split of a dataset, with the columns that are used."""
 
-    Args:
-        rows: dataset of the `datasets` library.
-        source: name of the source in messages.
-        example: a row as it should be, for messages.
-        commit: commit on the hub; None for local data.
-        found_labels: names of the labels in a column of a dataset without label numbers, over all of its files.
-    """
-
-    def __init__(
-        self, rows: Any, source: str, example: TableRow, commit: str | None, found_labels: dict[str, list[str]]
-    ):
-        self.rows, self.source, self.example, self.commit = rows, source, example, commit
-        self.found_labels = found_labels
+    rows: Any
+    """Dataset of the `datasets` library."""
+    source: str
+    """Name of the source in messages."""
+    columns: list[str]
+    commit: str | None
+    """Commit on the hub; None for local data."""
 
     def __len__(self) -> int:
         return len(self.rows)
 
-    def require(self, columns: list[str]) -> None:
-        """Refuse a table without these columns.
+    def convert(self, make: Callable[..., Iterable[TableRow]]) -> Rows:
+        """Yield the rows that `make` returns for the values of `columns` in each row, or the fault that it raises.
 
-        Raises:
-            UserError: names the first missing column and the existing ones.
-        """
-        existing = self.rows.column_names
-        for column in columns:
-            if column not in existing:
-                example = json.dumps(self.example, ensure_ascii=False)
-                has = ", ".join(existing)
-                raise UserError(
-                    f"{self.source}: has no column {column!r} (it has: {has}); expected rows such as {example}"
-                )
-
-    def batches(self, columns: list[str]) -> Iterator[dict[str, list[Any]]]:
-        """Yield these columns, a thousand rows at a time. Shows a progress bar if it takes long.
-
-        Raises:
-            UserError: a column is missing.
+        Shows a progress bar if it takes long.
         """
         from tqdm import tqdm
 
-        self.require(columns)
-        rows = self.rows.select_columns(columns)
-        with tqdm(total=len(rows), desc=self.source, unit="row", delay=5, disable=None) as bar:
-            for batch in rows.iter(_BATCH_ROWS):
-                yield batch
-                bar.update(len(batch[columns[0]]))
+        rows = tqdm(self._values(), total=len(self), desc=self.source, unit="row", delay=5, disable=None)
+        for number, values in enumerate(rows, start=1):
+            try:
+                yield from make(*values)
+            except InvalidRow as error:
+                yield InvalidRow(error.args[0], f"{self.source}, row {number}")
+            except UnusedRow as error:
+                yield error
+
+    def _values(self) -> Iterator[tuple[Any, ...]]:
+        for batch in self.rows.select_columns(list(dict.fromkeys(self.columns))).iter(_BATCH_ROWS):
+            yield from zip(*(batch[column] for column in self.columns), strict=True)
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""
-        self.require([column])
         feature = self.rows.features[column]
         return getattr(getattr(feature, "feature", feature), "names", None)
 
     def divide(self, first: float, seed: int) -> tuple[Table, Table]:
-        """Divide the rows into a share and the rest with the `datasets` library, as the paper's evaluation does."""
+        """Divide the rows into a share and the rest with the `datasets` library, as the paper's evaluation does.
+
+        Raises:
+            UserError: there are fewer than two rows.
+        """
         if len(self) < 2:
             raise UserError(f"{self.source}: {len(self)} rows are too few to take a validation split from")
         split = self.rows.train_test_split(train_size=first, seed=seed)
-        return self._with_rows(split["train"]), self._with_rows(split["test"])
-
-    def _with_rows(self, rows: Any) -> Table:
-        return Table(rows, self.source, self.example, self.commit, self.found_labels)
+        return replace(self, rows=split["train"]), replace(self, rows=split["test"])
 
 
-def open_table(config: DatasetConfig, split: str, example: TableRow, first: int | None = None) -> Table:
-    """Open one split of a dataset. Data from the hub stays in the hub library's own cache.
-
-    Args:
-        config: the dataset.
-        split: its split.
-        example: a row as it should be, for messages.
-        first: read only so many of the first rows. Default: all.
+def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first: int | None = None) -> Table:
+    """Open one split of a dataset, or only the `first` rows. Data from the hub stays in the hub library's own cache.
 
     Raises:
-        UserError: the dataset, configuration, split or file does not exist or can't be read.
+        UserError: the dataset, configuration, split, file or a column does not exist or can't be read.
     """
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
     source = ", ".join(filter(None, [config.path, config.name, split]))
-    commit, labels = None, {}
+    commit = None
     try:
         if config.path is None:
             assert config.files is not None
             source = ", ".join(config.files[split])
             rows = _read_files(config, config.files[split], first)
-            labels = _find_labels(config, split)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
@@ -147,7 +128,10 @@ def open_table(config: DatasetConfig, split: str, example: TableRow, first: int 
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
         raise UserError(f"{source}: can't be read ({first_line(cause)})") from error
-    return Table(rows, source, example, commit, labels)
+    if missing := [column for column in columns if column not in rows.column_names]:
+        has, expected = ", ".join(rows.column_names), ", ".join(columns)
+        raise UserError(f"{source}: has no column {missing[0]!r} (it has: {has}); expected {expected}")
+    return Table(rows, source, list(columns), commit)
 
 
 def _load(path: str, name: str | None, first: int | None, **options: Any) -> Any:
@@ -185,15 +169,12 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
     return _load(builder, None, first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, **options)
 
 
-def _find_labels(config: DatasetConfig, split: str) -> dict[str, list[str]]:
-    """Return the names of the labels in each column of `.conll` files, in all of the dataset's splits."""
-    every = config.files or {}
-    if _local_files(every[split])[1] != "columns":
-        return {}
-    files, _ = _local_files([pattern for patterns in every.values() for pattern in patterns])
-    rows = [row for file in files for row in column_rows(file, config.columns)]
-    names = {name: bio_names(row[name] for row in rows) for name in (rows[0] if rows else ())}
-    return {name: labels for name, labels in names.items() if labels is not None}
+def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
+    """Return the names of the labels in a column of `.conll` files, in all splits; None for files of other kinds."""
+    files, builder = _local_files([pattern for patterns in (config.files or {}).values() for pattern in patterns])
+    if builder != "columns":
+        return None
+    return bio_names(row[column] for file in files for row in column_rows(file, config.columns))
 
 
 def _cache_folder(folder: Path) -> str:

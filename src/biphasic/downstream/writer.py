@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 
 import pyarrow as pa
@@ -12,7 +11,7 @@ import pyarrow.parquet as pq
 import xxhash
 
 from biphasic.config.tasks import DatasetConfig, TasksConfig
-from biphasic.downstream.tables import InvalidRow, Table, TableRow, UnusedRow, open_table
+from biphasic.downstream.tables import InvalidRow, Rows, Table, TableRow, UnusedRow, open_table
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import join, open_store
@@ -32,9 +31,6 @@ SCHEMAS = {
     "queries": pa.schema({"_id": _TEXT, "text": _TEXT}),
     "qrels": pa.schema({"query-id": _TEXT, "corpus-id": _TEXT, "score": pa.int32()}),
 }
-Rows = Iterable[TableRow | InvalidRow | UnusedRow]
-
-
 _SUPERVISED = ("classification", "tokens", "question_answering")
 _SHARED_SHARE = 0.5
 """Share of a split's examples in another split above which there is a warning. Published sets repeat a few percent."""
@@ -65,9 +61,9 @@ class TaskWriter:
         self.commits: dict[str, str | None] = {}
         """Commit that was read, by the source's path."""
 
-    def table(self, config: DatasetConfig, split: str, example: TableRow) -> Table:
-        """Open a table, whose rows should be like the example, and keep its commit for the record."""
-        table = open_table(config, split, example)
+    def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
+        """Open a table, and keep its commit for the record."""
+        table = open_table(config, split, columns)
         self.commits[config.path or ", ".join((config.files or {})[split])] = table.commit
         return table
 

@@ -30,13 +30,13 @@ TASK_FILE = "finetuned.json"
 _SPLIT = "texts"
 _ROWS_AT_ONCE = 100_000
 """Rows in memory at once. Among them, texts of similar length share forward passes."""
-_EXAMPLES: dict[str, dict[str, Any]] = {
-    "classification": {"text": "a text"},
-    "tokens": {"tokens": ["Ann", "left"]},
-    "question_answering": {"question": "Who left?", "context": "Ann left."},
-    "retrieval": {"text": "a text"},
+_COLUMNS = {
+    "classification": ["text"],
+    "tokens": ["tokens"],
+    "question_answering": ["question", "context"],
+    "retrieval": ["text"],
 }
-"""A row of new text for each kind of task. `id` and, for classifiers of pairs, `text_pair` may be added."""
+"""Columns of new text for each kind of task. `id` and, for classifiers of pairs, `text_pair` may be added."""
 
 
 def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
@@ -76,10 +76,7 @@ def open_texts(file: str, kind: str) -> Table:
     Raises:
         UserError: the file can't be read, or lacks a column.
     """
-    example = _EXAMPLES[kind]
-    table = open_table(DatasetConfig(files={_SPLIT: [file]}), _SPLIT, example)
-    table.require(list(example))
-    return table
+    return open_table(DatasetConfig(files={_SPLIT: [file]}), _SPLIT, _COLUMNS[kind])
 
 
 def portions(table: Table) -> Iterator[tuple[list[str], dict[str, list[Any]]]]:
@@ -88,7 +85,7 @@ def portions(table: Table) -> Iterator[tuple[list[str], dict[str, list[Any]]]]:
     for columns in table.rows.iter(_ROWS_AT_ONCE):
         count = len(next(iter(columns.values())))
         numbers = range(first, first + count)
-        for name in table.example:
+        for name in table.columns:
             for number, value in zip(numbers, columns[name], strict=True):
                 if value is None:
                     raise UserError(f"{table.source}: row {number} has no {name}")
