@@ -55,13 +55,13 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
 
     from biphasic.evaluation.embedding_cache import EmbeddingCache
     from biphasic.evaluation.retriever import BLOCK
-    from biphasic.evaluation.search import Nearest
+    from biphasic.evaluation.search import ExactTopK
 
     torch.set_num_threads(shape.threads)
     queries = torch.from_numpy(np.random.default_rng(7).standard_normal((shape.queries, shape.width), np.float32))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.monotonic()
-    nearest = Nearest(queries, shape.k)
+    nearest = ExactTopK(queries, shape.k)
     with EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width) as blocks:
         for number, first in enumerate(range(0, documents, BLOCK)):
             vectors = blocks.read(number)

@@ -15,7 +15,7 @@ from mteb._evaluators.retrieval_metrics import calculate_retrieval_scores
 from torch import Tensor
 
 from biphasic.evaluation import search as module
-from biphasic.evaluation.search import Nearest, rank_documents, retrieval_scores
+from biphasic.evaluation.search import ExactTopK, rank_documents, retrieval_scores
 
 WIDTH = 12
 
@@ -68,7 +68,7 @@ def test_blocks_in_any_order(similarity: str, kinds: int | None, k: int, block: 
     expected = full_sort(queries, documents, k, similarity)
     results = []
     for seed in range(3):
-        nearest = Nearest(queries, k, similarity, block=inner)
+        nearest = ExactTopK(queries, k, similarity, block=inner)
         for first, end in shuffled(200, block, seed):
             nearest.add(documents[first:end], first)
         scores, positions = nearest.result()
@@ -86,14 +86,14 @@ def test_blocks_in_any_order(similarity: str, kinds: int | None, k: int, block: 
 
 def test_negative_zero_and_opposite_scores_are_ordered() -> None:
     documents = torch.tensor([[-1.0, 0.0], [-0.0, 1.0], [-1.0, 5.0], [0.0, 1.0], [-5.0, 1.0], [1.0, 0.0], [-0.0, -1.0]])
-    nearest = Nearest(torch.tensor([[1.0, 0.0]]), 7, block=2)
+    nearest = ExactTopK(torch.tensor([[1.0, 0.0]]), 7, block=2)
     nearest.add(documents, 0)
     scores, positions = nearest.result()
     assert positions.tolist() == [[5, 1, 3, 6, 2, 4, 0]]
     expected = torch.tensor([[1.0, 0, 0, 0, -1 / 26**0.5, -5 / 26**0.5, -1]])
     torch.testing.assert_close(scores, expected, atol=1e-7, rtol=0)
     # Scores too small for fp32 are 0, on either side.
-    nearest = Nearest(torch.tensor([[1.0, 0.0]], dtype=torch.float64), 3)
+    nearest = ExactTopK(torch.tensor([[1.0, 0.0]], dtype=torch.float64), 3)
     nearest.add(torch.tensor([[-1e-60, 1.0], [1e-60, 1.0], [0.0, 1.0]], dtype=torch.float64), 0)
     assert nearest.result()[1].tolist() == [[0, 1, 2]]
 
@@ -102,7 +102,7 @@ def test_number_type_does_not_matter() -> None:
     queries, documents = (part.bfloat16() for part in random_embeddings(5, 30, 500, kinds=300))
     positions = []
     for dtype in (torch.bfloat16, torch.float32):
-        nearest = Nearest(queries.to(dtype), 60)
+        nearest = ExactTopK(queries.to(dtype), 60)
         nearest.add(documents.to(dtype), 0)
         positions.append(nearest.result()[1])
     assert torch.equal(*positions)
@@ -112,7 +112,7 @@ def test_similarities_exist_for_one_block_at_a_time(monkeypatch: pytest.MonkeyPa
     sizes, keys = [], module._keys
     monkeypatch.setattr(module, "_keys", lambda scores, at: (sizes.append(scores.shape), keys(scores, at))[1])
     queries, documents = random_embeddings(7, 20, 50)
-    nearest = Nearest(queries, 5, block=8)
+    nearest = ExactTopK(queries, 5, block=8)
     nearest.add(documents, 0)
     assert len(sizes) == 3 * 7 and max(max(size) for size in sizes) == 8
     # Between blocks it holds the queries and the best k of each.
@@ -125,9 +125,9 @@ def test_nan_and_inf_are_refused(value: float) -> None:
     queries, documents = random_embeddings(8, 3, 4)
     documents[3, 2] = value
     with pytest.raises(ValueError, match="not finite"):
-        Nearest(queries, 2, block=2).add(documents, 0)
+        ExactTopK(queries, 2, block=2).add(documents, 0)
     with pytest.raises(ValueError, match="not finite"):
-        Nearest(documents, 2)
+        ExactTopK(documents, 2)
 
 
 def test_dot_depends_on_lengths_and_cosine_does_not() -> None:
@@ -135,7 +135,7 @@ def test_dot_depends_on_lengths_and_cosine_does_not() -> None:
     documents = torch.tensor([[1.0, 0.0], [3.0, 3.0], [-5.0, 1.0], [0.0, 0.0]])
     for similarity, positions, scores in (("dot", [1, 0, 3, 2], [6.0, 2.0, 0.0, -10.0]),
                                        ("cosine", [0, 1, 3, 2], [1.0, 0.5**0.5, 0.0, -5 / 26**0.5])):  # fmt: skip
-        nearest = Nearest(query, 4, similarity)
+        nearest = ExactTopK(query, 4, similarity)
         nearest.add(documents, 0)
         result = nearest.result()
         assert result[1].tolist() == [positions]
@@ -151,18 +151,15 @@ def test_each_query_is_compared_with_the_documents_of_its_mask(k: int, block: in
     mask = torch.rand(7, 60, generator=generator) < torch.tensor([0, 0.05, 0.2, 0.5, 0.9, 1, 0.1])[:, None]
     expected = full_sort(queries, documents, k, "cosine", mask)
     assert expected[0] == [] and len(expected[5]) == k
-    nearest = Nearest(queries, k, block=block)
+    nearest = ExactTopK(queries, k, block=block)
     for first, end in shuffled(60, 11, 0):
         nearest.add(documents[first:end], first, mask[:, first:end])
     assert without_missing(nearest.result()[1]) == expected
 
 
-def gather_from(ranks: list[Nearest]) -> Callable[[Tensor], list[Tensor]]:
-    """Return a `gather` for these ranks, whose results have k columns as when ranks send them."""
-    sent: list[Tensor] = []
-    for rank in ranks:
-        rank.merge(lambda best: (sent.append(best.clone()), [best])[1])
-    assert len({part.shape for part in sent}) == 1
+def gather_from(ranks: list[ExactTopK]) -> Callable[[Tensor], list[Tensor]]:
+    """Return a `gather` for these ranks."""
+    sent = [rank._best for rank in ranks]
     return lambda best: sent
 
 
@@ -174,8 +171,8 @@ def gather_from(ranks: list[Nearest]) -> Callable[[Tensor], list[Tensor]]:
 def test_several_ranks_find_what_one_finds(count: int, world: int, block: int, k: int, similarity: str) -> None:
     """Blocks are dealt to ranks in turn, so that the last ranks have fewer documents than k, or none."""
     queries, documents = random_embeddings(3, 6, count, kinds=max(count // 3, 1))
-    alone = Nearest(queries, k, similarity)
-    ranks = [Nearest(queries, k, similarity) for _ in range(world)]
+    alone = ExactTopK(queries, k, similarity)
+    ranks = [ExactTopK(queries, k, similarity) for _ in range(world)]
     for number, first in enumerate(range(0, count, block)):
         rows = documents[first : first + block]
         alone.add(rows, first)
@@ -186,14 +183,14 @@ def test_several_ranks_find_what_one_finds(count: int, world: int, block: int, k
     for rank in ranks:
         rank.merge(gather)
         merged_scores, merged = rank.result()
-        assert merged.shape == (6, k)
+        assert merged.shape == (6, min(k, count))
         assert without_missing(merged) == positions.tolist() == full_sort(queries, documents, k, similarity)
         assert torch.equal(merged_scores[:, : scores.shape[1]], scores)
 
 
 def test_ranks_without_a_document_of_the_mask() -> None:
     queries, documents = random_embeddings(4, 2, 4)
-    ranks = [Nearest(queries, 3) for _ in range(2)]
+    ranks = [ExactTopK(queries, 3) for _ in range(2)]
     for number, rank in enumerate(ranks):
         mask = torch.tensor([[False, False], [True, number == 0]])
         rank.add(documents[2 * number : 2 * number + 2], 2 * number, mask)
@@ -205,23 +202,23 @@ def test_ranks_without_a_document_of_the_mask() -> None:
 
 def test_no_queries_and_no_documents() -> None:
     queries, documents = random_embeddings(5, 3, 4)
-    nearest = Nearest(queries, 5)
+    nearest = ExactTopK(queries, 5)
     assert [part.shape for part in nearest.result()] == [(3, 0), (3, 0)]
     nearest.add(documents[:0], 0)
     nearest.add(documents, 0)
     assert nearest.result()[1].shape == (3, 4)
-    without_queries = Nearest(queries[:0], 5)
+    without_queries = ExactTopK(queries[:0], 5)
     without_queries.add(documents, 0)
     assert len(without_queries.result()[1]) == 0
 
 
 MEMORY = """
 import re, sys, torch
-from biphasic.evaluation.search import Nearest
+from biphasic.evaluation.search import ExactTopK
 torch.set_num_threads(1)
 generator = torch.Generator().manual_seed(0)
 def peak(count):
-    nearest = Nearest(torch.randn(50, 512, generator=generator), 50)
+    nearest = ExactTopK(torch.randn(50, 512, generator=generator), 50)
     for first in range(0, count, 4096):
         nearest.add(torch.randn(min(4096, count - first), 512, generator=generator), first)
     assert nearest.result()[1].shape == (50, 50)

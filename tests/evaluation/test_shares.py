@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from datasets import Dataset
 
-from biphasic.evaluation import ranks, retriever
+from biphasic.evaluation import retriever
 from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever
@@ -28,7 +28,6 @@ class RecordingEmbedder(RandomEmbedder):
 
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_each_text_is_embedded_once(world: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ranks, "sum_over_ranks", lambda tensor: tensor)
     monkeypatch.setattr(retriever.dist, "all_gather_object", lambda value: [value])
     monkeypatch.setattr(retriever, "SMALL_BLOCK", 16)
     task = read_set(str(write_own(tmp_path / "my-set")), "Mine", "eng-Latn")
@@ -53,7 +52,7 @@ def test_each_text_is_embedded_once(world: int, tmp_path: Path, monkeypatch: pyt
 def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from biphasic.errors import UserError
 
-    monkeypatch.setattr(retriever.dist, "all_gather_object", lambda value: [value, "other"])
+    monkeypatch.setattr(retriever.dist, "all_gather_object", lambda value: [value, ("other", [], [])])
     with pytest.raises(UserError, match="queries: the ranks were given different texts"):
         Retriever(RecordingEmbedder())._embed_shared(["a"], "", "queries")
 

@@ -15,8 +15,7 @@ import torch
 from sklearn.metrics import accuracy_score
 
 from biphasic.commands import main
-from biphasic.evaluation.rankings import best_documents, trec_run
-from biphasic.evaluation.search import rank_documents, retrieval_scores
+from biphasic.evaluation.search import best_documents, rank_documents, retrieval_scores, trec_run
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.run import run
 from biphasic.finetuning.tokens import entity_scores

@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -21,10 +21,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from biphasic.errors import UserError
-from biphasic.evaluation import ranks
 from biphasic.evaluation.embedder import Embedder, prompt_text
 from biphasic.evaluation.embedding_cache import EmbeddingBlocks, EmbeddingCache
-from biphasic.evaluation.search import Nearest
+from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
 
 BLOCK, SMALL_BLOCK = 4096, 256
@@ -32,6 +31,7 @@ BLOCK, SMALL_BLOCK = 4096, 256
 _SMALL_CORPUS = 1 << 16
 """A corpus with fewer documents is split into small blocks, so that every rank has some."""
 _log = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 
 class Retriever(AbsEncoder):
@@ -88,14 +88,14 @@ class Retriever(AbsEncoder):
         texts = _retrieval_texts(queries, PromptType.query)
         embedded = self._embed_shared(texts, self._prompt(task_metadata, PromptType.query), f"{title}: queries")
         sought = torch.from_numpy(embedded).to(self.embedder.device)
-        nearest = Nearest(sought, top_k, self.embedder.sentence_settings.similarity)
+        nearest = ExactTopK(sought, top_k, self.embedder.sentence_settings.similarity)
         mask = None if top_ranked is None else _candidate_mask(top_ranked, query_ids, ids)
         prompt = self._prompt(task_metadata, PromptType.document)
         for first, embeddings in self._embed_documents(self._corpus, prompt, f"{title}: documents"):
             rows = torch.from_numpy(np.array(embeddings))
             nearest.add(rows, first, None if mask is None else mask[:, first : first + len(rows)])
         if dist.get_world_size() > 1:
-            nearest.merge(ranks.gather_from_ranks)
+            nearest.merge(lambda best: [part.to(best.device) for part in dist.all_gather_object(best.cpu())])
         scores, positions = (part.tolist() for part in nearest.result())
         return {
             query: {ids[position]: score for position, score in zip(*row, strict=True) if position >= 0}
@@ -128,14 +128,17 @@ class Retriever(AbsEncoder):
         # Sorted by length, so that all ranks have about the same amount of work.
         order = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
         local = order[rank::world]
-        embeddings = np.zeros((len(texts), self.embedder.width), np.float32)
         with _progress_bar(len(texts), title) as bar:
-            embeddings[local] = self.embedder.embed(
+            embedded = self.embedder.embed(
                 [prompt + texts[index] for index in local], lambda done: bar.update(done * world)
             )
-        if len(set(dist.all_gather_object(_hash(list(texts))))) > 1:
+        shares = dist.all_gather_object((_hash(list(texts)), local, embedded))
+        if len({text_hash for text_hash, *_ in shares}) > 1:
             raise UserError(f"{title}: the ranks were given different texts; run this task with one process")
-        return ranks.sum_over_ranks(torch.from_numpy(embeddings)).numpy()
+        embeddings = np.zeros((len(texts), self.embedder.width), np.float32)
+        for _, rows, part in shares:
+            embeddings[rows] = part
+        return embeddings
 
     def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first document's position and the embeddings, fp32 [documents, width], of each of this rank's blocks."""
@@ -166,7 +169,7 @@ class Retriever(AbsEncoder):
             "revision": self.embedder.revision,
             "settings": dict(self.embedder.settings),
             "prompt": prompt,
-            "corpus": ranks.from_first_rank(lambda: _corpus_hash(corpus)),
+            "corpus": from_first_rank(lambda: _corpus_hash(corpus)),
             "block": block,
         }
         return self._cache.open(key, 4 * len(corpus) * self.embedder.width)
@@ -207,6 +210,13 @@ def _candidate_mask(top_ranked: Mapping[str, Sequence[str]], queries: list[str],
     for row, query in enumerate(queries):
         mask[row, [positions[id] for id in top_ranked.get(query, ())]] = True
     return mask
+
+
+def from_first_rank(make: Callable[[], Value]) -> Value:
+    """Call `make` on rank 0 and return its result on all ranks."""
+    values: list[Any] = [make() if dist.get_global_rank() == 0 else None]
+    dist.broadcast_object_list(values)
+    return values[0]
 
 
 def _progress_bar(total: int, title: str) -> Any:

@@ -23,12 +23,11 @@ from biphasic.checkpointing.resume import local_checkpoint
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.devices import rank_device, require_precision, supports_bf16
 from biphasic.errors import UserError
-from biphasic.evaluation import ranks
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.embedding_cache import EmbeddingCache
-from biphasic.evaluation.rankings import trec_run
-from biphasic.evaluation.retriever import Retriever
+from biphasic.evaluation.retriever import Retriever, from_first_rank
 from biphasic.evaluation.scoring import SplitScores, bm25, score
+from biphasic.evaluation.search import trec_run
 from biphasic.evaluation.sets import judged_only
 from biphasic.evaluation.table import score_table
 from biphasic.evaluation.tasks import PlannedTask, plan_tasks
@@ -112,7 +111,7 @@ def _record(
              "mteb": importlib.metadata.version("mteb"), **task.chosen}  # fmt: skip
     key = f"{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
     name = f"records/{key}.json"
-    if (record := ranks.from_first_rank(lambda: _read_record(folder / name))) is not None:
+    if (record := from_first_rank(lambda: _read_record(folder / name))) is not None:
         return record
     mteb_task = load()
     start = time.monotonic()
@@ -149,7 +148,7 @@ def _score(system: ScoredSystem, task: Any, folder: Path, part: str, rankings: s
             if dist.get_global_rank() == 0:
                 open_store(str(folder)).write(values["ranking"], trec_run(row.ranking, "biphasic"))
         rows.append(values)
-    return ranks.from_first_rank(lambda: rows)
+    return from_first_rank(lambda: rows)
 
 
 def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
@@ -195,7 +194,7 @@ def _download_model(path: str, folder: Path) -> str:
         folder /= hashlib.sha256(path.encode()).hexdigest()[:16]  # different runs have equal checkpoint names
     local = local_checkpoint(path, folder) if dist.get_local_rank() == 0 else path
     dist.barrier()
-    return ranks.from_first_rank(lambda: local)
+    return from_first_rank(lambda: local)
 
 
 def _read_record(file: Path) -> dict[str, Any] | None:

@@ -11,7 +11,7 @@ import mteb
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
 
-from biphasic.evaluation.rankings import Run, best_documents
+from biphasic.evaluation.search import Run, best_documents
 from biphasic.versions import require_form
 
 
@@ -52,9 +52,6 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
     Returns:
         The scores for each subset and split, and mteb's `TaskResult`.
     """
-    was_loaded = task.data_loaded
-    if not was_loaded:
-        task.load_data()
     with _scores_by_query(task) as by_query:
         results = mteb.evaluate(
             system, task, cache=None, co2_tracker=False, show_progress_bar=False, overwrite_strategy="always"
@@ -71,8 +68,6 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
                 extra["interval"] = bootstrap_interval(list(extra["by_query"].values()))
             main = float(values["main_score"])
             rows.append(SplitScores(task.metadata.name, subset, split, task.metadata.main_score, main, **extra))
-    if not was_loaded:
-        task.unload_data()
     return rows, result
 
 

@@ -1,22 +1,29 @@
-"""Search embeddings exactly, and compute retrieval metrics with trec_eval."""
+"""Search embeddings exactly, write rankings in TREC's run format, and compute retrieval metrics with trec_eval."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import gzip
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
+from urllib.parse import quote
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from biphasic.evaluation.rankings import RANKED, Qrels, Run
-
+RANKED = 100
+"""Number of documents in a ranking, as recall@100 needs."""
+Run = dict[str, list[tuple[str, float]]]
+"""Ids and scores of each query's documents, best first."""
+Qrels = dict[str, dict[str, int]]
+"""Grades of each query's judged documents; grades above 0 are relevant."""
 _LOW_BITS = (1 << 32) - 1
 _EMPTY = -(1 << 63)
 """A value below every key, because no finite score has these bits."""
 
 
-class Nearest:
+class ExactTopK:
     """Finds the k nearest documents of each query by comparing all documents, which are added block by block.
 
     At most `block` x `block` similarities exist at once and no document is kept, so memory doesn't grow with the corpus.
@@ -59,14 +66,9 @@ class Nearest:
             self._best = torch.cat(best) if best else self._best
 
     def merge(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Merge the results of all ranks.
-
-        Args:
-            gather: all-gathers a tensor; all ranks have the same shape.
-        """
-        missing = self._k - self._best.shape[1]
-        self._best = F.pad(self._best, (0, missing), value=_EMPTY) if missing > 0 else self._best
-        self._best = torch.cat(gather(self._best), dim=1).topk(self._k, dim=1).values
+        """Merge the results of all ranks; `gather` returns all ranks' tensors, which may have different widths."""
+        best = torch.cat(gather(self._best), dim=1)
+        self._best = best.topk(min(self._k, best.shape[1]), dim=1).values
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return scores fp32 and positions int64, both [queries, at most k], best first; missing positions are -1."""
@@ -103,7 +105,7 @@ def rank_documents(
         queries: query embeddings, floating [queries, width].
         document_ids: the ids of the corpus, without duplicates.
         documents: document embeddings, floating [documents, width].
-        block: see `Nearest`.
+        block: see `ExactTopK`.
 
     Returns:
         The best 100 documents of each query.
@@ -112,7 +114,7 @@ def rank_documents(
         ValueError: an embedding is not finite.
     """
     order = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
-    nearest = Nearest(queries, RANKED, block=block)
+    nearest = ExactTopK(queries, RANKED, block=block)
     for first, rows in _blocks(torch.tensor(order, device=documents.device), block):
         nearest.add(documents[rows], first)
     scores, positions = (part.tolist() for part in nearest.result())
@@ -120,6 +122,29 @@ def rank_documents(
         query: [(document_ids[order[int(position)]], score) for position, score in zip(*row, strict=True)]
         for query, *row in zip(query_ids, positions, scores, strict=True)
     }
+
+
+def best_documents(scores: Mapping[str, float]) -> list[tuple[str, float]]:
+    """Return the best documents as trec_eval orders them: equal scores in descending order of their ids."""
+    return sorted(scores.items(), key=lambda document: (document[1], document[0]), reverse=True)[:RANKED]
+
+
+def trec_run(run: Run, tag: str) -> bytes:
+    """Return a ranking as trec_eval reads it: `query Q0 document rank score tag`, compressed by gzip.
+
+    White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32.
+    Equal rankings give equal bytes.
+    """
+    lines = [
+        f"{_field(query)} Q0 {_field(document)} {rank} {score:.9g} {tag}\n"
+        for query, documents in run.items()
+        for rank, (document, score) in enumerate(documents, start=1)
+    ]
+    return gzip.compress("".join(lines).encode(), mtime=0)
+
+
+def _field(name: str) -> str:
+    return re.sub(r"\s", lambda space: quote(space[0]), name)
 
 
 def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:

@@ -17,8 +17,7 @@ from torch import Tensor, nn
 from biphasic.downstream.array_cache import Arrays, Ragged, unpack
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.rankings import Qrels, Run, trec_run
-from biphasic.evaluation.search import rank_documents, retrieval_scores
+from biphasic.evaluation.search import Qrels, Run, rank_documents, retrieval_scores, trec_run
 from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.task import Evaluation, FinetuneTask
