@@ -1,21 +1,20 @@
-"""An object for worker processes, and what every engine does with it."""
+"""An object for worker processes, and what every group of workers does with it."""
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from biphasic.workers.engine import Call, Engine, RemoteTraceback, WorkerLostError
+from biphasic.workers.group import EndedJob, WorkerGroup
 
-WORKER_IMPORTS = ("this",)
-AT_IMPORT = os.environ.get("OF_WORKERS")
+AT_IMPORT = {"process": os.getpid(), "OF_WORKERS": os.environ.get("OF_WORKERS")}
 
 
 class Unpicklable(Exception):
@@ -54,13 +53,13 @@ class Total:
         os._exit(status)
 
     def about(self) -> dict[str, Any]:
-        return {
-            "pid": os.getpid(),
-            "group": os.getpgid(0),
-            "environment": dict(os.environ),
-            "at import": AT_IMPORT,
-            "imported": "this" in sys.modules,
-        }
+        return {"process": os.getpid(), "parent": os.getppid(), "environment": dict(os.environ), "at import": AT_IMPORT}
+
+    def meet(self, folder: str, others: int) -> None:
+        """Return once this many workers are here."""
+        (Path(folder) / str(os.getpid())).touch()
+        while len(list(Path(folder).iterdir())) < others:
+            time.sleep(0.01)
 
     def sleep(self, seconds: float) -> None:
         time.sleep(seconds)
@@ -69,51 +68,55 @@ class Total:
         return len(content)
 
 
-def die_at_once(*_: Any, **__: Any) -> None:
+def die_at_once(*_: Any) -> None:
     os._exit(3)
 
 
-def result(engine: Engine, call: Call) -> Any:
-    """Wait for a call, and return its value or raise its error."""
+def run_all(group: WorkerGroup, *calls: tuple[Any, ...]) -> list[EndedJob]:
+    """Run calls, each a method and its arguments; returns how they ended, in the order of the calls."""
+    waiting, ended = deque(enumerate(calls)), list[EndedJob]()
     end = time.monotonic() + 60
-    while not engine.wait([call], 0.5):
+    while len(ended) < len(calls):
         assert time.monotonic() < end
-    return call.result()
+        for slot in group.idle[: len(waiting)]:
+            number, call = waiting.popleft()
+            slot.give(number, *call)
+        ended += group.wait(0.5)
+    return sorted(ended, key=lambda ended: ended.job)
 
 
-def check_engine(engine: Engine, reports: list[tuple[int, int]]) -> None:
-    """What both engines do. `reports` is where the engine's `report` adds them."""
-    first, second = engine.start(Total, 10), engine.start(Total, 20)
-    locations = [result(engine, worker.started) for worker in (first, second)]
-    assert all(location.node and location.gpus == () for location in locations)
-    # Each worker has its own object, in a process of its own.
-    assert [result(engine, first.call("add", 1)), result(engine, first.call("add", 2))] == [11, 13]
-    assert result(engine, second.call("add", 5)) == 25
-    abouts = [result(engine, worker.call("about")) for worker in (first, second)]
-    assert len({os.getpid(), *(about["pid"] for about in abouts)}) == 3
-    assert {about["environment"]["OF_WORKERS"] for about in abouts} == {"yes"}
-    end = time.monotonic() + 20
-    while len(reports) < 3 and time.monotonic() < end:
-        result(engine, first.call("size", b""))
-    assert sorted(reports) == [(1, 11), (2, 13), (5, 25)]
-    assert result(engine, first.call("size", bytes(10**7))) == 10**7
-    # A failed call does not end the worker.
-    with pytest.raises(KeyError, match="no such number") as error:
-        result(engine, first.call("fail"))
-    assert isinstance(error.value.__cause__, RemoteTraceback) and "in fail" in str(error.value.__cause__)
-    assert result(engine, first.call("add", 1)) == 14
-    # Both workers work at the same time, and `wait` returns the call that has ended.
-    waiting = [worker.call("add", 1) for worker in (first, second)]
-    assert engine.wait(waiting, 30)
-    assert {result(engine, call) for call in waiting} == {15, 26}
-    with pytest.raises(WorkerLostError) as lost:
-        result(engine, second.call("exit", -signal.SIGKILL))
-    assert not lost.value.out_of_memory and lost.value.end == "died"
-    # On the core that the dead worker occupied.
-    failed = engine.start(Total, -1)
-    with pytest.raises(ValueError, match="a negative start: -1"):
-        result(engine, failed.started)
-    assert result(engine, first.call("add", 1)) == 16
+def result(group: WorkerGroup, method: str, *arguments: Any) -> Any:
+    """Call a method; returns its value or raises its error."""
+    [ended] = run_all(group, (method, *arguments))
+    if ended.error is not None:
+        raise ended.error
+    return ended.value
+
+
+def check_group(group: WorkerGroup, folder: Path) -> None:
+    """What every group does."""
+    group.open(2, "cluster.workers", Total, 10, group.make_report())
+    # Two objects in two processes, which work at the same time, with the environment of workers.
+    assert [ended.value for ended in run_all(group, *[("meet", str(folder), 2)] * 2)] == [None, None]
+    processes = {int(file.name) for file in folder.iterdir()}
+    assert len({os.getpid(), *processes}) == 3
+    assert sum(ended.value for ended in run_all(group, *[("add", number) for number in range(1, 5)])) >= 20 + 10
+    assert result(group, "about")["environment"]["OF_WORKERS"] == "yes"
+    reports, end = list[tuple[int, int]](), time.monotonic() + 20
+    while len(reports) < 4 and time.monotonic() < end:
+        reports += group.take_reports()
+    assert sorted(number for number, _ in reports) == [1, 2, 3, 4]
+    assert result(group, "size", bytes(10**7)) == 10**7
+    # A failed call does not end the worker, and a dead worker is replaced.
+    with pytest.raises(KeyError, match="no such number"):
+        result(group, "fail")
+    [ended] = run_all(group, ("exit", -signal.SIGKILL))
+    assert ended.lost and not group.running
+    abouts = [ended.value for ended in run_all(group, *[("about",)] * 20)]
+    assert len({about["process"] for about in abouts} - processes) <= 1
+    folder.joinpath("again").mkdir()
+    run_all(group, *[("meet", str(folder / "again"), 2)] * 2)
+    assert len({int(file.name) for file in (folder / "again").iterdir()} & processes) == 1
 
 
 def processes_with(variable: str) -> list[int]:

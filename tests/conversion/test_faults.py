@@ -268,10 +268,10 @@ def run(path: Path) -> subprocess.Popen[bytes]:
 
 
 def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Workers: the children of the process that forks them, which is the command's only child."""
+    """Workers: the children of the fork server, which is a child of the command."""
     try:
-        servers = psutil.Process(process.pid).children()
-        return [worker for server in servers for worker in server.children()]
+        children = psutil.Process(process.pid).children()
+        return [worker for child in children for worker in child.children()]
     except psutil.Error:
         return []
 

@@ -9,6 +9,7 @@ import pickle
 import socket
 import stat
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from biphasic.faults import run_rank
 from biphasic.model.backbone import load_hf_config
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.storage import atomic_path, file_hash, open_store
-from biphasic.workers.local import LocalEngine
+from biphasic.workers.local import LocalWorkers
 from buckets import bucket_for
 from conftest import Write
 from stored_checkpoints import checkpoint_of, network
@@ -293,11 +294,8 @@ def listening(process: int) -> list[str]:
 def test_workers_on_one_machine_listen_nowhere() -> None:
     with socket.create_server(("127.0.0.1", 0)):
         assert listening(os.getpid())
-    engine = LocalEngine({})
-    try:
-        worker: int = result(engine, engine.start(Total, 0).call("about"))["pid"]
-        parent = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-        assert parent != os.getpid()
-        assert listening(worker) == listening(parent) == []
-    finally:
-        engine.close()
+    with closing(LocalWorkers({})) as group:
+        group.open(1, "", Total, 0)
+        about = result(group, "about")
+        assert about["parent"] != os.getpid()
+        assert listening(about["process"]) == listening(about["parent"]) == []

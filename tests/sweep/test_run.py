@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
@@ -28,7 +29,7 @@ from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_recor
 from biphasic.sweep.run import STOPPED, Driver, run
 from biphasic.sweep.worker import FinishedJob, TrialJob
 from biphasic.sweep.workers import Workers, choose_layout
-from biphasic.workers.engine import Location
+from biphasic.workers.group import WorkerGroup
 from conftest import MakeBucket
 from small_trials import read_log
 
@@ -188,17 +189,28 @@ def test_layout() -> None:
     assert layout(gpus=1, memory=8 * GIB, needs=[30 * GIB]) == (1, 1, 1.0, None)
 
 
-def test_trials_on_gpus_fit_their_memory() -> None:
-    """Without a GPU: only the workers' locations count."""
-    process = SimpleNamespace(call=lambda method, job: job, started=object())
-    engine: Any = SimpleNamespace(start=lambda *_, **__: process)
+class GroupWithoutProcesses(WorkerGroup):
+    """Six workers on each of two GPUs, whose calls never end."""
 
+    def start(self, number: int, cpus: int, gpu_share: float) -> Any:
+        return SimpleNamespace(submit=lambda *_: Future())
+
+    def make_report(self) -> Any: ...
+
+    def take_reports(self) -> Any: ...
+
+    def close(self) -> None: ...
+
+
+def test_trials_on_gpus_fit_their_memory() -> None:
     def started(*sizes: int | None) -> int:
         layout = choose_layout(SweepCluster(), 16, 2, 80 * GIB, [10 * GIB])
-        workers = Workers(engine, "", "", SweepCluster(), layout, {})
-        assert workers.size == 12
-        for index, slot in enumerate(workers._group.slots):
-            slot.location, slot.pending = Location("node", (str(index // 6),)), None
+        group = GroupWithoutProcesses()
+        group.open(layout.slots, "", object)
+        workers = Workers(group, layout, {})
+        assert workers.size == 12 and group.wait(0) == []
+        for index, slot in enumerate(group.slots):
+            slot.location, slot.pending = f"node {index // 6}", None
         jobs = [TrialJob(str(index), None, None, size and size * GIB) for index, size in enumerate(sizes)]  # pyright: ignore
         return len(workers.start(jobs))
 

@@ -24,11 +24,11 @@ from biphasic.errors import UserError
 from biphasic.storage import open_store
 from biphasic.sweep.records import read_grid, read_records
 from biphasic.sweep.run import run
-from biphasic.workers import open_engine
+from biphasic.workers import open_workers
 from outputs import same_bytes
 from small_trials import read_log
 from texts import sentences, write_parquet
-from worker_objects import check_engine
+from worker_objects import check_group
 
 Make = Callable[..., ConvertConfig]
 STORE = 100 * 2**20
@@ -69,13 +69,10 @@ def test_auto_without_a_cluster(
 
 
 def test_values_errors_reports_and_a_killed_worker(cluster: Any, tmp_path: Path) -> None:
-    reports: list[tuple[int, int]] = []
     section = ClusterConfig(address=cluster.address, shared_folder=True)
-    with open_engine(
-        section, str(tmp_path), {"OF_WORKERS": "yes"}, (), lambda *values: reports.append(values)
-    ) as engine:
-        assert (engine.cpus, engine.gpus) == (2, 0)
-        check_engine(engine, reports)
+    with open_workers(section, str(tmp_path), {"OF_WORKERS": "yes"}, ()) as group:
+        assert (group.cpus, group.gpus) == (2, 0)
+        check_group(group, tmp_path)
 
 
 def test_a_sweep_on_two_machines(cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

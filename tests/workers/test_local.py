@@ -8,182 +8,198 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
+import psutil
 import pytest
 
 from biphasic.errors import UserError
 from biphasic.workers import local
-from biphasic.workers.engine import WorkerLostError
-from biphasic.workers.group import WorkerGroup
-from biphasic.workers.local import LocalEngine
+from biphasic.workers.local import LocalWorkers
 from biphasic.workers.resources import smallest_gpu_bytes, visible_gpus
-from worker_objects import Total, check_engine, die_at_once, processes_with, result
+from worker_objects import Total, check_group, die_at_once, processes_with, result, run_all
 
 ROOT = Path(__file__).parents[2]
-ENVIRONMENT = {"OF_WORKERS": "yes"}
+ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
 
 
 @pytest.fixture
-def engine() -> Iterator[LocalEngine]:
-    engine = LocalEngine(ENVIRONMENT)
-    yield engine
-    engine.close()
+def group() -> Iterator[LocalWorkers]:
+    """One worker."""
+    with closing(LocalWorkers({"OF_WORKERS": "yes"})) as workers:
+        workers.open(1, "cluster.at_once", Total, 0)
+        yield workers
 
 
-def test_values_errors_reports_and_a_killed_worker() -> None:
-    reports: list[tuple[int, int]] = []
-    engine = LocalEngine(ENVIRONMENT, report=lambda *values: reports.append(values))
-    try:
-        check_engine(engine, reports)
-    finally:
-        engine.close()
+def test_values_errors_reports_and_a_killed_worker(tmp_path: Path) -> None:
+    with closing(LocalWorkers({"OF_WORKERS": "yes"})) as group:
+        check_group(group, tmp_path)
 
 
-def test_modules_are_imported_once_with_the_workers_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OF_DRIVER", "too")
-    engine = LocalEngine(ENVIRONMENT, ["no_such_module", "worker_objects"])
-    try:
-        about = result(engine, engine.start(Total, 0).call("about"))
-    finally:
-        engine.close()
-    assert (about["at import"], about["imported"]) == ("yes", True)
-    assert about["environment"]["OF_DRIVER"] == "too"
-    assert about["group"] != os.getpgid(0), "Ctrl-C in a terminal reaches the process group"
+def test_modules_are_imported_once_with_the_workers_environment() -> None:
+    """In a process of its own, because a program has one fork server."""
+    code = """
+import os
+from contextlib import closing
+from biphasic.workers.local import LocalWorkers
+from worker_objects import Total, result
+os.environ["OF_DRIVER"] = "old"
+with closing(LocalWorkers({"OF_WORKERS": "yes"}, ["no_such_module", "worker_objects"])) as group:
+    assert "OF_WORKERS" not in os.environ
+    os.environ["OF_DRIVER"] = "new"
+    group.open(1, "", Total, 0)
+    about = result(group, "about")
+assert about["at import"] == {"process": about["parent"], "OF_WORKERS": "yes"}
+assert (about["environment"]["OF_DRIVER"], about["environment"]["OF_WORKERS"]) == ("new", "yes")
+"""
+    run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-def test_what_cannot_be_pickled(engine: LocalEngine) -> None:
-    worker = engine.start(Total, 0)
+def test_what_cannot_be_pickled(group: LocalWorkers) -> None:
     with pytest.raises(RuntimeError, match=r"^Unpicklable: twoarguments$"):
-        result(engine, worker.call("fail", False))
-    with pytest.raises(Exception, match="pickle"):
-        result(engine, worker.call("function"))
-    assert result(engine, worker.call("add", 1)) == 1
+        result(group, "fail", False)
+    with pytest.raises(Exception, match=r"pickle|local object"):
+        result(group, "function")
+    assert result(group, "add", 1) == 1, "neither ended the worker"
 
 
 @pytest.mark.parametrize("keep_pipe", [False, True])
-def test_an_exit_is_a_lost_worker(engine: LocalEngine, keep_pipe: bool) -> None:
-    worker = engine.start(Total, 0)
+def test_an_exit_is_a_lost_worker(group: LocalWorkers, keep_pipe: bool) -> None:
+    result(group, "add", 1)
     start = time.monotonic()
-    with pytest.raises(WorkerLostError, match=r"^exit status 3$"):
-        result(engine, worker.call("exit", 3, keep_pipe))
+    [ended] = run_all(group, ("exit", 3, keep_pipe))
+    assert ended.lost
     assert time.monotonic() - start < 4, "a process that the worker has forked was waited for"
-    with pytest.raises(WorkerLostError, match=r"^signal 11, Segmentation fault$"):
-        result(engine, engine.start(Total, 0).call("exit", -signal.SIGSEGV))
+    [ended] = run_all(group, ("exit", -signal.SIGSEGV))
+    assert ended.lost
 
 
-def test_out_of_memory(engine: LocalEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One kill for each one that the kernel has counted."""
-
-    def ends(status: int) -> str:
-        with pytest.raises(WorkerLostError) as error:
-            result(engine, engine.start(Total, 0).call("exit", status))
-        return error.value.end
-
-    count = local._count_oom_kills()
-    assert ends(-9) == "died"
-    monkeypatch.setattr(local, "_count_oom_kills", lambda: count + 2)
-    assert [ends(-9), ends(-9), ends(-9)] == ["ran out of memory", "ran out of memory", "died"]
-    monkeypatch.setattr(local, "_count_oom_kills", lambda: count + 3)
-    assert [ends(3), ends(-9)] == ["died", "died"], "another process was killed"
+def test_an_idle_worker_that_dies_is_replaced(group: LocalWorkers) -> None:
+    os.kill(result(group, "about")["process"], signal.SIGKILL)
+    time.sleep(0.5)
+    assert run_all(group, ("add", 1))[0].lost
+    assert result(group, "add", 1) == 1
 
 
-def test_workers_after_the_process_that_forks_them_died(engine: LocalEngine) -> None:
-    worker = engine.start(Total, 0)
-    result(engine, worker.started)
-    assert engine._server is not None
-    engine._server._process.kill()
-    engine._server._process.wait()
-    with pytest.raises(WorkerLostError, match=r"^the process that forks workers died$"):
-        result(engine, worker.call("add", 1))
-    assert result(engine, engine.start(Total, 0).call("add", 1)) == 1
+def test_workers_after_the_fork_server_died(group: LocalWorkers) -> None:
+    psutil.Process(result(group, "about")["parent"]).kill()
+    assert run_all(group, ("sleep", 5))[0].lost
+    assert result(group, "add", 1) == 1
+
+
+def test_workers_that_die_while_they_start_end_the_group(group: LocalWorkers) -> None:
+    group.open(1, "cluster.at_once", die_at_once)
+    assert group.wait(60) == group.wait(60) == []
+    message = r"^workers die while they start \(.*\): is there memory for 1 of them \(cluster.at_once\)\?$"
+    with pytest.raises(UserError, match=message):
+        group.wait(60)
+    group.open(1, "cluster.at_once", Total, -1)
+    with pytest.raises(ValueError, match="a negative start: -1"):
+        group.wait(60)
+
+
+def test_closing_where_init_reaps_orphans() -> None:
+    code = """
+from contextlib import closing
+from biphasic.workers.local import LocalWorkers
+from worker_objects import Total, run_all
+for _ in range(5):
+    with closing(LocalWorkers({}, ["worker_objects"])) as group:
+        group.open(8, "", Total, 0)
+        run_all(group, *[("add", 1)] * 20)
+        group.idle[0].give(0, "sleep", 60)
+"""
+    command = [sys.executable, str(ROOT / ".ci" / "reaping_parent.py"), sys.executable, "-c", code]
+    run = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
 DRIVER = """
 import sys, time
-from biphasic.workers.local import LocalEngine
+from contextlib import closing
+from biphasic.workers.local import LocalWorkers
 from worker_objects import Total
-engine = LocalEngine({}, sys.argv[1:])
-workers = [engine.start(Total, 0) for _ in range(2)]
-while not sys.argv[1:] and not all(engine.wait([worker.started], 0.1) for worker in workers): pass
-calls = [worker.call("sleep", 60) for worker in workers]
-print("started", flush=True)
-time.sleep(60)
+with closing(LocalWorkers({}, sys.argv[1:])) as group:
+    group.open(2, "", Total, 0)
+    if sys.argv[1:]:
+        print("started", flush=True)
+    while len(group.idle) < 2:
+        group.wait(0.1)
+    for slot in group.idle:
+        slot.give(0, "sleep", 60)
+    print("started", flush=True)
+    group.wait(60)
 """
 
 
-def test_closing_where_init_reaps_orphans() -> None:
-    """Workers die with the process that forks them, and then there may be nothing left to signal."""
-    code = """
-from biphasic.workers.local import LocalEngine
-from worker_objects import Total, result
-for _ in range(10):
-    engine = LocalEngine({})
-    workers = [engine.start(Total, 0) for _ in range(8)]
-    for worker in workers:
-        assert result(engine, worker.call("add", 1)) == 1
-    engine.close()
-"""
-    command = [sys.executable, str(ROOT / ".ci" / "reaping_parent.py"), sys.executable, "-c", code]
-    environment = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr[-2000:]
-
-
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 @pytest.mark.parametrize("slow_module", [False, True])
-def test_a_killed_driver_leaves_no_process(tmp_path: Path, slow_module: bool) -> None:
-    """Also not while modules are imported."""
-    (tmp_path / "slow_module.py").write_text(f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(1)")
+def test_a_killed_driver_leaves_no_process(tmp_path: Path, slow_module: bool, number: signal.Signals) -> None:
+    """Also not while modules are imported. Ctrl-C reaches all processes, and only the driver prints something."""
+    (tmp_path / "slow_module.py").write_text(f"import time; open({str(tmp_path / 'begun')!r}, 'w'); time.sleep(2)")
     marker = f"WORKER_TEST={tmp_path}"
     path = os.pathsep.join([*filter(None, sys.path), str(tmp_path)])
     environment = {**os.environ, "WORKER_TEST": str(tmp_path), "PYTHONPATH": path}
     command = [sys.executable, "-c", DRIVER, *(["slow_module"] if slow_module else [])]
-    driver = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE)
-    assert driver.stdout is not None and driver.stdout.readline() == b"started\n"
+    pipe = subprocess.PIPE
+    driver = subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True, start_new_session=True)
+    assert driver.stdout is not None and driver.stdout.readline() == "started\n"
     while slow_module and not (tmp_path / "begun").exists():
         time.sleep(0.01)
-    assert len(processes_with(marker)) == (2 if slow_module else 4)
-    driver.kill()
-    driver.wait()
+    # The driver, the fork server, multiprocessing's resource tracker, and two workers.
+    assert len(processes_with(marker)) == (3 if slow_module else 5)
+    if number == signal.SIGINT:
+        os.killpg(driver.pid, number)
+    else:
+        driver.send_signal(number)
+    driver.wait(30)
     deadline = time.monotonic() + (10 if slow_module else 1)
     while (left := processes_with(marker)) and time.monotonic() < deadline:
         time.sleep(0.01)
     assert left == []
+    assert driver.stderr is not None
+    assert driver.stderr.read().count("Traceback") == (1 if number == signal.SIGINT else 0)
 
 
-def test_closing_does_not_wait_for_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "very_slow_module.py").write_text("import time; time.sleep(60)")
-    monkeypatch.syspath_prepend(tmp_path)
-    engine = LocalEngine({}, ["very_slow_module"])
-    worker = engine.start(Total, 0)
-    start = time.monotonic()
-    assert engine.wait([worker.started], 0.1) == []
-    engine.close()
-    assert time.monotonic() - start < 10
+def test_more_workers_than_file_descriptors() -> None:
+    code = """
+import resource
+from contextlib import closing
+from biphasic.workers.local import LocalWorkers
+from worker_objects import Total, run_all
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+with closing(LocalWorkers({}, ["worker_objects"])) as group:
+    group.open(20, "", Total, 0)
+    while len(group.idle) < 20:
+        assert group.wait(1) == []
+"""
+    run = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, capture_output=True, text=True, timeout=120)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
 
 
-def test_workers_are_spread_over_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "visible_gpus", lambda: ["3", "GPU-a"])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,GPU-a")
-    engine = LocalEngine({})
-    try:
-        assert engine.gpus == 2
-        workers = [engine.start(Total, 0, gpu_share=0.5) for _ in range(3)]
-        gpus = [result(engine, worker.started).gpus for worker in workers]
-        assert gpus == [("3",), ("GPU-a",), ("3",)]
-        seen = [result(engine, worker.call("about"))["environment"]["CUDA_VISIBLE_DEVICES"] for worker in workers]
-        assert seen == ["3", "GPU-a", "3"]
-        # A dead worker's share is given to the next one.
-        for worker in (workers[1], workers[0]):
-            with pytest.raises(WorkerLostError):
-                result(engine, worker.call("exit", 1))
-        assert result(engine, engine.start(Total, 0, gpu_share=0.5).started).gpus == ("GPU-a",)
-        alone = engine.start(Total, 0)
-        assert result(engine, alone.started).gpus == ()
-        assert result(engine, alone.call("about"))["environment"]["CUDA_VISIBLE_DEVICES"] == "3,GPU-a"
-    finally:
-        engine.close()
+
+    def seen(group: LocalWorkers) -> list[str]:
+        while len(group.idle) < 3:
+            assert group.wait(1) == []
+        return [slot.location.split()[-1] for slot in group.slots]
+
+    with closing(LocalWorkers({})) as group:
+        assert group.gpus == 2
+        group.open(3, "", Total, 0, gpu_share=0.5)
+        assert seen(group) == ["3", "GPU-a", "3"]
+        # A worker that replaces another one has its GPU.
+        group.slots[1].give(0, "exit", 1)
+        while not (ended := group.wait(1)):
+            pass
+        assert ended[0].lost and seen(group) == ["3", "GPU-a", "3"]
+    with closing(LocalWorkers({})) as group:
+        group.open(3, "", Total, 0)
+        assert seen(group) == ["3,GPU-a"] * 3
 
 
 def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,32 +216,3 @@ def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     program.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert visible_gpus() == []
-
-
-def test_a_group_replaces_dead_workers(engine: LocalEngine) -> None:
-    workers: WorkerGroup[str] = WorkerGroup(engine, lambda: engine.start(Total, 0), 2, "cluster.at_once")
-
-    def wait_for(count: int) -> list[Any]:
-        ended: list[Any] = []
-        deadline = time.monotonic() + 60
-        while (len(ended) < count or len(workers.idle) < 2) and time.monotonic() < deadline:
-            ended += workers.wait(0.5)
-        return ended
-
-    assert wait_for(0) == []
-    one, two = workers.idle
-    one.give("dies", "exit", 1)
-    two.give("fails", "fail")
-    assert sorted(workers.running) == ["dies", "fails"]
-    assert {ended.job: type(ended.error) for ended in wait_for(2)} == {"dies": WorkerLostError, "fails": KeyError}
-    workers.idle[0].give("adds", "add", 7)
-    [ended] = wait_for(1)
-    assert (ended.job, ended.value, ended.error, workers.running) == ("adds", 7, None, [])
-
-
-def test_workers_that_die_while_they_start_end_the_group(engine: LocalEngine) -> None:
-    workers: WorkerGroup[str] = WorkerGroup(engine, lambda: engine.start(die_at_once), 1, "cluster.at_once")
-    message = r"^workers die while they start \(exit status 3\): is there memory for 1 of them \(cluster.at_once\)\?$"
-    assert workers.wait(60) == workers.wait(60) == []
-    with pytest.raises(UserError, match=message):
-        workers.wait(60)

@@ -32,7 +32,7 @@ from biphasic.conversion.output import (
     require_same_settings,
     write_error_message,
 )
-from biphasic.conversion.pool import InlinePool, UnitResult, WorkerPool, open_pool
+from biphasic.conversion.pool import InlinePool, UnitResult, open_pool
 from biphasic.conversion.progress import Progress
 from biphasic.conversion.reading import ReadOptions, SourceFile
 from biphasic.conversion.sources import FileLayout, Sources, describe_unread, find_files, find_hub_files, inspect_files
@@ -152,7 +152,7 @@ class _Driver:
             raise UserError("\n".join([*self.faults, f"{config.output}: {count}; no dataset is published yet"]))
         return selected
 
-    def _convert_all(self, pool: InlinePool | WorkerPool, waiting: deque[WorkUnit], progress: Progress) -> None:
+    def _convert_all(self, pool: InlinePool, waiting: deque[WorkUnit], progress: Progress) -> None:
         running, stopping = 0, False
         while True:
             while waiting and running < pool.size and not stopping:

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from biphasic.conversion.output import write_error_message
 from biphasic.conversion.reading import DamagedFileError
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit
 from biphasic.conversion.worker import Report, convert_unit
 from biphasic.errors import UserError
-from biphasic.workers import open_engine
-from biphasic.workers.engine import Engine, WorkerLostError
-from biphasic.workers.group import EndedJob, WorkerGroup
+from biphasic.workers import open_workers
+from biphasic.workers.group import WorkerGroup
 from biphasic.workers.resources import available_cores
 
 _REPORT_SECONDS = 0.5
+_ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
 _MODULES = ("biphasic.conversion.pool", "streaming")
 """What workers import."""
 
@@ -32,14 +32,26 @@ class UnitResult:
     damaged_file: bool = False
 
 
-def run_unit(context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Report) -> UnitResult:
-    """Convert a unit, and return an error as one line instead of raising it."""
-    try:
-        return UnitResult(unit, record=convert_unit(context, unit, max_tokens, report))
-    except UserError as error:
-        return UnitResult(unit, fault=str(error), damaged_file=isinstance(error, DamagedFileError))
-    except OSError as error:
-        return UnitResult(unit, fault=write_error_message(context.config.output, error))
+_Job = tuple[WorkUnit, int | None]
+"""A unit, and its limit of training tokens."""
+
+
+class UnitWorker:
+    """Converts units, in this process or in a worker."""
+
+    def __init__(self, context: ConversionContext, report: Report):
+        # Pickling loses this setting, which encodes names of special tokens in a text as plain text.
+        context.tokenizer.tokenizer.encode_special_tokens = True
+        self._context, self._report = context, report
+
+    def convert(self, unit: WorkUnit, max_tokens: int | None) -> UnitResult:
+        """Convert a unit, and return an error as one line instead of raising it."""
+        try:
+            return UnitResult(unit, record=convert_unit(self._context, unit, max_tokens, self._report))
+        except UserError as error:
+            return UnitResult(unit, fault=str(error), damaged_file=isinstance(error, DamagedFileError))
+        except OSError as error:
+            return UnitResult(unit, fault=write_error_message(self._context.config.output, error))
 
 
 class InlinePool:
@@ -48,8 +60,7 @@ class InlinePool:
     size = 1
 
     def __init__(self, context: ConversionContext, report: Report):
-        self._context, self._report = context, report
-        self._waiting: list[tuple[WorkUnit, int | None]] = []
+        self._worker, self._waiting = UnitWorker(context, report), deque[_Job]()
 
     def submit(self, unit: WorkUnit, max_tokens: int | None) -> None:
         """Add a unit, which `next` will run."""
@@ -57,33 +68,24 @@ class InlinePool:
 
     def next(self) -> UnitResult:
         """Run the next submitted unit and return its result."""
-        return run_unit(self._context, *self._waiting.pop(0), self._report)
+        return self._worker.convert(*self._waiting.popleft())
 
 
-@dataclass(frozen=True)
-class _UnitJob:
-    """A unit for a worker, and how many workers it has been given to."""
-
-    unit: WorkUnit
-    max_tokens: int | None
-    attempt: int = 1
-
-
-class WorkerPool:
+class WorkerPool(InlinePool):
     """Runs units on workers. A unit whose worker dies is given to another worker, up to `cluster.retries` times."""
 
-    def __init__(self, context: ConversionContext, engine: Engine, size: int, print_line: Callable[[str], None]):
-        self.size = size
-        self._retries, self._print_line = context.config.cluster.retries, print_line
-        self._waiting: deque[_UnitJob] = deque()
-        self._results: deque[UnitResult] = deque()
-        self._workers: WorkerGroup[_UnitJob] = WorkerGroup(
-            engine, lambda: engine.start(UnitWorker, context), size, "cluster.workers"
-        )
-
-    def submit(self, unit: WorkUnit, max_tokens: int | None) -> None:
-        """Add a unit, which the next idle worker will run."""
-        self._waiting.append(_UnitJob(unit, max_tokens))
+    def __init__(
+        self,
+        context: ConversionContext,
+        group: WorkerGroup,
+        size: int,
+        report: Report,
+        print_line: Callable[[str], None],
+    ):
+        self.size, self._group, self._report, self._print_line = size, group, report, print_line
+        self._retries, self._lost = context.config.cluster.retries, Counter[str]()
+        self._waiting, self._results = deque[_Job](), deque[UnitResult]()
+        group.open(size, "cluster.workers", UnitWorker, context, group.make_report())
 
     def next(self) -> UnitResult:
         """Wait until one of the submitted units ends, and return its result.
@@ -92,47 +94,37 @@ class WorkerPool:
             UserError: workers repeatedly die while they start.
         """
         while not self._results:
-            for slot in self._workers.idle[: len(self._waiting)]:
+            for slot in self._group.idle[: len(self._waiting)]:
                 job = self._waiting.popleft()
-                slot.give(job, "convert", job.unit, job.max_tokens)
-            for ended in self._workers.wait(_REPORT_SECONDS):
-                self._take(ended)
+                slot.give(job, "convert", *job)
+            for ended in self._group.wait(_REPORT_SECONDS):
+                if ended.lost:
+                    self._retry(ended.job)
+                elif ended.error is not None:
+                    raise ended.error
+                else:
+                    self._results.append(ended.value)
+            for values in self._group.take_reports():
+                self._report(*values)
         return self._results.popleft()
 
-    def _take(self, ended: EndedJob[_UnitJob]) -> None:
-        """Keep a unit's result, or let another worker run the unit."""
-        job, unit = ended.job, ended.job.unit
-        if not isinstance(ended.error, WorkerLostError):
-            if ended.error is not None:
-                raise ended.error
-            self._results.append(ended.value)
-        elif job.attempt > self._retries:
+    def _retry(self, job: _Job) -> None:
+        """Let another worker run a unit whose worker died."""
+        unit, _ = job
+        self._lost[unit.name] += 1
+        if self._lost[unit.name] > self._retries:
             advice = "is there memory for each worker (cluster.workers)?"
-            fault = f"{unit.description}: its worker {ended.error.end} {job.attempt} times; {advice}"
+            fault = f"{unit.description}: its worker died {self._lost[unit.name]} times; {advice}"
             self._results.append(UnitResult(unit, fault=fault))
         else:
-            line = f"{unit.description}: its worker {ended.error.end}; the work unit is given to another one"
-            self._print_line(line)
-            self._waiting.appendleft(replace(job, attempt=job.attempt + 1))
-
-
-class UnitWorker:
-    """Converts units in a worker process."""
-
-    def __init__(self, context: ConversionContext, report: Report):
-        # Pickling loses this setting, which encodes names of special tokens in a text as plain text.
-        context.tokenizer.tokenizer.encode_special_tokens = True
-        self._context, self._report = context, report
-
-    def convert(self, unit: WorkUnit, max_tokens: int | None) -> UnitResult:
-        """Convert a unit."""
-        return run_unit(self._context, unit, max_tokens, self._report)
+            self._print_line(f"{unit.description}: its worker died; the work unit is given to another one")
+            self._waiting.appendleft(job)
 
 
 @contextmanager
 def open_pool(
     context: ConversionContext, units: int, report: Report, print_line: Callable[[str], None]
-) -> Iterator[InlinePool | WorkerPool]:
+) -> Iterator[InlinePool]:
     """Open the pool that the YAML's `cluster:` section describes, for this number of units.
 
     Raises:
@@ -142,6 +134,5 @@ def open_pool(
     if cluster.address is None and min(units, cluster.workers or available_cores()) <= 1:
         yield InlinePool(context, report)
         return
-    environment = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
-    with open_engine(cluster, config.output, environment, _MODULES, report) as engine:
-        yield WorkerPool(context, engine, max(min(units, cluster.workers or engine.cpus), 1), print_line)
+    with open_workers(cluster, config.output, _ENVIRONMENT, _MODULES) as group:
+        yield WorkerPool(context, group, max(min(units, cluster.workers or group.cpus), 1), report, print_line)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import multiprocessing
-import os
 import tempfile
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +28,7 @@ from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_inside, join, open_store
+from biphasic.workers.local import LocalWorkers
 from biphasic.workers.resources import available_cores
 
 _WORTH_PROCESSES = 32
@@ -254,15 +252,8 @@ def _parallel_map(count: int) -> Iterator[Any]:
     if count < _WORTH_PROCESSES or available_cores() == 1:
         yield map
         return
-    # The processes are forked from one that has made the slow imports once, and has the environment of its start.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__, "streaming"])
-    with ProcessPoolExecutor(available_cores(), context, _set_environment, (dict(os.environ),)) as pool:
-        yield pool.map
-
-
-def _set_environment(variables: dict[str, str]) -> None:
-    os.environ.update(variables)
+    with closing(LocalWorkers({}, [__name__, "streaming"])) as workers:
+        yield workers.start(0, 1, 0.0, processes=available_cores()).map
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,6 @@ from biphasic.model.fingerprint import file_stamps, model_fingerprint
 from biphasic.model.heads import initialize_head
 from biphasic.quiet import progress_bars
 
-WORKER_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
-"""Modules that `run_trial` imports when it is called. A sweep imports them once for all of a machine's workers."""
 _NOT_IN_NAME: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
     "task": {"data": True, "scored_on": True},

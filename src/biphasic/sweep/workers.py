@@ -13,16 +13,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from biphasic.config.sweep import SweepCluster
+from biphasic.sweep.grid import TRIAL_MODULE
 from biphasic.sweep.worker import FinishedJob, TrialJob, Worker, failed_record
-from biphasic.workers import open_engine
-from biphasic.workers.engine import Engine, WorkerLostError, WorkerProcess
+from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, WorkerGroup
 
 _USABLE = 0.9
 """Largest share of a GPU's memory that the estimates of its trials may add up to."""
 _CONTEXT_BYTES = 600 * 2**20
 """GPU memory of the CUDA context and kernels in each process, in bytes."""
-
+_TRIAL_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
+"""Modules that a fine-tuning imports only when it runs."""
 
 EstimateBytes = Callable[[], dict[tuple[str, str], int | None]]
 """Returns the estimated GPU memory of a trial, in bytes, by (model, task)."""
@@ -44,26 +45,11 @@ class Layout:
 class Workers:
     """Runs at most `size` trials at a time. Trials share a GPU only if their estimates fit its memory."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        module: str,
-        output: str,
-        cluster: SweepCluster,
-        layout: Layout,
-        bytes_of: dict[tuple[str, str], int | None],
-    ):
+    def __init__(self, group: WorkerGroup, layout: Layout, bytes_of: dict[tuple[str, str], int | None]):
         self.size = layout.slots
         self.bytes_of = bytes_of
         """Estimated GPU memory by (model, task), in bytes; empty if it doesn't affect how many trials run."""
-        self._layout = layout
-        cpus = cluster.cpus_per_trial
-
-        def start() -> WorkerProcess:
-            share = layout.share_of_gpu
-            return engine.start(Worker, module, output, cpus, layout.per_device, cpus=cpus, gpu_share=share)
-
-        self._group: WorkerGroup[TrialJob] = WorkerGroup(engine, start, self.size, "cluster.at_once")
+        self._group, self._gpu_bytes = group, layout.gpu_bytes
 
     @property
     def running(self) -> list[TrialJob]:
@@ -93,21 +79,20 @@ class Workers:
         """
         return [_finished(ended) for ended in self._group.wait(seconds)]
 
-    def _fits(self, job: TrialJob, slot: Slot[TrialJob]) -> bool:
-        memory, slots = self._layout.gpu_bytes, self._group.slots
-        neighbours = [other.job for other in slots if other.location == slot.location and other.job is not None]
-        if memory is None or not neighbours:
+    def _fits(self, job: TrialJob, slot: Slot) -> bool:
+        neighbours = [other.job for other in self._group.slots if other.location == slot.location and other.job]
+        if self._gpu_bytes is None or not neighbours:
             return True
         sizes = [neighbour.bytes for neighbour in [job, *neighbours]]
         known = [size + _CONTEXT_BYTES for size in sizes if size is not None]
-        return len(known) == len(sizes) and sum(known) <= _USABLE * memory
+        return len(known) == len(sizes) and sum(known) <= _USABLE * self._gpu_bytes
 
 
-def _finished(ended: EndedJob[TrialJob]) -> FinishedJob:
+def _finished(ended: EndedJob) -> FinishedJob:
+    if ended.lost:
+        return FinishedJob(ended.job, lost="its worker died")
     if ended.error is None:
         return ended.value
-    if isinstance(ended.error, WorkerLostError):
-        return FinishedJob(ended.job, lost=f"its worker {ended.error.end}")
     # Workers catch a trial's errors, so this is another error, for example a value that can't be pickled.
     trace = "".join(traceback.format_exception(ended.error))
     return FinishedJob(ended.job, failed_record(ended.job, ended.error, trace), written=False)
@@ -149,7 +134,7 @@ def open_workers(module: str, output: str, cluster: SweepCluster, estimate_bytes
     """Start workers on this machine or on the cluster in the YAML, and kill them when the context ends.
 
     Args:
-        module: the module whose functions run trials. Workers also import the modules in its `WORKER_IMPORTS`.
+        module: the module whose functions run trials.
         output: the folder or bucket prefix for records.
         cluster: the YAML's `cluster:` section.
         estimate_bytes: called only if GPU memory affects how many trials run.
@@ -160,12 +145,16 @@ def open_workers(module: str, output: str, cluster: SweepCluster, estimate_bytes
     threads = str(cluster.cpus_per_trial)
     environment = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     environment["TOKENIZERS_PARALLELISM"] = "true" if cluster.cpus_per_trial > 1 else "false"
-    with open_engine(cluster, output, environment, ("torch", "biphasic.sweep.worker", module)) as engine:
-        gpu_bytes = engine.smallest_gpu_bytes() if engine.gpus and cluster.trials_per_gpu == "auto" else None
+    imports = _TRIAL_IMPORTS if module == TRIAL_MODULE else ()
+    with open_group(cluster, output, environment, ("torch", "biphasic.sweep.worker", module, *imports)) as group:
+        gpu_bytes = group.smallest_gpu_bytes() if group.gpus and cluster.trials_per_gpu == "auto" else None
         estimates = estimate_bytes() if gpu_bytes else {}
-        cpus = engine.cpus
+        cpus, threads = group.cpus, cluster.cpus_per_trial
         if cluster.address is None:
             # The YAML may ask for more trials at a time than this machine has cores for.
-            cpus = max(cpus, (cluster.at_once or 1) * cluster.cpus_per_trial)
-        layout = choose_layout(cluster, cpus, engine.gpus, gpu_bytes, estimates.values())
-        yield Workers(engine, module, output, cluster, layout, estimates)
+            cpus = max(cpus, (cluster.at_once or 1) * threads)
+        layout = choose_layout(cluster, cpus, group.gpus, gpu_bytes, estimates.values())
+        arguments = (module, output, threads, layout.per_device)
+        share = layout.share_of_gpu
+        group.open(layout.slots, "cluster.at_once", Worker, *arguments, cpus=threads, gpu_share=share)
+        yield Workers(group, layout, estimates)

@@ -1,47 +1,36 @@
-"""Worker processes whose methods are called: on this machine, or on a Ray cluster of several machines.
-
-A conversion and a sweep open an `Engine`, start workers with it, and keep them running with a `WorkerGroup`.
-"""
+"""Worker processes whose methods are called: on this machine, or on a Ray cluster of several machines."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 
 from biphasic.config.base import ClusterConfig
-from biphasic.workers.engine import Engine
-from biphasic.workers.local import LocalEngine
+from biphasic.workers.group import WorkerGroup
+from biphasic.workers.local import LocalWorkers
 
 
 @contextmanager
-def open_engine(
-    cluster: ClusterConfig,
-    output: str,
-    environment: dict[str, str],
-    modules: Sequence[str] = (),
-    report: Callable[..., None] | None = None,
-) -> Iterator[Engine]:
-    """Open the engine for the YAML's `cluster:` section, and kill its workers when the block ends.
+def open_workers(
+    cluster: ClusterConfig, output: str, environment: dict[str, str], modules: Sequence[str]
+) -> Iterator[WorkerGroup]:
+    """Prepare workers for the YAML's `cluster:` section, and kill them when the block ends. `WorkerGroup.open` is next.
 
     Args:
         cluster: the YAML's `cluster:` section.
         output: the folder or bucket to which workers write.
         environment: environment variables of the workers, in addition to this process's variables.
         modules: modules that a process imports once for all workers of this machine.
-        report: called in this process, during `Engine.wait`, with the arguments that a worker passes to its own `report`.
 
     Raises:
         UserError: no cluster can be reached at the address, or its nodes don't share the output.
     """
     if cluster.address is None:
-        engine = LocalEngine(environment, modules, report)
-        try:
-            yield engine
-        finally:
-            engine.close()
+        with closing(LocalWorkers(environment, modules)) as group:
+            yield group
         return
-    from biphasic.workers.ray import ray_engine
+    from biphasic.workers.ray import RayWorkers
 
-    with ray_engine(cluster.address, environment, report) as engine:
-        engine.require_shared(output, cluster.shared_folder)
-        yield engine
+    with closing(RayWorkers(cluster.address, environment)) as group:
+        group.require_shared(output, cluster.shared_folder)
+        yield group

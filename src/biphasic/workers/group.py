@@ -1,103 +1,174 @@
-"""Keep a number of workers running, and give them jobs."""
+"""Keep a number of worker processes running, and call methods of an object that each of them has created."""
 
 from __future__ import annotations
 
+import os
+import pickle
+import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, wait
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.workers.engine import Call, Engine, Location, WorkerLostError, WorkerProcess
+from biphasic.storage import first_line
+from biphasic.workers import resources
 
 _MAX_FAILED_STARTS = 3
 """Number of consecutive workers that may die while they start, before the group fails."""
 
-Job = TypeVar("Job")
 
-
-class Slot(Generic[Job]):
+class Slot:
     """A worker and its job."""
 
-    def __init__(self, process: WorkerProcess):
-        self.process = process
-        self.location: Location | None = None
-        """None until the worker is ready."""
-        self.job: Job | None = None
-        self.pending: Call | None = process.started
+    def __init__(self, executor: Executor, factory: Callable[..., Any], arguments: Any):
+        self._executor, self.location, self.job = executor, "", None
+        self.pending: Future[Any] | None = self._submit(_create, factory, arguments)
 
-    def give(self, job: Job, method: str, *arguments: Any) -> None:
-        """Give the worker a job: a call of one of its methods."""
-        self.job, self.pending = job, self.process.call(method, *arguments)
+    def give(self, job: Any, method: str, *arguments: Any) -> None:
+        """Give the worker a job: a call of a method of its object."""
+        self.job, self.pending = job, self._submit(_call, method, *arguments)
+
+    def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        try:
+            return self._executor.submit(function, *arguments)
+        except (BrokenExecutor, EOFError, OSError) as error:  # the worker is dead, or the process that forks it
+            time.sleep(1)  # the latter is started again only when it has ended
+            future: Future[Any] = Future()
+            future.set_exception(BrokenExecutor(first_line(error)))
+            return future
 
 
 @dataclass(frozen=True)
-class EndedJob(Generic[Job]):
+class EndedJob:
     """A job, and the value or the error of its call."""
 
-    job: Job
+    job: Any
     value: Any = None
-    error: Exception | None = None
+    error: BaseException | None = None
+    lost: bool = False
+    """Whether the worker died."""
 
 
-class WorkerGroup(Generic[Job]):
-    """Workers that run one job at a time each. A worker that dies is replaced.
+class WorkerGroup(ABC):
+    """Workers that run one job at a time each. A worker that dies is replaced."""
 
-    Args:
-        engine: the workers' engine.
-        start: starts a worker with the engine.
-        size: number of workers.
-        key: the key of the YAML with the number of workers, for an error message.
-    """
+    cpus: int
+    """Number of cores for workers."""
+    gpus: int
+    """Number of GPUs for workers."""
+    lost: tuple[type[BaseException], ...] = (BrokenExecutor,)
+    """The errors of a call whose worker died."""
+    slots: list[Slot]
+    """The workers; none before the first `wait`."""
 
-    def __init__(self, engine: Engine, start: Callable[[], WorkerProcess], size: int, key: str):
-        self._engine, self._start, self._key = engine, start, key
-        self._failed_starts = 0
-        self.slots: list[Slot[Job]] = [Slot(start()) for _ in range(size)]
+    @abstractmethod
+    def start(self, number: int, cpus: int, gpu_share: float) -> Executor:
+        """Start the worker with this number, from 0. One that replaces a dead worker has its number."""
+
+    @abstractmethod
+    def make_report(self) -> Callable[..., None]:
+        """Return a function for workers, which can be pickled. It sends its arguments to this process."""
+
+    @abstractmethod
+    def take_reports(self) -> list[tuple[Any, ...]]:
+        """Return the arguments that workers have sent since the last time."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Kill all workers."""
+
+    def store(self, arguments: tuple[Any, ...]) -> Any:
+        """Return what is sent to each worker in place of arguments that all of them need."""
+        return arguments
+
+    def smallest_gpu_bytes(self) -> int | None:
+        """Return the memory of the smallest GPU of a node, in bytes; None if it is unknown or there is no GPU."""
+        return resources.smallest_gpu_bytes()
+
+    def open(
+        self, size: int, key: str, factory: Callable[..., Any], *arguments: Any, cpus: int = 1, gpu_share: float = 0.0
+    ) -> None:
+        """Describe the workers, which the first `wait` starts.
+
+        Args:
+            size: number of workers.
+            key: the key of the YAML with the number of workers, for an error message.
+            factory: called in each worker to create its object.
+            arguments: arguments of `factory`.
+            cpus: number of cores that each worker occupies. Processes of one machine share its cores whatever it is.
+            gpu_share: share of a GPU that each worker occupies. Zero: it is given no GPU.
+        """
+        stored = self.store(arguments)
+        self._slot: Callable[[int], Slot] = lambda number: Slot(self.start(number, cpus, gpu_share), factory, stored)
+        self._size, self._key, self._failed_starts, self.slots = size, key, 0, []
 
     @property
-    def running(self) -> list[Job]:
+    def running(self) -> list[Any]:
         """The jobs that are running."""
         return [slot.job for slot in self.slots if slot.job is not None]
 
     @property
-    def idle(self) -> list[Slot[Job]]:
+    def idle(self) -> list[Slot]:
         """The workers that are ready and have no job."""
-        return [slot for slot in self.slots if slot.location is not None and slot.pending is None]
+        return [slot for slot in self.slots if slot.pending is None]
 
-    def wait(self, seconds: float) -> list[EndedJob[Job]]:
+    def wait(self, seconds: float) -> list[EndedJob]:
         """Wait up to `seconds` until a job has ended or a worker has started, and return the jobs that ended.
+
+        The first call can take longer, because starting waits for the imports of this machine's workers.
 
         Raises:
             UserError: workers repeatedly die while they start.
             Exception: a worker's object can't be created.
         """
-        slots = {slot.pending: slot for slot in self.slots if slot.pending is not None}
-        if not slots:
+        self.slots = self.slots or [self._slot(number) for number in range(self._size)]
+        numbers = {slot.pending: number for number, slot in enumerate(self.slots) if slot.pending is not None}
+        if not numbers:
             time.sleep(seconds)
-            return []
-        ended = self._engine.wait(slots, seconds)
-        return [job for call in ended if (job := self._collect(slots[call], call)) is not None]
+        calls = wait(numbers, seconds, FIRST_COMPLETED).done
+        return [ended for call in calls if (ended := self._collect(numbers[call], call)) is not None]
 
-    def _collect(self, slot: Slot[Job], call: Call) -> EndedJob[Job] | None:
+    def _collect(self, number: int, call: Future[Any]) -> EndedJob | None:
         """Return the slot's job; None if the call was the worker's start."""
+        slot, error = self.slots[number], call.exception()
         job, slot.job, slot.pending = slot.job, None, None
-        try:
-            value = call.result()
-        except WorkerLostError as error:
-            self.slots[self.slots.index(slot)] = Slot(self._start())
-            if job is not None:
-                return EndedJob(job, error=error)
-            self._failed_starts += 1
-            if self._failed_starts >= _MAX_FAILED_STARTS:
-                advice = f"is there memory for {len(self.slots)} of them ({self._key})?"
-                raise UserError(f"workers die while they start ({error}): {advice}") from None
-            return None
-        except Exception as error:
-            if job is None:
-                raise
-            return EndedJob(job, error=error)
+        if lost := isinstance(error, (BrokenExecutor, *self.lost)):
+            self.slots[number] = self._slot(number)
         if job is not None:
-            return EndedJob(job, value)
-        self._failed_starts, slot.location = 0, value
+            return EndedJob(job, None if error else call.result(), error, lost)
+        if error is None:
+            self._failed_starts, slot.location = 0, call.result()
+            return None
+        if not lost:
+            raise error
+        self._failed_starts += 1
+        if self._failed_starts >= _MAX_FAILED_STARTS:
+            advice = f"is there memory for {self._size} of them ({self._key})?"
+            raise UserError(f"workers die while they start ({first_line(error)}): {advice}")
         return None
+
+
+_object: Any = None
+"""In a worker process, the object whose methods are called."""
+
+
+def _create(factory: Callable[..., Any], arguments: tuple[Any, ...]) -> str:
+    """Create a worker's object, and return the names of its machine and its GPUs."""
+    global _object
+    _object = factory(*arguments)
+    return f"{socket.gethostname()} {os.environ.get('CUDA_VISIBLE_DEVICES', '')}"
+
+
+def _call(method: str, *arguments: Any) -> Any:
+    try:
+        return getattr(_object, method)(*arguments)
+    except Exception as error:
+        try:
+            pickle.loads(pickle.dumps(error))
+        except Exception:
+            # The pool would take an error that can't be unpickled for the death of its process.
+            raise RuntimeError(f"{type(error).__name__}: {error}") from error
+        raise
