@@ -26,7 +26,8 @@ from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, 
 
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
-from biphasic.report.formatting import format_interval, format_p, format_points, format_signed, markdown_table
+from biphasic.report.formatting import format_interval, format_p, format_points, format_signed
+from biphasic.report.markdown import markdown_table
 from biphasic.report.statistics import Interval, holm, mean_interval, paired_difference
 from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store

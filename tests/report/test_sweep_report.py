@@ -64,7 +64,7 @@ def test_numbers_of_the_main_table() -> None:
     assert cells(page, "Test scores", "SC, mean")[2] == cell_of(family[0])
     by_rate = [np.mean([noisy(Cell("b", "", lr, seed), "nq")[0] for seed in SEEDS]) for lr in RATES]
     rates = [f"{100 * mean:.2f}" for mean in by_rate]
-    assert cells(page, "Chosen learning rates", "nq | b") == ["nq", "b", "2e-5", *rates]
+    assert cells(page, "Learning rates and stability", "nq | b")[:7] == ["nq", "b", "2e-5", *rates]
     differences = page.split("## Differences between models\n", 1)[1]
     p = stats.ttest_rel(tests("a", "sst2"), tests("b", "sst2")).pvalue
     [line] = [line for line in differences.splitlines() if line.startswith("| sst2 |")][:1]
@@ -108,8 +108,8 @@ def test_failures_are_listed_in_a_line() -> None:
     assert sum(r"ValueError: a \| b" in line for line in lines) == 6
     assert "| a | sst2 | 1e-4 | 0 |" in page
     assert "more" not in "".join(line for line in lines if line.startswith("| a"))
-    assert cells(page, "Chosen learning rates", "sst2 | a")[2] == "2e-5"
-    assert cells(page, "Chosen learning rates", "sst2 | a")[3 + RATES.index(1e-4)] == "missing"
+    assert cells(page, "Learning rates and stability", "sst2 | a")[2] == "2e-5"
+    assert cells(page, "Learning rates and stability", "sst2 | a")[3 + RATES.index(1e-4)] == "missing"
 
 
 def test_a_task_without_a_test_set() -> None:
@@ -123,8 +123,8 @@ def test_a_task_without_a_test_set() -> None:
     page = files_of(grid, records)["report.md"]
     assert cells(page, "Test scores", "sst2")[2:] == ["n/a", "n/a"]
     assert cells(page, "Differences between models", "sst2 | a")[3:6] == ["n/a"] * 3
-    assert cells(page, "Stability", "a | sst2")[2] == "n/a"
-    assert cells(page, "Chosen learning rates", "sst2 | a")[2] == "2e-5"
+    assert cells(page, "Learning rates and stability", "sst2 | a")[7:9] == ["n/a", "n/a"]
+    assert cells(page, "Learning rates and stability", "sst2 | a")[2] == "2e-5"
     assert "n/a" not in cells(page, "Test scores", "mnli-m")
     # A mean over the family's other tasks would not be the family's.
     assert cells(page, "Test scores", "SC, mean")[2:] == ["n/a", "n/a"]
@@ -201,19 +201,17 @@ def test_stability_is_the_spread_over_seeds_and_rates() -> None:
     grid = grid_of()
     page = files_of(grid, records_of(grid, noisy))["report.md"]
     scores = {lr: [noisy(Cell("a", "", lr, seed), "sst2")[1] for seed in SEEDS] for lr in RATES}
-    part = page.split("## Stability\n", 1)[1]
-    [line] = [line for line in part.splitlines() if line.startswith("| a | sst2 |")]
+    row = cells(page, "Learning rates and stability", "sst2 | a")
     spread = 100 * np.std(scores[2e-5], ddof=1)
     between = 100 * np.mean([max(column) - min(column) for column in zip(*scores.values(), strict=True)])
-    assert f"| {spread:.2f} | {between:.2f} | 1 of 4 |" in line
+    assert row[7:10] == [f"{spread:.2f}", f"{between:.2f}", "1 of 4"]
 
 
 def test_rates_near_the_best_are_those_within_a_point() -> None:
     grid = grid_of(models=("a",))
     scores = {1e-5: 0.8, 2e-5: 0.7925, 5e-5: 0.7899, 1e-4: 0.5}
     page = files_of(grid, records_of(grid, lambda cell, _: (scores[cell.lr], scores[cell.lr])))["report.md"]
-    [line] = [line for line in page.split("## Stability\n", 1)[1].splitlines() if line.startswith("| a | sst2 |")]
-    assert "| 2 of 4 |" in line
+    assert cells(page, "Learning rates and stability", "sst2 | a")[9] == "2 of 4"
 
 
 def test_failures_that_the_sweep_does_not_run_again_are_not_counted() -> None:
@@ -221,7 +219,7 @@ def test_failures_that_the_sweep_does_not_run_again_are_not_counted() -> None:
     grid = grid_of(models=("a",), rate_seeds=1)
     records = records_of(grid, lambda cell, _: (cell.lr, cell.lr) if cell.seed == 0 or cell.lr == RATES[-1] else None)
     page = files_of(grid, records)["report.md"]
-    assert cells(page, "Stability", r"a | sst2")[-1] == f"0 of {len(RATES) + len(SEEDS) - 1}"
+    assert cells(page, "Learning rates and stability", "sst2 | a")[-1] == f"0 of {len(RATES) + len(SEEDS) - 1}"
 
 
 def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ from pydantic import Field, ValidationError
 
 from biphasic.config.base import Section
 from biphasic.errors import UserError
-from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
+from biphasic.report.formatting import NOT_AVAILABLE
+from biphasic.report.markdown import escape, markdown_page, markdown_table
 from biphasic.storage import Store, first_line, join, open_store
 from biphasic.training.metrics_file import parse_metrics
 

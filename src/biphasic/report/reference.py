@@ -10,18 +10,11 @@ from typing import Annotated, Literal
 
 import pandas as pd
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from biphasic.errors import UserError
-from biphasic.report.formatting import (
-    csv_table,
-    escape,
-    format_interval,
-    format_points,
-    format_signed,
-    markdown_page,
-    markdown_table,
-)
+from biphasic.report.formatting import format_interval, format_points, format_signed
+from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
 from biphasic.report.scores import ScoreTable, differences
 from biphasic.report.study_models import facets_of_name
 from biphasic.storage import first_line, open_store
@@ -77,17 +70,21 @@ def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
     """
     folder, _, name = path.rpartition("/")
     try:
-        reader = csv.DictReader(
-            io.StringIO(open_store(folder or ".").read(name).decode()), restkey="further", restval="", strict=True
-        )
-        if list(reader.fieldnames or ()) != COLUMNS:
-            raise UserError(
-                f"{path}:1: expected the columns {','.join(COLUMNS)}; got {','.join(reader.fieldnames or ())}"
-            )
-        rows = [_parse({str(key): value for key, value in row.items()}, f"{path}:{reader.line_num}") for row in reader]
+        text = io.StringIO(open_store(folder or ".").read(name).decode())
+        reader = csv.DictReader(text, restkey="further", restval="", strict=True)
+        columns, rows = list(reader.fieldnames or ()), list(reader)
     except (OSError, ValueError, csv.Error) as error:
         raise UserError(f"{path}: can't be read ({first_line(error)})") from None
-    table = pd.DataFrame([row.model_dump() for row in rows], columns=COLUMNS)
+    if columns != COLUMNS:
+        raise UserError(f"{path}:1: expected the columns {','.join(COLUMNS)}; got {','.join(columns)}")
+    try:
+        scores = TypeAdapter(list[ReferenceScore]).validate_python(rows)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        line, column = problem["loc"]
+        where = f"{path}:{int(line) + 2}: {column}"
+        raise UserError(f"{where}: {problem['msg']}; got {problem['input']!r}") from None
+    table = pd.DataFrame([score.model_dump() for score in scores], columns=COLUMNS)
     for row in table[table.duplicated(["model", "group"])].itertuples():
         raise UserError(f"{path}:{row.Index + 2}: {row.model} has another score in {row.group}")
     names = _measured_models(models, set(table.model)) if models is not None else {name: name for name in table.model}
@@ -194,14 +191,6 @@ def _orders_section(orders: pd.DataFrame) -> list[str]:
         *(["These don't agree:", ""] if opposite else []),
         *markdown_table(["group", "published better", "published worse", "published", "measured"], opposite),
     ]
-
-
-def _parse(row: dict[str, str], where: str) -> ReferenceScore:
-    try:
-        return ReferenceScore.model_validate(row)
-    except ValidationError as error:
-        problem = error.errors()[0]
-        raise UserError(f"{where}: {problem['loc'][0]}: {problem['msg']}; got {problem['input']!r}") from None
 
 
 def _measured_models(path: str, published: set[str]) -> dict[str, str]:

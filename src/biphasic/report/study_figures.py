@@ -81,10 +81,8 @@ def facet_table(models: Mapping[str, Facets]) -> pd.DataFrame:
     table = pd.DataFrame([{"model": name, **asdict(facets)} for name, facets in models.items()])
     if table.empty:
         return table
-    table["final"], table["ratio"] = (
-        table.steps == table.total_steps,
-        (100 * table.masking_ratio.astype(float)).round(10),
-    )
+    table["final"] = table.steps == table.total_steps
+    table["ratio"] = (100 * table.masking_ratio.astype(float)).round(10)
     table["scratch"] = table.final & table.continued_from.isna()
     counts = table.ratio[table.scratch].value_counts()
     usual = min(counts.index, key=lambda ratio: (-counts[ratio], abs(ratio - PAPER_RATIO), ratio), default=None)

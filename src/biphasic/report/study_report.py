@@ -5,16 +5,8 @@ from __future__ import annotations
 import pandas as pd
 
 from biphasic.report.drawing import default_style, png
-from biphasic.report.formatting import (
-    NOT_AVAILABLE,
-    csv_table,
-    escape,
-    format_interval,
-    format_p,
-    format_signed,
-    markdown_page,
-    markdown_table,
-)
+from biphasic.report.formatting import NOT_AVAILABLE, format_interval, format_p, format_signed
+from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
 from biphasic.report.scores import ScoreTable, score_table
 from biphasic.report.study_figures import (
     FIGURES,

@@ -12,17 +12,14 @@ from biphasic.report.drawing import band_with_markers, bars, default_style, draw
 from biphasic.report.formatting import (
     MISSING,
     NOT_AVAILABLE,
-    csv_table,
-    escape,
     format_interval,
     format_p,
     format_points,
     format_rate,
     format_seeds,
     format_signed,
-    markdown_page,
-    markdown_table,
 )
+from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
 from biphasic.report.scores import ScoreTable, chosen_scores, differences, name_origins, score_table, trial_table
 from biphasic.report.study_models import facets_of_name
 from biphasic.sweep.records import Grid, TrialRecord
@@ -31,11 +28,6 @@ MAX_DIFFERENCES = 300
 """The report lists all differences up to this number; `differences.csv` always has all."""
 NEAR = 0.01
 """A rate is near the best one if its score is at most this much lower (one point)."""
-_CAPTIONS = {
-    "learning-rates.png": "Test score against learning rate: mean over seeds, with a band from the lowest to the highest.\n"
-    "A hollow point has fewer seeds than the grid.",
-    "steps.png": "Test score against pretraining steps: mean and 95% interval over seeds.",
-}
 
 
 @default_style()
@@ -47,35 +39,46 @@ def report_files(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, by
     trials = trial_table(grid, records)
     table = score_table(chosen_scores(trials))
     named = name_origins(trials)
-    # Test sets and groups that can have no score: trials that are done have none.
-    tests = named[named.planned & (named.status == "done")].groupby(["group", "test_set"]).test.count()
-    absent = {column for column, count in tests.items() if not count} | {
-        (g, "") for (g, _), n in tests.items() if not n
-    }
     models = [model.name for model in grid.models]
     pairs = list(combinations(models, 2))
     test_sets = [column for column in table.columns if column[1]]
     compared = pd.concat([differences(table, pairs, columns) for columns in (table.groups, test_sets)])
-    figures = {"learning-rates.png": _rates_figure(grid, named), "steps.png": _steps_figure(grid, table)}
+    figures = {
+        "learning-rates.png": (
+            "Test score against learning rate: mean over seeds, with a band from the lowest to the highest.\n"
+            "A hollow point has fewer seeds than the grid.",
+            _rates_figure(grid, named),
+        ),
+        "steps.png": (
+            "Test score against pretraining steps: mean and 95% interval over seeds.",
+            _steps_figure(grid, table),
+        ),
+    }
     lines = [
         *_overview(grid, trials),
-        *_rates(grid, named),
-        *_main_table(table, models, absent),
-        *_differences(table, compared, models, absent),
-        *_stability(grid, named, table),
+        *_main_table(table, models, _without_scores(named)),
+        *_differences(table, compared, models, _without_scores(named)),
+        *_rates(grid, named, table),
         *_failures(trials),
-        *(["## Figures", ""] if any(figures.values()) else []),
-        *(f"![{name}]({name})\n\n{_CAPTIONS[name]}\n" for name, content in figures.items() if content),
+        *(f"![{name}]({name})\n\n{caption}\n" for name, (caption, content) in figures.items() if content),
     ]
-    steps = pd.Series({model.name: model.steps for model in grid.models}, dtype=float).astype("Int64").rename("steps")
+    steps = pd.Series({model.name: model.steps for model in grid.models}, dtype="Int64").rename("steps")
     means = table.means.drop(columns="text").reset_index().join(steps, on="model").assign(seeds_asked=table.seeds)
     return {
         "report.md": markdown_page(lines),
         "results.csv": csv_table(trials[trials.planned].drop(columns=["steps", "planned", "error"])),
         "table.csv": csv_table(means),
         "differences.csv": csv_table(compared),
-        **figures,
+        **{name: content for name, (_, content) in figures.items()},
     }
+
+
+def _without_scores(trials: pd.DataFrame) -> set[tuple[str, str]]:
+    """Return the test sets whose trials that are done have no test score, and their groups: there is no test set."""
+    done = trials[trials.planned & (trials.status == "done")]
+    counts = done.groupby(["group", "test_set"]).test.count()
+    absent = counts.index[counts == 0]
+    return {*absent, *((group, "") for group, _ in absent)}
 
 
 def _title(group: str, test_set: str) -> str:
@@ -95,48 +98,26 @@ def _overview(grid: Grid, trials: pd.DataFrame) -> list[str]:
     body = [[name, len(items), ", ".join(items)] for name, items in values.items()]
     body.append(["trials", len(planned), ", ".join(f"{counts[status].sum()} {status}" for status in statuses)])
     lines = ["# Sweep", "", "## Grid", "", *markdown_table(["", "", ""], body)]
-    missing = counts[MISSING].sum()
     if counts.done.sum() < len(planned):
-        by_model = [[escape(model.name), *counts.loc[model.name]] for model in grid.models]
-        lines += markdown_table(["model", *statuses], by_model)
+        rows = [[escape(model.name), *counts.loc[model.name]] for model in grid.models]
+        lines += markdown_table(["model", *statuses], rows)
+    missing = counts[MISSING].sum()
     return lines + [f"**{missing} trials are missing: numbers that depend on them are not final.**", ""] * bool(missing)
-
-
-def _rates(grid: Grid, trials: pd.DataFrame) -> list[str]:
-    rates, choosing = list(grid.learning_rates), grid.seeds[: grid.rate_seeds]
-    of_choice = trials[trials.seed.isin(choosing)].groupby(
-        ["test_set", "model", "chosen_lr", "settled", "lr"], dropna=False, sort=False
-    )
-    means = of_choice.validation.mean().unstack("lr", sort=False).reindex(columns=rates)
-    body = [
-        [escape(test_set), escape(model),
-         MISSING if pd.isna(chosen) else format_rate(chosen) + ("" if settled else " (open)"),
-         *(MISSING if pd.isna(mean) else format_points(mean) for mean in row)]
-        for (test_set, model, chosen, settled), row in zip(means.index, means.to_numpy(), strict=True)
-    ]  # fmt: skip
-    seeds = f"seed{'' if len(choosing) == 1 else 's'} {', '.join(map(str, choosing))}"
-    return [
-        *["## Chosen learning rates", ""],
-        f"By the validation score in points, of {seeds}, at each rate: the mean over the seeds with a score.",
-        "",
-        *markdown_table(["", "model", "chosen", *map(format_rate, rates)], body),
-    ]
 
 
 def _main_table(table: ScoreTable, models: list[str], absent: set[tuple[str, str]]) -> list[str]:
     body = []
     for column in table.columns:
-        rows = [table.means.loc[(model, *column)] for model in models]
+        means = table.means.loc[[(model, *column) for model in models]]
         # An incomplete mean may still change, so it can't be the best.
-        complete = [format_points(row.score) for row in rows if row.complete]
-        best = max(complete, key=float) if len(complete) > 1 else None
-        cells = []
-        for row in rows:
-            text = NOT_AVAILABLE if column in absent else row["text"]
-            if row.complete and format_points(row.score) == best:
-                text = "**{}** ({}".format(*text.rsplit(" (", 1))
-            cells.append(text)
-        body.append([_title(*column), escape(rows[0].metric or ""), *cells])
+        points = means.score.map(format_points).where(means.complete)
+        best = max(points.dropna(), key=float) if points.count() > 1 else None
+        texts = [
+            "**{}** ({}".format(*text.rsplit(" (", 1)) if number == best else text
+            for text, number in zip(means["text"], points, strict=True)
+        ]
+        texts = [NOT_AVAILABLE] * len(models) if column in absent else texts
+        body.append([_title(*column), escape(means.metric.iloc[0] or ""), *texts])
     return [
         *["## Test scores", ""],
         *markdown_table(["", "metric", *map(escape, models)], body),
@@ -161,72 +142,61 @@ def _differences(
     if len(compared) > MAX_DIFFERENCES:
         compared = compared[compared["first"] == models[0]]
         lines += [f"Only those with {escape(models[0])}; p is corrected over all, which are in `differences.csv`.", ""]
-    for title, rows in (
-        ("Families", compared[compared.test_set == ""]),
-        ("Test sets", compared[compared.test_set != ""]),
-    ):
-        body = []
-        for row in rows.itertuples():
-            numbers = [
-                format_interval(row.difference, row.half_width, format_signed),
-                format_p(row.p),
-                format_p(row.p_holm),
-            ]
-            if not row.seeds:
-                numbers = [NOT_AVAILABLE if (row.group, row.test_set) in absent else MISSING] * 3
-            names = [_title(row.group, row.test_set), escape(row.first), escape(row.second)]
-            body.append([*names, *numbers, format_seeds(row.seeds, table.seeds, row.settled or not row.seeds)])
-        lines += [
-            f"### {title}",
-            "",
-            *markdown_table(["", "model", "minus", "difference", "p", "p, Holm", "seeds"], body),
-        ]
-    return lines
-
-
-def _stability(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
     body = []
-    for (model, group, test_set), rows in trials.groupby(["model", "group", "test_set"], sort=False):
-        # Other seeds would favour the rates without a record.
+    for row in compared.itertuples():
+        numbers = [NOT_AVAILABLE if (row.group, row.test_set) in absent else MISSING] * 3
+        if row.seeds:
+            difference = format_interval(row.difference, row.half_width, format_signed)
+            numbers = [difference, format_p(row.p), format_p(row.p_holm)]
+        names = [_title(row.group, row.test_set), escape(row.first), escape(row.second)]
+        body.append([*names, *numbers, format_seeds(row.seeds, table.seeds, row.settled or not row.seeds)])
+    return lines + markdown_table(["", "model", "minus", "difference", "p", "p, Holm", "seeds"], body)
+
+
+def _rates(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
+    """Return the table of the validation scores by rate, the chosen rates, and how much test scores depend on both."""
+    rates, choosing = list(grid.learning_rates), grid.seeds[: grid.rate_seeds]
+    deviations = table.scores.groupby(["model", "group", "test_set"]).score.std()
+    body = []
+    for (group, test_set, model), rows in trials.groupby(["group", "test_set", "model"], sort=False):
+        chosen, settled = rows.chosen_lr.iloc[0], rows.settled.iloc[0]
+        validation = rows[rows.seed.isin(choosing)].groupby("lr").validation.mean().reindex(rates)
+        # Seeds without a record at some rate would favour that rate.
         recorded = rows.groupby("seed").status.transform(lambda statuses: (statuses != MISSING).all())
-        seeds = rows.seed[recorded].nunique()
         by_rate = rows[recorded].pivot(index="seed", columns="lr", values="test")
         ranges = (by_rate.max(axis=1) - by_rate.min(axis=1))[by_rate.count(axis=1) > 1]
         # A rate with a failed trial counts as a rate, but is not near the best one.
         means = by_rate.mean(skipna=False)
-        near = (
-            f"{(means >= means.max() - NEAR - 1e-12).sum()} of {len(grid.learning_rates)}" if seeds else NOT_AVAILABLE
-        )
-        scores = table.scores[(table.scores.model == model) & (table.scores.group == group)]
-        deviation = scores.score[scores.test_set == test_set].std()
+        near = f"{(means >= means.max() - NEAR - 1e-12).sum()} of {len(rates)}" if len(by_rate) else NOT_AVAILABLE
         failed = (rows.planned & (rows.status == "failed")).sum()
         body.append([
-            *(escape(model), escape(test_set), format_points(deviation), format_points(ranges.mean()), near),
-            *(format_seeds(seeds, table.seeds), f"{failed} of {rows.planned.sum()}"),
+            *(escape(test_set), escape(model)),
+            MISSING if pd.isna(chosen) else format_rate(chosen) + ("" if settled else " (open)"),
+            *(MISSING if pd.isna(score) else format_points(score) for score in validation),
+            *(format_points(deviations[model, group, test_set]), format_points(ranges.mean()), near),
+            *(format_seeds(len(by_rate), table.seeds), f"{failed} of {rows.planned.sum()}"),
         ])  # fmt: skip
-    header = ["model", "", "sd over seeds", "range over rates", "rates within 1 point", "over seeds", "failed trials"]
+    stability = ["sd over seeds", "range over rates", "rates within 1 point", "over seeds", "failed trials"]
     return [
-        *["## Stability", ""],
-        "Test scores in points. The standard deviation over seeds is at the chosen rate. The range over rates is the best",
-        "minus the worst rate with the same seed, averaged over seeds. The range and the number of rates within a point of",
-        "the best one are over the seeds with which every rate has a record.",
+        *["## Learning rates and stability", ""],
+        "Points. First the validation score at each rate, by which the rate is chosen: the mean over the seeds with a score, of",
+        f"{', '.join(map(str, choosing))}. Then test scores: the standard deviation over seeds at the chosen rate; the best",
+        "minus the worst rate with the same seed, averaged over seeds; and the rates within a point of the best one. The last",
+        "two are over the seeds with which every rate has a record.",
         "",
-        *markdown_table(header, body),
+        *markdown_table(["", "model", "chosen", *map(format_rate, rates), *stability], body),
     ]
 
 
 def _failures(trials: pd.DataFrame) -> list[str]:
     failed = trials[trials.planned & (trials.status == "failed")].drop_duplicates("trial")
+    errors = failed.error.fillna("").astype(str).str.strip().str.split("\n").str[0].replace("", "no message")
     body = [
-        [escape(row.model), escape(row.trained_on), format_rate(row.lr), row.seed,
-         escape(((row.error or "").strip().splitlines() or ["no message"])[0])]
-        for row in failed.itertuples()
-    ]  # fmt: skip
-    return [
-        "## Failures",
-        "",
-        *(markdown_table(["model", "task", "learning rate", "seed", "error"], body) or ["None.", ""]),
+        [escape(row.model), escape(row.trained_on), format_rate(row.lr), row.seed, escape(error)]
+        for row, error in zip(failed.itertuples(), errors, strict=True)
     ]
+    table = markdown_table(["model", "task", "learning rate", "seed", "error"], body)
+    return ["## Failures", "", *(table or ["None.", ""])]
 
 
 def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
