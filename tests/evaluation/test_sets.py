@@ -154,7 +154,7 @@ def test_texts_that_look_like_other_types_are_unchanged(ids: list[str], tmp_path
 
 
 def test_missing_titles_are_empty(tmp_path: Path) -> None:
-    """Null, or missing in some lines, some files or all files."""
+    """Null, or missing in some lines or some files. There is no column of titles if no document has one."""
     rows = [
         {"_id": "d1", "title": None, "text": "a"},
         {"_id": "d2", "text": "b"},
@@ -163,7 +163,7 @@ def test_missing_titles_are_empty(tmp_path: Path) -> None:
     some = read(write_set(tmp_path / "some", rows))
     assert split_of(some)["documents"] == {"d1": ("", "a"), "d2": ("", "b"), "d3": ("T", "c")}
     none = read(write_set(tmp_path / "none", rows[:2]))
-    assert split_of(none)["documents"] == {"d1": ("", "a"), "d2": ("", "b")}
+    assert split_of(none)["documents"] == {"d1": (None, "a"), "d2": (None, "b")}
     folder = write_set(tmp_path / "files", rows)
     (folder / "corpus.jsonl").unlink()
     jsonl(folder / "corpus" / "a.jsonl", rows[1:2])
@@ -241,9 +241,9 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
         r"/my-set: has no corpus \(corpus\.jsonl",
     ),
     "no queries": (lambda folder: (write_set(folder) / "queries.jsonl").unlink(), r"/my-set: has no queries \("),
-    "no qrels": (broken(qrels=[]), r"/my-set: has no qrels \(qrels/test\.tsv"),
+    "no qrels": (broken(qrels=[]), r"/my-set: has no qrels \(qrels\.jsonl, .*, or a folder qrels of"),
     "corpus of 0 bytes": (emptied("corpus.jsonl"), r"/my-set/corpus\.jsonl has no column `_id` \(it has: none\)"),
-    "corpus of 0 rows": (no_rows, r"/my-set: the corpus is empty"),
+    "corpus of 0 rows": (no_rows, r"my-set: the corpus is empty"),
     "qrels of 0 bytes": (emptied("qrels/test.tsv"), r"/my-set/qrels/test\.tsv has no column `query-id`"),
     "qrels of 0 rows": (
         lambda folder: (write_set(folder) / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n"),
@@ -251,21 +251,21 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "query without qrels": (
         broken(queries=[*QUERIES, UNJUDGED]),
-        r"/my-set: 1 queries have no judgments \(qrels\).* q9$",
+        r"my-set: 1 queries have no judgments \(qrels\).* q9$",
     ),
     "qrels for an unknown query": (
         broken(qrels=judged(("q8", "d1", 1))),
         r"my-set: 1 judgments name queries that.* q8$",
     ),
     "document twice": (broken([*CORPUS, CORPUS[1]]), r"my-set: the corpus has an id twice, e\.g\. d2$"),
-    "query twice": (broken(queries=[*QUERIES, QUERIES[0]]), r"/my-set: the queries have an id twice, e\.g\. q1$"),
+    "query twice": (broken(queries=[*QUERIES, QUERIES[0]]), r"my-set: the queries have an id twice, e\.g\. q1$"),
     "nothing relevant": (
         broken(queries=[*QUERIES, UNJUDGED], qrels=judged(("q9", "d1", 0), ("q9", "gone", 1))),
         r"my-set: 1 queries have no relevant document in the corpus, e\.g\. q9$",
     ),
     "missing column": (
         broken([{"id": "d1", "text": "a"}]),
-        r"/my-set/corpus\.jsonl has no column `_id` \(it has: id, text\)",
+        r"/my-set/corpus\.jsonl has no column `_id` \(it has: text, id\)",
     ),
     "missing column of qrels": (
         broken(qrels=[{"query-id": "q1", "corpus-id": "d1"}]),
@@ -281,23 +281,23 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "numbers for texts": (
         broken([{"_id": "d1", "text": 1}, {"_id": "d2", "text": 2}]),
-        r"column `text` of .*/my-set/corpus\.jsonl holds int64; expected texts",
+        r"/my-set/corpus\.jsonl can\'t be read \(.*Column\(/text\) changed from string to number",
     ),
     "fractions for ids": (
         broken([{"_id": 1.5, "text": "a"}]),
-        r"column `_id` of .*/my-set/corpus\.jsonl holds double; expected ids",
+        r"/my-set/corpus\.jsonl can\'t be read \(.*Column\(/_id\) changed from string to number",
     ),
     "half a grade in TSV": (broken(qrels=judged(("q1", "d2", 1.5))), r"/my-set/qrels/test\.tsv can't be read \(.*1\.5"),
     "a word for a grade in TSV": (broken(qrels=judged(("q1", "d2", "yes"))), r"/my-set/qrels/test\.tsv can't be.*yes"),
     "half a grade in JSON": (
         lambda folder: jsonl(write_set(folder, qrels=[]) / "qrels.jsonl", judged(("q1", "d2", 1.5))),
-        r"column `score` of .*/my-set/qrels\.jsonl can't be used \(.*1\.5",
+        r"/my-set/qrels\.jsonl can't be read \(.*1\.5",
     ),
     "a word for a grade in JSON": (
         lambda folder: jsonl(
             write_set(folder, qrels=[]) / "qrels.jsonl", [{"query-id": "q1", "corpus-id": "d1", "score": "yes"}]
         ),
-        r"column `score` of .*/my-set/qrels\.jsonl holds string; expected grades",
+        r"/my-set/qrels\.jsonl can\'t be read \(.*Column\(/score\) changed from number to string",
     ),
     "broken line": (broken_line, r"/my-set/corpus\.jsonl can't be read \("),
     "truncated Parquet": (cut_parquet, r"/my-set/corpus\.parquet can't be read \("),
