@@ -35,7 +35,7 @@ def add_plan_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--memory", action="store_true", help="pretraining, with --plan: rehearse some batches and print their memory"
     )
-    parser.add_argument("--draw", type=Path, metavar="FILE.svg", help="studies, with --plan: draw the tree of runs")
+    parser.add_argument("--draw", type=Path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs")
 
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:
