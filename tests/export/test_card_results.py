@@ -15,8 +15,7 @@ from huggingface_hub import ModelCard
 from biphasic.commands import main
 from biphasic.errors import UserError
 from biphasic.export.card import pretrained_card
-from biphasic.export.folder import EXPORT_FILE
-from biphasic.export.metadata import parse_card
+from biphasic.export.folder import EXPORT_FILE, parse_card
 from biphasic.export.results import add_results, read_results
 
 
@@ -135,7 +134,7 @@ def test_results_in_tables(record: dict[str, Any], results: Path) -> None:
         "| NQ-judged | default | test | 0.5000 | 0.2500 | 0.9000 |  |",
         r"| my\|set | de | dev | 0.7500 | 0.3750 | 0.9000 |  |",
         "| AskUbuntuDupQuestions | default | test | 0.4000 | 0.2000 | 0.9000 | map_at_1000 0.3000 |",
-        "| STSBenchmark | STS | default | test | cosine spearman | 0.8000 |",
+        "| STSBenchmark | STS | default | test | cosine_spearman | 0.8000 |",
         "Scores from 0 to 1, computed by mteb 2.26.24.",
     ):
         assert f"\n{line}\n" in card, line

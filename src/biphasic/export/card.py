@@ -1,22 +1,20 @@
-"""Write an export's model card from the record of its training run."""
+"""Write an export's model card: of a pretrained model, of initial weights, or of a fine-tuned model."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import yaml
 from huggingface_hub import ModelCardData
 
 from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.export.metadata import hub_id, parse_card
-from biphasic.export.usage import ExportForm, describe_use
+from biphasic.export.folder import hub_id, parse_card
 
-_LOAD = """## Use
-
-```python
+_LOAD = """```python
 from transformers import AutoModel, AutoTokenizer  # transformers >= 5
 
 tokenizer = AutoTokenizer.from_pretrained("{name}")
@@ -28,30 +26,109 @@ from sentence_transformers import SentenceTransformer  # mean pooling
 
 embeddings = SentenceTransformer("{name}"{trust}).encode(["a text", "another"])
 ```
-{code}
+
 Attention is bidirectional. Texts have no beginning-of-text token, as in training.
 """
+_CLASSIFY = """```python
+from transformers import pipeline{version}
+
+classify = pipeline("text-classification", model="{name}"{trust})
+{text}
+print(classify(text, truncation=True))
+```
+"""
+_TAG_ENTITIES = """```python
+from transformers import pipeline{version}
+
+tag = pipeline("token-classification", model="{name}", aggregation_strategy="first"{trust})
+entities = tag("Ada Lovelace lived in London .")
+print(entities)
+```
+
+The label of a word, as spaces separate words, is that of its first token; its other tokens were not trained. `first` gives
+whole words; with `simple`, entities are fragments of words.
+"""
+_TAG_WORDS = """```python
+from transformers import pipeline{version}
+
+tag = pipeline("token-classification", model="{name}", ignore_labels=[]{trust})
+text = "Ada Lovelace lived in London ."
+first_tokens = [token for token in tag(text) if (" " + text)[token["start"]].isspace()]
+words = [(text[token["start"] :].split()[0], token["entity"]) for token in first_tokens]
+print(words)
+```
+
+The label of a word, as spaces separate words, is that of its first token; its other tokens were not trained. No
+`aggregation_strategy` gives whole words with this tokenizer, for which punctuation within a word begins another one.
+"""
+_SEARCH = """```python
+from sentence_transformers import SentenceTransformer
+
+model = SentenceTransformer("{name}"{trust})
+queries = model.encode(["how do plants make energy"], prompt_name="query")
+documents = model.encode(["Plants make energy from light."], prompt_name="document")
+print(model.similarity(queries, documents))
+```
+
+Embeddings are means over tokens, compared by cosine similarity. {prompts}A document with a title is `title. text`.
+"""
+_PREDICT = """```sh
+biphasic predict MODEL {file}.jsonl --out {out}.jsonl
+```
+
+MODEL is this folder. A line of `{file}.jsonl` is `{line}`. {reason} Biphasic runs the
+encoder with its head, which is in `head.safetensors`.
+"""
+_NO_CLASS = "transformers has no class with this model's head."
+_NO_PIPELINE = "transformers loads it (`AutoModelForQuestionAnswering`), but version 5 has no pipeline for questions."
 _CODE = """
 The folder holds Python code that makes this family's attention bidirectional; `trust_remote_code=True` lets transformers run
 it. Read the code first, and name a `revision`, so that it does not change afterwards.
 """
-_LIMITS = """## Limits
-
-- It reproduces the errors, gaps and biases of its training text, which were not measured.
-{more}"""
-_PRETRAINED = "- It is a pretrained encoder, not trained for similarity or search: fine-tune it for a task.\n"
-_LENGTH = "- Texts are cut after {length:,} tokens.\n"
-_WINDOWS = "- A context is read in overlapping windows of up to {length:,} tokens, each with the question.\n"
-_UNTRAINED = "- It is not trained: its outputs are random.\n"
-_FINETUNED = """- It was trained for one task, on the data named above: measure it before other uses.
-"""
-_SHIFTED = """- Its head was trained with `target: next`: the logits at a position predict the token after it.
-"""
-_CAUSAL = """- It was trained with causal attention. Loaded, its attention is bidirectional: fine-tune it before use.
-"""
-_BASE = "- It was trained from `{base}`, whose license applies to it too; none is named here.\n"
+_BIASES = "It reproduces the errors, gaps and biases of its training text, which were not measured."
+_PRETRAINED = "It is a pretrained encoder, not trained for similarity or search: fine-tune it for a task."
+_LENGTH = "Texts are cut after {length:,} tokens."
+_WINDOWS = "A context is read in overlapping windows of up to {length:,} tokens, each with the question."
+_UNTRAINED = "It is not trained: its outputs are random."
+_FINETUNED = "It was trained for one task, on the data named above: measure it before other uses."
+_SHIFTED = "Its head was trained with `target: next`: the logits at a position predict the token after it."
+_CAUSAL = "It was trained with causal attention. Loaded, its attention is bidirectional: fine-tune it before use."
+_BASE = "It was trained from `{base}`, whose license applies to it too; none is named here."
 _LANGUAGES = {"HuggingFaceFW/fineweb-edu": ["en"]}
 """Languages of datasets on the hub, according to their dataset cards."""
+_EXAMPLE = {"text": "A man plays the guitar.", "text_pair": "Somebody makes music."}
+_TASKS = {
+    "classification": ("text-classification", "texts", "predictions", '{"text": "…"}'),
+    "tokens": ("token-classification", "sentences", "predictions", '{"tokens": ["…", "…"]}'),
+    "question_answering": ("question-answering", "questions", "answers", '{"question": "…", "context": "…"}'),
+    "retrieval": ("sentence-similarity", "", "", ""),
+}
+"""The hub's pipeline tag, and the files of `biphasic predict` with an input's line, by the kind of task."""
+
+
+@dataclass(frozen=True)
+class ExportForm:
+    """The form of a model's export, on which the code in its card depends.
+
+    Attributes:
+        family: the `model_type`.
+        has_code: whether the folder has Python code, so that it needs `trust_remote_code=True`.
+        has_head_class: whether transformers has a class with the head.
+        marks_continuations: whether the tokenizer marks tokens within a word (WordPiece). transformers' pipeline then takes
+            every other token for a word.
+        lowercase: whether texts are lowercased before they are tokenized.
+    """
+
+    family: str
+    has_code: bool = False
+    has_head_class: bool = True
+    marks_continuations: bool = False
+    lowercase: bool = False
+
+    @property
+    def trust(self) -> str:
+        """The argument of the classes that load the folder."""
+        return ", trust_remote_code=True" if self.has_code else ""
 
 
 def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
@@ -62,20 +139,15 @@ def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
     (`610m-mlm40-42k-1000`).
     """
     total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
-    parts = [config["run_name"]] if size is None else [size, *_phase_names(config["objective"]["phases"], total)]
-    done = TrainingProgress(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
-    return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
-
-
-def _phase_names(phases: list[dict[str, Any]], total: Duration) -> list[str]:
-    names = []
-    for phase in phases:
+    parts = [config["run_name"]] if size is None else [size]
+    for phase in config["objective"]["phases"] if size else ():
         ratio = phase.get("masking_ratio")
         end = Duration.parse(phase["until"]).resolve(total) if phase.get("until") else total
         thousands = end.unit == "ba" and end.value % 1000 == 0
         steps = f"{end.value / 1000:.0f}k" if thousands else str(end).removesuffix("ba")
-        names += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]
-    return names
+        parts += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]
+    done = TrainingProgress(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
+    return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
 
 
 def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
@@ -91,24 +163,29 @@ def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_c
     """
     config = yaml.safe_load(record["config"])
     name = name or model_name(config, record)
-    datasets = [path for path in dict.fromkeys(s["path"] for s in _hub_sources(record["data"])) if hub_id(path)]
-    languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
-    start = config["model"].get("init_from")
-    family = json.loads(record["backbone"])["model_type"] if remote_code else "eurobert"
-    front = _front(trained_from=start, datasets=datasets, languages=languages, family=family)
-    parts = [front, f"# {name}\n", _summary(record)]
-    parts.append(_table("Training", _training(record, config)))
-    parts.append(_phases(record, config))
+    form = ExportForm(json.loads(record["backbone"])["model_type"] if remote_code else "eurobert", remote_code)
+    trained = [phase for phase in record["phases"] if phase["batches"]]
+    names = {"clm": "causal language modeling", "mlm": "masked language modeling"}
+    order = ", then ".join(names[phase["name"]] for phase in trained)
+    sections = [
+        f"A text encoder pretrained with {order} (recipe: arXiv 2507.00994), {record['tokens']:,} tokens in all.\n",
+        _table("Training", _training(record, config)),
+        _phases(record, config),
+    ]
     if record["losses"]:
         losses = {key: f"{value:.4f}" for key, value in sorted(record["losses"].items())}
-        parts.append(_table("Losses at the end (nats per predicted token)", losses))
-    parts.append(f"The complete configuration:\n\n```yaml\n{record['config'].rstrip()}\n```\n")
-    trained = [phase for phase in record["phases"] if phase["batches"]]
-    last = config["objective"]["phases"][len(trained) - 1]
-    limits = [_PRETRAINED, _LENGTH.format(length=config["data"]["sequence_length"])]
-    limits += [_SHIFTED] if last.get("target") == "next" else []
-    limits += [] if any(phase["name"] == "mlm" for phase in trained) else [_CAUSAL]
-    return _finished([*parts, _use(name, remote_code), _limits(limits, hub_id(start))])
+        sections.append(_table("Losses at the end (nats per predicted token)", losses))
+    sections.append(f"The complete configuration:\n\n```yaml\n{record['config'].rstrip()}\n```\n")
+    limits = [_BIASES, _PRETRAINED, _LENGTH.format(length=config["data"]["sequence_length"])]
+    if config["objective"]["phases"][len(trained) - 1].get("target") == "next":
+        limits.append(_SHIFTED)
+    if not any(phase["name"] == "mlm" for phase in trained):
+        limits.append(_CAUSAL)
+    datasets = [path for path in dict.fromkeys(s["path"] for s in _hub_sources(record["data"])) if hub_id(path)]
+    languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
+    metadata = {"language": languages or None, "datasets": datasets or None}
+    use, start = _LOAD.format(name=name, trust=form.trust), config["model"].get("init_from")
+    return _card(name, sections, use, limits, form, trained_from=start, metadata=metadata)
 
 
 def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
@@ -117,9 +194,9 @@ def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_co
     start = config["model"].get("init_from")
     weights = f", from `{start}`" if start else f" (seed {config['seed']}), untrained"
     text = f"The initial weights of the run `{config['run_name']}`{weights}.\n"
-    front = _front(trained_from=start, family=None if remote_code else "eurobert")
-    limits = _limits([] if start else [_UNTRAINED], hub_id(start))
-    return _finished([front, f"# {name}\n", text, _use(name, remote_code), limits])
+    form = ExportForm("" if remote_code else "eurobert", remote_code)
+    limits = [_BIASES] if start else [_BIASES, _UNTRAINED]
+    return _card(name, [text], _LOAD.format(name=name, trust=form.trust), limits, form, trained_from=start)
 
 
 def finetuned_card(name: str, rows: dict[str, Any], task: Any, form: ExportForm, max_length: int) -> str:
@@ -135,88 +212,91 @@ def finetuned_card(name: str, rows: dict[str, Any], task: Any, form: ExportForm,
     Raises:
         UserError: the hub would refuse the card's metadata.
     """
-    start = rows.get("From")
-    pipeline, library, use = describe_use(name, task, form)
-    front = _front(pipeline, library, trained_from=start, family=form.family)
-    parts = [front, f"# {name}\n", _table("Fine-tuning", rows), f"## Use\n\n{use}", *([_CODE] if form.has_code else [])]
     length = _WINDOWS if task.kind == "question_answering" else _LENGTH
-    return _finished([*parts, _limits([_FINETUNED, length.format(length=max_length)], hub_id(start))])
+    limits = [_BIASES, _FINETUNED, length.format(length=max_length)]
+    metadata = {"pipeline_tag": _TASKS[task.kind][0]}
+    if task.kind == "retrieval" or not form.has_head_class:
+        metadata["library_name"] = "sentence-transformers" if task.kind == "retrieval" else "biphasic"
+    use, table = _use_of_task(name, task, form), _table("Fine-tuning", rows)
+    return _card(name, [table], use, limits, form, trained_from=rows.get("From"), metadata=metadata)
 
 
-def _finished(parts: list[str]) -> str:
-    """Return the card without credentials, which URLs in the configuration or command may contain."""
-    text = re.sub(r"://[^/\s@]+@", "://", "\n".join(parts))
+def _card(
+    name: str,
+    sections: Sequence[str],
+    use: str,
+    limits: Sequence[str],
+    form: ExportForm,
+    *,
+    trained_from: str | None,
+    metadata: dict[str, Any] | None = None,
+) -> str:
+    """Return a card, with the metadata for the hub.
+
+    A model trained from another one has no license unless `--license` names it. Credentials, which URLs in the
+    configuration or command may contain, are removed.
+    """
+    base = hub_id(trained_from)
+    values: dict[str, Any] = {
+        "language": None,
+        "license": None if trained_from else "apache-2.0",
+        "library_name": "transformers",
+        "pipeline_tag": "feature-extraction",
+        "tags": ["biphasic", *([form.family] if form.family else []), "encoder"],
+        "base_model": base,
+        **(metadata or {}),
+    }
+    if values["pipeline_tag"] in ("feature-extraction", "sentence-similarity"):
+        values["tags"].append("sentence-transformers")
+    limits = [*limits, *([_BASE.format(base=base)] if base else [])]
+    end = "".join(f"- {limit}\n" for limit in limits)
+    parts = [f"---\n{ModelCardData(**values).to_yaml()}\n---\n", f"# {name}\n", *sections, f"## Use\n\n{use}"]
+    text = "\n".join([*parts, *([_CODE] if form.has_code else []), f"## Limits\n\n{end}"])
+    text = re.sub(r"://[^/\s@]+@", "://", text)
     parse_card(text)
     return text
 
 
-def _front(
-    pipeline: str = "feature-extraction",
-    library: str = "transformers",
-    *,
-    trained_from: str | None = None,
-    datasets: Sequence[str] = (),
-    languages: Sequence[str] = (),
-    family: str | None = "eurobert",
-) -> str:
-    """Return the metadata for the hub. A model trained from another one has no license unless `--license` names it."""
-    embeds = pipeline in ("feature-extraction", "sentence-similarity")
-    data = ModelCardData(
-        language=list(languages) or None,
-        license=None if trained_from else "apache-2.0",
-        library_name=library,
-        pipeline_tag=pipeline,
-        tags=[tag for tag in ("biphasic", family, "encoder", embeds and "sentence-transformers") if tag],
-        base_model=hub_id(trained_from),
-        datasets=list(datasets) or None,
-    )
-    return f"---\n{data.to_yaml()}\n---\n"
-
-
-def _use(name: str, remote_code: bool) -> str:
-    trust, code = (", trust_remote_code=True", _CODE) if remote_code else ("", "")
-    return _LOAD.format(name=name, trust=trust, code=code)
-
-
-def _limits(limits: Sequence[str], base: str | None) -> str:
-    return _LIMITS.format(more="".join([*limits, *([_BASE.format(base=base)] if base else [])]))
-
-
-def _summary(record: dict[str, Any]) -> str:
-    names = {"clm": "causal language modeling", "mlm": "masked language modeling"}
-    order = ", then ".join(names[phase["name"]] for phase in record["phases"] if phase["batches"])
-    return f"A text encoder pretrained with {order} (recipe: arXiv 2507.00994), {record['tokens']:,} tokens in all.\n"
-
-
-_OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon for the layers' matrices, AdamW for the rest"}
+def _use_of_task(name: str, task: Any, form: ExportForm) -> str:
+    """Return text with code that runs a fine-tuned model with its head."""
+    version = "  # transformers >= 5" if form.has_code or form.family == "eurobert" else ""
+    names = {"name": name, "trust": form.trust, "version": version}
+    if task.kind == "retrieval":
+        prompts = {"query": task.query_prompt, "document": task.document_prompt}
+        put = " and ".join(f"`{json.dumps(text)}` before a {role}" for role, text in prompts.items() if text)
+        return _SEARCH.format(**names, prompts=f"`prompt_name` puts {put}. " if put else "")
+    if task.kind == "question_answering" or not form.has_head_class:
+        _, file, out, line = _TASKS[task.kind]
+        reason = _NO_PIPELINE if form.has_head_class else _NO_CLASS
+        return _PREDICT.format(file=file, out=out, line=line, reason=reason)
+    if task.kind == "tokens":
+        return (_TAG_WORDS if form.marks_continuations else _TAG_ENTITIES).format(**names)
+    texts = {name: json.dumps(text) for name, text in _EXAMPLE.items() if f"{{{name}}}" in task.text}
+    lower = ".lower()" if form.lowercase else ""
+    arguments = ", ".join(f"{name}={text}" for name, text in texts.items())
+    template = json.dumps(task.text, ensure_ascii=False)
+    text = texts["text"] if task.text == "{text}" else f"{template}.format({arguments})"
+    return _CLASSIFY.format(**names, text=f"text = {text}{lower}")
 
 
 def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    data, optimizer, schedule = record["data"], config["optimizer"], config["schedule"]
-    decay = f"{schedule['decay']} {schedule['decay_shape']} decay to {schedule['final_lr']}"
+    """Return the rows of the training table. Learning rate, optimizer and precision are in the card's configuration."""
+    data = record["data"]
     rows = {
         "Steps": f"{record['batches']:,} of {config['global_batch_size']:,} rows of {config['data']['sequence_length']:,}",
-        "Learning rate": f"{optimizer['lr']}, {schedule['warmup']} warmup, {decay}",
-        "Optimizer": f"{_OPTIMIZERS[optimizer['name']]}, betas {optimizer['betas']}, eps {optimizer['eps']}, weight decay "
-        f"{optimizer['weight_decay']}",
-        "Precision": config["precision"],
         "Hardware": f"{record['ranks']} x {record['hardware']}, {record['seconds'] / 3600:.2f} hours",
         "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
         "Command": f"`{record['command']}`",
     }
-    if config["model"].get("init_from"):
-        rows["Trained from"] = f"`{config['model']['init_from']}`"
     if data:
         counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
         rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"
-        revisions = [
-            f"{source['path']} {source['revision']}"
-            if source.get("revision")
-            else f"{source['path']}, newest at the conversion"
-            for source in _hub_sources(data)
-        ]
+        revisions = [(source["path"], source.get("revision")) for source in _hub_sources(data)]
         if revisions:
-            rows["Data revision"] = ", ".join(revisions)
+            texts = [
+                f"{path} {commit}" if commit else f"{path}, newest at the conversion" for path, commit in revisions
+            ]
+            rows["Data revision"] = ", ".join(texts)
         rows["Tokenizer"] = f"sha256 {data['tokenizer_sha256']}"
     return rows
 

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from biphasic.errors import UserError
+from biphasic.export.card import ExportForm
 from biphasic.export.formats import Kind
-from biphasic.export.usage import ExportForm
 from biphasic.export.weights import Weights
 from biphasic.export.write import (
     choose_format,

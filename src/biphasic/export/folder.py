@@ -1,19 +1,30 @@
-"""Read and write the files that every exported folder has, for the steps after an export. Imports no PyTorch."""
+"""The files of every exported folder, and its model card as the hub reads it. Imports no PyTorch."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Any
+
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 
-if TYPE_CHECKING:
-    from huggingface_hub import ModelCard
-
 EXPORT_FILE = "biphasic.json"
 """A folder with this file is an export, which another export may replace."""
 CARD_FILE = "README.md"
+_ID = (r"[\w.-]+(/[\w.-]+)?", "an id on the hub, such as org/name")
+_ACCEPTED = {
+    "license": (r"[a-z0-9][a-z0-9.\-]*", "one of its identifiers, such as apache-2.0 or other"),
+    "language": (r"[a-z]{2,3}(-[A-Za-z0-9]{2,8})*|multilingual|code", "an ISO 639 code, such as en"),
+    "datasets": _ID,
+    "base_model": _ID,
+    "tags": (r".+", "a word"),
+}
+"""The form of a value, or of each value of a list, that the hub accepts. Its list of licenses is only on the hub."""
 
 
 def require_export(folder: Path) -> None:
@@ -28,8 +39,6 @@ def read_card(folder: Path) -> ModelCard:
     Raises:
         UserError: the folder isn't an export, or its card can't be read or would be refused by the hub.
     """
-    from biphasic.export.metadata import parse_card
-
     require_export(folder)
     try:
         text = (folder / CARD_FILE).read_text(encoding="utf-8")
@@ -44,11 +53,50 @@ def write_card(folder: Path, card: ModelCard) -> None:
     Raises:
         UserError: the card can't be written, or the hub would refuse it.
     """
-    from biphasic.export.metadata import parse_card
-
-    text = str(card)
-    parse_card(text)
+    parse_card(str(card))
     try:
-        open_store(str(folder)).write(CARD_FILE, text.encode())
+        open_store(str(folder)).write(CARD_FILE, str(card).encode())
     except OSError as error:
         raise UserError(f"{folder / CARD_FILE} can't be written: {error}") from None
+
+
+def parse_card(text: str) -> ModelCard:
+    """Parse a model card.
+
+    Raises:
+        UserError: the card has no metadata, or the hub would refuse the metadata.
+    """
+    refused = "model card: the hub would refuse its metadata"
+    if not text.lstrip().startswith("---"):
+        raise UserError("model card: it doesn't begin with a block of metadata between two lines of ---")
+    try:
+        card = ModelCard(text)
+        # ModelCard keeps evaluation results as objects; damaged ones fail when they are written again.
+        card.data.to_yaml()
+    except Exception as error:  # YAML errors, and any error that damaged results cause
+        raise UserError(f"{refused}: {' '.join(str(error).split())}") from None
+    for key, (pattern, expected) in _ACCEPTED.items():
+        value: Any = card.data.get(key)
+        for word in value if isinstance(value, list) else [] if value is None else [value]:
+            if not isinstance(word, str) or not re.fullmatch(pattern, word):
+                raise UserError(f"{refused}: {key} {word!r} is not {expected}")
+    return card
+
+
+def require_id(name: str, prefix: str) -> None:
+    """Raise a UserError, which begins with `prefix`, if `name` can't be a repository's name on the hub."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{prefix}: {' '.join(str(error).split())}") from None
+
+
+def hub_id(path: Any) -> str | None:
+    """Return `path` if it is the name of a repository on the hub (`organisation/name`) and not a local path, else None."""
+    if not isinstance(path, str) or path.count("/") != 1 or path.endswith((".pt", ".yaml")) or Path(path).exists():
+        return None
+    try:
+        validate_repo_id(path)
+    except HFValidationError:
+        return None
+    return path

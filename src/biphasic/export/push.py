@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import fnmatch
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from fnmatch import fnmatch
 from pathlib import Path
 
+from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of its HTTP client, which has changed before
+)
+
 from biphasic.errors import UserError
-from biphasic.export.folder import CARD_FILE, read_card
-from biphasic.export.metadata import require_id
-from biphasic.storage import first_line
+from biphasic.export.folder import CARD_FILE, read_card, require_id
 
 _EXCLUDED = (".*", "*.partial", "*.tmp", "*.lock", "*.incomplete", "__pycache__", "*.pyc", "*~")
 """Patterns for files and folders that are not part of an export."""
@@ -38,10 +42,10 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
     """
     require_repo(repo)
     card = read_card(folder)
-    text = _with_repo(str(card), repo, revision)
-    files = files_of(folder)
+    # upload_folder can't upload a card that differs from the folder's, so the commit is put together here.
+    contents: dict[str, Path | bytes] = {**files_of(folder), CARD_FILE: _with_repo(str(card), repo, revision).encode()}
     if dry_run:
-        sizes = {name: len(text.encode()) if name == CARD_FILE else file.stat().st_size for name, file in files.items()}
+        sizes = {name: len(c) if isinstance(c, bytes) else c.stat().st_size for name, c in contents.items()}
         for name, size in sizes.items():
             print(f"{size:>16,}  {name}")
         print(f"{sum(sizes.values()):>16,}  bytes in {len(sizes)} files")
@@ -49,24 +53,22 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
         print(f"would go to {repo} at {revision or 'main'} ({kind}, if it is new), with this metadata:\n{card.data}")
         return
     require_token()
-    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, get_token
-
-    api = HfApi(library_name="biphasic", token=get_token())
-    adds = [CommitOperationAdd(name, text.encode() if name == CARD_FILE else str(file)) for name, file in files.items()]
+    api = HfApi(library_name="biphasic")
     with _one_line_errors(repo):
         api.create_repo(repo, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo, branch=revision, exist_ok=True)
-        old = set(api.list_repo_files(repo, revision=revision)) - set(files)
-        stale = [name for name in sorted(old) if any(fnmatch.fnmatch(name, pattern) for pattern in _WEIGHTS)]
+        old = set(api.list_repo_files(repo, revision=revision)) - set(contents)
+        stale = [name for name in sorted(old) if any(fnmatch(name, pattern) for pattern in _WEIGHTS)]
+        adds = [CommitOperationAdd(name, content) for name, content in contents.items()]
         commit = api.create_commit(
             repo,
-            [*adds, *(CommitOperationDelete(name) for name in stale)],
+            [*adds, *map(CommitOperationDelete, stale)],
             commit_message=f"Export of biphasic: {folder.resolve().name}",
             revision=revision,
         )
     removed = f", {len(stale)} of an earlier push removed" if stale else ""
-    print(f"{repo}{f' at {revision}' if revision else ''}: {len(files)} files{removed}: {commit.commit_url}")
+    print(f"{repo}{f' at {revision}' if revision else ''}: {len(contents)} files{removed}: {commit.commit_url}")
 
 
 def require_repo(repo: str) -> None:
@@ -78,8 +80,6 @@ def require_repo(repo: str) -> None:
 
 def require_token() -> None:
     """Raise a UserError if there is no token for the hub."""
-    from huggingface_hub import get_token
-
     if get_token() is None:
         raise UserError("--push: no token for the hub: set HF_TOKEN, or run `hf auth login`; --dry-run needs none")
 
@@ -93,7 +93,7 @@ def files_of(folder: Path) -> dict[str, Path]:
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
-        if any(fnmatch.fnmatch(part, pattern) for part in name.parts for pattern in _EXCLUDED):
+        if any(fnmatch(part, pattern) for part in name.parts for pattern in _EXCLUDED):
             continue
         if path.is_symlink():
             raise UserError(f"--push {path}: is a link; replace it by the file itself, or remove it")
@@ -112,30 +112,18 @@ def _with_repo(card: str, repo: str, revision: str | None) -> str:
 @contextmanager
 def _one_line_errors(repo: str) -> Iterator[None]:
     """Convert errors from the hub and the network to a one-line UserError."""
-    from huggingface_hub import constants
-    from huggingface_hub.errors import (
-        HfHubHTTPError,
-        HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of its HTTP client, which has changed before
-        OfflineModeIsEnabled,
-    )
-
     try:
         yield
     except HfHubHTTPError as error:
-        status = error.response.status_code if error.response is not None else 0
-        message = {
+        status = error.response.status_code
+        reason = {
             401: "the token is not valid (401): set another HF_TOKEN",
             403: f"the token may not write to {repo} (403): use one with write access, or another name",
-            404: f"{repo} doesn't exist, or the token has no access to it (404)",
-        }.get(status, f"the hub refused ({status}): {error.server_message or first_line(error)}")
-    except OfflineModeIsEnabled:
-        message = "HF_HUB_OFFLINE is set: unset it"
+        }.get(status, f"the hub refused ({status}): {error.server_message or error}")
     except HTTPError as error:
-        message = f"{constants.ENDPOINT} can't be reached ({type(error).__name__}): try again"
-    except ValueError as error:  # the hub's check of the card
-        message = " ".join(str(error).split())
-    except (OSError, RuntimeError) as error:
-        message = first_line(error)
+        reason = f"{constants.ENDPOINT} can't be reached ({type(error).__name__}): try again"
+    except (OSError, RuntimeError, ValueError) as error:  # no network, or the hub's check of the card
+        reason = str(error)
     else:
         return
-    raise UserError(f"--push {repo}: {message}")
+    raise UserError(f"--push {repo}: {' '.join(reason.split())}")
