@@ -243,10 +243,11 @@ def test_keys_that_do_not_affect_the_weights_may_change(override: str) -> None:
         ("objective.phases.1.target=next", 180, "objective.phases.1.target", "same", "next"),
         ("objective.phases.1.reset_optimizer=true", 180, "objective.phases.1.reset_optimizer", "false", "true"),
         ("objective.phases.0.until=170ba", 170, "objective.phases.0.until", "180ba (0.5dur of 360ba)", "170ba"),
-        ("schedule.decay_shape=cosine", 288, "schedule.decay_shape", "linear", "cosine"),
-        ("schedule.final_lr=0.1", 288, "schedule.final_lr", "0.0", "0.1"),
-        ("schedule.decay=60ba", 288, "schedule.decay", "from 288ba to 360ba", "from 300ba to 360ba"),
-        ("schedule.decay=0ba", 288, "schedule.decay", "from 288ba to 360ba", "no decay"),
+        # The decay begins at batch 288, which still has the full rate.
+        ("schedule.decay_shape=cosine", 289, "schedule.decay_shape", "linear", "cosine"),
+        ("schedule.final_lr=0.1", 289, "schedule.final_lr", "0.0", "0.1"),
+        ("schedule.decay=60ba", 289, "schedule.decay", "from 288ba to 360ba", "from 300ba to 360ba"),
+        ("schedule.decay=0ba", 289, "schedule.decay", "from 288ba to 360ba", "no decay"),
     ],
 )
 def test_the_first_batch_and_the_key_are_named(override: str, batch: int, key: str, first: str, second: str) -> None:

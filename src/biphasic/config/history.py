@@ -168,7 +168,9 @@ def _rates(config: PretrainConfig) -> list[_Part]:
     if decay != end:
         course = {"schedule.decay": f"from {decay} to {end}", "schedule.decay_shape": schedule.decay_shape}
         course["schedule.final_lr"] = repr(schedule.final_lr)
-        parts.append(_Part(_first_batch(decay, config), {**course, **rate}, {}))
+        # The batch that begins with the decay still has the full rate.
+        falls = _first_batch(Duration(decay.value + 1, decay.unit), config)
+        parts.append(_Part(falls, {**course, **rate}, {}))
     return parts
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from biphasic.config.history import first_difference
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
 
 _MIN_SHARED = 0.01
@@ -63,10 +64,18 @@ def study_tree(
         UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
     """
     lengths = {name: config.batch_shape.batches(config.max_duration) for name, config in configs.items()}
+    decays = {
+        name: config.batch_shape.batches(decay_start(config.schedule, config.max_duration))
+        for name, config in configs.items()
+    }
 
     def shared(first: str, second: str) -> int:
         difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])
         batches = shorter if difference is None else difference.batch
+        if difference is not None and batches - 1 in (decays[first], decays[second]):
+            # The first batch of a decay still has the full rate. Sharing it would need a checkpoint one batch after the
+            # decay's start, where each run saves one anyway.
+            batches -= 1
         return batches if batches >= _MIN_SHARED * shorter else 0
 
     return keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
