@@ -139,22 +139,13 @@ def results_page(recipes: str) -> bytes:
             for kind, of_kind in (("loss", result.losses), ("score", result.scores))
             for label, number in of_kind.items()
         ]
-        lines += [
-            f"## {name}",
-            "",
-            f"    {result.command}",
-            "",
-            *markdown_table(["", "", "value", "tolerance"], numbers),
-        ]
+        lines += [f"## {name}", "", f"    {result.command}", ""]
+        lines += markdown_table(["", "", "value", "tolerance"], numbers)
     return markdown_page(lines)
 
 
 def check_recipe(recipe: str, run: str) -> bool:
-    """Print the numbers of a recipe's results beside those of a new run, and return whether all are within the tolerances.
-
-    Args:
-        recipe: the recipe's folder.
-        run: the new run's folder or bucket prefix.
+    """Print a recipe's numbers beside those of a new run (a folder or prefix), and return whether all are within tolerance.
 
     Raises:
         UserError: something can't be read.

@@ -21,20 +21,9 @@ from biphasic.storage import first_line, open_store
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv")
 _ORDER_COLUMNS = [
-    *(
-        "group",
-        "first",
-        "second",
-        "first_measured",
-        "second_measured",
-        "published",
-        "measured",
-        "half_width",
-        "p",
-        "p_holm",
-    ),
-    *("seeds", "agrees", "clear", "same_size_and_steps"),
-]
+    "group", "first", "second", "first_measured", "second_measured", "published", "measured", "half_width", "p", "p_holm",
+    "seeds", "agrees", "clear", "same_size_and_steps",
+]  # fmt: skip
 
 
 class ReferenceScore(BaseModel):
@@ -89,11 +78,8 @@ def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
         raise UserError(f"{path}:{row.Index + 2}: {row.model} has another score in {row.group}")
     names = _measured_models(models, set(table.model)) if models is not None else {name: name for name in table.model}
     table = table[table.model.isin(list(names))]
-    table = table.assign(
-        measured_model=table.model.map(names),
-        published=(table.score / 100).round(10),
-        second_hand=table.second_hand == "yes",
-    )
+    table["measured_model"], table["published"] = table.model.map(names), (table.score / 100).round(10)
+    table["second_hand"] = table.second_hand == "yes"
     return table[["model", "measured_model", "group", "published", "source", "second_hand"]]
 
 
@@ -119,9 +105,8 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     scored = set(table.scored_models())
     models = [model for model in reference.measured_model.unique() if model in scored]
     orders = differences(table, list(combinations(models, 2)), table.groups)
-    orders = orders[orders.seeds > 0].rename(
-        columns={"difference": "measured", "first": "first_measured", "second": "second_measured"}
-    )
+    names = {"difference": "measured", "first": "first_measured", "second": "second_measured"}
+    orders = orders[orders.seeds > 0].rename(columns=names)
     for side in ("first", "second"):
         published = reference[["measured_model", "group", "model", "published"]]
         published = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
@@ -201,7 +186,7 @@ def _measured_models(path: str, published: set[str]) -> dict[str, str]:
         raise UserError(f"{path}: can't be read ({first_line(error)})") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
         raise UserError(f"{path}: expected lines of `published model: measured model`")
-    for name in names.keys() - published:
+    for name in sorted(names.keys() - published):
         raise UserError(f"{path}: {name}: expected a model with published scores")
     if len(set(names.values())) < len(names):
         raise UserError(f"{path}: expected another measured model for each published one")

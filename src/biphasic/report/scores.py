@@ -17,23 +17,10 @@ from biphasic.sweep.selection import choose_rates, planned_trials, score_of, tri
 
 FAMILIES = {"classification": "SC", "tokens": "TC", "question_answering": "QA", "retrieval": "IR"}
 """Task families in the order and with the titles of the paper. Other families follow, titled by their names."""
-TRIAL_COLUMNS = (
-    *(
-        "trial",
-        "model",
-        "steps",
-        "group",
-        "trained_on",
-        "task",
-        "test_set",
-        "metric",
-        "lr",
-        "seed",
-        "status",
-        "planned",
-    ),
-    *("validation", "test", "seconds", "error", "chosen_lr", "chosen_validation", "settled"),
-)
+TRIAL_COLUMNS = [
+    "trial", "model", "steps", "group", "trained_on", "task", "test_set", "metric", "lr", "seed", "status", "planned",
+    "validation", "test", "seconds", "error", "chosen_lr", "chosen_validation", "settled",
+]  # fmt: skip
 Column = tuple[str, str]
 """A task group and one of its test sets, or an empty text for the group's mean."""
 
@@ -90,7 +77,7 @@ def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
                         *(record.seconds.get("total") if record else None, record.error if record else None),
                         *(choice.lr, choice.validation, choice.complete),
                     ))  # fmt: skip
-    table = pd.DataFrame(rows, columns=TRIAL_COLUMNS)  # pyright: ignore[reportArgumentType]
+    table = pd.DataFrame(rows, columns=TRIAL_COLUMNS)
     numbers = ("steps", "lr", "validation", "test", "seconds", "chosen_lr", "chosen_validation")
     return table.astype(dict.fromkeys(numbers, float) | {"planned": bool, "settled": bool})
 
@@ -115,15 +102,15 @@ def score_table(rows: pd.DataFrame) -> ScoreTable:
     of several training tasks is a task of its own for each.
 
     Args:
-        rows: `model group trained_on task test_set seed score settled`, and others that stay with the means.
+        rows: as from `chosen_scores`: `model group trained_on task test_set metric lr chosen_validation seed score settled`.
     """
     rows = name_origins(rows)
     scores = pd.concat([_group_scores(rows), rows])
     by_cell = scores.groupby(["model", "group", "test_set"], sort=False)
     means = intervals(by_cell.score).rename(columns={"mean": "score", "count": "seeds"})
     seeds = rows.seed.nunique()
-    about = [column for column in ("trained_on", "task", "metric", "lr", "chosen_validation") if column in scores]
-    means = means.join(by_cell[about].first()).join(by_cell.settled.all())
+    about = by_cell[["trained_on", "task", "metric", "lr", "chosen_validation"]].first()
+    means = means.join(about).join(by_cell.settled.all())
     means["complete"] = means.settled & (means.seeds == seeds)
     means["text"] = [
         f"{format_interval(row.score, row.half_width)} ({format_seeds(row.seeds, seeds, row.settled)})"
@@ -154,7 +141,7 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
                 numbers = compared.mean, compared.half, compared.count, compared.p
                 rows.append((group, test_set, first, second, *numbers, settled[first] and settled[second]))
     names = ["group", "test_set", "first", "second", "difference", "half_width", "seeds", "p", "settled"]
-    compared = pd.DataFrame(rows, columns=names)  # pyright: ignore[reportArgumentType]
+    compared = pd.DataFrame(rows, columns=names)
     return compared.assign(p_holm=holm(compared.p.astype(float)))
 
 
@@ -164,14 +151,10 @@ def _group_scores(rows: pd.DataFrame) -> pd.DataFrame:
     settled = rows.groupby(["model", "group"]).settled.all()
     # A task's test sets are averaged first, in which MNLI's two are one task.
     by_task = rows.groupby(["model", "group", "seed", "trained_on", "task"], sort=False).score.agg(["mean", "count"])
-    by_seed = (
-        by_task.groupby(["model", "group", "seed"], sort=False).agg({"mean": "mean", "count": "sum"}).reset_index()
-    )
-    by_seed["score"] = by_seed["mean"].where(by_seed["count"] == by_seed.group.map(sets))
-    settled = by_seed.set_index(["model", "group"]).index.map(settled)
-    return by_seed.assign(settled=settled, test_set="", trained_on="", task="", metric="").drop(
-        columns=["mean", "count"]
-    )
+    by_seed = by_task.groupby(["model", "group", "seed"], sort=False).agg({"mean": "mean", "count": "sum"})
+    by_seed = by_seed.reset_index().join(settled, on=["model", "group"])
+    score = by_seed.pop("mean").where(by_seed.pop("count") == by_seed.group.map(sets))
+    return by_seed.assign(score=score, test_set="", trained_on="", task="", metric="")
 
 
 def _group_order(group: str) -> tuple[int, str]:

@@ -98,7 +98,7 @@ def read_study(folders: Sequence[str]) -> Study:
     evaluations = list(_evaluations(files, {*models, *unplaced}, notes))
     return Study(
         models, unplaced, notes, scores,
-        pd.DataFrame(evaluations, columns=EVALUATION_COLUMNS),  # pyright: ignore[reportArgumentType]
+        pd.DataFrame(evaluations, columns=EVALUATION_COLUMNS),
         pd.concat([loss_table([]), *losses], ignore_index=True),
     )  # fmt: skip
 

@@ -28,7 +28,7 @@ _MARKERS = {"switch": "D", "decay": "v"}
 
 def loss_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return rows of losses or events as a table with `COLUMNS`."""
-    table = pd.DataFrame([*rows], columns=COLUMNS)  # pyright: ignore[reportArgumentType]
+    table = pd.DataFrame([*rows], columns=COLUMNS)
     return table.astype(dict.fromkeys(("step", "loss", "half_width", "batches"), float))
 
 
@@ -43,7 +43,7 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
         metrics: the metrics of each batch, from `parse_metrics`.
         base_steps: steps of the model that the run continues.
     """
-    table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])  # pyright: ignore[reportArgumentType]
+    table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])
     width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
     parts = [loss_table([])]
     for objective in _OBJECTIVES:

@@ -200,7 +200,6 @@ def _size(name: str, config: PretrainConfig, base: Facets | None) -> str:
     except UserError as error:
         architecture = architecture_of(config.model)
         if architecture is None:
-            raise UserError(
-                f"{error}; its size is not known, because model.init_from is not a model of the study"
-            ) from None
+            unknown = "its size is not known, because model.init_from is not a model of the study"
+            raise UserError(f"{error}; {unknown}") from None
         return f"{architecture.parameters / 1e6:.3g}m"

@@ -179,10 +179,10 @@ def _rates(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
     stability = ["sd over seeds", "range over rates", "rates within 1 point", "over seeds", "failed trials"]
     return [
         *["## Learning rates and stability", ""],
-        "Points. First the validation score at each rate, by which the rate is chosen: the mean over the seeds with a score, of",
-        f"{', '.join(map(str, choosing))}. Then test scores: the standard deviation over seeds at the chosen rate; the best",
-        "minus the worst rate with the same seed, averaged over seeds; and the rates within a point of the best one. The last",
-        "two are over the seeds with which every rate has a record.",
+        "Points. First the validation score at each rate, by which the rate is chosen: the mean over the seeds with a",
+        f"score, of {', '.join(map(str, choosing))}. Then test scores: the standard deviation over seeds at the chosen",
+        "rate; the best minus the worst rate with the same seed, averaged over seeds; and the rates within a point of the",
+        "best one. The last two are over the seeds with which every rate has a record.",
         "",
         *markdown_table(["", "model", "chosen", *map(format_rate, rates), *stability], body),
     ]
