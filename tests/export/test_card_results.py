@@ -113,13 +113,12 @@ def test_results_in_the_metadata(record: dict[str, Any], results: Path) -> None:
 
 def test_tasks_that_share_a_dataset_keep_their_names(record: dict[str, Any], results: Path) -> None:
     """The hub's writer would join their results under one name."""
-    file = results / "results" / "org__mine" / "abc" / "NQ.json"
-    scores = read_results(results)
-    [nq] = [score for score in scores if score.task == "NQ"]
+    nq = [score for score in read_results(results) if score.dataset_name == "NQ"]
+    again = [replace(score, dataset_name="NQ-again") for score in nq]
     card = parse_card(pretrained_card(record, "mine"))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("biphasic.export.results.read_results", lambda *_: [nq, replace(nq, task="NQ-again")])
-        add_results(card, file)
+        patch.setattr("biphasic.export.results._scores", lambda file: [*nq, *again] if file.stem == "NQ" else [])
+        add_results(card, results)
     assert {name: entry["dataset"]["config"] for name, entry in entries(str(card)).items()} == {
         "NQ": "default of NQ", "NQ-again": "default of NQ-again",
     }  # fmt: skip
@@ -129,16 +128,18 @@ def test_results_in_tables(record: dict[str, Any], results: Path) -> None:
     before = pretrained_card(record, "mine")
     card = with_results(before, results)
     for line in (
-        "| task | subset | split | nDCG@10 | MRR@10 | Recall@100 | main score |",
-        "| NQ | default | test | 0.2500 | 0.1250 | 0.9000 |  |",
-        "| NQ-judged | default | test | 0.5000 | 0.2500 | 0.9000 |  |",
-        r"| my\|set | de | dev | 0.7500 | 0.3750 | 0.9000 |  |",
-        "| AskUbuntuDupQuestions | default | test | 0.4000 | 0.2000 | 0.9000 | map_at_1000 0.3000 |",
-        "| STSBenchmark | STS | default | test | cosine_spearman | 0.8000 |",
+        "| task | kind | subset | split | scores |",
+        "| NQ | Retrieval | default | test | nDCG@10 0.2500, MRR@10 0.1250, Recall@100 0.9000 |",
+        "| NQ-judged, judged documents only | Retrieval | default | test | "
+        "nDCG@10 0.5000, MRR@10 0.2500, Recall@100 0.9000 |",
+        r"| my\|set (de) | Retrieval | de | dev | nDCG@10 0.7500, MRR@10 0.3750, Recall@100 0.9000 |",
+        "| AskUbuntuDupQuestions | Reranking | default | test | "
+        "map_at_1000 0.3000, nDCG@10 0.4000, MRR@10 0.2000, Recall@100 0.9000 |",
+        "| STSBenchmark | STS | default | test | cosine_spearman 0.8000 |",
         "Scores from 0 to 1, computed by mteb 2.26.24.",
     ):
         assert f"\n{line}\n" in card, line
-    assert "search the judged documents only" in card
+    assert "Tasks marked as judged documents only" in card
     assert card.index("\n## Use\n") < card.index("\n## Evaluation\n") < card.index("\n## Limits\n")
     # New results replace them, and the rest of the card stays.
     assert with_results(card, results) == card

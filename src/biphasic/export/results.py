@@ -1,12 +1,12 @@
-"""Put mteb's results onto a model card, as the hub's `model-index` in its metadata and as tables in its text."""
+"""Put mteb's results onto a model card, as the hub's `model-index` in its metadata and as a table in its text."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -16,41 +16,11 @@ from biphasic.errors import UserError
 from biphasic.storage import first_line
 
 _RETRIEVAL = {"ndcg_at_10": "nDCG@10", "mrr_at_10": "MRR@10", "recall_at_100": "Recall@100"}
-_ABOUT = "Scores from 0 to 1, computed by mteb {versions}.\n"
+_JUDGED = ", judged documents only"
 _ABOUT_JUDGED = """
-Tasks named `…-judged` search the judged documents only. That is easier than searching the complete corpus: their scores \
-can't be compared with published ones.
+Tasks marked as judged documents only don't search the complete corpus. That is easier: their scores can't be compared with \
+published ones.
 """
-
-
-@dataclass(frozen=True)
-class CardScore:
-    """The scores for one subset of a task's split.
-
-    Attributes:
-        kind: mteb's type of the task, such as `Retrieval`.
-        dataset: the dataset's id on the hub; the task's name if the task is not one of mteb's.
-        metrics: scores by mteb's metric names, the main metric first.
-    """
-
-    task: str
-    kind: str
-    dataset: str
-    revision: str | None
-    subset: str
-    split: str
-    metrics: dict[str, float]
-    version: str
-
-    @property
-    def is_retrieval(self) -> bool:
-        """Whether the task ranks documents."""
-        return "ndcg_at_10" in self.metrics
-
-    @property
-    def is_judged(self) -> bool:
-        """Whether only the judged documents are searched."""
-        return self.task.lower().endswith("-judged")
 
 
 def add_results(card: ModelCard, results: Path, model_name: str | None = None) -> None:
@@ -69,84 +39,53 @@ def add_results(card: ModelCard, results: Path, model_name: str | None = None) -
     title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
     data: Any = card.data
     data.model_name = title.group(1).strip() if title else "model"
-    data.eval_results = list(_eval_results(scores))
+    data.eval_results = scores
     text = re.sub(r"\n## Evaluation\n.*?(?=\n## |\Z)", "", card.text, flags=re.DOTALL)
     before, limits, after = text.partition("\n## Limits\n")
-    card.text = f"{before}\n## Evaluation\n\n{_tables(scores)}{limits}{after}"
+    card.text = f"{before}\n## Evaluation\n\n{_table(scores)}{limits}{after}"
 
 
-def _eval_results(scores: list[CardScore]) -> Iterator[EvalResult]:
-    """Yield a result in the hub's format for each metric."""
-    # The hub would show two tasks with the same dataset, subset and split under the first one's name.
-    datasets = Counter((score.kind, score.dataset, score.subset, score.split) for score in scores)
-    for score in scores:
-        shared = datasets[score.kind, score.dataset, score.subset, score.split] > 1
-        subset = "" if score.subset == "default" else f" ({score.subset})"
-        for name, value in score.metrics.items():
-            yield EvalResult(
-                task_type=score.kind,
-                task_name=score.kind,
-                dataset_type=score.dataset,
-                dataset_name=score.task + subset + (", judged documents only" if score.is_judged else ""),
-                dataset_config=f"{score.subset} of {score.task}" if shared else score.subset,
-                dataset_split=score.split,
-                dataset_revision=score.revision,
-                metric_type=name,
-                metric_name=name,
-                metric_value=value,
-                source_name=f"mteb {score.version}",
-                source_url="https://github.com/embeddings-benchmark/mteb",
-            )
+def _table(scores: list[EvalResult]) -> str:
+    """Return a Markdown table with a row for each task, subset and split."""
+    lines = ["| task | kind | subset | split | scores |", "|-|-|-|-|-|"]
+    for row, group in groupby(scores, lambda s: (s.dataset_name, s.task_type, s.dataset_config, s.dataset_split)):
+        metrics = (
+            f"{_RETRIEVAL.get(score.metric_type, score.metric_type)} {score.metric_value:.4f}" for score in group
+        )
+        cells = [str(cell).replace("|", r"\|") for cell in (*row, ", ".join(metrics))]
+        lines.append(f"| {' | '.join(cells)} |")
+    versions = ", ".join(sorted({str(score.source_name) for score in scores}))
+    about = _ABOUT_JUDGED if any(score.dataset_name.endswith(_JUDGED) for score in scores) else ""
+    return "\n".join([*lines, f"\nScores from 0 to 1, computed by {versions}.\n"]) + about
 
 
-def _tables(scores: list[CardScore]) -> str:
-    """Return Markdown tables, first for retrieval tasks, then for other tasks."""
-    retrieval, others = [s for s in scores if s.is_retrieval], [s for s in scores if not s.is_retrieval]
-    lines = []
-    if retrieval:
-        mains = [next(iter(score.metrics)) for score in retrieval]
-        more = ["main score"] if set(mains) - set(_RETRIEVAL) else []
-        lines += [_row("task", "subset", "split", *_RETRIEVAL.values(), *more), "|-|-|-|-:|-:|-:|" + "-:|" * len(more)]
-        for main, score in zip(mains, retrieval, strict=True):
-            values = [f"{score.metrics[name]:.4f}" if name in score.metrics else "" for name in _RETRIEVAL]
-            if more:
-                values.append("" if main in _RETRIEVAL else f"{main} {score.metrics[main]:.4f}")
-            lines.append(_row(score.task, score.subset, score.split, *values))
-        lines.append("")
-    if others:
-        lines += [_row("task", "kind", "subset", "split", "metric", "score"), "|-|-|-|-|-|-:|"]
-        for score in others:
-            main, value = next(iter(score.metrics.items()))
-            lines.append(_row(score.task, score.kind, score.subset, score.split, main, f"{value:.4f}"))
-        lines.append("")
-    about = _ABOUT.format(versions=", ".join(sorted({score.version for score in scores})))
-    return "\n".join([*lines, about]) + (_ABOUT_JUDGED if any(score.is_judged for score in scores) else "")
-
-
-def _row(*cells: str) -> str:
-    return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
-
-
-def read_results(results: Path, model_name: str | None = None) -> list[CardScore]:
-    """Read one model's scores, sorted by task, split and subset. Arguments and errors are as for `add_results`."""
+def read_results(results: Path, model_name: str | None = None) -> list[EvalResult]:
+    """Read one model's scores, sorted by task. Arguments and errors are as for `add_results`."""
     # `job: evaluate` writes one folder for mteb's tasks and one for others.
     roots = [results / part for part in ("results", "local/results") if (results / part).is_dir()] or [results]
     models: dict[str, list[Path]] = {}
     for file in sorted(path for root in roots for path in root.glob("*/*/*.json") if path.name != "model_meta.json"):
-        name = f"{file.parts[-3].replace('__', '/')}@{file.parts[-2]}"
-        models.setdefault(name, []).append(file)
+        models.setdefault(f"{file.parts[-3].replace('__', '/')}@{file.parts[-2]}", []).append(file)
     if not models:
         raise UserError(f"--results {results}: there are no results of mteb (MODEL/REVISION/TASK.json)")
-    # With or without organisation and revision.
+    # The name may lack the organisation, the revision or both.
     matching = [name for name in models if model_name is None or f"/{model_name}@" in f"/{name}@"]
     if len(matching) != 1:
         problem = "several models have results" if model_name is None else f"{len(matching)} of these are {model_name}"
         raise UserError(f"--results {results}: {problem}: name one with --results-of: {', '.join(models)}")
-    scores = [score for file in models[matching[0]] for score in _scores(file)]
-    return sorted(scores, key=lambda score: (not score.is_retrieval, score.task, score.split, score.subset))
+    files = sorted(models[matching[0]], key=lambda file: file.name)
+    scores = [score for file in files for score in _scores(file)]
+    # huggingface_hub would join the results of two tasks with the same dataset under the first task's name.
+    names = {(score.unique_identifier, score.dataset_name) for score in scores}
+    tasks = Counter(identifier for identifier, _ in names)
+    for score in scores:
+        if tasks[score.unique_identifier] > 1:
+            score.dataset_config = f"{score.dataset_config} of {score.dataset_name}"
+    return scores
 
 
-def _scores(file: Path) -> Iterator[CardScore]:
+def _scores(file: Path) -> Iterator[EvalResult]:
+    """Yield a task's main score and, if it ranks documents, the retrieval metrics, for each subset and split."""
     from mteb import get_task
     from mteb.results import TaskResult
 
@@ -154,29 +93,34 @@ def _scores(file: Path) -> Iterator[CardScore]:
         result = TaskResult.from_disk(file, load_historic_data=False)
     except (ValueError, OSError) as error:
         raise UserError(f"--results {file} can't be read as a result of mteb: {first_line(error)}") from None
+    task = result.task_name
     try:
-        metadata = get_task(result.task_name).metadata
+        metadata = get_task(task).metadata
     except KeyError:
         metadata = None
     # A local task may have the name of one of mteb's, but its dataset revision differs.
     if metadata is not None and metadata.revision != result.dataset_revision:
         metadata = None
-    for split, subsets in result.scores.items():
-        for values in subsets:
-            kind = metadata.type if metadata else "Retrieval" if "ndcg_at_10" in values else "Evaluation"
-            path, revision = (metadata.dataset["path"], metadata.revision) if metadata else (result.task_name, None)
-            metrics = _metrics(values, metadata.main_score if metadata else None, file)
-            version = result.mteb_version or "(version unknown)"
-            yield CardScore(result.task_name, kind, path, revision, values["hf_subset"], split, metrics, version)
-
-
-def _metrics(values: Mapping[str, Any], main: str | None, file: Path) -> dict[str, float]:
-    """Return the main score under its metric name, then the retrieval metrics."""
-    retrieval = [name for name in _RETRIEVAL if "ndcg_at_10" in values and name in values]
-    if main is None:
-        main = next((name for name in retrieval if values[name] == values["main_score"]), "main_score")
-    metrics = {main: values["main_score"], **{name: values[name] for name in retrieval}}
-    for name, value in metrics.items():
-        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-            raise UserError(f"--results {file}: {name} of {values['hf_subset']} is {value!r}, not a number")
-    return {name: float(value) for name, value in metrics.items()}
+    for split, subset in ((split, subset) for split, subsets in result.scores.items() for subset in subsets):
+        retrieval = [name for name in _RETRIEVAL if "ndcg_at_10" in subset and name in subset]
+        equal = [name for name in retrieval if subset[name] == subset["main_score"]]
+        main = metadata.main_score if metadata else [*equal, "main_score"][0]
+        suffix = "" if subset["hf_subset"] == "default" else f" ({subset['hf_subset']})"
+        kind = metadata.type if metadata else "Retrieval" if retrieval else "Evaluation"
+        for name, value in {main: subset["main_score"], **{name: subset[name] for name in retrieval}}.items():
+            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+                raise UserError(f"--results {file}: {name} of {subset['hf_subset']} is {value!r}, not a number")
+            yield EvalResult(
+                task_type=kind,
+                task_name=kind,
+                dataset_type=metadata.dataset["path"] if metadata else task,
+                dataset_name=task + suffix + (_JUDGED if task.lower().endswith("-judged") else ""),
+                dataset_config=subset["hf_subset"],
+                dataset_split=split,
+                dataset_revision=metadata.revision if metadata else None,
+                metric_type=name,
+                metric_name=name,
+                metric_value=float(value),
+                source_name=f"mteb {result.mteb_version or '(version unknown)'}",
+                source_url="https://github.com/embeddings-benchmark/mteb",
+            )
