@@ -18,7 +18,7 @@ from transformers import (
 
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export import bidirectional
+from biphasic.export import formats
 from biphasic.export.finetuned import require_exportable
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
@@ -179,7 +179,7 @@ def test_code_with_other_results_is_refused(
     tmp_path: Path, tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The check on a small network finds a causal mask, a window that is too wide by one, and wrong positions."""
-    template = (Path(bidirectional.__file__).with_name("bidirectional_template.py")).read_text()
+    template = (Path(formats.__file__).with_name("bidirectional_template.py")).read_text()
     for before, after in (
         ("full = kept[:, None, None, :] | itself", "full = kept[:, None, None, :].tril() | itself"),
         ("distance.abs() < window", "distance.abs() <= window"),
@@ -187,7 +187,7 @@ def test_code_with_other_results_is_refused(
     ):
         assert before in template
         (tmp_path / "template.py").write_text(template.replace(before, after))
-        monkeypatch.setattr(bidirectional, "_TEMPLATE", tmp_path / "template.py")
+        monkeypatch.setattr(formats, "_TEMPLATE", tmp_path / "template.py")
         with pytest.raises(
             UserError, match=r"mistral model can't be written: the results of transformers would differ"
         ):
@@ -203,7 +203,7 @@ def test_networks_that_cannot_be_written_are_refused(tokenizer: Tokenizer, tmp_p
     ):
         export_language_model(model, tokenizer, tmp_path / "out")
     with pytest.raises(UserError, match=r"gpt2 model can't be written: .* small network \('num_hidden_layers'\)"):
-        bidirectional.bidirectional_format(AutoConfig.for_model("gpt2"), tokenizer)
+        formats.choose_format(AutoConfig.for_model("gpt2"), tokenizer)
     scaled = network()
     scaled.config.model_type = "eurobert"
     scaled.config.rope_parameters = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0}

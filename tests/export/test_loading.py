@@ -20,7 +20,7 @@ from transformers import (
 
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
-from biphasic.export import weights
+from biphasic.export import write
 from biphasic.export.finetuned import export_finetuned, require_exportable
 from biphasic.export.write import export_encoder
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
@@ -173,7 +173,7 @@ def test_fine_tuned_heads(kind: Any, name: str, model: LanguageModel, tokenizer:
 def test_shards(
     name: str, model: LanguageModel, tokenizer: Tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weights, "SHARD_BYTES", 100_000 if name == "610m" else 30_000)
+    monkeypatch.setattr(write, "SHARD_BYTES", 100_000 if name == "610m" else 30_000)
     out = tmp_path / f"shards-{name}"
     export_language_model(model, tokenizer, out)
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1

@@ -16,8 +16,8 @@ from transformers import AutoModel, AutoModelForMaskedLM, LlamaConfig
 from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export import weights as weights_module
-from biphasic.export.weights import Weights, write_weights
+from biphasic.export import write as write_module
+from biphasic.export.write import Weights, write_weights
 from biphasic.model.checkpoint import read_checkpoint, read_record, read_weights, weight_shapes
 from biphasic.model.encoder import load_encoder
 from biphasic.model.initialization import from_hf_config
@@ -42,8 +42,8 @@ def test_shards_hold_the_same_weights_as_one_file(
 ) -> None:
     checkpoint = str(checkpoint_of(network(), tmp_path, tokenizer, sharded))
     assert main(["export", checkpoint, str(tmp_path / "whole"), "--dtype", dtype]) == 0
-    monkeypatch.setattr(weights_module, "SHARD_BYTES", 6_000)
-    monkeypatch.setattr(weights_module, "PORTION_BYTES", 3_000)
+    monkeypatch.setattr(write_module, "SHARD_BYTES", 6_000)
+    monkeypatch.setattr(write_module, "PORTION_BYTES", 3_000)
     assert main(["export", checkpoint, str(tmp_path / "cut"), "--dtype", dtype]) == 0
     files = sorted((tmp_path / "cut").glob("*.safetensors"))
     assert len(files) > 3
@@ -70,7 +70,7 @@ def test_files_equal_those_of_save_pretrained(tmp_path: Path, tokenizer: Path, m
     for tied in (False, True):
         model, out = network(tie_word_embeddings=tied, num_hidden_layers=11), tmp_path / f"out{tied}"
         for limit in (5_000_000_000, 6_000):
-            monkeypatch.setattr(weights_module, "SHARD_BYTES", limit)
+            monkeypatch.setattr(write_module, "SHARD_BYTES", limit)
             loaded = load_tokenizer(str(tokenizer))
             export_language_model(model, loaded, out, force=True)
             reference = tmp_path / f"reference{tied}{limit}"
@@ -154,7 +154,7 @@ def test_a_truncated_sharded_checkpoint_is_refused(
 
 
 def test_a_missing_shard_is_named(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weights_module, "SHARD_BYTES", 6_000)
+    monkeypatch.setattr(write_module, "SHARD_BYTES", 6_000)
     out = tmp_path / "out"
     export_language_model(network(), load_tokenizer(str(tokenizer)), out)
     missing = sorted(out.glob("*.safetensors"))[1]
@@ -166,9 +166,9 @@ def test_a_missing_shard_is_named(tmp_path: Path, tokenizer: Path, monkeypatch: 
 
 def test_weights_in_memory_are_detached_and_renamed(tmp_path: Path) -> None:
     model = network()
-    weights = Weights.in_memory(model.state_dict()).renamed(lambda name: f"x.{name}")
-    assert set(weights.shapes) == {f"x.{name}" for name in model.state_dict()}
-    [weight] = weights.read(["x.backbone.norm.weight"]).values()
+    weights = Weights.in_memory(model.state_dict())
+    assert set(weights.shapes) == {name.replace("backbone.", "model.", 1) for name in model.state_dict()}
+    [weight] = weights.read(["model.norm.weight"]).values()
     assert torch.equal(weight, model.backbone.norm.weight)  # pyright: ignore[reportArgumentType]
     assert not weight.requires_grad
     with pytest.raises(UserError, match=r"lacks 1 weights that Linear has, e\.g\. bias"):
@@ -181,8 +181,8 @@ import sys
 import biphasic.export.write, biphasic.export.card, torch.distributed.checkpoint.state_dict_loader, torch._dynamo
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.commands import main
-from biphasic.export import weights
-from biphasic.export.write import choose_format
+from biphasic.export import write
+from biphasic.export.formats import choose_format
 from pathlib import Path
 from transformers import LlamaConfig
 
@@ -191,7 +191,7 @@ def resident(name):
 
 tiny = LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
 choose_format(tiny, load_tokenizer(sys.argv[3])).network("masked_lm")
-weights.PORTION_BYTES = int(sys.argv[5])
+write.PORTION_BYTES = int(sys.argv[5])
 # From here on, and of this program alone: getrusage knows only the highest ever, its parent's included.
 Path("/proc/self/clear_refs").write_text("5")
 before = resident("VmRSS")

@@ -27,7 +27,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     export.add_argument("--initial", action="store_true", help="CHECKPOINT is a pretraining YAML: its initial weights")
     export.add_argument("--name", help="the model's name on its card")
     export.add_argument("--dtype", choices=("fp32", "bf16"), help="of the weights on disk; default: fp32")
-    export.add_argument("--tokenizer", help="folder or hub id; default: the run's")
     export.add_argument("--force", action="store_true", help="replace an earlier export in OUT")
     steps = parser.add_argument_group("in the exported folder")
     steps.add_argument("--onnx", action="store_true", help="write onnx/model.onnx, and compare it with the model")
@@ -49,10 +48,7 @@ def run(options: argparse.Namespace) -> int:
         from biphasic.export.run import export_checkpoint, export_initial
 
         export = partial(export_initial, overrides=options.overrides) if options.initial else export_checkpoint
-        export(
-            options.checkpoint, options.out, name=options.name, dtype=options.dtype or "fp32",
-            tokenizer=options.tokenizer, force=options.force,
-        )  # fmt: skip
+        export(options.checkpoint, options.out, name=options.name, dtype=options.dtype or "fp32", force=options.force)
     _further_steps(options, options.out or Path(options.checkpoint))
     if options.out is not None and options.push is None:
         from biphasic.commands.next_step import after_export
@@ -77,7 +73,7 @@ def _check(args: argparse.Namespace) -> None:
         if not steps and not (folder / EXPORT_FILE).is_file():
             raise UserError(f"{folder}: the folder to write, OUT, is missing")
         require_export(folder)
-        for name in ("initial", "name", "dtype", "tokenizer", "force"):
+        for name in ("initial", "name", "dtype", "force"):
             if getattr(args, name):
                 raise UserError(f"--{name} belongs to an export, and {folder} is one: give a checkpoint and OUT")
         if not steps:

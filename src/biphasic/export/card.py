@@ -151,12 +151,10 @@ def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
 
 
 def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
-    """Return the card of a pretrained model.
+    """Return the card of a pretrained model from its checkpoint's record.
 
-    Args:
-        record: the checkpoint's record (`biphasic.model.checkpoint.Checkpoint.record`).
-        name: the title. Default: `model_name`.
-        remote_code: whether the export needs `trust_remote_code=True`, as families other than Llama's do.
+    The title is `model_name`, unless `name` is given. With `remote_code`, the code loads the export with
+    `trust_remote_code=True`, which families other than Llama's need.
 
     Raises:
         UserError: the hub would refuse the card's metadata.
@@ -200,14 +198,9 @@ def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_co
 
 
 def finetuned_card(name: str, rows: dict[str, Any], task: Any, form: ExportForm, max_length: int) -> str:
-    """Return the card of a fine-tuned model.
+    """Return the card of a fine-tuned model, with `rows` as its table and code that runs it on the YAML's `task:`.
 
-    Args:
-        name: the title.
-        rows: the rows of the card's fine-tuning table.
-        task: the YAML's `task:` section.
-        form: the form of the export.
-        max_length: number of tokens to which the model's inputs are cut.
+    Inputs are cut to `max_length` tokens.
 
     Raises:
         UserError: the hub would refuse the card's metadata.
@@ -238,7 +231,6 @@ def _card(
     """
     base = hub_id(trained_from)
     values: dict[str, Any] = {
-        "language": None,
         "license": None if trained_from else "apache-2.0",
         "library_name": "transformers",
         "pipeline_tag": "feature-extraction",

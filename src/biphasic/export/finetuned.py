@@ -11,16 +11,8 @@ from torch import nn
 
 from biphasic.errors import UserError
 from biphasic.export.card import ExportForm
-from biphasic.export.formats import Kind
-from biphasic.export.weights import Weights
-from biphasic.export.write import (
-    choose_format,
-    export_encoder,
-    require_free,
-    write_atomically,
-    write_folder,
-    write_shared_files,
-)
+from biphasic.export.formats import Kind, choose_format
+from biphasic.export.write import Weights, require_free, write_atomically, write_folder, write_shared_files
 from biphasic.model.backbone import BIDIRECTIONAL
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
@@ -49,7 +41,7 @@ def export_form(encoder: Encoder, head: nn.Module, label_names: list[str] | None
         has_head_class = _own_network(encoder, head, label_names) is not None
     else:
         fmt = choose_format(config, encoder.tokenizer)
-        family, has_code = fmt.name.removeprefix(BIDIRECTIONAL), bool(fmt.files)
+        family, has_code = fmt.config.model_type.removeprefix(BIDIRECTIONAL), bool(fmt.files)
         has_head_class = type(head) in _KINDS and label_names is not None
     prefix = getattr(encoder.tokenizer.tokenizer.model, "continuing_subword_prefix", None)
     return ExportForm(family, has_code, has_head_class, bool(prefix), encoder.text_tokenizer.settings.lowercase)
@@ -61,12 +53,11 @@ def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | Non
     The classes for tokens and for questions have a linear head in most families (not in ModernBERT's). No family has the
     head of a text classifier: mean pooling with two layers.
     """
-    from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING, MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING as QUESTION_CLASSES
+    from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TOKEN_CLASSES
 
     backbone: Any = encoder.backbone
-    classes: Any = (
-        MODEL_FOR_QUESTION_ANSWERING_MAPPING if label_names is None else MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-    )
+    classes: Any = QUESTION_CLASSES if label_names is None else TOKEN_CLASSES
     if not isinstance(head, TokenHead) or type(backbone.config) not in classes:
         return None
     backbone.config.num_labels = head.classifier.out_features
@@ -104,20 +95,19 @@ def export_finetuned(
         label_names: a classifier's label names, in the order of the label ids.
         out: the folder, which is written atomically and replaces an earlier export.
         card: the text of README.md.
-        prompts: the text that sentence-transformers prepends to inputs, by role (`query`, `document`).
-        max_length: the length to which sentence-transformers truncates inputs, in tokens.
+        prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
+        max_length: number of tokens to which sentence-transformers truncates inputs.
 
     Raises:
         UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
     """
     backbone: Any = encoder.backbone
-    tokenizer, lowercase = encoder.tokenizer, encoder.text_tokenizer.settings.lowercase
-    settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase)
+    tokenizer = encoder.tokenizer
+    settings = SentenceSettings(prompts, max_length=max_length, lowercase=encoder.text_tokenizer.settings.lowercase)
     if encoder.is_own_family:
         require_free(out, True)
         network = _own_network(encoder, head, label_names) or backbone
-        if label_names is not None:
-            _set_labels(backbone.config, label_names)
+        _set_labels(backbone.config, label_names)
 
         def fill(folder: Path) -> None:
             network.save_pretrained(folder)
@@ -126,21 +116,19 @@ def export_finetuned(
 
         write_atomically(out, fill)
         return
-    options: dict[str, Any] = {
-        "force": True,
-        "keep_special_tokens": bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix),
-        "head": head.state_dict(),
-    }
-    if type(head) not in _KINDS or label_names is None:
-        options |= {"prompts": prompts, "max_length": max_length, "lowercase": lowercase}
-        export_encoder(backbone, tokenizer, out, card, **options)
-        return
     fmt = choose_format(backbone.config, tokenizer)
-    _set_labels(fmt.config, label_names)
-    weights = {**{f"model.{name}": weight for name, weight in backbone.state_dict().items()}, **head.state_dict()}
-    write_folder(fmt, _KINDS[type(head)], Weights.in_memory(weights), tokenizer, out, card, settings, **options)
+    kind: Kind = "model"
+    weights = backbone.state_dict()
+    if label_names is not None and type(head) in _KINDS:
+        kind = _KINDS[type(head)]
+        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
+        _set_labels(fmt.config, label_names)
+    special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
+    options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
+    write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, card, settings, **options)
 
 
-def _set_labels(config: Any, label_names: list[str]) -> None:
-    config.id2label = dict(enumerate(label_names))
-    config.label2id = {name: number for number, name in enumerate(label_names)}
+def _set_labels(config: Any, label_names: list[str] | None) -> None:
+    if label_names is not None:
+        config.id2label = dict(enumerate(label_names))
+        config.label2id = {name: number for number, name in enumerate(label_names)}

@@ -83,14 +83,6 @@ def parse_card(text: str) -> ModelCard:
     return card
 
 
-def require_id(name: str, prefix: str) -> None:
-    """Raise a UserError, which begins with `prefix`, if `name` can't be a repository's name on the hub."""
-    try:
-        validate_repo_id(name)
-    except HFValidationError as error:
-        raise UserError(f"{prefix}: {' '.join(str(error).split())}") from None
-
-
 def hub_id(path: Any) -> str | None:
     """Return `path` if it is the name of a repository on the hub (`organisation/name`) and not a local path, else None."""
     if not isinstance(path, str) or path.count("/") != 1 or path.endswith((".pt", ".yaml")) or Path(path).exists():

@@ -1,30 +1,54 @@
-"""Export formats of a network: EuroBERT's, which needs no code, or the decoder family's with a Python file."""
+"""Export formats of a network: EuroBERT's, which needs no code, or the decoder family's with a Python file.
+
+The Python file makes the family's attention bidirectional. Its model type is separate, because a folder with the family's
+own model type would also load without that file, as a causal decoder.
+"""
 
 from __future__ import annotations
 
+import functools
+import hashlib
+import json
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
 from typing import Any, Literal
 
 import torch
-from transformers import (
-    EuroBertConfig,
-    EuroBertForMaskedLM,
-    EuroBertForSequenceClassification,
-    EuroBertForTokenClassification,
-    EuroBertModel,
-)
+import transformers
+from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.data.tokenizer import Tokenizer
+from biphasic.errors import UserError
+from biphasic.model.backbone import BIDIRECTIONAL_CODE
+from biphasic.model.forward import packed_forward
+from biphasic.model.initialization import from_hf_config
+from biphasic.model.segments import Segments
+from biphasic.storage import first_line
 
+TOLERANCE = 1e-4
+"""Largest allowed difference between the hidden states of the exported code and of training, on a small network."""
 _LLAMA_SHAPED = ("llama", "eurobert", "mistral")
 """Families whose layers have the same parameters as EuroBERT's."""
 _DIMENSIONS = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "max_position_embeddings", "rms_norm_eps", "rope_parameters", "initializer_range", "hidden_act", "tie_word_embeddings",
 )  # fmt: skip
+_TEMPLATE = Path(__file__).with_name("bidirectional_template.py")
+_MODULE = BIDIRECTIONAL_CODE.partition(".")[0]
+"""The module's name in an exported folder."""
+_NOT_KEPT = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "use_cache")
 Kind = Literal["model", "masked_lm", "sequence", "token"]
 """The network to export: the bare encoder, or with a language-model head, a text classifier or a token classifier."""
+_CLASSES: dict[Kind, str] = {
+    "model": "Model",
+    "masked_lm": "ForMaskedLM",
+    "sequence": "ForSequenceClassification",
+    "token": "ForTokenClassification",
+}
+"""Suffixes of the classes' names."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +56,11 @@ class Format:
     """The export format of a network.
 
     Attributes:
-        name: the `model_type` in config.json.
         config: the network's Hugging Face configuration.
         classes: the network's class for each kind.
         files: contents of additional files in the folder, by file name.
     """
 
-    name: str
     config: Any
     classes: Mapping[Kind, Any]
     files: Mapping[str, str] = field(default_factory=dict)
@@ -49,26 +71,144 @@ class Format:
             return self.classes[kind](self.config)
 
 
-def is_llama_shaped(config: Any) -> bool:
-    """Return whether EuroBERT's format can represent a network with this Hugging Face configuration."""
+def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
+    """Return EuroBERT's format if it can represent the network with this Hugging Face configuration, else the family's.
+
+    The tokenizer's special tokens are written into the format's configuration. A family's code is verified on a small
+    network with the same configuration.
+
+    Raises:
+        UserError: neither format can represent the network: the family has layers of an unknown kind, or its results differ
+            from those of training.
+    """
+    special = {f"{role}_token_id": token for role, token in tokenizer.role_ids.items()}
     shaped = config.model_type in _LLAMA_SHAPED and not getattr(config, "sliding_window", None)
     biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
-    return shaped and not biases and config.rope_parameters["rope_type"] == "default"
+    if shaped and not biases and config.rope_parameters["rope_type"] == "default":
+        return _eurobert_format(config, special)
+    if config.model_type == "eurobert":
+        raise UserError("export: a eurobert model with rope scaling or biases can't be written as a plain eurobert one")
+    return _bidirectional_format(config, special)
 
 
-def special_token_ids(tokenizer: Tokenizer) -> dict[str, int | None]:
-    """Return the ids of the special tokens under the keys of a Hugging Face configuration."""
-    return {f"{role}_token_id": token for role, token in tokenizer.role_ids.items()}
-
-
-def eurobert_format(config: Any, tokenizer: Tokenizer) -> Format:
-    """Return EuroBERT's format for a configuration for which `is_llama_shaped` is true."""
-    content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special_token_ids(tokenizer)}
+def _eurobert_format(config: Any, special: dict[str, int | None]) -> Format:
+    content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    classes: dict[Kind, Any] = {
-        "model": EuroBertModel,
-        "masked_lm": EuroBertForMaskedLM,
-        "sequence": EuroBertForSequenceClassification,
-        "token": EuroBertForTokenClassification,
+    written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
+    return Format(written, {kind: getattr(transformers, f"EuroBert{name}") for kind, name in _CLASSES.items()})
+
+
+def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format:
+    code = _code_of(config)
+    module = _module_of(code)
+    content = {
+        name: value
+        for name, value in config.to_diff_dict().items()
+        if name not in _NOT_KEPT and name not in special and name[0] != "_"
     }
-    return Format("eurobert", EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean"), classes)
+    _require_equal_results(json.dumps(content, sort_keys=True), config.model_type, code)
+    written = module.BidirectionalConfig(**content, **special, use_cache=False)
+    written.auto_map = {"AutoConfig": BIDIRECTIONAL_CODE}
+    for name in _CLASSES.values():
+        written.auto_map[f"AutoModel{name.removeprefix('Model')}"] = f"{_MODULE}.Bidirectional{name}"
+    classes: dict[Kind, Any] = {kind: getattr(module, f"Bidirectional{name}") for kind, name in _CLASSES.items()}
+    return Format(written, classes, {f"{_MODULE}.py": code})
+
+
+def _code_of(config: Any) -> str:
+    """Return the template's code with the transformers classes of the configuration's family."""
+    family = config.model_type
+    refused = f"export: a {family} model can't be written"
+    unknown = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if unknown:
+        raise UserError(f"{refused}: it has layers of unknown kinds: {', '.join(sorted(unknown))}")
+    if type(config) not in transformers.MODEL_MAPPING:
+        raise UserError(f"{refused}: its network is not one of transformers' own")
+    network: Any = transformers.MODEL_MAPPING[type(config)]
+    bases = [base.__name__ for base in network.__mro__ if base.__name__.endswith("PreTrainedModel")]
+    names = {"Config": type(config).__name__, "Model": network.__name__, "PreTrainedModel": bases[0]}
+    code = _TEMPLATE.read_text(encoding="utf-8")
+    for part, name in names.items():
+        if not hasattr(transformers, name):
+            raise UserError(f"{refused}: transformers doesn't export its {name}")
+        code = code.replace(f"import Llama{part} as", f"import {name} as")
+    return code.replace('FAMILY = "llama"', f'FAMILY = "{family}"')
+
+
+@functools.cache
+def _module_of(code: str) -> ModuleType:
+    """Run the code as a module, so that the exported classes are the ones that were verified."""
+    module = ModuleType(f"_biphasic_bidirectional_{hashlib.sha256(code.encode()).hexdigest()[:16]}")
+    sys.modules[module.__name__] = module
+    exec(code, module.__dict__)
+    return module
+
+
+@functools.cache
+def _require_equal_results(content: str, family: str, code: str) -> None:
+    """Compare the code's hidden states, for left and right padding, with those of training's attention on a small network.
+
+    Raises:
+        UserError: the hidden states differ, or no such small network can be built.
+    """
+    module = _module_of(code)
+    refused = f"export: a {family} model can't be written"
+    try:
+        values = _small(json.loads(content))
+        trained = from_hf_config(transformers.AutoConfig.for_model(family, **values), seed=0).backbone.eval()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            for parameter in trained.parameters():
+                if parameter.dim() > 1:
+                    # Weights are large enough that every path matters, and small enough that scores don't amplify rounding.
+                    torch.nn.init.normal_(parameter, std=0.5 * values["hidden_size"] ** -0.5)
+        largest = 0.0
+        for implementation in ["eager", "sdpa"] if module.BidirectionalModel._supports_sdpa else ["eager"]:
+            config = module.BidirectionalConfig(**values, attn_implementation=implementation)
+            written = module.BidirectionalModel(config).eval()
+            written.load_state_dict(trained.state_dict())
+            largest = max([largest, *(_difference(trained, written, lengths) for lengths in ((9, 4, 1), (6, 6)))])
+    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
+        raise UserError(f"{refused}: its code can't be verified on a small network ({first_line(error)})") from None
+    if not largest <= TOLERANCE:
+        raise UserError(f"{refused}: the results of transformers would differ from training's by {largest:.1e}")
+
+
+@torch.no_grad()
+def _difference(trained: Any, written: Any, lengths: tuple[int, ...]) -> float:
+    """Return the largest difference between hidden states for texts of these lengths; infinite if there is a NaN."""
+    generator = torch.Generator().manual_seed(1)
+    texts = [torch.randint(trained.config.vocab_size, (length,), generator=generator) for length in lengths]
+    expected = packed_forward(trained, torch.cat(texts), Segments.of(lengths, torch.device("cpu")), causal=False)
+    largest = 0.0
+    for side in ("right", "left"):
+        tokens = pad_sequence(texts, batch_first=True, padding_side=side)
+        mask = pad_sequence([torch.ones_like(text) for text in texts], batch_first=True, padding_side=side)
+        output = written(input_ids=tokens, attention_mask=None if bool(mask.all()) else mask)
+        difference = (output.last_hidden_state[mask.bool()] - expected).abs().max().nan_to_num(float("inf"))
+        largest = max(largest, float(difference))
+    return largest
+
+
+def _small(content: dict[str, Any]) -> dict[str, Any]:
+    """Return the configuration of a small network that keeps every kind of layer and the family's other features."""
+    layers: int = content["num_hidden_layers"]
+    kinds: list[str] = content.get("layer_types") or []
+    # At least four layers, because SmolLM3 has no rotary positions in every fourth layer.
+    few = min(layers, max([4, *(kinds.index(kind) + 1 for kind in set(kinds))]))
+    heads: int = content["num_attention_heads"]
+    head_dim = content.get("head_dim") or content["hidden_size"] // heads
+    grouped = (content.get("num_key_value_heads") or heads) < heads
+    small = {
+        name: value[:few] if isinstance(value, list) and len(value) == layers else value
+        for name, value in content.items()
+    }
+    small |= {"vocab_size": 64, "num_hidden_layers": few, "initializer_range": 0.1}
+    small |= {"num_attention_heads": 4, "num_key_value_heads": 2 if grouped else 4}
+    small |= dict.fromkeys(("hidden_size", "intermediate_size"), 4 * head_dim)
+    small |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    if "head_dim" in content:
+        small["head_dim"] = head_dim
+    if content.get("sliding_window"):
+        small["sliding_window"] = 3  # shorter than the texts
+    return small

@@ -32,18 +32,12 @@ TOLERANCE = 1e-3
 """Largest allowed difference between an output value of the graph and of the packed model."""
 SINGLE_FILE_BYTES = 1_900_000_000
 """Largest size of weights stored in the graph's own file, in bytes, because a protobuf message is smaller than 2 GiB."""
-_LENGTHS = (1, 2, 3, 5, 9, 17, 64)
-_LONGEST = 512
-"""Length in tokens of the longest text that a graph is verified with."""
+_LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
+"""Lengths in tokens of the texts that a graph is verified with, as far as the model takes them."""
 
 
 class PaddedEncoder(nn.Module):
-    """A EuroBERT backbone on padded batches, with the folder's pooling.
-
-    Args:
-        backbone: transformers' `EuroBertModel`; its attention implementation is set to PyTorch's (`sdpa`).
-        pooling: pools hidden states to embeddings.
-    """
+    """transformers' `EuroBertModel` on padded batches, with PyTorch's attention (`sdpa`) and the folder's pooling."""
 
     def __init__(self, backbone: Any, pooling: Pooling):
         super().__init__()
@@ -54,9 +48,7 @@ class PaddedEncoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states [batch, length, width], zero at padding, and embeddings [batch, width], in the model's dtype.
 
-        Args:
-            input_ids: int64 [batch, length]; the ids at padding don't matter.
-            attention_mask: int64 [batch, length], 0 at padding, which may be on either side.
+        Both inputs are int64 [batch, length]. The mask is 0 at padding, which may be on either side.
         """
         kept = attention_mask != 0
         positions = (kept.long().cumsum(1) - 1).clamp(min=0)
@@ -65,18 +57,15 @@ class PaddedEncoder(nn.Module):
         mask = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
         output = self.backbone(input_ids=input_ids, attention_mask=mask[:, None, None, :], position_ids=positions)
         hidden = output.last_hidden_state * kept[..., None].to(dtype)
-        pooled = self._pooled(hidden, kept, positions)
-        return hidden, F.normalize(pooled, dim=-1) if self.pooling.normalize else pooled
-
-    def _pooled(self, hidden: Tensor, kept: Tensor, positions: Tensor) -> Tensor:
-        """Return pooled hidden states [batch, width]; zeros for a text without tokens."""
-        count = kept.sum(1, keepdim=True)
+        count = kept.sum(1, keepdim=True)  # each pooling gives zeros for a text without tokens
         if self.pooling.mode == "mean":
-            return hidden.sum(1) / count.clamp(min=1)
-        if self.pooling.mode == "max":
-            return hidden.masked_fill(~kept[..., None], torch.finfo(hidden.dtype).min).amax(1) * (count > 0)
-        position = 0 if self.pooling.mode == "cls" else count - 1
-        return (hidden * (kept & (positions == position))[..., None]).sum(1)
+            pooled = hidden.sum(1) / count.clamp(min=1)
+        elif self.pooling.mode == "max":
+            pooled = hidden.masked_fill(~kept[..., None], torch.finfo(dtype).min).amax(1) * (count > 0)
+        else:
+            position = 0 if self.pooling.mode == "cls" else count - 1
+            pooled = (hidden * (kept & (positions == position))[..., None]).sum(1)
+        return hidden, F.normalize(pooled, dim=-1) if self.pooling.normalize else pooled
 
 
 def require_onnx() -> None:
@@ -92,26 +81,26 @@ def export_onnx(folder: Path) -> Path:
     Its inputs are `input_ids` and `attention_mask`, int64 [batch, length]; its outputs are `last_hidden_state`, float32
     [batch, length, width], zero at padding, and `sentence_embedding`, float32 [batch, width]. Batch and length are dynamic.
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
-    Large weights are written beside the graph, to `model.onnx_data`.
-
-    Args:
-        folder: an export in EuroBERT's format; an earlier graph is replaced.
-
-    Returns:
-        The graph's file.
+    Large weights are written beside the graph, to `model.onnx_data`. An earlier graph is replaced. Returns the graph's file.
 
     Raises:
         UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not supported, the
             graph's results differ from the model's, or the graph can't be written.
     """
     require_onnx()
-    _require_eurobert(folder)
+    require_export(folder)
+    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
+    if family != "eurobert":
+        raise UserError(f"{folder} holds a {family} model: only the eurobert format can be written as ONNX")
     unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
     if unknown:
         raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")
     encoder = load_encoder(str(folder))
     encoder.backbone.eval()
-    texts = _texts(encoder)
+    # Random texts of different lengths, the same in every call.
+    generator, ids = random.Random(0), range(encoder.tokenizer.vocab_size - 1)
+    lengths = sorted({min(length, encoder.text_tokenizer.max_length) for length in _LENGTHS})
+    texts = [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
     expected = [_packed(encoder, text) for text in texts]
     padded = PaddedEncoder(encoder.backbone, encoder.pooling).eval()
     difference = float("nan")
@@ -132,22 +121,6 @@ def export_onnx(folder: Path) -> Path:
     return folder / FOLDER / GRAPH
 
 
-def _require_eurobert(folder: Path) -> None:
-    require_export(folder)
-    family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if family != "eurobert":
-        raise UserError(f"{folder} holds a {family} model: only the eurobert format can be written as ONNX")
-
-
-def _texts(encoder: Encoder) -> list[Tensor]:
-    """Return token ids of random texts with different lengths, the same in every call."""
-    longest = min(encoder.text_tokenizer.max_length, _LONGEST)
-    lengths = [*(length for length in _LENGTHS if length < longest), longest]
-    generator = random.Random(0)
-    ids = range(encoder.tokenizer.vocab_size - 1)
-    return [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
-
-
 @torch.inference_mode()
 def _packed(encoder: Encoder, text: Tensor) -> tuple[Tensor, Tensor]:
     """Return hidden states [tokens, width] and the embedding [width] of a text, computed by packed attention."""
@@ -157,7 +130,7 @@ def _packed(encoder: Encoder, text: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _trace(model: PaddedEncoder, folder: Path) -> None:
-    """Write the graph; weights above `SINGLE_FILE_BYTES` are written to a separate file."""
+    """Write the graph, with weights above `SINGLE_FILE_BYTES` in a separate file."""
     import onnx_ir
     from onnx_ir.passes.common import ClearMetadataAndDocStringPass
 

@@ -9,13 +9,13 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HTTPError,  # pyright: ignore[reportPrivateImportUsage] - of its HTTP client, which has changed before
-)
+
+# HTTPError is that of huggingface_hub's HTTP client, which has changed before.
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+from huggingface_hub.utils import validate_repo_id
 
 from biphasic.errors import UserError
-from biphasic.export.folder import CARD_FILE, read_card, require_id
+from biphasic.export.folder import CARD_FILE, read_card
 
 _EXCLUDED = (".*", "*.partial", "*.tmp", "*.lock", "*.incomplete", "__pycache__", "*.pyc", "*~")
 """Patterns for files and folders that are not part of an export."""
@@ -27,14 +27,8 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
     """Upload an exported folder as one commit. A missing repository or branch is created.
 
     The example code in the uploaded card uses the repository's name. Weights from an earlier push that are not in the folder
-    are deleted in the same commit.
-
-    Args:
-        folder: an exported folder.
-        repo: `organisation/name`.
-        revision: a branch. Default: `main`.
-        private: whether a new repository is private.
-        dry_run: print what would be uploaded, without sending any request.
+    are deleted in the same commit. `revision` is a branch (default: `main`), and `private` holds for a new repository. A dry
+    run prints what would be uploaded, without sending any request.
 
     Raises:
         UserError: the folder is not an export or has a file that can't be uploaded, the hub would refuse its card or the
@@ -75,7 +69,10 @@ def require_repo(repo: str) -> None:
     """Raise a UserError if `repo` isn't a valid `organisation/name` on the hub."""
     if repo.count("/") != 1:
         raise UserError(f"--push {repo}: expected ORGANISATION/NAME")
-    require_id(repo, f"--push {repo}")
+    try:
+        validate_repo_id(repo)
+    except HFValidationError as error:
+        raise UserError(f"--push {repo}: {' '.join(str(error).split())}") from None
 
 
 def require_token() -> None:

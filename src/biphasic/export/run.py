@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import yaml
@@ -14,8 +14,8 @@ from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export.card import pretrained_card, untrained_card
-from biphasic.export.weights import Weights
-from biphasic.export.write import choose_format, require_free, write_language_model
+from biphasic.export.formats import Format, choose_format
+from biphasic.export.write import Weights, require_free, write_folder
 from biphasic.model.backbone import build_language_model, hf_config_from_json
 from biphasic.model.checkpoint import read_record
 
@@ -28,19 +28,12 @@ def export_checkpoint(
     *,
     name: str | None = None,
     dtype: Precision = "fp32",
-    tokenizer: str | None = None,
     force: bool = False,
 ) -> None:
-    """Export a run's checkpoint, and print what was written.
+    """Export a run's checkpoint, local or in a bucket, and print what was written.
 
-    Args:
-        checkpoint: a file, a sharded checkpoint's folder, or a run's checkpoint folder, of which the newest checkpoint is
-            exported; local or in a bucket.
-        out: folder to write.
-        name: the model's name on its card.
-        dtype: of the weights on disk.
-        tokenizer: folder or hub id; None takes the run's.
-        force: replace an earlier export in `out`.
+    `checkpoint` is a file, a sharded checkpoint's folder, or a run's checkpoint folder, whose newest checkpoint is exported.
+    `name` is the model's name on its card, `dtype` that of the weights on disk. `force` replaces an earlier export in `out`.
 
     Raises:
         UserError: `out` is not free, or the checkpoint can't be read or exported.
@@ -51,10 +44,10 @@ def export_checkpoint(
     try:
         local = local_checkpoint(checkpoint, downloads)
         record = read_record(local)
-        loaded = load_tokenizer(tokenizer or yaml.safe_load(record["config"])["tokenizer"])
-        fmt = choose_format(hf_config_from_json(record["backbone"]), loaded)
+        tokenizer = load_tokenizer(yaml.safe_load(record["config"])["tokenizer"])
+        fmt = choose_format(hf_config_from_json(record["backbone"]), tokenizer)
         card = pretrained_card(record, name, remote_code=bool(fmt.files))
-        _write(fmt, Weights.from_checkpoint(local), loaded, out, card, dtype, force)
+        _write(fmt, Weights.from_checkpoint(local), tokenizer, out, card, dtype, force)
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
 
@@ -66,31 +59,25 @@ def export_initial(
     overrides: list[str] | None = None,
     name: str | None = None,
     dtype: Precision = "fp32",
-    tokenizer: str | None = None,
     force: bool = False,
 ) -> None:
-    """Export the initial weights of a pretraining YAML, and print what was written. Other arguments: `export_checkpoint`.
-
-    Args:
-        file: the YAML.
-        out: folder to write.
-        overrides: `key=value` for each value of the YAML that is replaced.
+    """Export the initial weights of a pretraining YAML, with `overrides` (`key=value`), and print what was written.
 
     Raises:
         UserError: `out` is not free, or the model can't be built or exported.
     """
     require_free(out, force)
     config = load_job(PretrainConfig, file, overrides)
-    loaded = load_tokenizer(tokenizer or config.tokenizer)
-    model = build_language_model(config.model, config.data.sequence_length, config.seed, loaded.vocab_size)
-    fmt = choose_format(model.config, loaded)
+    tokenizer = load_tokenizer(config.tokenizer)
+    model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    fmt = choose_format(model.config, tokenizer)
     card = untrained_card(config.model_dump(mode="json"), name, remote_code=bool(fmt.files))
-    _write(fmt, Weights.in_memory(model.state_dict()), loaded, out, card, dtype, force)
+    _write(fmt, Weights.in_memory(model.state_dict()), tokenizer, out, card, dtype, force)
 
 
 def _write(
-    fmt: Any, weights: Weights, tokenizer: Tokenizer, out: Path, card: Any, dtype: Precision, force: bool
+    fmt: Format, weights: Weights, tokenizer: Tokenizer, out: Path, card: str, dtype: Precision, force: bool
 ) -> None:
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    count = write_language_model(fmt, weights, tokenizer, out, card, dtype=torch_dtype, force=force)
-    print(f"{out}: {count:,} parameters in {dtype}, {fmt.name} format")
+    count = write_folder(fmt, "masked_lm", weights, tokenizer, out, card, dtype=torch_dtype, force=force)
+    print(f"{out}: {count:,} parameters in {dtype}, {fmt.config.model_type} format")

@@ -1,77 +1,133 @@
-"""Write exported folders, which transformers and sentence-transformers load."""
+"""Write exported folders, which transformers and sentence-transformers load, with at most one file's weights in memory."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
+from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
-from biphasic.export.bidirectional import bidirectional_format
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
-from biphasic.export.formats import Format, Kind, eurobert_format, is_llama_shaped
-from biphasic.export.weights import Weights, unique_weights, write_weights
+from biphasic.export.formats import Format, Kind, choose_format
+from biphasic.grouping import groups_up_to
+from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
 
 HEAD_FILE = "head.safetensors"
 """File for a head that the format has no class for."""
+SHARD_BYTES = 5_000_000_000
+"""Largest size of a weights file, unless a single weight is larger."""
+PORTION_BYTES = 256_000_000
+"""Bytes that are read and cast at a time, unless a single weight is larger."""
 
 
-def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
-    """Return EuroBERT's format if it can represent the network, else the family's format.
+@dataclass(frozen=True)
+class Weights:
+    """Named weights whose shapes are known before they are read.
 
-    Args:
-        config: the backbone's Hugging Face configuration.
-        tokenizer: the encoder's tokenizer, whose special tokens are written into the configuration.
+    Attributes:
+        shapes: tensors with the stored shapes and dtypes, which may be on the meta device.
+        read: returns the named weights, on the CPU.
+        source: where the weights come from, for messages.
+    """
+
+    shapes: Mapping[str, Tensor]
+    read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    source: str
+
+    @staticmethod
+    def in_memory(weights: Mapping[str, Tensor]) -> Weights:
+        """Return `Weights` for tensors in memory, whose names `exported_name` converts."""
+        weights = {exported_name(name): weight.detach() for name, weight in weights.items()}
+        return Weights(weights, lambda names: {name: weights[name].cpu() for name in names}, "model")
+
+    @staticmethod
+    def from_checkpoint(path: str) -> Weights:
+        """Return the weights of a run's checkpoint (a file or a sharded folder), under the names of `exported_name`.
+
+        Raises:
+            UserError: the checkpoint is missing or damaged, or was not written by a run.
+        """
+        shapes = weight_shapes(path)
+        stored = {exported_name(name): name for name in shapes}
+
+        def read(names: Sequence[str]) -> dict[str, Tensor]:
+            weights = read_weights(path, [stored[name] for name in names])
+            return {name: weights[stored[name]] for name in names}
+
+        return Weights({name: shapes[stored[name]] for name in stored}, read, f"checkpoint {path}")
+
+
+def exported_name(name: str) -> str:
+    """Return transformers' name for a weight of `LanguageModel`, whose backbone is `model` there."""
+    return re.sub(r"^backbone\.", "model.", name)
+
+
+def unique_weights(network: nn.Module) -> dict[str, Tensor]:
+    """Return a network's stored weights by name; a weight with several names is returned under the first."""
+    stored = network.state_dict()
+    named = [*network.named_parameters(), *network.named_buffers()]
+    return {name: weight for name, weight in named if name in stored}
+
+
+def write_weights(weights: Weights, network: nn.Module, folder: Path, dtype: torch.dtype) -> None:
+    """Write a network's weights as transformers does: `model.safetensors`, or above `SHARD_BYTES` shards and their index.
+
+    The network determines the expected names and shapes. A weight with several names is written once.
 
     Raises:
-        UserError: neither format can represent the network.
+        UserError: weights are missing, unexpected or have another shape. Nothing is written then.
+        OSError: the folder can't be written.
     """
-    if is_llama_shaped(config):
-        return eurobert_format(config, tokenizer)
-    if config.model_type == "eurobert":
-        raise UserError("export: a eurobert model with rope scaling or biases can't be written as a plain eurobert one")
-    return bidirectional_format(config, tokenizer)
+    expected = unique_weights(network)
+    _require_fit(weights, expected, network)
+    names = sorted(expected, key=_order_of_names)
+    stored = {name: torch.empty(expected[name].shape, dtype=dtype, device="meta") for name in names}
+    split = split_torch_state_dict_into_shards(stored, max_shard_size=SHARD_BYTES)
+    for file, names in split.filename_to_tensors.items():
+        save_file(_cast(weights, names, dtype), folder / file, metadata={"format": "pt"})
+    if split.is_sharded:
+        metadata = {"total_parameters": sum(weight.numel() for weight in stored.values()), **split.metadata}
+        index = {"metadata": metadata, "weight_map": split.tensor_to_filename}
+        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
+        (folder / "model.safetensors.index.json").write_text(text, encoding="utf-8")
 
 
-def write_language_model(
-    fmt: Format,
-    weights: Weights,
-    tokenizer: Tokenizer,
-    out: Path,
-    card: str,
-    *,
-    dtype: torch.dtype,
-    force: bool = False,
-) -> int:
-    """Write backbone and head to a folder that loads as a masked language model and as a bare encoder.
+def _order_of_names(name: str) -> list[tuple[int, int, str]]:
+    """Return the key by which transformers sorts weights: layer 2 before layer 10."""
+    return [(0, int(part), "") if part.isdigit() else (1, 0, part) for part in name.split(".")]
 
-    Args:
-        fmt: the network's export format.
-        weights: the weights, named as in `LanguageModel`.
-        tokenizer: the network's tokenizer.
-        out: the folder, which is written atomically.
-        card: the text of README.md.
-        dtype: the dtype of the weights on disk.
-        force: replace an earlier export.
 
-    Returns:
-        The number of parameters.
+def _require_fit(weights: Weights, expected: Mapping[str, Tensor], network: nn.Module) -> None:
+    shapes, kind = weights.shapes, type(network).__name__
+    missing = [name for name in expected if name not in shapes]
+    if missing:
+        raise UserError(f"{weights.source}: lacks {len(missing)} weights that {kind} has, e.g. {missing[0]}")
+    extra = sorted(set(shapes) - set(network.state_dict()))
+    if extra:
+        raise UserError(f"{weights.source}: has {len(extra)} weights that {kind} has no place for, e.g. {extra[0]}")
+    for name, weight in expected.items():
+        if shapes[name].shape != weight.shape:
+            shape = list(shapes[name].shape)
+            raise UserError(f"{weights.source}: {name} is {shape}, where {kind} has {list(weight.shape)}")
 
-    Raises:
-        UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
-    """
-    named = weights.renamed(lambda name: f"model.{part}" if (part := name.removeprefix("backbone.")) != name else name)
-    settings = SentenceSettings(max_length=fmt.config.max_position_embeddings)
-    return write_folder(fmt, "masked_lm", named, tokenizer, out, card, settings, dtype=dtype, force=force)
+
+def _cast(weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
+    cast = {}
+    for portion in groups_up_to(PORTION_BYTES, names, lambda name: weights.shapes[name].nbytes):
+        for name, weight in weights.read(portion).items():
+            cast[name] = weight.to(dtype).contiguous()
+    return cast
 
 
 def export_encoder(
@@ -82,18 +138,14 @@ def export_encoder(
     *,
     prompts: dict[str, str] | None = None,
     max_length: int | None = None,
-    lowercase: bool = False,
-    **options: Any,
+    dtype: torch.dtype = torch.float32,
+    force: bool = False,
 ) -> None:
-    """Export an encoder in memory, without a head. Other arguments and errors are as for `write_folder`.
-
-    `prompts` (`query`, `document`) is the text that sentence-transformers prepends to inputs. `max_length` is the length in
-    tokens to which it truncates them. Default: the context length. With `lowercase` it lowercases them.
-    """
+    """Export an encoder in memory, without a head. Arguments and errors are as for `write_folder` and `SentenceSettings`."""
+    settings = SentenceSettings(prompts or {}, max_length=max_length)
+    weights = Weights.in_memory(backbone.state_dict())
     fmt = choose_format(backbone.config, tokenizer)
-    max_length = max_length or fmt.config.max_position_embeddings
-    settings = SentenceSettings(prompts or {}, max_length=max_length, lowercase=lowercase)
-    write_folder(fmt, "model", Weights.in_memory(backbone.state_dict()), tokenizer, out, card, settings, **options)
+    write_folder(fmt, "model", weights, tokenizer, out, card, settings, dtype=dtype, force=force)
 
 
 def write_folder(
@@ -103,48 +155,49 @@ def write_folder(
     tokenizer: Tokenizer,
     out: Path,
     card: str,
-    settings: SentenceSettings,
+    settings: SentenceSettings | None = None,
     *,
     dtype: torch.dtype = torch.float32,
     force: bool = False,
     keep_special_tokens: bool = False,
     head: dict[str, Tensor] | None = None,
 ) -> int:
-    """Write a network, its tokenizer and its card.
+    """Write a network, its tokenizer and its card atomically to a folder, and return the number of parameters.
 
     Args:
-        fmt: the export format.
-        kind: the network to export.
+        kind: the network to export, of those of the format.
         weights: the weights, named as in that network.
-        tokenizer: the network's tokenizer.
-        out: the folder, which is written atomically.
         card: the text of README.md.
-        settings: prompts and maximum length for sentence-transformers.
+        settings: prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
         dtype: the dtype of the weights on disk.
         force: replace an earlier export.
         keep_special_tokens: whether the tokenizer adds its special tokens to a text.
         head: weights that the format has no class for, written to `head.safetensors`.
-
-    Returns:
-        The number of parameters.
 
     Raises:
         UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
     """
     require_free(out, force)
     network = fmt.network(kind)
-    config = fmt.config
+    config, settings = fmt.config, settings or SentenceSettings()
+    settings = replace(settings, max_length=settings.max_length or config.max_position_embeddings)
     config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
+
+    # Replaces the original tokenizer's settings, such as its class, beginning-of-text token, path and chat template.
+    tokenizer_settings = {
+        "model_max_length": settings.max_length,
+        "model_input_names": ["input_ids", "attention_mask"],
+        "clean_up_tokenization_spaces": False,
+    }
 
     def fill(folder: Path) -> None:
         config.save_pretrained(folder)
         for name, text in fmt.files.items():
             (folder / name).write_text(text, encoding="utf-8")
         write_weights(weights, network, folder, dtype)
-        tokenizer.save(folder)
+        replace(tokenizer, settings=tokenizer_settings).save(folder)
         if not keep_special_tokens:
             _remove_special_tokens(folder / "tokenizer.json")
-        _replace_tokenizer_settings(folder, settings.max_length)
         write_shared_files(folder, config.hidden_size, settings, card, head)
 
     write_atomically(out, fill)
@@ -193,39 +246,21 @@ def _remove_special_tokens(file: Path) -> None:
     file.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")
 
 
-def _replace_tokenizer_settings(folder: Path, max_length: int | None) -> None:
-    """Replace the original tokenizer's settings, such as its class, beginning-of-text token, path and chat template."""
-    names = json.loads((folder / "special_tokens_map.json").read_text(encoding="utf-8"))
-    settings = {
-        **names,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": max_length,
-        "model_input_names": ["input_ids", "attention_mask"],
-        "clean_up_tokenization_spaces": False,
-    }
-    text = json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True)
-    (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
-
-
 def write_shared_files(
     folder: Path, width: int, settings: SentenceSettings, card: str, head: dict[str, Tensor] | None
 ) -> None:
     """Write the files of every export: sentence-transformers' modules (encoder, mean pooling), a head if given, the card."""
-    modules = [
-        {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
-        {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
-    ]
     # A flag for each mode: the format of sentence-transformers before version 6 and of text-embeddings-inference.
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
+    sentences = {"prompts": settings.prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}
     files = {
-        "modules.json": modules,
+        "modules.json": [
+            {"idx": 0, "name": "0", "path": "", "type": "sentence_transformers.models.Transformer"},
+            {"idx": 1, "name": "1", "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"},
+        ],
         "1_Pooling/config.json": {**pooling, "include_prompt": True},
         "sentence_bert_config.json": {"max_seq_length": settings.max_length, "do_lower_case": settings.lowercase},
-        "config_sentence_transformers.json": {
-            "prompts": settings.prompts,
-            "default_prompt_name": None,
-            "similarity_fn_name": "cosine",
-        },
+        "config_sentence_transformers.json": sentences,
         EXPORT_FILE: {"format": 1},
     }
     (folder / "1_Pooling").mkdir()
