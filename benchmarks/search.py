@@ -42,10 +42,10 @@ def write(folder: Path, documents: int, shape: Shape) -> None:
     from biphasic.evaluation.embedding_cache import EmbeddingCache
     from biphasic.evaluation.retriever import BLOCK
 
-    with EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width) as blocks:
-        for number, first in enumerate(range(0, documents, BLOCK)):
-            generator = np.random.default_rng([documents, number])
-            blocks.write(number, generator.standard_normal((min(BLOCK, documents - first), shape.width), np.float32))
+    blocks = EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width)
+    for number, first in enumerate(range(0, documents, BLOCK)):
+        generator = np.random.default_rng([documents, number])
+        blocks.write(number, generator.standard_normal((min(BLOCK, documents - first), shape.width), np.float32))
 
 
 def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
@@ -62,11 +62,11 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.monotonic()
     nearest = ExactTopK(queries, shape.k)
-    with EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width) as blocks:
-        for number, first in enumerate(range(0, documents, BLOCK)):
-            vectors = blocks.read(number)
-            assert vectors is not None
-            nearest.add(torch.from_numpy(np.array(vectors)), first)
+    blocks = EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width)
+    for number, first in enumerate(range(0, documents, BLOCK)):
+        vectors = blocks.read(number)
+        assert vectors is not None
+        nearest.add(torch.from_numpy(np.array(vectors)), first)
     positions = nearest.result()[1]
     seconds = time.monotonic() - start
     assert positions.shape == (shape.queries, min(shape.k, documents))

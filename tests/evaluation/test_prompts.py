@@ -21,9 +21,8 @@ from tokenizers import Tokenizer, models
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.retriever import Retriever, document_texts
-from biphasic.evaluation.scoring import SplitScores
+from biphasic.evaluation.scoring import SplitScores, score_table
 from biphasic.evaluation.sets import judged_only, retrieval_task
-from biphasic.evaluation.table import score_table
 from biphasic.model.pooling import read_sentence_settings
 
 CASES: dict[str, dict[str, Any]] = {

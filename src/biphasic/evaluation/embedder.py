@@ -27,21 +27,10 @@ class EncoderEmbedder:
 
     def __post_init__(self) -> None:
         self.encoder.backbone.eval()
-
-    @property
-    def sentence_settings(self) -> SentenceSettings:
-        """Prompts and the similarity function."""
-        return self.encoder.text_tokenizer.settings
-
-    @property
-    def width(self) -> int:
-        """The dimension of the embeddings."""
-        return self.encoder.width
-
-    @property
-    def device(self) -> torch.device:
+        self.sentence_settings: SentenceSettings = self.encoder.text_tokenizer.settings
+        self.width: int = self.encoder.width
+        self.device: torch.device = next(self.encoder.backbone.parameters()).device
         """The device of the weights; embeddings are compared on it."""
-        return next(self.encoder.backbone.parameters()).device
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -92,15 +81,3 @@ class RandomEmbedder:
 
 
 Embedder = EncoderEmbedder | RandomEmbedder
-
-
-def prompt_text(settings: SentenceSettings, name: str | None) -> str:
-    """Return the prompt to prepend to an input, as sentence-transformers and mteb together would choose it.
-
-    Args:
-        settings: the settings in the model's files.
-        name: the prompt name that mteb finds for a task and role (`NQ-query`, `Retrieval-document`, `query`). None if mteb
-            finds no name; the default prompt is used then.
-    """
-    name = settings.default_prompt if name is None else name
-    return "" if name is None else settings.prompts.get(name, "")

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,47 +52,31 @@ class EmbeddingBlocks:
 
 
 class EmbeddingCache:
-    """A local folder in which evaluations store embeddings; several evaluations may use it at the same time.
-
-    Args:
-        folder: the cache folder.
-        limit: maximum total size of the embeddings, in bytes.
-    """
+    """A local folder in which evaluations store at most `limit` bytes of embeddings; several may use it at the same time."""
 
     def __init__(self, folder: Path, limit: int):
         self._folder, self._limit = folder / "embeddings", limit
 
-    @contextmanager
-    def open(self, key: Mapping[str, Any], size: int) -> Iterator[EmbeddingBlocks]:
-        """Open the blocks of one corpus; blocks are not removed while they are open.
+    def open(self, key: Mapping[str, Any], size: int) -> EmbeddingBlocks:
+        """Return the blocks of one corpus, of `size` bytes. The least recently used of the others are removed if necessary.
 
-        Args:
-            key: everything that affects the embeddings, as JSON types.
-            size: total size of the blocks, in bytes. The least recently used embeddings are removed if necessary.
+        `key` is everything that affects the embeddings, as JSON types.
 
         Raises:
             UserError: the folder can't be written to.
         """
         text = json.dumps(key, sort_keys=True)
         folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:24]
-        with ExitStack() as stack:
-            try:
-                # Other evaluations hold this lock when they remove folders, so a new folder is safe until it is locked.
-                with locked(self._folder / "room"):
-                    folder.mkdir(exist_ok=True)
-                    key_file = stack.enter_context((folder / "key.json").open("a+"))
-                    fcntl.flock(key_file, fcntl.LOCK_SH)
-                    if not key_file.tell():
-                        key_file.write(text + "\n")
-                        key_file.flush()
-                    os.utime(folder)
-                    available = self._remove_least_recently_used(folder, size)
-            except OSError as error:
-                raise UserError(f"cache {self._folder}: can't be written to ({first_line(error)})") from None
-            yield EmbeddingBlocks(folder, available)
-            os.utime(folder)
+        try:
+            with locked(self._folder / "room"):
+                folder.mkdir(exist_ok=True)
+                (folder / "key.json").write_text(text + "\n", encoding="utf-8")
+                os.utime(folder)
+                return EmbeddingBlocks(folder, self._make_room(folder, size))
+        except OSError as error:
+            raise UserError(f"cache {self._folder}: can't be written to ({first_line(error)})") from None
 
-    def _remove_least_recently_used(self, folder: Path, size: int) -> int:
+    def _make_room(self, folder: Path, size: int) -> int:
         """Remove the least recently used embeddings if necessary, and return the bytes available for `folder`."""
         others = [other for other in self._folder.iterdir() if other.is_dir() and other != folder]
         sizes = {other: _bytes_in(other) for other in sorted(others, key=lambda other: other.stat().st_mtime)}
@@ -102,27 +84,10 @@ class EmbeddingCache:
         for other in list(sizes):
             if sum(sizes.values()) + size <= self._limit and size <= free:
                 break
-            if _remove_unless_used(other):
-                free += sizes.pop(other)
+            shutil.rmtree(other, ignore_errors=True)
+            free += sizes.pop(other)
         return max(min(self._limit - sum(sizes.values()), free), 0)
 
 
 def _bytes_in(folder: Path) -> int:
-    total = 0
-    for file in folder.glob("*"):
-        try:
-            total += file.stat().st_size
-        except FileNotFoundError:  # renamed by another evaluation
-            continue
-    return total
-
-
-def _remove_unless_used(folder: Path) -> bool:
-    """Remove embeddings unless an evaluation has them open, and return whether they were removed."""
-    try:
-        with (folder / "key.json").open("a+") as key_file:
-            fcntl.flock(key_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-    except OSError:
-        return False
-    return True
+    return sum(file.stat().st_size for file in folder.glob("[0-9]*.npy"))

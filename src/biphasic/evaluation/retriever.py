@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,8 +20,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from biphasic.errors import UserError
-from biphasic.evaluation.embedder import Embedder, prompt_text
-from biphasic.evaluation.embedding_cache import EmbeddingBlocks, EmbeddingCache
+from biphasic.evaluation.embedder import Embedder
+from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
 
@@ -37,11 +36,7 @@ Value = TypeVar("Value")
 class Retriever(AbsEncoder):
     """Gives mteb access to an `Embedder`: `index` and `search` for retrieval, `encode` for all other tasks.
 
-    All ranks must make the same calls together; each rank embeds its share.
-
-    Args:
-        embedder: the model.
-        cache: stores document embeddings. None: no cache.
+    All ranks must make the same calls together; each rank embeds its share. Without a cache, no embeddings are stored.
     """
 
     def __init__(self, embedder: Embedder, cache: EmbeddingCache | None = None):
@@ -119,8 +114,11 @@ class Retriever(AbsEncoder):
         return self._embed_shared(texts, self._prompt(task_metadata, prompt_type), title)
 
     def _prompt(self, task: TaskMetadata, role: PromptType | None) -> str:
+        """Return the prompt to prepend to an input, as sentence-transformers and mteb together would choose it."""
         original = task.model_copy(update={"name": task.name.removesuffix(JUDGED)})
-        return prompt_text(self.embedder.sentence_settings, get_prompt_name(self._prompts, original, role))
+        settings = self.embedder.sentence_settings
+        name = get_prompt_name(self._prompts, original, role) or settings.default_prompt
+        return "" if name is None else settings.prompts.get(name, "")
 
     def _embed_shared(self, texts: Sequence[str], prompt: str, title: str) -> np.ndarray:
         """Return embeddings of all texts on every rank. All ranks must pass the same texts."""
@@ -144,7 +142,17 @@ class Retriever(AbsEncoder):
         """Yield the first document's position and the embeddings, fp32 [documents, width], of each of this rank's blocks."""
         rank, world, count = dist.get_global_rank(), dist.get_world_size(), len(corpus)
         block = SMALL_BLOCK if count < _SMALL_CORPUS else BLOCK
-        with _progress_bar(count, title) as bar, self._cached_blocks(corpus, prompt, block) as blocks:
+        blocks = None
+        if self._cache is not None:
+            key = {
+                "revision": self.embedder.revision,
+                "settings": dict(self.embedder.settings),
+                "prompt": prompt,
+                "corpus": from_first_rank(lambda: _corpus_hash(corpus)),
+                "block": block,
+            }
+            blocks = self._cache.open(key, 4 * count * self.embedder.width)
+        with _progress_bar(count, title) as bar:
             for number in range(rank, -(-count // block), world):
                 first, end = number * block, min((number + 1) * block, count)
                 embeddings = blocks.read(number) if blocks else None
@@ -162,24 +170,9 @@ class Retriever(AbsEncoder):
                     "evaluation embeds them again", title, blocks.skipped_blocks,
                 )  # fmt: skip
 
-    def _cached_blocks(self, corpus: Any, prompt: str, block: int) -> AbstractContextManager[EmbeddingBlocks | None]:
-        if self._cache is None:
-            return nullcontext()
-        key = {
-            "revision": self.embedder.revision,
-            "settings": dict(self.embedder.settings),
-            "prompt": prompt,
-            "corpus": from_first_rank(lambda: _corpus_hash(corpus)),
-            "block": block,
-        }
-        return self._cache.open(key, 4 * len(corpus) * self.embedder.width)
-
 
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     """Return documents as mteb passes them to models: the title, if there is one, a space and the text.
-
-    Args:
-        columns: `text`, and optionally `title`.
 
     Raises:
         UserError: a document has no text.

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,9 @@ from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
 from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever, from_first_rank
-from biphasic.evaluation.scoring import SplitScores, bm25, score
+from biphasic.evaluation.scoring import bm25, score, score_table
 from biphasic.evaluation.search import trec_run
 from biphasic.evaluation.sets import judged_only
-from biphasic.evaluation.table import score_table
 from biphasic.evaluation.tasks import PlannedTask, plan_tasks
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.model.encoder import load_encoder
@@ -48,17 +47,16 @@ class ScoredSystem:
     """Fingerprint of everything that affects the scores."""
     results: Path | None
     """The folder for mteb's result files of a baseline; None for the model."""
-    make: Callable[[], Any]
-    """Returns the object that mteb scores."""
+    model: Any
+    """The object that mteb scores."""
     settings: Mapping[str, Any]
 
 
 def run(config: EvaluateConfig) -> Path:
-    """Score the model and the baselines. Scores with a record are not computed again.
+    """Score the model and the baselines, and return the run's folder. Scores with a record are not computed again.
 
-    Returns:
-        The run's folder: `scores.md`, `scores.json`, and mteb's own files in `results/` (official tasks), `local/results/`
-        (judged documents, local datasets) and `baselines/results/`.
+    mteb's own files are in `results/` (official tasks), `local/results/` (judged documents, local datasets) and
+    `baselines/results/`.
 
     Raises:
         UserError: the model or the data can't be used.
@@ -111,44 +109,33 @@ def _record(
              "mteb": importlib.metadata.version("mteb"), **task.chosen}  # fmt: skip
     key = f"{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
     name = f"records/{key}.json"
-    if (record := from_first_rank(lambda: _read_record(folder / name))) is not None:
-        return record
-    mteb_task = load()
-    start = time.monotonic()
-    part = "" if task.official and documents == "full" else "local"
-    scores = _score(system, mteb_task, folder, part, f"rankings/{key}")
-    record = {
-        "system": system.name,
-        "scores": scores,
-        "about": {**about, "source": task.source, "settings": dict(system.settings)},
-        "seconds": time.monotonic() - start,
-    }
-    if dist.get_global_rank() == 0:
-        open_store(str(folder)).write(name, json_bytes(record))
-    for row in scores:
-        _print(f"{row['task']} {row['split']}, {system.name}: {row['metric']} {row['value']:.4f} "
-               f"({format_seconds(record['seconds'])})")  # fmt: skip
-    return record
-
-
-def _score(system: ScoredSystem, task: Any, folder: Path, part: str, rankings: str) -> list[dict[str, Any]]:
-    """Score a task, write mteb's result files and the rankings, and return the scores on every rank."""
-    scores: list[SplitScores] = []
-    model = system.make()
-    if isinstance(model, Retriever) or dist.get_global_rank() == 0:
-        scores, result = score(model, task)
-        if dist.get_global_rank() == 0:
-            cache = mteb.ResultCache(system.results or folder / part)
-            cache.save_to_cache(result, model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
-    rows = []
-    for row in scores:
-        values = {key: value for key, value in asdict(row).items() if key not in ("by_query", "ranking")}
-        if row.ranking:
-            values["ranking"] = f"{rankings}-{row.subset}-{row.split}.run.gz"
-            if dist.get_global_rank() == 0:
-                open_store(str(folder)).write(values["ranking"], trec_run(row.ranking, "biphasic"))
-        rows.append(values)
-    return from_first_rank(lambda: rows)
+    if (recorded := from_first_rank(lambda: _read_record(folder / name))) is not None:
+        return recorded
+    mteb_task, start, is_first = load(), time.monotonic(), dist.get_global_rank() == 0
+    record: dict[str, Any] = {}
+    scores, result = [], None
+    if isinstance(system.model, Retriever) or is_first:  # BM25 runs on the first rank only
+        scores, result = score(system.model, mteb_task)
+    if is_first:
+        store = open_store(str(folder))
+        results = folder if task.official and documents == "full" else folder / "local"
+        cache = mteb.ResultCache(system.results or results)
+        cache.save_to_cache(result, system.model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
+        rows = [
+            {key: value for key, value in vars(split).items() if key not in ("by_query", "ranking")} for split in scores
+        ]
+        for split, row in zip(scores, rows, strict=True):
+            if split.ranking:
+                row["ranking"] = f"rankings/{key}-{split.subset}-{split.split}.run.gz"
+                store.write(row["ranking"], trec_run(split.ranking, "biphasic"))
+        seconds = time.monotonic() - start
+        about |= {"source": task.source, "settings": dict(system.settings)}
+        record = {"system": system.name, "scores": rows, "about": about, "seconds": seconds}
+        store.write(name, json_bytes(record))
+        for row in rows:
+            value = f"{row['metric']} {row['value']:.4f}"
+            _print(f"{row['task']} {row['split']}, {system.name}: {value} ({format_seconds(seconds)})")
+    return from_first_rank(lambda: record)
 
 
 def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
@@ -174,16 +161,15 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
     # mteb stores results by revision: the hub's commit, or for a local model a hash of everything that affects the scores.
     embedder.revision = digest[:16] if is_local else fingerprint
     settings = {"model": model.path, "revision": embedder.revision, **embedder.settings}
-    retriever = Retriever(embedder, cache)
-    return ScoredSystem(name, digest, None, lambda: retriever, settings)
+    return ScoredSystem(name, digest, None, Retriever(embedder, cache), settings)
 
 
 def _baselines(config: EvaluateConfig, cache: EmbeddingCache) -> list[ScoredSystem]:
     folder = config.run_folder / "baselines"
     random = Retriever(RandomEmbedder(), cache)
     baselines = {
-        "bm25": ScoredSystem("BM25", f"bm25s {importlib.metadata.version('bm25s')}", folder, bm25, {}),
-        "random": ScoredSystem("random", RandomEmbedder.revision, folder, lambda: random, {}),
+        "bm25": ScoredSystem("BM25", f"bm25s {importlib.metadata.version('bm25s')}", folder, bm25(), {}),
+        "random": ScoredSystem("random", RandomEmbedder.revision, folder, random, {}),
     }
     return [baselines[name] for name in config.baselines]
 

@@ -1,8 +1,8 @@
-"""Score one system on one task by mteb's rules, with scores for each query."""
+"""Score one system on one task by mteb's rules, with scores for each query, and show scores as a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +13,9 @@ from mteb.results import TaskResult
 
 from biphasic.evaluation.search import Run, best_documents
 from biphasic.versions import require_form
+
+_COLUMNS = ("task", "split", "documents", "queries", "system", "NDCG@10", "95% interval", "MRR@10", "Recall@100")
+_LEFT_ALIGNED = ("task", "split", "system")
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,9 @@ def bm25() -> Any:
 
 
 def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
-    """Score any system that mteb accepts, such as a `Retriever`, `bm25()` or a SentenceTransformer.
+    """Return the scores of a system for each subset and split of a task, and mteb's `TaskResult`.
 
-    Args:
-        system: the model or baseline.
-        task: one of mteb's tasks, or a `LocalRetrieval`.
-
-    Returns:
-        The scores for each subset and split, and mteb's `TaskResult`.
+    Any system that mteb accepts can be scored, such as a `Retriever`, `bm25()` or a SentenceTransformer.
     """
     with _scores_by_query(task) as by_query:
         results = mteb.evaluate(
@@ -74,9 +72,7 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """Return the 95% percentile interval of the mean over 10,000 resamples of the queries (Efron, 1979).
 
-    Args:
-        values: a score for each query; to compare two systems, the difference for each query (a paired bootstrap).
-        seed: random seed for resampling.
+    `values` has a score for each query; to compare two systems, the difference for each query (a paired bootstrap).
     """
     import numpy as np
     from scipy.stats import bootstrap
@@ -113,3 +109,32 @@ def _scores_by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]
         yield by_query
     finally:
         del task.task_specific_scores
+
+
+def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the lines of a Markdown table whose columns are also aligned in a terminal.
+
+    Each record has a `system` and its `scores`, the fields of `SplitScores`. A main score other than NDCG@10 is shown with
+    its name.
+    """
+    rows = [_COLUMNS, *(_row(record["system"], scores) for record in records for scores in record["scores"])]
+    sides = ["<" if name in _LEFT_ALIGNED else ">" for name in _COLUMNS]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    template = "| " + " | ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)) + " |"
+    rule = [f"{'-' * (width + 1)}{'-' if side == '<' else ':'}" for side, width in zip(sides, widths, strict=True)]
+    head, *body = (template.format(*row) for row in rows)
+    return [head, f"|{'|'.join(rule)}|", *body]
+
+
+def _row(system: str, scores: Mapping[str, Any]) -> tuple[str, ...]:
+    split = scores["split"] if scores["subset"] == "default" else f"{scores['subset']}, {scores['split']}"
+    counts = ("" if scores[name] is None else f"{scores[name]:,}" for name in ("documents", "queries"))
+    is_retrieval = scores["ndcg_at_10"] is not None
+    main = _format(scores["ndcg_at_10"]) if is_retrieval else f"{scores['metric']} {_format(scores['value'])}"
+    interval = " to ".join(map(_format, scores["interval"] or ()))
+    others = (_format(scores[name]) for name in ("mrr_at_10", "recall_at_100"))
+    return (scores["task"], split, *counts, system, main, interval, *others)
+
+
+def _format(score: float | None) -> str:
+    return "" if score is None else f"{score:.4f}"

@@ -30,11 +30,8 @@ class ExactTopK:
     Similarities are summed in fp64 and rounded to fp32, so that equal documents get equal scores on every device, with or
     without TF32, at any position in a block. Among documents with equal scores, the lower position ranks first.
 
-    Args:
-        queries: query embeddings, floating [queries, width]; documents are compared on its device.
-        k: number of documents per query.
-        similarity: `cosine` or `dot`.
-        block: number of queries and of documents that are compared at once.
+    The queries' embeddings are floating [queries, width]; documents are compared on their device. `similarity` is `cosine`
+    or `dot`.
     """
 
     def __init__(self, queries: Tensor, k: int, similarity: str = "cosine", block: int = 2048):
@@ -45,10 +42,9 @@ class ExactTopK:
     def add(self, documents: Tensor, first: int, mask: Tensor | None = None) -> None:
         """Compare more documents with the queries.
 
-        Args:
-            documents: document embeddings, floating [documents, width], on any device; they are moved block by block.
-            first: the first document's position; each position may be added once.
-            mask: bool [queries, documents], true for the documents to compare with each query. Default: all.
+        Their embeddings, floating [documents, width], are moved to the device block by block. `first` is the position of the
+        first one; each position may be added once. `mask`, bool [queries, documents], is true for the documents to compare
+        with each query.
 
         Raises:
             ValueError: an embedding is not finite.
@@ -72,8 +68,9 @@ class ExactTopK:
 
     def result(self) -> tuple[Tensor, Tensor]:
         """Return scores fp32 and positions int64, both [queries, at most k], best first; missing positions are -1."""
-        scores, positions = _scores_and_positions(self._best)
-        return scores, torch.where(self._best == _EMPTY, -1, positions)
+        ordered = (self._best >> 32).int()  # inverts `_keys`
+        scores = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
+        return scores, torch.where(self._best == _EMPTY, -1, _LOW_BITS - (self._best & _LOW_BITS))
 
     def _best_of(self, best: Tensor, keys: Tensor) -> Tensor:
         """Return the k largest keys of both tensors."""
@@ -96,19 +93,10 @@ class ExactTopK:
 def rank_documents(
     query_ids: Sequence[str], queries: Tensor, document_ids: Sequence[str], documents: Tensor, block: int = 2048
 ) -> Run:
-    """Rank the documents of each query by an exact search by cosine similarity.
+    """Return the best 100 documents of each query by cosine similarity.
 
-    Documents with equal scores are ranked in descending order of their ids, as in trec_eval.
-
-    Args:
-        query_ids: the ids of the queries.
-        queries: query embeddings, floating [queries, width].
-        document_ids: the ids of the corpus, without duplicates.
-        documents: document embeddings, floating [documents, width].
-        block: see `ExactTopK`.
-
-    Returns:
-        The best 100 documents of each query.
+    The ids belong to the rows of `queries` and `documents`, floating [queries or documents, width]. Documents with equal
+    scores are ranked in descending order of their ids, as in trec_eval.
 
     Raises:
         ValueError: an embedding is not finite.
@@ -148,29 +136,24 @@ def _field(name: str) -> str:
 
 
 def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
-    """Return the metrics that mteb reports, averaged over the queries of a ranking.
+    """Return `ndcg_at_10`, `mrr_at_10` and `recall_at_100` as mteb reports them, averaged over the queries of a ranking.
 
-    Args:
-        run: the ranking of `rank_documents`.
-        qrels: the judgments, at least for each query of the ranking. A query without a relevant document scores 0.
-
-    Returns:
-        `ndcg_at_10`, `mrr_at_10`, `recall_at_100`.
+    `qrels` must have each query of the ranking. A query without a relevant document scores 0.
     """
     from pytrec_eval import RelevanceEvaluator
 
+    metrics = {}
     judged = {query: qrels[query] for query in run}
-    first_ten = RelevanceEvaluator(judged, {"ndcg_cut.10", "recip_rank"}).evaluate(
-        {query: dict(documents[:10]) for query, documents in run.items()}
-    )
-    first_hundred = RelevanceEvaluator(judged, {"recall.100"}).evaluate(
-        {query: dict(documents) for query, documents in run.items()}
-    )
-    return {
-        "ndcg_at_10": fmean(scores["ndcg_cut_10"] for scores in first_ten.values()),
-        "mrr_at_10": fmean(scores["recip_rank"] for scores in first_ten.values()),
-        "recall_at_100": fmean(scores["recall_100"] for scores in first_hundred.values()),
-    }
+    # trec_eval's reciprocal rank has no cutoff, so it is given only the documents that count.
+    for name, measure, cutoff in (
+        ("ndcg_at_10", "ndcg_cut_10", 10),
+        ("mrr_at_10", "recip_rank", 10),
+        ("recall_at_100", "recall_100", RANKED),
+    ):
+        rankings = {query: dict(documents[:cutoff]) for query, documents in run.items()}
+        by_query = RelevanceEvaluator(judged, {measure}).evaluate(rankings)
+        metrics[name] = fmean(scores[measure] for scores in by_query.values())
+    return metrics
 
 
 def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
@@ -185,9 +168,3 @@ def _keys(scores: Tensor, positions: Tensor) -> Tensor:
     # The bits of positive floats have the order of integers; those of negative floats have the reverse order.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.long() << 32) | (_LOW_BITS - positions)
-
-
-def _scores_and_positions(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """Invert `_keys`."""
-    ordered = (keys >> 32).int()
-    return torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32), _LOW_BITS - (keys & _LOW_BITS)

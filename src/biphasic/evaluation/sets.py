@@ -49,15 +49,10 @@ def retrieval_task(
     language: str = "eng-Latn",
     only: Sequence[str] | None = None,
 ) -> LocalRetrieval:
-    """Return a task made from texts and judgments.
+    """Return a task made from texts by id, and judgments by split; `only` names the splits to keep.
 
-    Args:
-        name: the task's name in results.
-        corpus: texts by id, or a dataset with the columns `id`, `text` and optionally `title`.
-        queries: texts by id.
-        qrels: judgments by split.
-        language: the language of the texts, as ISO 639-3 code and script.
-        only: splits to keep. Default: all.
+    The corpus may also be a dataset with the columns `id`, `text` and optionally `title`. The language is an ISO 639-3 code
+    and a script.
 
     Raises:
         UserError: the corpus or the queries are empty, an id occurs twice, a query has no judgments or no relevant document
@@ -94,11 +89,7 @@ def retrieval_task(
 
 
 def judged_only(task: AbsTaskRetrieval) -> LocalRetrieval:
-    """Return a copy of a task with only the documents that any split judges, as in the paper's evaluation.
-
-    Args:
-        task: the original task, with its data loaded.
-    """
+    """Return a copy of a loaded task with only the documents that any split judges, as in the paper's evaluation."""
     content: dict[str, dict[str, Any]] = {}
     for subset, splits in task.dataset.items():
         judged = {doc for data in splits.values() for grades in data["relevant_docs"].values() for doc in grades}

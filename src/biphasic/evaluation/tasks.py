@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -48,13 +47,10 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     Raises:
         UserError: mteb has no such task, benchmark, split or language, or a folder is missing.
     """
-    tasks = {name: _mteb_task(name) for name in config.tasks}
+    tasks = {name: _from_mteb("tasks", mteb.get_task, name) for name in config.tasks}
     for name in config.benchmarks:
-        try:
-            of_benchmark = mteb.get_benchmark(name).tasks
-        except KeyError as error:
-            raise UserError(f"benchmarks: mteb has none of this name: {_message(error)}") from None
-        tasks |= {task.metadata.name: task for task in of_benchmark if task.metadata.name not in tasks}
+        for task in _from_mteb("benchmarks", mteb.get_benchmark, name).tasks:
+            tasks.setdefault(task.metadata.name, task)
     sets = [set_name(path) for path in config.sets]
     names = sorted({*tasks, *sets})
     for key in ("subsets", "splits"):
@@ -67,13 +63,14 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     ]
 
 
-def _mteb_task(name: str) -> Any:
+def _from_mteb(key: str, get: Callable[[str], Any], name: str) -> Any:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return mteb.get_task(name)
+            return get(name)
     except KeyError as error:
-        raise UserError(f"tasks: mteb has none of this name: {_message(error)}") from None
+        reason = str(error.args[0]).removeprefix("KeyError: ")
+        raise UserError(f"{key}: mteb has none of this name: {reason}") from None
 
 
 def _choose(name: str, task: Any, config: EvaluateConfig) -> Any:
@@ -104,7 +101,7 @@ def _plan_mteb_task(task: Any, config: EvaluateConfig) -> PlannedTask:
     if config.mirror is None:
         revision = f"{dataset['path']}@{dataset['revision']}"
         return PlannedTask(name, True, retrieval, revision, revision, chosen, lambda: _load(task))
-    parts = list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
+    parts = _parts(task)
     copies = [_find_in_mirror(part.metadata.dataset, config.mirror) for part in parts]
     fingerprint = hashlib.sha256("".join(map(_folder_hash, copies)).encode()).hexdigest()[:24]
 
@@ -122,26 +119,27 @@ def _plan_set(path: str, config: EvaluateConfig) -> PlannedTask:
     name = set_name(path)
     if not Path(path).is_dir():
         raise UserError(f"sets: {path}: there is no such folder")
-
-    def load() -> Any:
-        task = read_set(path, name, config.sets_language, config.splits.get(name))
-        task.load_data()
-        return task
-
     chosen: dict[str, Any] = {"splits": config.splits[name]} if name in config.splits else {}
     if config.sets_language != EvaluateConfig.model_fields["sets_language"].default:
         chosen["language"] = config.sets_language
-    return PlannedTask(name, False, True, path, _folder_hash(Path(path)), chosen, load)
+    return PlannedTask(
+        name, False, True, path, _folder_hash(Path(path)), chosen,
+        lambda: _load(read_set(path, name, config.sets_language, config.splits.get(name))),
+    )  # fmt: skip
 
 
 def _load(task: Any) -> Any:
     try:
-        for part in task.metadata.tasks if isinstance(task, AbsTaskAggregate) else [task]:
+        for part in _parts(task):
             part.load_data()
     except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
         path, reason = task.metadata.dataset["path"], first_line(error)
         raise UserError(f"task {task.metadata.name}: its data can't be read from {path} ({reason})") from None
     return task
+
+
+def _parts(task: Any) -> list[Any]:
+    return list(task.metadata.tasks) if isinstance(task, AbsTaskAggregate) else [task]
 
 
 def _find_in_mirror(dataset: Any, mirror: str) -> Path:
@@ -166,8 +164,8 @@ def _folder_hash(folder: Path) -> str:
 def _local_only(cache: Path) -> Iterator[None]:
     """Forbid requests to the hub, and give `datasets` a cache folder that no other mirror uses.
 
-    Both libraries read their flag when they make a request; the environment variable is for their child processes. The cache
-    is separate because `datasets` identifies a local folder in a cache only by the folder's name and its dataset card.
+    Both libraries read their flag when they make a request. The cache is separate because `datasets` identifies a local
+    folder in a cache only by the folder's name and its dataset card.
     """
     from datasets import config
     from huggingface_hub import constants
@@ -178,8 +176,6 @@ def _local_only(cache: Path) -> Iterator[None]:
         ("datasets", config, "HF_DATASETS_CACHE", cache),
     ]
     originals = [require_form(*setting) for setting in settings]
-    environment = os.environ.get("HF_HUB_OFFLINE")
-    os.environ["HF_HUB_OFFLINE"] = "1"
     try:
         for _, module, name, value in settings:
             setattr(module, name, value)
@@ -187,10 +183,3 @@ def _local_only(cache: Path) -> Iterator[None]:
     finally:
         for (_, module, name, _), original in zip(settings, originals, strict=True):
             setattr(module, name, original)
-        del os.environ["HF_HUB_OFFLINE"]
-        if environment is not None:
-            os.environ["HF_HUB_OFFLINE"] = environment
-
-
-def _message(error: KeyError) -> str:
-    return str(error.args[0]).removeprefix("KeyError: ")
