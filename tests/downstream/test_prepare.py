@@ -14,7 +14,7 @@ from datasets import Dataset, Sequence
 
 from biphasic.config.load import load
 from biphasic.config.tasks import TasksConfig
-from biphasic.downstream.prepare import is_finished, prepare_task
+from biphasic.downstream.prepare import finished_record, prepare_task
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import open_store
@@ -153,7 +153,7 @@ def test_an_interrupted_task_is_prepared_again(sets: dict[str, str], tmp_path: P
     with pytest.raises(UserError, match=r"sst2 holds something else \(old.parquet\); choose another output"):
         prepare_task("sst2", config_of(sets, tmp_path))  # a user's own tables
     (tmp_path / "sst2" / "task.started").touch()
-    assert not is_finished("sst2", config_of(sets, tmp_path))
+    assert finished_record("sst2", config_of(sets, tmp_path)) is None
     assert len(list((tmp_path / "sst2").iterdir())) == 5  # a plan removes nothing
     prepare_task("sst2", config_of(sets, tmp_path))
     assert {path.name: path.read_bytes() for path in (tmp_path / "sst2").iterdir()} == made

@@ -58,15 +58,10 @@ def unpack(arrays: Arrays, name: str) -> Ragged:
 
 
 def cached(folder: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
-    """Load arrays from the cache. The first process that needs them makes them, and others wait for it.
+    """Return arrays by name from the cache, memory-mapped and read-only.
 
-    Args:
-        folder: local cache folder. It may be deleted whenever nothing runs.
-        key: everything that determines the arrays, as JSON types.
-        make: function that makes the arrays.
-
-    Returns:
-        The arrays by name, memory-mapped and read-only.
+    The first process that needs them calls `make`, and others wait for it. `key` is everything that determines the
+    arrays, as JSON types. The folder may be deleted whenever nothing runs.
 
     Raises:
         UserError: the folder can't be read or written, or `make` raises it.

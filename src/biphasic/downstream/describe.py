@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.tasks import DatasetConfig, RetrievalSet, TasksConfig
-from biphasic.downstream.prepare import WRITERS, is_finished
-from biphasic.downstream.tables import InvalidRow, Rows, Table, open_table
+from biphasic.config.tasks import DatasetConfig, RetrievalSet, SupervisedSet, TasksConfig
+from biphasic.downstream.prepare import WRITERS, finished_record
+from biphasic.downstream.tables import InvalidRow, Rows, Table, file_patterns, open_table
 from biphasic.errors import UserError
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
@@ -39,36 +38,39 @@ def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
     for name in names:
         task = config.tasks[name]
         if isinstance(task, RetrievalSet):
-            tables = [task.corpus, *task.queries, *task.qrels.values(), *([task.train] if task.train else [])]
-            sources = list(dict.fromkeys(table.path or _files(table) for table in tables))
             splits = [*(["train"] if task.train else []), *(f"qrels/{split}" for split in task.qrels)]
         else:
-            tables, source = [task.source], task.source
-            sources = [" ".join(filter(None, [source.path or _files(source), source.name, source.revision]))]
             splits = list(task.splits)
             if "train" in splits and "validation" not in splits:
                 splits.append(f"validation ({config.validation_fraction:.0%} of train)")
-        done = ", finished already" if is_finished(name, config) else ""
-        lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{done} [{task.license}]")
-        missing = [] if done else list(_missing(tables))
+        datasets = _datasets(task)
+        paths = [path for dataset in datasets for path in ([dataset.path] if dataset.path else file_patterns(dataset))]
+        missing = [path for path in paths if is_made_by_jobs(path) and not _exists(path)]
+        done = finished_record(name, config) is not None
+        sources = dict.fromkeys(_source(dataset) for dataset in datasets)
+        state = f"{', finished already' if done else ''} [{task.license}]"
+        lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}")
+        if done:
+            continue
         lines += [f"  MISSING      {path}: there is no such file or folder" for path in missing]
-        problem = None if done or missing else find_problem(name, config)
-        lines += [] if problem is None else [f"  PROBLEM      {problem}"]
-        refused = refused or problem is not None
+        if not missing and (problem := find_problem(name, config)) is not None:
+            lines.append(f"  PROBLEM      {problem}")
+            refused = True
     return "\n".join(lines), refused
 
 
-def _missing(datasets: Sequence[DatasetConfig]) -> Iterator[str]:
-    """Yield the paths that are not there and that other commands make."""
-    for dataset in datasets:
-        patterns = [pattern for patterns in (dataset.files or {}).values() for pattern in patterns]
-        for path in [dataset.path] if dataset.path else patterns:
-            if is_made_by_jobs(path) and not glob.glob(os.path.expanduser(path), recursive=True):
-                yield path
+def _datasets(task: SupervisedSet | RetrievalSet) -> list[DatasetConfig]:
+    if not isinstance(task, RetrievalSet):
+        return [task.source]
+    return [task.corpus, *task.queries, *task.qrels.values(), *([task.train] if task.train else [])]
 
 
-def _files(dataset: DatasetConfig) -> str:
-    return ", ".join(pattern for patterns in (dataset.files or {}).values() for pattern in patterns)
+def _exists(pattern: str) -> bool:
+    return bool(glob.glob(os.path.expanduser(pattern), recursive=True))
+
+
+def _source(dataset: DatasetConfig) -> str:
+    return " ".join(filter(None, [dataset.path or ", ".join(file_patterns(dataset)), dataset.name, dataset.revision]))
 
 
 def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
@@ -83,10 +85,6 @@ def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
     return f"{name}: {rows} rows{remarks}; {path} [{record['license']}]{''.join(warnings)}"
 
 
-class _OnHub(Exception):
-    """A dataset is on the hub, where nothing is looked up."""
-
-
 class _FirstRows:
     """Reads the first rows of each table as `TaskWriter` does, and writes nothing."""
 
@@ -96,8 +94,6 @@ class _FirstRows:
 
     def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
         """Return a table's first rows."""
-        if config.path is not None and not (is_local_path(config.path) or Path(config.path).is_dir()):
-            raise _OnHub
         return open_table(config, split, columns, _ROWS)
 
     def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
@@ -112,13 +108,17 @@ class _FirstRows:
 
 
 def find_problem(name: str, config: TasksConfig) -> str | None:
-    """Return what would stop the preparation of a task, as far as the first rows of its local data show it; else None."""
+    """Return what would stop the preparation of a task, as far as the first rows of its data show it; else None.
+
+    A task with data from the hub is not checked.
+    """
     task, first_rows = config.tasks[name], _FirstRows(name, config)
+    paths = [dataset.path for dataset in _datasets(task) if dataset.path is not None]
+    if not all(is_local_path(path) or Path(path).is_dir() for path in paths):
+        return None
     try:
         write: Any = WRITERS[task.kind]
         write(first_rows, task)
     except UserError as error:
         return str(error)
-    except _OnHub:
-        return None
     return None

@@ -34,12 +34,9 @@ def open_text(file: str) -> io.TextIOBase:
 def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, list[str]]]:
     """Yield the sentences of a file with a word in each line, with a list for each column.
 
-    Lines that begin with `# ` and have another number of fields are comments; `-DOCSTART-` lines are left out.
-
-    Args:
-        file: path of the file.
-        names: names of the columns. Default: `tokens` is the first column, or the second if the first counts the words, as
-            in UNER; `labels` is the column after it in such a file, and else the last, as in CoNLL-2003.
+    Lines that begin with `# ` and have another number of fields are comments; `-DOCSTART-` lines are left out. Without
+    `names`, `tokens` is the first column and `labels` the last, as in CoNLL-2003; if the first counts the words, as in UNER,
+    they are the second and third.
 
     Raises:
         UserError: a line has another number of fields.
@@ -63,13 +60,12 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
             if line.startswith("# ") and len(fields) != width:
                 continue
             width = width or len(fields)
-            if len(fields) != width or width < 2 or (names is not None and len(names) != width):
-                expected = (
-                    f"{len(names)} columns" if names is not None else f"{max(width, 2)} columns, as in the first line"
-                )
+            expected = max(width, 2) if names is None else len(names)
+            if not len(fields) == width == expected:
+                as_before = ", as in the first line" if names is None else ""
                 raise UserError(
-                    f"{file}:{number}: has {len(fields)} columns; expected {expected}: {COLUMNS_EXAMPLE}; "
-                    "source.columns names them"
+                    f"{file}:{number}: has {len(fields)} columns; expected {expected} columns{as_before}: "
+                    f"{COLUMNS_EXAMPLE}; source.columns names them"
                 )
             sentence.append(fields)
     if sentence:
@@ -135,14 +131,8 @@ def require_rows_of_one_width(
 ) -> None:
     """Refuse a CSV or TSV file whose rows don't all have the same number of fields, or with an unclosed quotation mark.
 
-    Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls.
-
-    Args:
-        file: path of the file.
-        separator: the character between fields.
-        quoted: whether fields may be in quotation marks, and so contain separators and ends of lines.
-        columns: names of the columns of a file without a header.
-        first: check only so many of the first rows. Default: all.
+    Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls. `columns` names the
+    columns of a file without a header; with `first`, only so many rows are checked.
 
     Raises:
         UserError: names the first line with a fault.
@@ -150,24 +140,17 @@ def require_rows_of_one_width(
     """
     csv.field_size_limit(sys.maxsize)
     width, start = None if columns is None else len(columns), 1
-    advice = (
-        "quoting: none reads quotation marks as text"
-        if quoted
-        else "quoting: standard, if fields are in quotation marks"
-    )
+    advice = "none reads quotation marks as text" if quoted else "standard, if fields are in quotation marks"
     with open_text(file) as lines:
         quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
-        for _ in itertools.count() if first is None else range(first):
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                problem = f"a quotation mark in this line or after it is not closed ({error})"
-                raise UserError(f"{file}:{start}: {problem}; {advice}") from None
-            if row is None:
-                return
-            if row:
+        try:
+            for row in itertools.islice(rows, first):
                 width = width or len(row)
-                if len(row) != width:
-                    raise UserError(f"{file}:{start}: has {len(row)} fields; expected {width}, as before; {advice}")
-            start = rows.line_num + 1
+                if row and len(row) != width:
+                    problem = f"has {len(row)} fields; expected {width}, as before"
+                    raise UserError(f"{file}:{start}: {problem}; quoting: {advice}")
+                start = rows.line_num + 1
+        except csv.Error as error:
+            problem = f"a quotation mark in this line or after it is not closed ({error})"
+            raise UserError(f"{file}:{start}: {problem}; quoting: {advice}") from None

@@ -1,14 +1,7 @@
-"""Write downstream datasets in the four schemas that fine-tuning and evaluation read, one folder for each task.
-
-    classification       <split>.parquet: id, text, text_pair (null where there is none), label
-    tokens               <split>.parquet: id, tokens, labels (as long as tokens)
-    question_answering   <split>.parquet: id, question, context, answers {text, answer_start} (empty: none)
-    retrieval            train.parquet: query, positive, negatives; and in BEIR's layout corpus.parquet: _id, title, text;
-                         queries.parquet: _id, text; qrels/<split>.parquet: query-id, corpus-id, score
+"""Write downstream datasets in the schemas of `writer.py`, one folder for each task.
 
 Texts are stored unchanged; fine-tuning adds the prompts (`Premise: …`). `task.json` is written last, so a folder without
-it is incomplete; until then, `task.started` says that the tables are this program's. The same sources and YAML give the
-same bytes.
+it is incomplete; until then, `task.started` says that the tables are this program's.
 """
 
 from __future__ import annotations
@@ -30,17 +23,14 @@ from biphasic.storage import first_line, join, json_bytes, open_store
 
 
 def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
-    """Write one task's tables and its record, unless the task is already finished.
-
-    Returns:
-        The task's record, the content of `task.json`.
+    """Write one task's tables, unless the task is already finished, and return its record, the content of `task.json`.
 
     Raises:
         UserError: a source can't be read or doesn't match the YAML, or the folder holds something else.
     """
-    task, path, settings = config.tasks[name], join(config.output, name), _settings(config, name)
+    task, path = config.tasks[name], join(config.output, name)
     try:
-        if (record := _finished_record(path, settings)) is not None:
+        if (record := finished_record(name, config)) is not None:
             return record
         writer = TaskWriter(name, config)
         try:
@@ -57,7 +47,7 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
                 "not_used": writer.not_used,
                 "warnings": writer.warnings,
                 "commits": writer.commits,
-                "settings": settings,
+                "settings": _settings(config, name),
             }
             writer.store.write(TASK_RECORD, json_bytes(record))
             writer.store.remove([STARTED])
@@ -68,12 +58,13 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
     return record
 
 
-def is_finished(name: str, config: TasksConfig) -> bool:
-    """Return whether the output holds the task as this YAML describes it."""
-    return _finished_record(join(config.output, name), _settings(config, name)) is not None
+def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
+    """Return the record of a task, or None if the output does not hold it.
 
-
-def _finished_record(path: str, settings: dict[str, Any]) -> dict[str, Any] | None:
+    Raises:
+        UserError: the folder holds something else, or the task was made with other settings.
+    """
+    path, settings = join(config.output, name), _settings(config, name)
     store = open_store(path)
     files = store.list()
     if TASK_RECORD not in files:

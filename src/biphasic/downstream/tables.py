@@ -107,21 +107,20 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     from datasets.exceptions import DatasetsError
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
-    source = ", ".join(filter(None, [config.path, config.name, split]))
-    commit = None
+    files, commit = None if config.files is None else config.files[split], None
+    source = ", ".join(filter(None, [config.path, config.name, split])) if config.path else ", ".join(files or [])
     try:
         if config.path is None:
-            assert config.files is not None
-            source = ", ".join(config.files[split])
-            rows = _read_files(config, config.files[split], first)
+            rows = _read_files(config, files or [], first)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
             commit = None if Path(config.path).is_dir() else hub_commit(config.path, config.revision)
-            files = None if config.files is None else {_ONLY_SPLIT: config.files[split]}
-            name = split if files is None else _ONLY_SPLIT
-            cache = _cache_folder(Path(config.path)) if commit is None else None
-            options: dict[str, Any] = {"revision": commit, "data_files": files, "split": name, "cache_dir": cache}
+            options: dict[str, Any] = {"revision": commit, "split": split}
+            if files is not None:
+                options |= {"split": _ONLY_SPLIT, "data_files": {_ONLY_SPLIT: files}}
+            if commit is None:
+                options["cache_dir"] = _cache_folder(Path(config.path))
             rows = _load(config.path, config.name, first, **options)
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         cause: BaseException = error
@@ -170,11 +169,22 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
 
 
 def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
-    """Return the names of the labels in a column of `.conll` files, in all splits; None for files of other kinds."""
-    files, builder = _local_files([pattern for patterns in (config.files or {}).values() for pattern in patterns])
-    if builder != "columns":
-        return None
-    return bio_names(row[column] for file in files for row in column_rows(file, config.columns))
+    """Return the names of the labels in a column of `.conll` files, in all splits; None for files of other kinds.
+
+    Raises:
+        UserError: a file can't be read.
+    """
+    files, builder = _local_files(file_patterns(config))
+    try:
+        rows = (row for file in files for row in column_rows(file, config.columns))
+        return bio_names(row[column] for row in rows) if builder == "columns" else None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{', '.join(files)}: can't be read ({first_line(error)})") from None
+
+
+def file_patterns(config: DatasetConfig) -> list[str]:
+    """Return the patterns of a dataset's files, of all splits."""
+    return [pattern for patterns in (config.files or {}).values() for pattern in patterns]
 
 
 def _cache_folder(folder: Path) -> str:
@@ -195,13 +205,10 @@ def _local_files(patterns: list[str]) -> tuple[list[str], str]:
     files = [file for pattern in patterns for file in sorted(glob.glob(os.path.expanduser(pattern), recursive=True))]
     if not files:
         raise UserError(f"{', '.join(patterns)}: there is no such file")
-    for file in files:
-        with open(file, "rb") as content:
-            if not content.read(1):
-                raise UserError(f"{file}: is empty (0 bytes)")
-    builders = {_BUILDERS.get(_suffix(file)) for file in files}
-    builder = builders.pop()
-    if builders or builder is None:
+    if empty := [file for file in files if not os.path.getsize(file)]:
+        raise UserError(f"{empty[0]}: is empty (0 bytes)")
+    builder, *others = {_BUILDERS.get(_suffix(file)) for file in files}
+    if others or builder is None:
         expected = f"expected files of one kind: {', '.join(_BUILDERS)}, with .gz or .zst too"
         raise UserError(f"{', '.join(patterns)}: {expected}")
     return files, builder

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+import pyarrow as pa
+from pyarrow import parquet
 
 from biphasic.downstream.array_cache import locked
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
@@ -53,43 +57,24 @@ class TaskFolder:
 
     def content_hash(self, table: str) -> str:
         """Return a hash of a table's file."""
-        return cached_file_hash(self._file(table))
+        return self._open(table, cached_file_hash)
 
     def rows(self, table: str) -> int:
         """Return the number of rows in a table."""
-        return self._metadata(table).num_rows
+        return self._open(table, parquet.read_metadata).num_rows
 
     def characters(self, table: str) -> int:
         """Return the approximate number of characters in a table's texts: its bytes before compression."""
-        metadata = self._metadata(table)
+        metadata = self._open(table, parquet.read_metadata)
         return sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
 
-    def _metadata(self, table: str) -> Any:
-        import pyarrow.parquet as pq
-
-        return self._open(table, pq.read_metadata)
-
-    def _open(self, table: str, read: Any) -> Any:
-        import pyarrow as pa
-
-        try:
-            return read(self._file(table))
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.path}/{table}.parquet: can't be read ({first_line(error)})") from None
-
     def read(self, table: str, schema: str) -> dict[str, list[Any]]:
-        """Return a table's columns.
-
-        Args:
-            table: name of the table.
-            schema: key of its schema in `biphasic.downstream.prepare.SCHEMAS`.
+        """Return the columns of a table; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
 
         Raises:
             UserError: the table is missing, lacks a column or has no rows.
         """
-        import pyarrow.parquet as pq
-
-        content = self._open(table, pq.read_table)
+        content = self._open(table, parquet.read_table)
         for column in SCHEMAS[schema].names:
             if column not in content.column_names:
                 existing = ", ".join(content.column_names)
@@ -98,30 +83,26 @@ class TaskFolder:
             raise UserError(f"{self.path}/{table}.parquet: has no rows")
         return {column: content[column].to_pylist() for column in SCHEMAS[schema].names}
 
+    def _open(self, table: str, read: Callable[[Path], Any]) -> Any:
+        try:
+            return read(self._file(table))
+        except (OSError, pa.ArrowException) as error:
+            raise UserError(f"{self.path}/{table}.parquet: can't be read ({first_line(error)})") from None
+
     def _file(self, table: str) -> Path:
         """Return the local path of a table's file, which is downloaded if necessary."""
-        if table not in self._files:
-            name = f"{table}.parquet"
-            try:
-                path = self._download(name) if is_remote(self.path) else Path(self.path) / name
-                exists = path is not None and path.is_file()
-            except OSError as error:
-                raise UserError(f"{self.path}/{name}: can't be read ({first_line(error)})") from None
-            if path is None or not exists:
-                files = open_store(self.path).list()
-                tables = ", ".join(file.removesuffix(".parquet") for file in files if file.endswith(".parquet"))
-                raise UserError(f"{self.path}: has no {table} (it has: {tables or 'no tables'})")
-            self._files[table] = path
-        return self._files[table]
-
-    def _download(self, name: str) -> Path | None:
-        store = open_store(self.path)
-        remote_file = store.stat(name)
-        if remote_file is None:
-            return None
-        digest = hashlib.sha256(f"{join(self.path, name)} {remote_file.version}".encode()).hexdigest()[:24]
-        path = Path(self._cache) / "data" / f"{digest}.parquet"
-        with locked(path):
-            if not path.is_file():
-                store.download(name, path)
+        if table in self._files:
+            return self._files[table]
+        store, name = open_store(self.path), f"{table}.parquet"
+        stored, path = store.stat(name), Path(self.path) / name
+        if stored is None:
+            tables = [file.removesuffix(".parquet") for file in store.list() if file.endswith(".parquet")]
+            raise UserError(f"{self.path}: has no {table} (it has: {', '.join(tables) or 'no tables'})")
+        if is_remote(self.path):
+            digest = hashlib.sha256(f"{join(self.path, name)} {stored.version}".encode()).hexdigest()[:24]
+            path = Path(self._cache) / "data" / f"{digest}.parquet"
+            with locked(path):
+                if not path.is_file():
+                    store.download(name, path)
+        self._files[table] = path
         return path
