@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
-
-from huggingface_hub import ModelCard
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from typing import TYPE_CHECKING, Any
 
 from biphasic.errors import UserError
 from biphasic.storage import open_store
+
+if TYPE_CHECKING:
+    from huggingface_hub import ModelCard
 
 EXPORT_FILE = "biphasic.json"
 """A folder with this file is an export, which another export may replace."""
@@ -66,6 +65,8 @@ def parse_card(text: str) -> ModelCard:
     Raises:
         UserError: the card has no metadata, or the hub would refuse the metadata.
     """
+    from huggingface_hub import ModelCard
+
     refused = "model card: the hub would refuse its metadata"
     if not text.lstrip().startswith("---"):
         raise UserError("model card: it doesn't begin with a block of metadata between two lines of ---")
@@ -85,6 +86,8 @@ def parse_card(text: str) -> ModelCard:
 
 def hub_id(path: Any) -> str | None:
     """Return `path` if it is the name of a repository on the hub (`organisation/name`) and not a local path, else None."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
     if not isinstance(path, str) or path.count("/") != 1 or path.endswith((".pt", ".yaml")) or Path(path).exists():
         return None
     try:

@@ -11,8 +11,8 @@ from pathlib import Path
 from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, get_token
 
 # HTTPError is that of huggingface_hub's HTTP client, which has changed before.
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HTTPError  # pyright: ignore[reportPrivateImportUsage]
+from huggingface_hub.utils import HFValidationError, validate_repo_id
 
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, read_card

@@ -49,9 +49,7 @@ def _table(scores: list[EvalResult]) -> str:
     """Return a Markdown table with a row for each task, subset and split."""
     lines = ["| task | kind | subset | split | scores |", "|-|-|-|-|-|"]
     for row, group in groupby(scores, lambda s: (s.dataset_name, s.task_type, s.dataset_config, s.dataset_split)):
-        metrics = (
-            f"{_RETRIEVAL.get(score.metric_type, score.metric_type)} {score.metric_value:.4f}" for score in group
-        )
+        metrics = (f"{_RETRIEVAL.get(s.metric_type, s.metric_type)} {s.metric_value:.4f}" for s in group)
         cells = [str(cell).replace("|", r"\|") for cell in (*row, ", ".join(metrics))]
         lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(sorted({str(score.source_name) for score in scores}))
