@@ -225,6 +225,16 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
     record, rows = prepared(tmp_path, TEXT, path, columns=["sentence", "label"])
     assert [(row["text"], row["label"]) for row in rows] == [("a fine film", 1), ("dull", 0)]
     assert record["rows"] == {"test": 2}
+    # Its labels are the numbers from 1 to 4, so a label is first of all a name.
+    path.write_text(f"1{separator}007\n4{separator}8\n")
+    topics = {**TEXT, "label_names": ["1", "2", "3", "4"], "id_column": "number", "text_column": "number"}
+    _, rows = prepared(tmp_path / "topics", topics, path, columns=["label", "number"])
+    assert [(row["id"], row["text"], row["label"]) for row in rows] == [("007", "007", 0), ("8", "8", 3)]
+    path.write_text(f"0{separator}a\n")
+    source = {"files": {"all": [str(path)]}, "columns": ["label", "number"]}
+    from_zero = {**topics, "id_column": None, "source": source, "splits": {"test": "all"}}
+    with pytest.raises(UserError, match="row 1: its label '0' is none of 4"):
+        prepare_task("it", one_task(tmp_path / "from 0", from_zero))
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import partial
 from typing import Any
 
@@ -90,14 +91,13 @@ def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: A
     if config.half is not None and _in_first_half(seed, str(query)) != (config.half == "first"):
         raise UnusedRow("its query is in the other half")
     try:
-        whole = int(score)
-        is_whole = whole == float(score)
-    except (TypeError, ValueError, OverflowError):  # null, a text, NaN, Inf
-        whole, is_whole = 0, False
-    if not is_whole:
+        number = float(score)
+    except (TypeError, ValueError):  # null, a text
+        number = math.nan
+    if not number.is_integer():
         raise InvalidRow("its score is no whole number")
     documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
-    return [{"query-id": str(query), "corpus-id": str(document), "score": whole} for document in documents]
+    return [{"query-id": str(query), "corpus-id": str(document), "score": int(number)} for document in documents]
 
 
 def _in_first_half(seed: int, query: str) -> bool:

@@ -128,14 +128,14 @@ def squad_rows(file: str) -> list[dict[str, Any]] | None:
 
 def require_rows_of_one_width(
     file: str, separator: str, quoted: bool, columns: Sequence[str] | None, first: int | None
-) -> None:
-    """Refuse a CSV or TSV file whose rows don't all have the same number of fields, or with an unclosed quotation mark.
+) -> Sequence[str]:
+    """Return the names of the columns of a CSV or TSV file, and check that all rows have as many fields.
 
     Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls. `columns` names the
     columns of a file without a header; with `first`, only so many rows are checked.
 
     Raises:
-        UserError: names the first line with a fault.
+        UserError: a row is shorter or longer, or a quotation mark is not closed.
         UnicodeDecodeError: the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
@@ -146,7 +146,7 @@ def require_rows_of_one_width(
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         try:
             for row in itertools.islice(rows, first):
-                width = width or len(row)
+                width, columns = width or len(row), columns or row
                 if row and len(row) != width:
                     problem = f"has {len(row)} fields; expected {width}, as before"
                     raise UserError(f"{file}:{start}: {problem}; quoting: {advice}")
@@ -154,3 +154,4 @@ def require_rows_of_one_width(
         except csv.Error as error:
             problem = f"a quotation mark in this line or after it is not closed ({error})"
             raise UserError(f"{file}:{start}: {problem}; quoting: {advice}") from None
+    return columns or []

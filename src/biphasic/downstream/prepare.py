@@ -146,9 +146,11 @@ def _label_names(table: Table, column: str, task: Any) -> list[str]:
 
 
 def _label_number(label: Any, names: list[str] | None) -> int:
-    """Return the number of a label, which is given by its number or its name."""
+    """Return the number of a label, which is given by its name or its number. In a CSV file, numbers are texts."""
     assert names is not None
     number = names.index(label) if label in names else label
+    if isinstance(number, str) and number.isdecimal() and not any(name.isdecimal() for name in names):
+        number = int(number)
     if not isinstance(number, int) or not 0 <= number < len(names):
         raise InvalidRow(f"its label {label!r} is none of {len(names)}")
     return number

@@ -157,10 +157,12 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
     if builder == "csv":
         quoted = (config.quoting or ("none" if _suffix(files[0]) == ".tsv" else "standard")) == "standard"
         separator = _SEPARATORS[_suffix(files[0])]
+        names: Sequence[str] = []
         for file in files:
-            require_rows_of_one_width(file, separator, quoted, config.columns, first)
+            names = require_rows_of_one_width(file, separator, quoted, config.columns, first)
         # pandas would read the texts `null` and `NA` as no text.
         options = {"sep": separator, "keep_default_na": False, "na_values": [""], "column_names": config.columns}
+        options["features"] = datasets.Features({name: datasets.Value("string") for name in names})  # 007 stays a text
         options |= {} if quoted else {"quoting": csv.QUOTE_NONE}
     elif config.columns is not None or config.quoting is not None:
         unused = "columns" if config.columns is not None else "quoting"
