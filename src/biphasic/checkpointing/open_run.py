@@ -14,7 +14,7 @@ from composer.utils import dist, reproducibility
 from biphasic.checkpointing.attempt import Attempt, start_attempt
 from biphasic.checkpointing.resume import fetch_branch_point, fetch_initial_weights
 from biphasic.checkpointing.save import PhaseTracker, Saver
-from biphasic.checkpointing.schedule import checkpoint_schedule, trained
+from biphasic.checkpointing.schedule import checkpoint_schedule, progress_after_batch
 from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.store import Uploader
 from biphasic.config.durations import TrainingProgress
@@ -97,7 +97,7 @@ class Run:
         repeats = resume is not None and resume.is_within_validation and config.data.validation is not None
         if repeats:
             self._repeat_validation(trainer)
-        if trained(trainer.state).reached(end):
+        if progress_after_batch(trainer.state).reached(end):
             self.say(f"already trained to {end}" + "; nothing to do" * (not repeats))
         else:
             trainer.fit()
@@ -109,7 +109,7 @@ class Run:
         trainer.eval()
         [saver] = (callback for callback in trainer.state.callbacks if isinstance(callback, Saver))
         saver.save_after_validation(trainer.state, trainer.logger)
-        if trained(trainer.state).reached(self._config.max_duration):
+        if progress_after_batch(trainer.state).reached(self._config.max_duration):
             saver.fit_end(trainer.state, trainer.logger)
 
     def _starting_checkpoint(self) -> str | None:

@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_shards
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.attempt import Attempt
 from biphasic.checkpointing.manifest import Manifest, checkpoint_path, rank_manifest_name
+from biphasic.checkpointing.schedule import SaveDecision
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.store import Uploader
 from biphasic.config.durations import TrainingProgress
@@ -102,7 +103,7 @@ class Saver(Callback):
     Args:
         attempt: this start of the run.
         uploader: uploads files from the attempt's local folder.
-        is_due: returns whether to save now, and whether to keep the checkpoint (`biphasic.checkpointing.schedule`).
+        decide: returns whether to save now (`biphasic.checkpointing.schedule`).
         describe: returns the `run` entries of the manifest.
         upload_timeout: seconds to wait for uploads at the end of training.
     """
@@ -111,13 +112,13 @@ class Saver(Callback):
         self,
         attempt: Attempt,
         uploader: Uploader,
-        is_due: Callable[[State, Event], tuple[bool, bool]],
+        decide: Callable[[State, Event], SaveDecision],
         describe: Callable[[State], dict[str, Any]],
         upload_timeout: float,
     ):
         self._local_folder, self._lock, self._stopping = attempt.local_folder, attempt.lock, attempt.stopping
         self._destination = attempt.destination
-        self._uploader, self._is_due, self._describe = uploader, is_due, describe
+        self._uploader, self._decide, self._describe = uploader, decide, describe
         self._upload_timeout = upload_timeout
         self._group = ProcessGroup().group
         # PyTorch's writer synchronizes with the thread's current GPU. That would be GPU 0, where each rank would then open
@@ -174,9 +175,9 @@ class Saver(Callback):
         self._uploader.close()
 
     def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
-        due, kept = self._is_due(state, event)
-        if (due or kept) and self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, kept)
+        decision = self._decide(state, event)
+        if decision.save and self._saved_batch != int(state.timestamp.batch):
+            self._save(state, logger, decision.keep)
 
     def _stop_if_requested(self, state: State, logger: Logger, validating: bool = False) -> None:
         stopping = self._stopping
@@ -186,7 +187,7 @@ class Saver(Callback):
             self._wait_for_writer()
             raise UserError(stopping.reason)
         if self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, self._is_due(state, Event.BATCH_CHECKPOINT)[1], validating)
+            self._save(state, logger, self._decide(state, Event.BATCH_CHECKPOINT).keep, validating)
         self._wait_for_writer()
         fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
         stopping.ranks.raise_first(fault)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from composer.core import Event, State, Timestamp
 from composer.utils import create_interval_scheduler
@@ -19,19 +19,31 @@ def elapsed(time: Timestamp) -> TrainingProgress:
     return TrainingProgress(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
 
-def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], tuple[bool, bool]]:
-    """Return a function of Composer's state and event: whether the interval is due, and whether to save and keep."""
+class SaveDecision(NamedTuple):
+    """Whether a checkpoint is saved after a batch.
+
+    Attributes:
+        save: whether to save it.
+        keep: whether it is never deleted, so that other runs can start from it.
+    """
+
+    save: bool
+    keep: bool
+
+
+def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], SaveDecision]:
+    """Return a function of Composer's state and event that decides whether to save a checkpoint."""
     at_interval = create_interval_scheduler(str(config.checkpoint.interval))
     points = branch_points(config)
 
-    def is_due(state: State, event: Event) -> tuple[bool, bool]:
+    def decide(state: State, event: Event) -> SaveDecision:
         if state.previous_timestamp is None:
-            return False, False
-        before, now = elapsed(state.previous_timestamp), trained(state)
-        kept = any(now.reached(point) and not before.reached(point) for point in points)
-        return at_interval(state, event), kept
+            return SaveDecision(save=False, keep=False)
+        before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
+        keep = any(now.reached(point) and not before.reached(point) for point in points)
+        return SaveDecision(save=at_interval(state, event) or keep, keep=keep)
 
-    return is_due
+    return decide
 
 
 def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool]) -> Callable[[State, Event], bool]:
@@ -50,14 +62,14 @@ def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool])
     def is_due(state: State, event: Event) -> bool:
         if event != Event.BATCH_END or state.previous_timestamp is None or is_stopping():
             return False
-        before, now = elapsed(state.previous_timestamp), trained(state)
+        before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
         passed = now.in_unit(every.unit) // every.value > before.in_unit(every.unit) // every.value
         return passed or now.reached(end)
 
     return is_due
 
 
-def trained(state: State) -> TrainingProgress:
+def progress_after_batch(state: State) -> TrainingProgress:
     """Return the counts after the last batch. Composer counts an epoch only after the checkpoint of its last batch."""
     now = elapsed(state.timestamp)
     # Not `state.dataloader`, which is the validation's while it runs.
