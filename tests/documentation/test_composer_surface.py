@@ -11,8 +11,12 @@ from tiny import ROOT
 def imported() -> set[str]:
     """Names that `src/` imports from Composer."""
     nodes = [node for path in (ROOT / "src").rglob("*.py") for node in ast.walk(ast.parse(path.read_text()))]
-    assert not [name for node in nodes if isinstance(node, ast.Import) for name in node.names if name.name == "composer"]
-    modules = [node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("composer")]
+    assert not [
+        name for node in nodes if isinstance(node, ast.Import) for name in node.names if name.name == "composer"
+    ]
+    modules = [
+        node for node in nodes if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("composer")
+    ]
     return {name.name for node in modules for name in node.names}
 
 
