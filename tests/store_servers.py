@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterator
@@ -129,18 +130,21 @@ def _service_account(token_uri: str) -> dict[str, str]:
 @contextmanager
 def _running(command: list[str], address: str) -> Iterator[None]:
     """Run a server until the end of the block, which begins when it answers anything."""
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 60
-    try:
-        while not _answers(address):
-            if server.poll() is not None or time.monotonic() > deadline:
-                server.kill()
-                raise RuntimeError(f"{command[0]} does not answer: {server.communicate()[1]}")
-            time.sleep(0.05)
-        yield
-    finally:
-        server.terminate()
-        server.wait(10)
+    # Not a pipe: a server logs each request, and would stop once nobody has read 64 KiB of them.
+    with tempfile.TemporaryFile("w+") as log:
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log)
+        deadline = time.monotonic() + 60
+        try:
+            while not _answers(address):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    server.kill()
+                    log.seek(0)
+                    raise RuntimeError(f"{command[0]} does not answer: {log.read()}")
+                time.sleep(0.05)
+            yield
+        finally:
+            server.terminate()
+            server.wait(10)
 
 
 def _answers(address: str) -> bool:
