@@ -85,8 +85,8 @@ def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: S
     if constant is not None:
         return constant
     histories = [(_phases(config), _rates(config)) for config in (first, second)]
-    found = [_compare(first, second, one, other, overrides) for one, other in zip(*histories, strict=True)]
-    differences = sorted(filter(None, found), key=lambda difference: difference.batch)
+    compared = [_compare(first, second, one, other, overrides) for one, other in zip(*histories, strict=True)]
+    differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None
     # In other units, the other difference may come first.

@@ -23,7 +23,7 @@ from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, resolve_
 
 @dataclass
 class JobPlan:
-    """What a job that is no pretraining run will read, do and write.
+    """What a job other than pretraining will read, do and write.
 
     Attributes:
         run: the run's folder.

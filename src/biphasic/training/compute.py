@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -72,8 +71,8 @@ class AutoMicrobatch(Algorithm):
     training, after which FSDP ranks would wait for each other forever.
     """
 
-    def __init__(self, config: PretrainConfig, folder: Path):
-        self.config, self.folder, self._is_set = config, folder, False
+    def __init__(self, config: PretrainConfig):
+        self.config, self._is_set = config, False
 
     def match(self, event: Event, state: State) -> bool:
         """Run once, before training or before the validation that a resumed run repeats."""
@@ -87,7 +86,7 @@ class AutoMicrobatch(Algorithm):
             self.config.global_batch_size // dist.get_world_size(),
             _missing_optimizer_state(state),
             state.fsdp_config is not None and dist.get_world_size() > 1,
-            self.folder / MICROBATCH_FILE,
+            self.config.run_folder / MICROBATCH_FILE,
             _circumstances(self.config),
         )
         state.device_train_microbatch_size = rows

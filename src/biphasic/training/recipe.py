@@ -100,7 +100,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     if microbatch == "auto":
         microbatch = rows_per_rank
         if has_gpu():
-            algorithms.append(AutoMicrobatch(config, config.run_folder))
+            algorithms.append(AutoMicrobatch(config))
 
     # What is measured, logged and saved
     precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32

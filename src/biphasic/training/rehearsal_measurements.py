@@ -162,8 +162,8 @@ def _misplaced(model: nn.Module, optimizers: Any) -> list[str]:
             tensors |= {key: x for key, x in optimizer.state.get(parameter, {}).items() if isinstance(x, Tensor)}
         for kind, tensor in tensors.items():
             if tensor is None or tensor.device.type != "cuda" or tensor.dtype != torch.float32:
-                found = "missing" if tensor is None else f"{tensor.dtype} on {tensor.device}"
-                problems.append(f"{name}: {kind} is {found}; expected fp32 on the GPU")
+                actual = "missing" if tensor is None else f"{tensor.dtype} on {tensor.device}"
+                problems.append(f"{name}: {kind} is {actual}; expected fp32 on the GPU")
     return problems
 
 
