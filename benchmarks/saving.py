@@ -105,7 +105,7 @@ def _copies(size: int, count: int) -> list[float]:
 
 
 def _bucket(folder: Path) -> tuple[Any, str]:
-    import s3_server
+    from helpers import s3_server
 
     (folder / "s3").mkdir()
     server, port = s3_server.serve_s3(folder / "s3")

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-from s3_server import CREDENTIALS, serve_s3
-from store_servers import SERVERS, STORES, Environment
+from helpers.s3_server import CREDENTIALS, serve_s3
+from helpers.store_servers import SERVERS, STORES, Environment
 
 # `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
 
@@ -47,7 +47,7 @@ def pytest_sessionfinish() -> None:
 
 @pytest.fixture(scope="session")
 def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from tiny import write_rows, write_tokenizer
+    from helpers.tiny import write_rows, write_tokenizer
 
     folder = tmp_path_factory.mktemp("dataset")
     write_rows(folder / "train", 700, seed=1)
@@ -59,8 +59,8 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(autouse=True)
 def files_are_given_back() -> Iterator[None]:
     yield
-    if "tiny" in sys.modules:
-        sys.modules["tiny"].release_streaming()
+    if "helpers.tiny" in sys.modules:
+        sys.modules["helpers.tiny"].release_streaming()
 
 
 Write = Callable[..., Path]
@@ -70,7 +70,7 @@ Write = Callable[..., Path]
 def write_yaml(dataset: Path, tmp_path: Path) -> Write:
     """Writes a tiny run's YAML, with changes by dotted key; the data is copied, since Streaming unpacks beside it."""
 
-    from tiny import content_of
+    from helpers.tiny import content_of
 
     def write(name: str = "run", **changes: Any) -> Path:
         local = tmp_path / "data"
@@ -91,7 +91,7 @@ def write_yaml(dataset: Path, tmp_path: Path) -> Write:
 
 @pytest.fixture(scope="session")
 def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    from texts import write_tokenizer
+    from helpers.texts import write_tokenizer
 
     return write_tokenizer(tmp_path_factory.mktemp("tokenizer"))
 
@@ -100,7 +100,7 @@ def tokenizer_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def config_for(tmp_path: Path, tokenizer_folder: Path) -> Callable[..., Any]:
     """Makes the configuration of a conversion of files or records into `tmp_path / "out"`; keywords replace its keys."""
     from biphasic.config.convert import ConvertConfig
-    from texts import write_parquet
+    from helpers.texts import write_parquet
 
     def make(text: Any, **keys: Any) -> ConvertConfig:
         if isinstance(text, list):
@@ -158,7 +158,7 @@ def use_store(
     request: pytest.FixtureRequest, store_server: Callable[[str], Environment], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[str], MakeBucket]:
     """Leads the environment to a store of a kind; returns what makes a bucket in it and returns the bucket's address."""
-    from buckets import make_bucket
+    from helpers.buckets import make_bucket
 
     def use(kind: str) -> MakeBucket:
         if kind == "rclone":

@@ -20,12 +20,12 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-import tiny
-from buckets import bucket_for
-from chain import Chain, verify, write_data, write_yaml
-from chain_faults import FAULTS, Fault
-from s3_proxy import Proxy
-from s3_server import CREDENTIALS, serve_s3
+from helpers import tiny
+from helpers.buckets import bucket_for
+from helpers.chain import Chain, verify, write_data, write_yaml
+from helpers.chain_faults import FAULTS, Fault
+from helpers.s3_proxy import Proxy
+from helpers.s3_server import CREDENTIALS, serve_s3
 
 
 def train_reference(folder: Path, strategy: str) -> Path:

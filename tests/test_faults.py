@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-import warm
 from biphasic.checkpointing.run_lock import KILLED, read_attempts
 from biphasic.storage import open_store
 from conftest import Write
-from tiny import ROOT, composer_command, launch
+from helpers import warm
+from helpers.tiny import ROOT, composer_command, launch
 
 ENDED = "ended in the middle of a step without a message: it was killed or aborted"
 CASES: dict[str, tuple[int, int, list[str], str | None]] = {
@@ -61,7 +61,7 @@ def assert_fault_is_shown_once(case: str, status: int, output: str, reason_file:
 
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("killed", "stuck")])
 def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
-    run = warm.run([case, str(tmp_path / "reason")], CASES[case][0], ENVIRONMENT, module="failing_ranks")
+    run = warm.run([case, str(tmp_path / "reason")], CASES[case][0], ENVIRONMENT, module="helpers.failing_ranks")
     assert_fault_is_shown_once(case, run.returncode, run.stdout + run.stderr, tmp_path / "reason")
 
 
@@ -69,7 +69,7 @@ def test_a_fault_is_shown_once(case: str, tmp_path: Path) -> None:
     "case", [pytest.param(case, marks=[] if case in ("killed", "stuck") else pytest.mark.slow) for case in CASES]
 )
 def test_composer_s_launcher_shows_a_fault_once(case: str, tmp_path: Path) -> None:
-    command: list[Any] = [ROOT / "tests" / "failing_ranks.py", case, tmp_path / "reason"]
+    command: list[Any] = [ROOT / "tests" / "helpers" / "failing_ranks.py", case, tmp_path / "reason"]
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     run = subprocess.run(composer_command(*command, processes=CASES[case][0]), env=ENVIRONMENT, **pipes)
     assert_fault_is_shown_once(case, run.returncode, run.stdout, tmp_path / "reason")
@@ -135,7 +135,7 @@ def test_a_port_that_is_in_use() -> None:
         other.listen()
         port = str(other.getsockname()[1])
         environment = {**os.environ, "RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        command = [sys.executable, ROOT / "tests" / "failing_ranks.py", "one", "/dev/null"]
+        command = [sys.executable, ROOT / "tests" / "helpers" / "failing_ranks.py", "one", "/dev/null"]
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == f"rank 0: MASTER_PORT {port} is in use by another program: start again\n"

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-import warm
 from biphasic.config.plan import plan
 from biphasic.errors import UserError
 from biphasic.preflight import check, disk_needs, find_faults, rank_facts, report
 from biphasic.storage import LocalStore
-from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
-from tiny import config_of
+from helpers import warm
+from helpers.buckets import bucket_for, flip_a_bit, upload
+from helpers.tiny import config_of
 
 
 def preflight(path: Path, *overrides: str, processes: int = 1) -> subprocess.CompletedProcess[str]:

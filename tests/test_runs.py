@@ -11,7 +11,7 @@ import pytest
 from biphasic.checkpointing.run_lock import KILLED
 from biphasic.commands import main
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, train
+from helpers.tiny import config_of, keep_checkpoints_up_to, train
 
 
 def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.CaptureFixture[str]) -> None:

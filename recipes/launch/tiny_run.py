@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from tiny import content_of, write_rows, write_tokenizer  # pyright: ignore[reportMissingImports]
+from helpers.tiny import content_of, write_rows, write_tokenizer  # pyright: ignore[reportMissingImports]
 
 
 def write(folder: Path, batches: int) -> Path:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-import warm
+from helpers import warm
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SIZE = {"vocabulary": 256, "width": 32, "layers": 1, "heads": 2, "length": 64, "mean": 20, "rows": 4, "microbatch": 2,

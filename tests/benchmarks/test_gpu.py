@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from biphasic.config.architecture import Architecture
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"
 SMALL = Architecture(500, hidden=32, ffn=48, layers=1, heads=4, kv_heads=2, head_dim=8)

@@ -27,7 +27,7 @@ from biphasic.checkpointing.manifest import (
 )
 from biphasic.checkpointing.store import Uploader
 from biphasic.storage import Store, StoredFile, file_hash, open_store
-from buckets import bucket_for, flip_a_bit
+from helpers.buckets import bucket_for, flip_a_bit
 
 
 def write_checkpoint(folder: Path, batch: int, *, sharded: bool = False) -> Manifest:

@@ -23,11 +23,11 @@ from biphasic.checkpointing.resume import find_resume_point
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.store import RankManifests, Uploader, upload_files, write_missing_manifests
 from biphasic.storage import file_hash, open_store
-from buckets import bucket_for
 from conftest import Write
-from s3_proxy import Proxy
-from s3_server import serve_s3
-from tiny import config_of
+from helpers.buckets import bucket_for
+from helpers.s3_proxy import Proxy
+from helpers.s3_server import serve_s3
+from helpers.tiny import config_of
 
 SAVES = 4
 SIZES = [8, 32, pytest.param(128, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow)]

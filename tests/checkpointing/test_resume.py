@@ -17,9 +17,9 @@ from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import file_hash
-from buckets import bucket_for, client, flip_a_bit, upload
 from conftest import MakeBucket, Write
-from tiny import config_of
+from helpers.buckets import bucket_for, client, flip_a_bit, upload
+from helpers.tiny import config_of
 
 CLM = [{"name": "clm"}]
 

@@ -25,9 +25,9 @@ from biphasic.checkpointing.store import Uploader
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
 from biphasic.training.loggers import read_metrics
-from buckets import bucket_for, flip_a_bit
 from conftest import Write
-from tiny import add_callback, config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
+from helpers.buckets import bucket_for, flip_a_bit
+from helpers.tiny import add_callback, config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows
 
 
 def complete(place: str) -> list[int]:

@@ -11,7 +11,7 @@ from biphasic.model.checkpoint import read_record
 from biphasic.training.loggers import read_metrics
 from biphasic.training.step import EVALUATIONS
 from conftest import Write
-from tiny import config_of, train, write_rows
+from helpers.tiny import config_of, train, write_rows
 
 KEYS = [f"metrics/{label}/loss" for label in EVALUATIONS]
 

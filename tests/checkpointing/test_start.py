@@ -25,7 +25,7 @@ from biphasic.checkpointing.start import (
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from conftest import Write
-from tiny import ROOT, config_of
+from helpers.tiny import ROOT, config_of
 
 CLM: list[dict[str, Any]] = [{"name": "clm"}]
 STABLE = {"warmup": "3ba"}

@@ -18,9 +18,9 @@ from biphasic.model.checkpoint import read_record
 from biphasic.storage import open_store
 from biphasic.training.loggers import read_metrics
 from biphasic.training.step import EVALUATIONS
-from buckets import bucket_for
 from conftest import Write
-from tiny import ROOT, composer_command, config_of, launch, losses, start, train_alone, wait_for_batch, weights
+from helpers.buckets import bucket_for
+from helpers.tiny import ROOT, composer_command, config_of, launch, losses, start, train_alone, wait_for_batch, weights
 
 
 def trained_batches(folder: Path) -> list[str]:

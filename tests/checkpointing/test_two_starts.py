@@ -16,9 +16,9 @@ import pytest
 from biphasic.checkpointing import run_lock as module
 from biphasic.checkpointing.run_lock import LOCK_FILE, RunLock
 from biphasic.storage import open_store
-from buckets import bucket_for
 from conftest import Write
-from tiny import config_of, start, wait_for_batch
+from helpers.buckets import bucket_for
+from helpers.tiny import config_of, start, wait_for_batch
 
 
 class Interleaving:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from biphasic.commands import COMMANDS, main
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 BIPHASIC = [sys.executable, "-m", "biphasic"]
 

@@ -14,8 +14,8 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.tasks import TasksConfig
-from texts import sentences, write_parquet, write_tokenizer
-from tiny import ROOT
+from helpers.texts import sentences, write_parquet, write_tokenizer
+from helpers.tiny import ROOT
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from biphasic.config.checkpoint_plan import branch_points
 from biphasic.config.load import load
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 
 def config_with(*overrides: str) -> PretrainConfig:

@@ -13,7 +13,7 @@ from biphasic.config.history import first_difference
 from biphasic.config.load import dump, load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 PAPER = ("210m_biphasic", "210m_clm", "210m_mlm", "610m_biphasic", "1b_biphasic")
 

@@ -17,7 +17,7 @@ from biphasic.config.conversion_record import read_conversions
 from biphasic.config.load import load
 from biphasic.config.plan import Plan, describe, plan
 from biphasic.config.pretrain import PretrainConfig
-from cpu_time import run_measured
+from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]
 LENGTH, BATCH = 256, 10

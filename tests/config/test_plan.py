@@ -16,7 +16,7 @@ from biphasic.config.load import dump, load
 from biphasic.config.plan import describe, plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
-from cpu_time import run_measured
+from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]
 YAMLS = sorted(

@@ -7,7 +7,7 @@ import pytest
 from biphasic.commands import main
 from biphasic.config.jobs import JOBS
 from biphasic.config.reference import KeySection, describe_keys, pages, sections_of
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 FOLDER = ROOT / "docs" / "reference"
 

@@ -17,9 +17,9 @@ from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from cpu_time import run_measured
-from outputs import Stored, rows_in, same_bytes
-from texts import sentences, write_parquet, write_tokenizer, write_wide_tokenizer
+from helpers.cpu_time import run_measured
+from helpers.outputs import Stored, rows_in, same_bytes
+from helpers.texts import sentences, write_parquet, write_tokenizer, write_wide_tokenizer
 
 ROOT = Path(__file__).parents[2]
 WINDOW, SHORTEST = "  window: 8192\n", "  shortest: 12\n"

@@ -28,9 +28,9 @@ from biphasic.conversion.verify import verify
 from biphasic.conversion.worker import convert_unit
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from outputs import same_bytes, segments_in
-from s3_server import serve_s3
-from texts import sentences, write_parquet
+from helpers.outputs import same_bytes, segments_in
+from helpers.s3_server import serve_s3
+from helpers.texts import sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
 ALONE = {"workers": 1}

@@ -13,8 +13,8 @@ import pytest
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump
-from hub_server import Repository, serve_hub
-from texts import sentences, write_parquet
+from helpers.hub_server import Repository, serve_hub
+from helpers.texts import sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
 NAME = "HuggingFaceFW/fineweb-edu"

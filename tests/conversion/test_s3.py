@@ -20,10 +20,10 @@ from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import json_bytes, open_store
-from buckets import upload_to
 from conftest import MakeBucket
-from outputs import open_dataset
-from texts import Records, sentences, write_parquet
+from helpers.buckets import upload_to
+from helpers.outputs import open_dataset
+from helpers.texts import Records, sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
 

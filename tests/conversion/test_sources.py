@@ -17,7 +17,7 @@ from biphasic.config.convert import FilesSource, FilterConfig, HubSource
 from biphasic.conversion.reading import DamagedFileError, Document, ReadOptions, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
 from biphasic.errors import UserError
-from texts import Records, sentences, write_parquet
+from helpers.texts import Records, sentences, write_parquet
 
 OPTIONS = ReadOptions("text", "id")
 RECORDS = sentences(250)

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from biphasic.commands import main
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.data.tokenizer import load_tokenizer
-from texts import sentences, write_parquet
+from helpers.texts import sentences, write_parquet
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from biphasic.conversion.verify import verify
 from biphasic.data.mds_reader import read_rows, row_as_text, row_count
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from texts import sentences, write_parquet, write_tokenizer
+from helpers.texts import sentences, write_parquet, write_tokenizer
 
 SHARD, EOS = 8192, 2
 Change = Callable[[np.ndarray, np.ndarray], None]

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-import warm
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump, load
 from biphasic.data.tokenizer import load_tokenizer
-from buckets import bucket_for, smallest_limit, upload
 from conftest import Write
-from outputs import same_bytes
-from texts import sentences, write_parquet
-from tiny import LENGTH, config_of, launch, losses, train
+from helpers import warm
+from helpers.buckets import bucket_for, smallest_limit, upload
+from helpers.outputs import same_bytes
+from helpers.texts import sentences, write_parquet
+from helpers.tiny import LENGTH, config_of, launch, losses, train
 
 UNITS = 5
 

@@ -29,8 +29,8 @@ from biphasic.conversion.work_units import ConversionContext, WorkUnit, plan_wor
 from biphasic.conversion.worker import convert_unit, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from outputs import rows_in, same_bytes, segments_in
-from texts import sentences, write_parquet
+from helpers.outputs import rows_in, same_bytes, segments_in
+from helpers.texts import sentences, write_parquet
 
 Make = Callable[..., ConvertConfig]
 MIB = 1 << 20

@@ -15,8 +15,8 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.conversion_checks import RowChecks, check_rows
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import ConfigError
-from texts import write_tokenizer
-from tiny import ROOT
+from helpers.texts import write_tokenizer
+from helpers.tiny import ROOT
 
 QUICKSTART = str(ROOT / "yamls" / "quickstart.yaml")
 WORDS = 300

@@ -18,13 +18,13 @@ from streaming.base import dataset
 from streaming.base.format import reader_from_json
 from streaming.base.shared import SharedMemory, prefix
 
-import warm
 from biphasic.config.data import DataConfig
 from biphasic.data import shared_memory
 from biphasic.data.shards import open_stream
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
-from tiny import LENGTH, write_rows
+from helpers import warm
+from helpers.tiny import LENGTH, write_rows
 
 JOBS, ROUNDS = 3, 4
 
@@ -39,10 +39,9 @@ def test_jobs_that_start_at_the_same_time(tmp_path: Path) -> None:
     for folder in folders:
         write_rows(folder / "train", 300, seed=1)
         write_rows(folder / "validation", 60, seed=2)
-    code = f"import sys; sys.path.insert(0, {str(Path(__file__).parent)!r})"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     for _ in range(ROUNDS):
-        jobs = [warm.start([str(folder)], 2, environment, module="open_data", code=code) for folder in folders]
+        jobs = [warm.start([str(folder)], 2, environment, module="helpers.open_data") for folder in folders]
         for job in jobs:
             run = job.wait()
             assert run.returncode == 0, run.stderr[-3000:]

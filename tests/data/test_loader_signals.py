@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 CODE = """
 import os, time

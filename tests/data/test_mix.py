@@ -22,9 +22,9 @@ from biphasic.errors import UserError
 from biphasic.objectives.mlm import mlm_inputs_and_targets
 from biphasic.training import step
 from biphasic.training.record import conversion_record
-from buckets import bucket_for, flip_a_bit, upload
 from conftest import Write
-from tiny import LENGTH, config_of, losses, release_streaming, train
+from helpers.buckets import bucket_for, flip_a_bit, upload
+from helpers.tiny import LENGTH, config_of, losses, release_streaming, train
 
 
 @pytest.fixture(autouse=True)

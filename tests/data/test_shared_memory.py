@@ -17,12 +17,12 @@ from streaming.base.shared import SharedMemory, prefix
 
 from biphasic.data import shared_memory
 from biphasic.data.shared_memory import remove_stale_shared_memory
-from tiny import write_rows
+from helpers.tiny import write_rows
 
 JOB = """
 import os, signal, sys
 sys.path[:0] = [{tests!r}, {src!r}]
-from outputs import open_dataset
+from helpers.outputs import open_dataset
 dataset = open_dataset({folder!r})
 pid = os.fork()  # a loader process, which outlives this one
 if not pid:

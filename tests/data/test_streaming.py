@@ -24,9 +24,9 @@ from biphasic.data.shards import ShardError
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from buckets import bucket_for, client, flip_a_bit, smallest_limit, upload, upload_to
 from conftest import MakeBucket, Write
-from tiny import LENGTH, config_of, launch, losses, release_streaming, train
+from helpers.buckets import bucket_for, client, flip_a_bit, smallest_limit, upload, upload_to
+from helpers.tiny import LENGTH, config_of, launch, losses, release_streaming, train
 
 BATCH = 8
 

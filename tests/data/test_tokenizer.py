@@ -8,7 +8,7 @@ import pytest
 
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from texts import SPECIAL, write_tokenizer
+from helpers.texts import SPECIAL, write_tokenizer
 
 
 def test_special_tokens_by_role(tokenizer_folder: Path) -> None:

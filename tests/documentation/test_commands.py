@@ -17,7 +17,7 @@ import pytest
 from biphasic.commands import COMMANDS, command_parser
 from biphasic.config import load as reader
 from biphasic.errors import ConfigError, UserError
-from documented_commands import EXTERNAL, OURS, ROOT, Call, calls, comment_commands, markdown_commands, pages
+from helpers.documented_commands import EXTERNAL, OURS, ROOT, Call, calls, comment_commands, markdown_commands, pages
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config
@@ -196,7 +196,7 @@ _load = reader.load
 def test_a_wrong_command_is_found(text: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = tmp_path / "page.md"
     page.write_text(text)
-    monkeypatch.setattr("documented_commands.ROOT", tmp_path)
+    monkeypatch.setattr("helpers.documented_commands.ROOT", tmp_path)
     (tmp_path / "folder").mkdir()
 
     def check_page() -> None:

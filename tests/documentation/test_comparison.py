@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from documented_commands import ROOT
+from helpers.documented_commands import ROOT
 
 
 def test_each_mark_names_the_file_that_it_was_read_from() -> None:

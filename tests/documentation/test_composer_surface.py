@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import re
 
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 
 def imported() -> set[str]:

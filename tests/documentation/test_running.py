@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-import small_repository
-from documented_commands import OURS, ROOT, Call, calls, pages
-from tiny import LENGTH
+from helpers import small_repository
+from helpers.documented_commands import OURS, ROOT, Call, calls, pages
+from helpers.tiny import LENGTH
 
 # Parts of README's commands that only the slow test runs: many trainings, a traced graph, or what another command shows.
 SLOW = ("run_name=210m-3e-4", "yamls/sweep/paper.yaml", "biphasic report", "--onnx")

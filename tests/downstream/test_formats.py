@@ -14,7 +14,7 @@ from biphasic.downstream.describe import describe_record, find_problem
 from biphasic.downstream.formats import as_bio
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import UserError
-from downstream_sets import jsonl, one_task, rows_of
+from helpers.downstream_sets import jsonl, one_task, rows_of
 
 UNER = """# newdoc id = answers-20111108104724AAuBUR7_ans
 # sent_id = answers-1

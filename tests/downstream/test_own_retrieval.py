@@ -13,7 +13,7 @@ from biphasic.config.load import load
 from biphasic.config.tasks import TasksConfig
 from biphasic.downstream.prepare import prepare_task
 from biphasic.errors import ConfigError
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 YAML = ROOT / "yamls" / "data" / "own_retrieval.yaml"
 

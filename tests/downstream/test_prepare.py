@@ -18,10 +18,10 @@ from biphasic.downstream.prepare import finished_record, prepare_task
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from buckets import bucket_for
-from downstream_sets import ROWS, TEXT, jsonl, make_all, make_answers, one_task, rows_of, write_split
-from hub_server import Repository, serve_hub
-from tiny import ROOT
+from helpers.buckets import bucket_for
+from helpers.downstream_sets import ROWS, TEXT, jsonl, make_all, make_answers, one_task, rows_of, write_split
+from helpers.hub_server import Repository, serve_hub
+from helpers.tiny import ROOT
 
 YAML = ROOT / "yamls" / "data" / "tasks.yaml"
 

@@ -16,7 +16,7 @@ from biphasic.downstream.prepare import prepare_task
 from biphasic.downstream.tables import open_table
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
-from downstream_sets import TEXT, card, jsonl, one_task, rows_of, write_split
+from helpers.downstream_sets import TEXT, card, jsonl, one_task, rows_of, write_split
 
 
 @pytest.mark.parametrize("kind", ["parquet", "jsonl", "jsonl.gz", "csv", "tsv"])

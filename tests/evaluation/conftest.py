@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mteb_mirror import PROMPTS, write_mirror, write_model
+from helpers.mteb_mirror import PROMPTS, write_mirror, write_model
 
 
 @pytest.fixture(scope="session")

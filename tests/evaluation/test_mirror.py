@@ -11,7 +11,7 @@ import pytest
 from biphasic.errors import UserError
 from biphasic.evaluation.run import run
 from biphasic.evaluation.tasks import _local_only, plan_tasks
-from mteb_mirror import config_of, values_of, write_set
+from helpers.mteb_mirror import config_of, values_of, write_set
 
 
 @pytest.fixture

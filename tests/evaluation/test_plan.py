@@ -8,7 +8,7 @@ from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import load
 from biphasic.config.plan import JobPlan
 from biphasic.evaluation.plan import plan_evaluation
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 
 def plan_of(name: str, *overrides: str) -> JobPlan:

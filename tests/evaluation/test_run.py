@@ -15,7 +15,6 @@ import pytest
 from mteb.results import TaskResult
 from sentence_transformers import SentenceTransformer
 
-import warm
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump
 from biphasic.errors import UserError
@@ -26,7 +25,8 @@ from biphasic.evaluation.run import run
 from biphasic.evaluation.scoring import score
 from biphasic.evaluation.tasks import plan_tasks
 from biphasic.model.encoder import load_encoder
-from mteb_mirror import (
+from helpers import warm
+from helpers.mteb_mirror import (
     DOCUMENTS,
     PROMPTS,
     QUERIES,
@@ -36,8 +36,8 @@ from mteb_mirror import (
     values_of,
     write_own,
 )
-from rankings import grades, mean_ndcg, read_run
-from tiny import WORDS
+from helpers.rankings import grades, mean_ndcg, read_run
+from helpers.tiny import WORDS
 
 PAPER = {
     "tasks": ["NQ", "MultiLongDocRetrieval"],
@@ -261,9 +261,9 @@ def test_two_ranks_give_the_scores_of_one(
 
 
 def test_a_checkpoint_in_a_bucket(s3: Path, dataset: Path, write_yaml: Any, tmp_path: Path) -> None:
-    from buckets import bucket_for
-    from tiny import config_of as pretraining
-    from tiny import train
+    from helpers.buckets import bucket_for
+    from helpers.tiny import config_of as pretraining
+    from helpers.tiny import train
 
     place = f"s3://{bucket_for(s3, 'evaluate')}/run"
     train(

@@ -15,7 +15,7 @@ import pytest
 
 from biphasic.errors import UserError
 from biphasic.evaluation.sets import LocalRetrieval, judged_only, read_set, retrieval_task
-from toy_sets import make_sets
+from helpers.toy_sets import make_sets
 
 Rows = list[dict[str, Any]]
 CORPUS: Rows = [

@@ -14,7 +14,7 @@ from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.sets import read_set
-from mteb_mirror import write_own
+from helpers.mteb_mirror import write_own
 
 
 class RecordingEmbedder(RandomEmbedder):

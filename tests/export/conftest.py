@@ -9,7 +9,7 @@ import pytest
 
 from biphasic.config.load import dump
 from conftest import Write
-from tiny import config_of
+from helpers.tiny import config_of
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from biphasic.checkpointing.resume import local_checkpoint
 from biphasic.commands import main
 from biphasic.errors import UserError
-from buckets import bucket_for, client, flip_a_bit, upload, upload_to
 from conftest import MakeBucket
-from stored_checkpoints import checkpoint_of, network
+from helpers.buckets import bucket_for, client, flip_a_bit, upload, upload_to
+from helpers.stored_checkpoints import checkpoint_of, network
 
 
 @pytest.fixture

@@ -20,9 +20,9 @@ from biphasic.model.encoder import load_encoder
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
 from conftest import Write
-from exports import export_language_model
-from stored_checkpoints import checkpoint_of, network
-from tiny import EOS, LENGTH, MASK, PAD, config_of, train
+from helpers.exports import export_language_model
+from helpers.stored_checkpoints import checkpoint_of, network
+from helpers.tiny import EOS, LENGTH, MASK, PAD, config_of, train
 
 
 @pytest.fixture

@@ -24,10 +24,10 @@ from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.language_model import LanguageModel
 from conftest import Write
-from decoders import FAMILIES, decoder, packed, padded
-from exports import export_language_model
-from stored_checkpoints import network
-from tiny import LENGTH, PAD, config_of, train
+from helpers.decoders import FAMILIES, decoder, packed, padded
+from helpers.exports import export_language_model
+from helpers.stored_checkpoints import network
+from helpers.tiny import LENGTH, PAD, config_of, train
 
 TRUSTED: dict[str, Any] = {"trust_remote_code": True}
 

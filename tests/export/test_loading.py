@@ -29,9 +29,9 @@ from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
-from decoders import FAMILIES, TEXTS, decoder, packed, padded
-from exports import export_language_model
-from tiny import LENGTH, MASK, WORDS
+from helpers.decoders import FAMILIES, TEXTS, decoder, packed, padded
+from helpers.exports import export_language_model
+from helpers.tiny import LENGTH, MASK, WORDS
 
 FAST = ("210m", "tied", "mistral", "gemma2")
 """The formats, head layouts, windows and softcaps; the other names are slow."""

@@ -27,7 +27,7 @@ from biphasic.model.initialization import from_hf_config
 from biphasic.model.pooling import Pooling
 from biphasic.model.segments import Segments
 from conftest import Write
-from tiny import LENGTH, WORDS, config_of, train
+from helpers.tiny import LENGTH, WORDS, config_of, train
 
 
 @pytest.fixture(scope="module")

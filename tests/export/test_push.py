@@ -18,7 +18,7 @@ from biphasic.errors import UserError
 from biphasic.export.card import untrained_card
 from biphasic.export.folder import EXPORT_FILE
 from biphasic.export.push import _with_repo, files_of, push
-from push_hub import READS, WRITES, Hub, serve_models
+from helpers.push_hub import READS, WRITES, Hub, serve_models
 
 CONFIG = {"run_name": "x", "seed": 0, "model": {"init_from": "EuroBERT/EuroBERT-210m"}}
 

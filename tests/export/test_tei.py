@@ -36,8 +36,8 @@ from biphasic.export.onnx import export_onnx
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead
 from biphasic.model.initialization import from_hf_config
-from exports import export_language_model
-from tiny import LENGTH, WORDS
+from helpers.exports import export_language_model
+from helpers.tiny import LENGTH, WORDS
 
 
 @pytest.fixture(scope="module")

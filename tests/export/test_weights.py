@@ -22,9 +22,9 @@ from biphasic.model.checkpoint import read_checkpoint, read_record, read_weights
 from biphasic.model.encoder import load_encoder
 from biphasic.model.initialization import from_hf_config
 from conftest import Write
-from exports import export_language_model
-from stored_checkpoints import checkpoint_of, network
-from tiny import config_of, launch, train
+from helpers.exports import export_language_model
+from helpers.stored_checkpoints import checkpoint_of, network
+from helpers.tiny import config_of, launch, train
 
 FULL = 250_000_000
 """Bytes of weights in the tests of memory: much more than what else comes and goes."""

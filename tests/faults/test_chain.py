@@ -8,10 +8,10 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from buckets import bucket_for
-from chain import Chain, write_data, write_yaml
-from chain_faults import damaged_checkpoint, kill_loader, kill_rank, terminate, two_starts
-from s3_proxy import Proxy
+from helpers.buckets import bucket_for
+from helpers.chain import Chain, write_data, write_yaml
+from helpers.chain_faults import damaged_checkpoint, kill_loader, kill_rank, terminate, two_starts
+from helpers.s3_proxy import Proxy
 from soak import run_chain, train_reference
 
 

@@ -31,11 +31,11 @@ from biphasic.model.backbone import load_hf_config
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.storage import atomic_path, file_hash, open_store
 from biphasic.workers.local import LocalWorkers
-from buckets import bucket_for
 from conftest import Write
-from stored_checkpoints import checkpoint_of, network
-from tiny import config_of
-from worker_objects import Total, result
+from helpers.buckets import bucket_for
+from helpers.stored_checkpoints import checkpoint_of, network
+from helpers.tiny import config_of
+from helpers.worker_objects import Total, result
 
 OUTSIDE = ["../escaped", "/tmp/escaped", "ep0-ba9/../../escaped", "lock.json", "ba8-rank0.pt", "ep0-ba8/__0_0.distcp"]
 

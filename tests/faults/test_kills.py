@@ -18,10 +18,10 @@ import torch
 from biphasic.checkpointing.run_lock import KILLED, read_attempts
 from biphasic.runs import report
 from biphasic.storage import open_store
-from buckets import bucket_for
 from conftest import Write
-from signal_points import IN_SAVE, IN_TRAINING
-from tiny import config_of, launch, losses, weights
+from helpers.buckets import bucket_for
+from helpers.signal_points import IN_SAVE, IN_TRAINING
+from helpers.tiny import config_of, launch, losses, weights
 
 KILLS = int(os.environ.get("BIPHASIC_KILLS", "3"))
 INTERVAL, SWITCH, DECAY, LAST = (4, 30, 50, 64) if KILLS > 3 else (4, 14, 22, 28)
@@ -52,7 +52,9 @@ def test_a_killed_run_is_the_same_run(s3: Path, write_yaml: Write) -> None:
     folder = runs / "killed"
     generator, points = random.Random(KILLS), kill_points(KILLS, seed=11)
     for kind, batch in points:
-        run = launch(path, processes=2, code=f"import signal_points\nsignal_points.patch('{kind}:{batch}')")
+        run = launch(
+            path, processes=2, code=f"from helpers import signal_points\nsignal_points.patch('{kind}:{batch}')"
+        )
         assert run.returncode == -9, f"{kind}:{batch}\n{run.stdout[-2000:]}\n{run.stderr[-3000:]}"
         if generator.random() < 0.5:
             # The next attempt runs on another machine.

@@ -23,16 +23,17 @@ from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.preflight import rank_facts
 from biphasic.storage import open_store
 from biphasic.training.loggers import read_metrics
-from buckets import bucket_for, upload
 from conftest import Write
-from s3_proxy import KINDS, Proxy
-from tiny import config_of, launch, losses, start, wait_for_batch, weights
+from helpers.buckets import bucket_for, upload
+from helpers.s3_proxy import KINDS, Proxy
+from helpers.tiny import config_of, launch, losses, start, wait_for_batch, weights
 
 FULL = "BIPHASIC_KILLS" in os.environ
 STALL, UNAVAILABLE = (30.0, 120.0) if FULL else (2.0, 3.0)
 LATENCY, BANDWIDTH = (1.5, 5e6) if FULL else (0.2, 50e6)
 BALLAST = """
-import torch, tiny
+import torch
+from helpers import tiny
 from composer.core import Callback
 class Ballast(Callback):
     def state_dict(self):
@@ -136,7 +137,8 @@ def test_training_continues_while_the_bucket_is_unavailable(s3: Path, write_yaml
     folder = Path(config_of(path).output) / "away"
     # Steps take longer, so that the run is in its middle when the bucket becomes unavailable.
     code = f"""
-import os, time, tiny
+import os, time
+from helpers import tiny
 from composer.core import Callback
 class Slow(Callback):
     def batch_start(self, state, logger):

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 import torch
 
-import warm
-from chain_faults import OWN_SHARED_MEMORY
 from conftest import Write
-from s3_server import free_port
-from tiny import config_of, launch, losses, weights
+from helpers import warm
+from helpers.chain_faults import OWN_SHARED_MEMORY
+from helpers.s3_server import free_port
+from helpers.tiny import config_of, launch, losses, weights
 
 
 def start_node(number: int, port: int, path: Path) -> warm.Job:

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-import warm
 from biphasic.errors import ConfigError
-from buckets import bucket_for, client, upload
 from conftest import Write
-from s3_server import SECRET
-from tiny import config_of
+from helpers import warm
+from helpers.buckets import bucket_for, client, upload
+from helpers.s3_server import SECRET
+from helpers.tiny import config_of
 
 CANARIES = {
     "WANDB_API_KEY": "canary-wandb-0123456789abcdef0123456789abcdef",

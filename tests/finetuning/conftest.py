@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tiny import write_tokenizer
-from toy_sets import make_sets, write_encoder
+from helpers.tiny import write_tokenizer
+from helpers.toy_sets import make_sets, write_encoder
 
 
 @pytest.fixture(scope="session")

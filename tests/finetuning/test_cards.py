@@ -37,7 +37,6 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-import cls_tokenizers
 from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.array_cache import Ragged
@@ -53,8 +52,9 @@ from biphasic.model.heads import TokenHead
 from biphasic.model.initialization import from_hf_config
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
-from cls_tokenizers import SPECIAL
-from toy_sets import config_of
+from helpers import cls_tokenizers
+from helpers.cls_tokenizers import SPECIAL
+from helpers.toy_sets import config_of
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,
                          "max_position_embeddings": 64, "num_hidden_layers": 2}  # fmt: skip

@@ -25,8 +25,8 @@ from biphasic.finetuning.trainer import train
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead, initialize_head
 from biphasic.model.pooling import mean_pool
-from tiny import ROOT
-from toy_sets import config_of
+from helpers.tiny import ROOT
+from helpers.toy_sets import config_of
 
 
 class RegressionConfig(_ScoredConfig):

@@ -30,7 +30,6 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-import cls_tokenizers
 from biphasic.config.architecture import Architecture
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -45,11 +44,12 @@ from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.packing_probe import switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.segments import Segments, padding_groups
-from cls_tokenizers import SPECIAL
 from conftest import Write
-from tiny import LENGTH, train
-from tiny import config_of as pretraining
-from toy_sets import config_of
+from helpers import cls_tokenizers
+from helpers.cls_tokenizers import SPECIAL
+from helpers.tiny import LENGTH, train
+from helpers.tiny import config_of as pretraining
+from helpers.toy_sets import config_of
 
 
 def bert_tokenizer(folder: Path) -> None:

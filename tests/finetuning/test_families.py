@@ -17,7 +17,7 @@ from biphasic.errors import UserError
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.run import run
 from biphasic.finetuning.trial import estimate_cost, run_trial, scored_sets, train_and_score, trial_name
-from toy_sets import config_of
+from helpers.toy_sets import config_of
 
 EPOCHS = {"sst2": 4, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}
 CHANCE = {"sst2": 0.6, "conll2003": 0.0, "squad": 0.5, "squad_v2": 0.5, "msmarco": 0.1}

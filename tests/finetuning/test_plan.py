@@ -8,8 +8,8 @@ from pathlib import Path
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.finetuning.plan import plan_finetuning
-from tiny import ROOT
-from toy_sets import SIZES
+from helpers.tiny import ROOT
+from helpers.toy_sets import SIZES
 
 SST2 = ROOT / "yamls" / "finetune" / "sst2.yaml"
 

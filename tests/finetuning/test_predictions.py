@@ -19,8 +19,8 @@ from biphasic.evaluation.search import best_documents, rank_documents, retrieval
 from biphasic.evaluation.squad import squad_scores
 from biphasic.finetuning.run import run
 from biphasic.finetuning.tokens import entity_scores
-from rankings import grades, mean_ndcg, read_run
-from toy_sets import config_of
+from helpers.rankings import grades, mean_ndcg, read_run
+from helpers.toy_sets import config_of
 
 TASKS = ("sst2", "conll2003", "squad", "squad_v2")
 

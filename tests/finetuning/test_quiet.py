@@ -15,8 +15,8 @@ from transformers import AutoConfig, BertConfig, BertForMaskedLM
 from biphasic.config.load import dump
 from biphasic.model.encoder import load_encoder
 from biphasic.quiet import progress_bars
-from tiny import ROOT
-from toy_sets import config_of
+from helpers.tiny import ROOT
+from helpers.toy_sets import config_of
 
 
 def write_bert(folder: Path, tokenizer: Path) -> Path:

@@ -306,7 +306,7 @@ def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tm
 def test_seed_decides_the_order_and_the_head(toy: Path, tmp_path: Path) -> None:
     from biphasic.model.encoder import load_encoder
     from biphasic.model.heads import TextHead, initialize_head
-    from toy_sets import config_of
+    from helpers.toy_sets import config_of
 
     def first(seed: int, epoch: int) -> list[int]:
         config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, seed=seed, batch_size=16)
@@ -330,7 +330,7 @@ def test_dropout_depends_on_the_batch_alone(toy: Path, tmp_path: Path, monkeypat
     from transformers import BertConfig, BertForMaskedLM
 
     from biphasic.finetuning.trial import run_trial
-    from toy_sets import config_of
+    from helpers.toy_sets import config_of
 
     torch.manual_seed(0)
     config = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48,

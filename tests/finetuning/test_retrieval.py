@@ -15,8 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import two_ranks
-import warm
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
@@ -30,8 +28,9 @@ from biphasic.finetuning.run import run
 from biphasic.finetuning.tokens import entity_scores
 from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import Encoder, load_encoder
-from tiny import losses
-from toy_sets import config_of
+from helpers import two_ranks, warm
+from helpers.tiny import losses
+from helpers.toy_sets import config_of
 
 
 def test_info_nce_equals_the_full_matrix() -> None:
@@ -101,7 +100,7 @@ def run_on_two_ranks(names: list[str], toy: Path, folder: Path) -> None:
         path.write_text(dump(short_config(name, toy, folder)))
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     arguments = [str(folder / "mean.pt"), *map(str, paths)]
-    result = warm.run(arguments, 2, environment, module="two_ranks", setup="import biphasic.finetuning.run")
+    result = warm.run(arguments, 2, environment, module="helpers.two_ranks", setup="import biphasic.finetuning.run")
     assert result.returncode == 0, result.stderr[-2000:]
 
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import attention_on_cpu  # noqa: F401 - the reference
 from biphasic.model import attention, kernels, layers, losses
 from biphasic.model.attention import backend_available
 from biphasic.model.segments import Segments, rounded_count
+from helpers import attention_on_cpu  # noqa: F401 - the reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = torch.device("cuda")
@@ -113,8 +113,8 @@ def test_the_loss_equals_that_with_full_logits(compiled: bool) -> None:
 
 def test_a_forward_pass_has_no_synchronization() -> None:
     """From the segments to the output of a compiled layer, the host never waits for the device."""
-    from backbones import backbone
     from biphasic.model.forward import packed_forward
+    from helpers.backbones import backbone
 
     model = backbone("llama").to(DEVICE)
     layers.compile_layers(model)

@@ -11,8 +11,8 @@ import torch
 
 from biphasic.model.auto_microbatch import available_bytes, largest_microbatch, peak_bytes
 from conftest import Write
-from tiny import config_of, train
-from tiny import losses as losses_of
+from helpers.tiny import config_of, train
+from helpers.tiny import losses as losses_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 DEVICE = torch.device("cuda")

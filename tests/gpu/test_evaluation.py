@@ -11,7 +11,7 @@ import torch
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.run import run
 from biphasic.model.encoder import load_encoder
-from mteb_mirror import config_of, rows, write_model, write_own
+from helpers.mteb_mirror import config_of, rows, write_model, write_own
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from biphasic.finetuning.trial import run_trial
-from tiny import write_tokenizer
-from toy_sets import config_of, make_sets, write_encoder
+from helpers.tiny import write_tokenizer
+from helpers.toy_sets import config_of, make_sets, write_encoder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 

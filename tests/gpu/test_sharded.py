@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from conftest import Write
-from tiny import ROOT, composer_command, config_of, keep_checkpoints_up_to, losses, weights
+from helpers.tiny import ROOT, composer_command, config_of, keep_checkpoints_up_to, losses, weights
 
 GPUS = torch.cuda.device_count()
 pytestmark = pytest.mark.gpu

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Write
-from tiny import ROOT, config_of, losses
+from helpers.tiny import ROOT, config_of, losses
 
 DOCKERFILE = re.sub(r"^ *#.*\n", "", (ROOT / "Dockerfile").read_text(), flags=re.MULTILINE).replace("\\\n", "")
 UID = 12345

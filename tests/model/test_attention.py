@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from backbones import SMALL, TESTED_FAMILIES, backbone
 from biphasic.model import attention
 from biphasic.model.forward import packed_forward
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
+from helpers.backbones import SMALL, TESTED_FAMILIES, backbone
 
 LENGTHS = (5, 9, 1, 6)
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-import attention_on_cpu
-from backbones import backbone
 from biphasic.model import attention, flex
 from biphasic.model.attention import attention_arguments, choose_backend
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
+from helpers import attention_on_cpu
+from helpers.backbones import backbone
 
 CUTS = ((5, 9, 1, 6), (7, 7, 7), (21,), (1,) * 21)
 

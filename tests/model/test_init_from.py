@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from backbones import TESTED_FAMILIES, backbone
 from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -19,8 +18,9 @@ from biphasic.model.packing_probe import packing_problem
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 from conftest import Write
-from decoders import saved_decoder
-from tiny import WORDS, config_of, losses, train
+from helpers.backbones import TESTED_FAMILIES, backbone
+from helpers.decoders import saved_decoder
+from helpers.tiny import WORDS, config_of, losses, train
 
 DECODERS = [family for family in TESTED_FAMILIES if family != "eurobert"]
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from biphasic.errors import UserError
 from biphasic.model import kernels
 from biphasic.model.attention import attention_arguments
@@ -17,6 +16,7 @@ from biphasic.model.kernels import KERNELS, avoid_plans, select_kernels, try_att
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 from biphasic.training.step import PreparedBatch
+from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 
 CPU = torch.device("cpu")
 

@@ -7,13 +7,13 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.parallel import DistributedDataParallel
 
-import attention_on_cpu
-from backbones import backbone, gradients
 from biphasic.model import layers
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.losses import IGNORE
 from biphasic.model.segments import Segments
+from helpers import attention_on_cpu
+from helpers.backbones import backbone, gradients
 
 
 @pytest.fixture

@@ -17,7 +17,6 @@ from sentence_transformers.sentence_transformer.modules import Pooling as Refere
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertModel, LlamaConfig
 
-import cls_tokenizers
 from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -26,8 +25,9 @@ from biphasic.model.encoder import load_encoder
 from biphasic.model.initialization import from_hf_config
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
-from cls_tokenizers import SPECIAL
-from tiny import WORDS, write_tokenizer
+from helpers import cls_tokenizers
+from helpers.cls_tokenizers import SPECIAL
+from helpers.tiny import WORDS, write_tokenizer
 
 MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
 LONGEST = 40

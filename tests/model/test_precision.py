@@ -10,13 +10,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import attention_on_cpu  # noqa: F401 - kernels for CPUs
-from backbones import backbone
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.model import layers
 from biphasic.model.forward import packed_forward
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.segments import Segments
+from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
+from helpers.backbones import backbone
 
 CPU = torch.device("cpu")
 

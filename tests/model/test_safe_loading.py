@@ -16,7 +16,7 @@ from biphasic.errors import UserError
 from biphasic.model.checkpoint import read_checkpoint, require_safe_checkpoint
 from biphasic.storage import file_hash
 from conftest import Write
-from tiny import config_of, dump_json, launch, train
+from helpers.tiny import config_of, dump_json, launch, train
 
 
 class Evil:

@@ -13,7 +13,7 @@ from biphasic.config.base import JobConfig
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 # A study has a test of its own, in test_mini.py.
 SCRIPTS = sorted(path for path in (ROOT / "recipes").glob("*/run.sh") if not (path.parent / "study.yaml").is_file())

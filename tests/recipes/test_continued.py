@@ -17,9 +17,9 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.convert import convert
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.model.backbone import load_language_model
-from decoders import saved_decoder
-from texts import sentences, write_parquet, write_tokenizer
-from tiny import LENGTH, ROOT, losses, train
+from helpers.decoders import saved_decoder
+from helpers.texts import sentences, write_parquet, write_tokenizer
+from helpers.tiny import LENGTH, ROOT, losses, train
 
 RECIPES = ROOT / "recipes"
 BATCHES = 6

@@ -17,7 +17,6 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-import tiny
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
@@ -34,10 +33,11 @@ from biphasic.study.compute import trained_compute
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain
 from biphasic.study.stages import export, scored_models, sweep_config
-from studies import fine_tune
-from tiny import ROOT
-from toy_sets import config_of as toy_task
-from toy_sets import make_sets
+from helpers import tiny
+from helpers.studies import fine_tune
+from helpers.tiny import ROOT
+from helpers.toy_sets import config_of as toy_task
+from helpers.toy_sets import make_sets
 
 RECIPE = ROOT / "recipes" / "mini"
 

@@ -15,9 +15,9 @@ import pytest
 
 from biphasic.report.recipe_results import check_run, read_results
 from biphasic.report.study_models import facets_of_name
-from studies import RATES, SEEDS, STEP_SECONDS, write_run, write_sweep
-from sweeps import SST2
-from tiny import ROOT
+from helpers.studies import RATES, SEEDS, STEP_SECONDS, write_run, write_sweep
+from helpers.sweeps import SST2
+from helpers.tiny import ROOT
 
 MODELS = (
     "1m-clm-160", "1m-mlm40-160", "1m-clm-80-mlm40-160", "1m-clm-640", "1m-mlm40-640", "1m-mlm20-640",

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import yaml
 
-import warm
 from biphasic.training.metrics_file import parse_metrics
+from helpers import warm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from buckets import bucket_for
-from texts import write_parquet
-from tiny import LENGTH, ROOT, WORDS, documents, write_tokenizer
-from toy_sets import classification_rows, config_of, retrieval_pairs
+from helpers.buckets import bucket_for
+from helpers.texts import write_parquet
+from helpers.tiny import LENGTH, ROOT, WORDS, documents, write_tokenizer
+from helpers.toy_sets import classification_rows, config_of, retrieval_pairs
 
 PAGE = ROOT / "docs" / "reproduce.md"
 MODEL = {"vocab_size": WORDS, "hidden_size": 32, "intermediate_size": 48, "num_layers": 2, "num_heads": 4}

@@ -18,10 +18,10 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load_job
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.data.tokenizer import load_tokenizer
-from decoders import saved_decoder
-from hub_server import Repository, serve_hub
-from texts import sentences, write_parquet, write_tokenizer
-from tiny import ROOT, losses
+from helpers.decoders import saved_decoder
+from helpers.hub_server import Repository, serve_hub
+from helpers.texts import sentences, write_parquet, write_tokenizer
+from helpers.tiny import ROOT, losses
 
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 CARD = """---

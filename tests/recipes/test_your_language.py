@@ -14,7 +14,7 @@ import pytest
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 FRACTION = 0.3
 

@@ -14,7 +14,7 @@ from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders,
 from biphasic.report.scores import ScoreTable, score_table
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_models import facets_of_name
-from studies import score_rows, write_sweep
+from helpers.studies import score_rows, write_sweep
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper" / "reference.csv"
 

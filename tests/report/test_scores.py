@@ -11,8 +11,8 @@ from scipy import stats
 from biphasic.report.scores import ScoreTable, chosen_scores, differences, score_table, trial_table
 from biphasic.report.statistics import holm, mean_interval
 from biphasic.sweep.records import Cell, Grid, TrialRecord
-from studies import score_rows
-from sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
+from helpers.studies import score_rows
+from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 
 
 def table_of(scores: dict[tuple[str, str, str, int], float]) -> ScoreTable:

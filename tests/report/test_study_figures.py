@@ -11,7 +11,7 @@ from matplotlib.collections import LineCollection, PathCollection
 from biphasic.report.scores import score_table
 from biphasic.report.study_figures import FIGURES, arrange, arrange_figures, draw_figure, facet_table
 from biphasic.report.study_models import facets_of_name
-from studies import MODELS, score_rows
+from helpers.studies import MODELS, score_rows
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
 

@@ -10,7 +10,7 @@ import pytest
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.report.statistics import mean_interval
 from biphasic.report.study_losses import MAX_POINTS, loss_events, loss_points, losses_figure
-from studies import config_of
+from helpers.studies import config_of
 
 
 def test_training_losses_are_means_over_windows() -> None:

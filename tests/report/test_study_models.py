@@ -6,7 +6,7 @@ import pytest
 
 from biphasic.errors import UserError
 from biphasic.report.study_models import Facets, facets_of_models, facets_of_name, parameters_in_size, short_steps
-from studies import MODELS, config_of
+from helpers.studies import MODELS, config_of
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,8 @@ from biphasic.report.study_folder import read_study
 from biphasic.report.study_report import report_files
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell
+from helpers.studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep
 from main import main as run_main
-from studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep
 
 NAMES = {*(figure.name for figure in FIGURES), "losses"}
 

@@ -21,7 +21,7 @@ from biphasic.report import sweep_report
 from biphasic.report.sweep_report import report_files
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell, Grid, TrialRecord, write_grid, write_record
-from sweeps import MNLI, MSMARCO, RATES, SEEDS, SST2, grid_of, records_of
+from helpers.sweeps import MNLI, MSMARCO, RATES, SEEDS, SST2, grid_of, records_of
 
 NUMBERS = {name: number for number, name in enumerate(["sst2", "mnli-m", "mnli-mm", "msmarco", "nq"])}
 

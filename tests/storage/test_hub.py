@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from biphasic.storage.hub import is_local_path, why_missing
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 
 def test_which_paths_can_only_be_local() -> None:

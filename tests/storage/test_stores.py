@@ -21,8 +21,8 @@ from biphasic.storage import (
     open_store,
 )
 from conftest import MakeBucket
-from s3_server import CREDENTIALS, free_port
-from store_servers import STORES
+from helpers.s3_server import CREDENTIALS, free_port
+from helpers.store_servers import STORES
 
 
 @pytest.fixture(params=["folder", *STORES])

@@ -24,7 +24,7 @@ from biphasic.study.draw import draw_study
 from biphasic.study.plan import StudyPlan, plan_study, retained_batches
 from biphasic.study.run import resolved
 from biphasic.study.tree import StudyRun, study_tree
-from cpu_time import run_measured
+from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]
 PAPER = "recipes/paper/study.yaml"

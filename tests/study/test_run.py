@@ -13,7 +13,6 @@ import pytest
 import torch
 import yaml
 
-import tiny
 from biphasic.config.architecture import Architecture
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import load
@@ -31,10 +30,11 @@ from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, evaluate, export, scored_models, sweep_config
 from biphasic.study.state import read_states
 from biphasic.study.tree import study_tree
-from buckets import bucket_for
-from studies import fine_tune
-from toy_sets import config_of as toy_task
-from toy_sets import make_sets
+from helpers import tiny
+from helpers.buckets import bucket_for
+from helpers.studies import fine_tune
+from helpers.toy_sets import config_of as toy_task
+from helpers.toy_sets import make_sets
 
 ROOT = Path(__file__).parents[2]
 CLM, MLM = {"name": "clm"}, {"name": "mlm", "masking_ratio": 0.4}

@@ -17,7 +17,7 @@ from biphasic.errors import UserError
 from biphasic.study.state import RunState, read_states, starting_run
 from biphasic.study.tree import StudyRun, build_tree, keep_scored, owner_of, study_tree
 from conftest import Write
-from tiny import config_of
+from helpers.tiny import config_of
 
 ROOT = Path(__file__).parents[2]
 

@@ -29,7 +29,7 @@ TWO = {"a": {"do": "train"}, "b": {"do": "fail"}}
 
 def grid_of(config: SweepConfig) -> tuple[Grid, dict[Cell, FinetuneConfig]]:
     configs = trial_configs(config)
-    return build_grid(config, configs, import_module("small_trials")), configs
+    return build_grid(config, configs, import_module("helpers.small_trials")), configs
 
 
 def test_every_cell_once_seed_by_seed(sweep: LoadSweep) -> None:

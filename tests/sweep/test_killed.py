@@ -17,9 +17,9 @@ from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.storage import open_store
 from biphasic.sweep.records import read_grid, read_records, recorded_trials
-from small_trials import read_log
+from helpers.small_trials import read_log
 
-DRIVE = [sys.executable, str(Path(__file__).with_name("drive.py"))]
+DRIVE = [sys.executable, "-m", "helpers.drive_sweep"]
 
 
 def workers_of(folder: Path) -> list[int]:

@@ -16,8 +16,8 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.storage import open_store
 from biphasic.sweep.grid import trial_configs
 from biphasic.sweep.records import read_grid, read_records
-from tiny import ROOT, write_tokenizer
-from toy_sets import config_of, make_sets, write_encoder
+from helpers.tiny import ROOT, write_tokenizer
+from helpers.toy_sets import config_of, make_sets, write_encoder
 
 SIZES = {"train": 160, "validation": 40, "test": 40}
 

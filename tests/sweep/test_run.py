@@ -31,10 +31,10 @@ from biphasic.sweep.worker import FinishedJob, TrialJob
 from biphasic.sweep.workers import Workers, choose_layout
 from biphasic.workers.group import WorkerGroup
 from conftest import MakeBucket
-from small_trials import read_log
+from helpers.small_trials import read_log
 
 LoadSweep = Callable[..., SweepConfig]
-DRIVE = [sys.executable, str(Path(__file__).with_name("drive.py"))]
+DRIVE = [sys.executable, "-m", "helpers.drive_sweep"]
 GIB = 2**30
 
 
@@ -56,7 +56,7 @@ def test_failed_killed_and_duplicate_trials(
         "same": {"do": "train"},
     }
     config = sweep(models, learning_rates=[1e-5], seeds=[0], cluster={"retries": 1, "at_once": 2})
-    assert run(config, module="small_trials") == 1
+    assert run(config, module="helpers.small_trials") == 1
     records = {record.cell.model: record for record in records_of(config).values()}
     assert records.keys() == models.keys()
     assert {model for model, record in records.items() if record.status == "failed"} == {"bad", "deadly"}
@@ -74,12 +74,12 @@ def test_failed_killed_and_duplicate_trials(
     assert "dies lr 1e-05 seed 0: its worker died; another worker runs the trial" in output
 
     started = len(read_log(log, "started"))
-    assert run(config, module="small_trials") == 1
+    assert run(config, module="helpers.small_trials") == 1
     assert len(read_log(log, "started")) == started, "a trial with a record ran again"
 
     mended.touch()
     config = sweep({**models, "deadly": {"do": "train", "seconds": 0}}, learning_rates=[1e-5], seeds=[0])
-    assert run(config, retry_failed=True, module="small_trials") == 0
+    assert run(config, retry_failed=True, module="helpers.small_trials") == 0
     assert Counter(record.status for record in records_of(config).values()) == {"done": 5}
     # Done trials stay, the failed one runs again, and the changed model's trials are new ones.
     again = read_log(log, "started")[started:]
@@ -90,21 +90,21 @@ def test_failed_killed_and_duplicate_trials(
 def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     cost = {"dollars_per_hour": 2.0, "flops_per_second": 1e3}
     config = sweep({"a": {"do": "train"}, "b": {"do": "train", "x": 1}}, cluster={"at_once": 1}, cost=cost)
-    before = plan_sweep(config, "small_trials")
+    before = plan_sweep(config, "helpers.small_trials")
     assert [(line.left, line.source, line.device_hours) for line in before.lines] == [(4, "FLOPs", 8.0)] * 2
     assert (before.device_hours, before.dollars, before.unknown) == (16.0, 32.0, 0)
     assert not Path(config.output).exists(), "a plan writes nothing"
-    assert run(config, limit=2, module="small_trials") == 0
+    assert run(config, limit=2, module="helpers.small_trials") == 0
     # Seed by seed: both rates of the first model.
     assert sorted(read_log(log, "trained")) == ["sst2-a-1e-05-0", "sst2-a-2e-05-0"]
-    after = plan_sweep(config, "small_trials")
+    after = plan_sweep(config, "helpers.small_trials")
     assert [(line.done, line.left, line.source) for line in after.lines] == [(2, 2, "recorded"), (0, 4, "FLOPs")]
     seconds = [record.seconds["total"] for record in records_of(config).values()]
     assert after.lines[0].device_hours == pytest.approx(sum(seconds) / 3600)
-    unknown = plan_sweep(config.model_copy(update={"cost": None}), "small_trials")
+    unknown = plan_sweep(config.model_copy(update={"cost": None}), "helpers.small_trials")
     assert unknown.unknown == 4 and "4 trials of unknown length" in describe_plan(unknown)
     Path(config.models["b"].path).unlink()
-    missing = plan_sweep(config, "small_trials")
+    missing = plan_sweep(config, "helpers.small_trials")
     assert missing.faults is not None and "b.model: is not there" in missing.faults
 
 
@@ -112,31 +112,31 @@ def test_other_seeds_run_at_the_chosen_rate(sweep: LoadSweep, log: Path, capsys:
     """Also for a model with the same files, whose records are copies, and with a failed and repaired trial."""
     models = {"a": {"do": "train"}, "same": {"do": "train"}, "b": {"do": "train", "x": 1}}
     config = sweep(models, seeds=[0, 1, 2], rate_seeds=1, cluster={"at_once": 1}, cost={"flops_per_second": 1e3})
-    assert [line.left for line in plan_sweep(config, "small_trials").lines] == [4, 4, 4]
-    assert run(config, limit=3, module="small_trials") == 0
-    assert [line.left for line in plan_sweep(config, "small_trials").lines] == [2, 2, 3]
-    assert run(config, module="small_trials") == 0
+    assert [line.left for line in plan_sweep(config, "helpers.small_trials").lines] == [4, 4, 4]
+    assert run(config, limit=3, module="helpers.small_trials") == 0
+    assert [line.left for line in plan_sweep(config, "helpers.small_trials").lines] == [2, 2, 3]
+    assert run(config, module="helpers.small_trials") == 0
     best = sorted({record.cell.lr for record in records_of(config).values() if record.cell.seed})
     assert len(best) == 1, "the trials' scores depend on nothing but rate and seed"
     expected = [f"sst2-{model}-{lr:g}-0" for model in ("a", "b") for lr in (1e-5, 2e-5)]
     expected += [f"sst2-{model}-{best[0]:g}-{seed}" for model in ("a", "b") for seed in (1, 2)]
     assert sorted(read_log(log, "trained")) == sorted(expected)
     assert len(records_of(config)) == 12 and "12 of 12 trials done, 0 failed, 0 left" in capsys.readouterr().out
-    assert sum(line.left for line in plan_sweep(config, "small_trials").lines) == 0
-    assert run(config, module="small_trials") == 0
+    assert sum(line.left for line in plan_sweep(config, "helpers.small_trials").lines) == 0
+    assert run(config, module="helpers.small_trials") == 0
     assert len(read_log(log, "started")) == len(expected)
 
 
 def test_records_in_a_bucket(sweep: LoadSweep, log: Path, store: MakeBucket) -> None:
     output = f"{store('sweeps')}/one"
     config = sweep({"m": {"do": "train"}}, learning_rates=[1e-5], output=output, cluster={"at_once": 2})
-    assert run(config, module="small_trials") == 0
+    assert run(config, module="helpers.small_trials") == 0
     assert sorted(read_log(log, "trained")) == ["sst2-m-1e-05-0", "sst2-m-1e-05-1"]
     assert Counter(record.status for record in records_of(config).values()) == {"done": 2}
     folder = open_store(config.output)
     names = {name for name in folder.list() if not name.startswith("attempts/")}
     assert names == {GRID_FILE, *(record_file(trial) for trial in read_grid(folder).trials)}
-    assert run(config, module="small_trials") == 0
+    assert run(config, module="helpers.small_trials") == 0
     assert len(read_log(log, "started")) == 2
 
 
@@ -159,7 +159,7 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     with pytest.raises(
         UserError, match=r"^output .*/out belongs to another run that is alive: process .*another output$"
     ):
-        run(config, module="small_trials")
+        run(config, module="helpers.small_trials")
     (os.killpg if to_group else os.kill)(driver.pid, number)
     output = driver.communicate(timeout=30)[0]
     assert driver.returncode == STOPPED, output
@@ -243,7 +243,9 @@ class InlineWorkers:
 
 def driver_of(config: SweepConfig) -> Driver:
     configs = trial_configs(config)
-    return Driver(build_grid(config, configs, import_module("small_trials")), configs, open_store(config.output), 2)
+    return Driver(
+        build_grid(config, configs, import_module("helpers.small_trials")), configs, open_store(config.output), 2
+    )
 
 
 def work(driver: Driver, end: Callable[[TrialJob], FinishedJob], lost: str | None = None) -> list[str]:

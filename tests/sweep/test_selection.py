@@ -10,7 +10,7 @@ import pytest
 
 from biphasic.sweep.records import Cell, Grid, TrialRecord
 from biphasic.sweep.selection import choose_rates, planned_trials, scores_by_seed, startable_trials
-from sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
+from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 
 
 def by_rate(cell: Cell, name: str) -> tuple[float, float]:

@@ -12,7 +12,6 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
-import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
@@ -24,8 +23,9 @@ from biphasic.training import compute, recipe
 from biphasic.training.compute import configure_compute
 from biphasic.training.step import PreparedBatch
 from conftest import Write
-from decoders import saved_decoder
-from tiny import config_of, losses, train
+from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
+from helpers.decoders import saved_decoder
+from helpers.tiny import config_of, losses, train
 
 
 def meta() -> Any:

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from conftest import Write
-from tiny import config_of, dump_json, losses, train
+from helpers.tiny import config_of, dump_json, losses, train
 
 GOLDEN = Path(__file__).parent / "golden_losses.json"
 

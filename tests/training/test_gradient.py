@@ -7,16 +7,15 @@ from pathlib import Path
 
 import torch
 
-import warm
 from conftest import Write
+from helpers import warm
 
 OBJECTIVES = ("clm", "mlm")
 
 
 def gradients_of(out: Path, files: list[Path], ranks: int) -> dict[str, torch.Tensor]:
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    code = f"import sys; sys.path.append({str(Path(__file__).parent)!r})"
-    run = warm.run([str(out), *map(str, files)], ranks, environment, module="dump_gradient", code=code)
+    run = warm.run([str(out), *map(str, files)], ranks, environment, module="helpers.dump_gradient")
     flat = {}
     for file in files:
         assert (out / f"{file.stem}.pt").exists(), run.stderr[-3000:]

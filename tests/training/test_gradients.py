@@ -15,7 +15,7 @@ from biphasic.commands import main
 from biphasic.errors import UserError
 from biphasic.training.loggers import read_metrics
 from conftest import Write
-from tiny import add_callback, config_of, losses, train, weights
+from helpers.tiny import add_callback, config_of, losses, train, weights
 
 
 class Spoil(Callback):

@@ -19,7 +19,7 @@ from biphasic.training import meters, recipe
 from biphasic.training.loggers import read_metrics
 from biphasic.training.meters import Meters
 from conftest import Write
-from tiny import LENGTH, config_of, train
+from helpers.tiny import LENGTH, config_of, train
 
 
 def run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, seconds: float) -> Path:

@@ -14,7 +14,7 @@ from biphasic.config.pretrain import OptimizerConfig
 from biphasic.training.loggers import read_metrics
 from biphasic.training.optimizer import MuonWithAdamW, build_optimizer
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
+from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
 
 VALUES: dict[str, Any] = {"lr": 0.1, "betas": [0.5, 0.6], "eps": 0.01, "weight_decay": 0.2}
 

@@ -16,8 +16,6 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-import attention_on_cpu  # noqa: F401 - kernels for `varlen`
-from backbones import backbone
 from biphasic.config.architecture import Architecture
 from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.model.language_model import LanguageModel
@@ -25,7 +23,9 @@ from biphasic.model.segments import Segments
 from biphasic.training import parallel
 from biphasic.training.loggers import read_metrics
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, launch, losses, weights
+from helpers import attention_on_cpu  # noqa: F401 - kernels for `varlen`
+from helpers.backbones import backbone
+from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, weights
 
 FSDP: dict[str, Any] = {"parallelism__strategy": "fsdp", "data__num_canonical_nodes": 4}
 

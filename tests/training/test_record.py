@@ -10,7 +10,7 @@ import pytest
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.training.record import conversion_record
 from conftest import Write
-from tiny import LENGTH, config_of
+from helpers.tiny import LENGTH, config_of
 
 
 @pytest.mark.parametrize(("commit", "revision"), [("abc123", "abc123"), (None, "main")])

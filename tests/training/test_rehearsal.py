@@ -12,7 +12,7 @@ import pytest
 
 import main
 from biphasic.training.rehearsal_measurements import Rehearsal
-from tiny import ROOT
+from helpers.tiny import ROOT
 
 TINY = """
 job: pretrain

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
+from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
 
 SWITCH, LAST = 6, 12
 

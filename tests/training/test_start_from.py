@@ -14,9 +14,9 @@ import yaml
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from buckets import bucket_for, upload
 from conftest import Write
-from tiny import config_of, content_of, launch, losses, release_streaming, train, weights, write_rows
+from helpers.buckets import bucket_for, upload
+from helpers.tiny import config_of, content_of, launch, losses, release_streaming, train, weights, write_rows
 
 CLM, LAST = [{"name": "clm"}], 12
 RAMP = {"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.3}, "until": "4ba"}

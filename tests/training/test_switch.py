@@ -17,7 +17,7 @@ from biphasic.errors import UserError
 from biphasic.training.loggers import read_metrics
 from biphasic.training.step import ObjectiveSchedule
 from conftest import Write
-from tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
+from helpers.tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -76,7 +76,7 @@ def test_phases_in_tokens_count_no_padding(write_yaml: Write) -> None:
     assert seen[-2] < 2500 <= seen[-1]
     # Eight rows of 32 positions hold fewer tokens than positions.
     assert all(b - a < 256 for a, b in pairwise(seen))
-    from tiny import documents
+    from helpers.tiny import documents
 
     assert seen[1] < sum(len(document) for document in documents(700, seed=1))
 

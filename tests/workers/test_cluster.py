@@ -25,10 +25,10 @@ from biphasic.storage import open_store
 from biphasic.sweep.records import read_grid, read_records
 from biphasic.sweep.run import run
 from biphasic.workers import open_workers
-from outputs import same_bytes
-from small_trials import read_log
-from texts import sentences, write_parquet
-from worker_objects import check_group
+from helpers.outputs import same_bytes
+from helpers.small_trials import read_log
+from helpers.texts import sentences, write_parquet
+from helpers.worker_objects import check_group
 
 Make = Callable[..., ConvertConfig]
 STORE = 100 * 2**20
@@ -90,7 +90,7 @@ def test_a_sweep_on_two_machines(cluster: Any, tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "sweep.yaml").write_text(yaml.safe_dump(sweep))
     config = load(tmp_path / "sweep.yaml")
     assert isinstance(config, SweepConfig)
-    assert run(config, module="small_trials") == 1
+    assert run(config, module="helpers.small_trials") == 1
     folder = open_store(config.output)
     records = {record.cell.model: record for record in read_records(folder, read_grid(folder).trials).values()}
     assert {model: record.status for model, record in records.items()} == {

@@ -18,7 +18,7 @@ from biphasic.errors import UserError
 from biphasic.workers import local
 from biphasic.workers.local import LocalWorkers
 from biphasic.workers.resources import smallest_gpu_bytes, visible_gpus
-from worker_objects import Total, check_group, die_at_once, processes_with, result, run_all
+from helpers.worker_objects import Total, check_group, die_at_once, processes_with, result, run_all
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": f"{ROOT / 'tests'}:{ROOT / 'src'}"}
@@ -43,9 +43,9 @@ def test_modules_are_imported_once_with_the_workers_environment() -> None:
 import os
 from contextlib import closing
 from biphasic.workers.local import LocalWorkers
-from worker_objects import Total, result
+from helpers.worker_objects import Total, result
 os.environ["OF_DRIVER"] = "old"
-with closing(LocalWorkers({"OF_WORKERS": "yes"}, ["no_such_module", "worker_objects"])) as group:
+with closing(LocalWorkers({"OF_WORKERS": "yes"}, ["no_such_module", "helpers.worker_objects"])) as group:
     assert "OF_WORKERS" not in os.environ
     os.environ["OF_DRIVER"] = "new"
     group.open(1, "", Total, 0)
@@ -111,7 +111,7 @@ def test_closing_where_init_reaps_orphans() -> None:
     code = """
 from contextlib import closing
 from biphasic.workers.local import LocalWorkers
-from worker_objects import Total, run_all
+from helpers.worker_objects import Total, run_all
 for _ in range(5):
     with closing(LocalWorkers({}, ["worker_objects"])) as group:
         group.open(8, "", Total, 0)
@@ -127,7 +127,7 @@ DRIVER = """
 import sys, time
 from contextlib import closing
 from biphasic.workers.local import LocalWorkers
-from worker_objects import Total
+from helpers.worker_objects import Total
 with closing(LocalWorkers({}, sys.argv[1:])) as group:
     group.open(2, "", Total, 0)
     if sys.argv[1:]:
@@ -176,7 +176,7 @@ def test_more_workers_than_file_descriptors() -> None:
 import resource
 from contextlib import closing
 from biphasic.workers.local import LocalWorkers
-from worker_objects import Total, run_all
+from helpers.worker_objects import Total, run_all
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
 with closing(LocalWorkers({}, ["worker_objects"])) as group:
     group.open(20, "", Total, 0)

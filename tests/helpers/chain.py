@@ -21,13 +21,12 @@ from typing import Any
 import torch
 import yaml
 
-import tiny
-import warm
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.storage import open_store
-from buckets import client
-from s3_proxy import Proxy
-from s3_server import SECRET
+from helpers import tiny, warm
+from helpers.buckets import client
+from helpers.s3_proxy import Proxy
+from helpers.s3_server import SECRET
 
 INTERVAL, LAST, SHORTER = 4, 48, 40
 """Batches: between checkpoints, of the run, and of a start with a shorter `max_duration`."""

@@ -12,13 +12,13 @@ import torch.distributed.checkpoint as dcp
 import yaml
 from transformers import LlamaConfig
 
-from backbones import SMALL
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.save import ShardWriter
 from biphasic.model.initialization import from_hf_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.storage import file_hash
-from tiny import LENGTH, WORDS
+from helpers.backbones import SMALL
+from helpers.tiny import LENGTH, WORDS
 
 
 def network(**changes: object) -> LanguageModel:

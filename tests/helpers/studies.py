@@ -16,7 +16,7 @@ from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.records import Cell, GridTask, TrialRecord, write_grid, write_record
-from sweeps import MNLI, MSMARCO, SST2, Score, grid_of, records_of
+from helpers.sweeps import MNLI, MSMARCO, SST2, Score, grid_of, records_of
 
 MODELS = (
     *("210m-clm-400", "210m-mlm20-400", "210m-mlm40-400"),

@@ -15,8 +15,8 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.prepare import prepare_task
 from biphasic.export.write import export_encoder
 from biphasic.model.initialization import from_hf_config
-from downstream_sets import ANSWERS, card, write_split
-from tiny import WORDS
+from helpers.downstream_sets import ANSWERS, card, write_split
+from helpers.tiny import WORDS
 
 TEXT, NUMBER = Value("string"), Value("int32")
 SIZES = {"train": 800, "validation": 80, "test": 80}

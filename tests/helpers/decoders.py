@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from backbones import SMALL
 from biphasic.model.forward import packed_forward
 from biphasic.model.initialization import from_hf_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
-from tiny import LENGTH, PAD, WORDS
+from helpers.backbones import SMALL
+from helpers.tiny import LENGTH, PAD, WORDS
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3": {},

@@ -12,7 +12,7 @@ from composer.utils import dist, get_device
 
 from biphasic.config.data import DataConfig, StreamConfig
 from biphasic.data.streaming import build_loader
-from tiny import LENGTH, release_streaming
+from helpers.tiny import LENGTH, release_streaming
 
 
 def main(folder: str) -> None:

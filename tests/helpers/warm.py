@@ -22,7 +22,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 class Server:
@@ -128,7 +128,7 @@ def remember_machine() -> None:
 
 
 def _serve() -> None:
-    sys.path.insert(0, str(ROOT / "src"))
+    sys.path[:1] = [str(ROOT / "src"), str(ROOT / "tests")]
     _make_imports()
     gc.freeze()
     # Nobody waits for the jobs' parents.

@@ -23,7 +23,7 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from s3_server import KEY, SECRET, free_port
+from helpers.s3_server import KEY, SECRET, free_port
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

@@ -14,8 +14,8 @@ from biphasic.config.evaluate import EvaluateConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.write import export_encoder
 from biphasic.model.initialization import from_hf_config
-from downstream_sets import TEXT, card, write_split
-from tiny import LENGTH, WORDS, write_tokenizer
+from helpers.downstream_sets import TEXT, card, write_split
+from helpers.tiny import LENGTH, WORDS, write_tokenizer
 
 QUERIES, DOCUMENTS = 30, 150
 PROMPTS = {"query": "w1 w2 ", "document": "w3 "}

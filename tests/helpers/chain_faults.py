@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import tiny
-import warm
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.checkpointing.run_lock import KILLED
 from biphasic.storage import open_store
-from buckets import client
-from chain import DECAY, INTERVAL, LAST, OWN_TEMPORARY, SHORTER, Chain, parent_of, processes, wait_for
-from s3_server import free_port
-from signal_points import IN_SAVE, IN_TRAINING
+from helpers import tiny, warm
+from helpers.buckets import client
+from helpers.chain import DECAY, INTERVAL, LAST, OWN_TEMPORARY, SHORTER, Chain, parent_of, processes, wait_for
+from helpers.s3_server import free_port
+from helpers.signal_points import IN_SAVE, IN_TRAINING
 
 OWN_SHARED_MEMORY = """
 import ctypes
@@ -34,7 +33,7 @@ Fault = Callable[[Chain], str]
 
 def signal_at(point: str, number: int = signal.SIGKILL) -> str:
     """Return the code with which a rank sends a signal at a point of `signal_points`."""
-    return f"import signal_points; signal_points.patch({point!r}, {int(number)})"
+    return f"from helpers import signal_points; signal_points.patch({point!r}, {int(number)})"
 
 
 def kill_all(chain: Chain) -> str:

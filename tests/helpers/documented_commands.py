@@ -16,7 +16,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 OURS = ("composer", "python", "biphasic", "make")
 # What the tests can't start, and what it would need. The files that such a command names are still checked.
 EXTERNAL = {

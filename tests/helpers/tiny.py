@@ -23,15 +23,15 @@ from streaming.base.shared.memory import SharedMemory
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-import warm
 from biphasic.checkpointing.manifest import batch_of
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.training.loggers import read_metrics
+from helpers import warm
 
 warm.remember_machine()
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 WORDS, LENGTH = 64, 32
 PAD, BOS, EOS, MASK = range(4)
 

@@ -1,4 +1,4 @@
-"""A sweep of small trials as its own process: python drive.py FILE.yaml [key=value ...]"""
+"""A sweep of small trials as its own process: python -m helpers.drive_sweep FILE.yaml [key=value ...]"""
 
 from __future__ import annotations
 
@@ -15,6 +15,6 @@ if __name__ == "__main__":
     config = load(sys.argv[1], sys.argv[2:])
     assert isinstance(config, SweepConfig)
     try:
-        sys.exit(run(config, module="small_trials"))
+        sys.exit(run(config, module="helpers.small_trials"))
     except UserError as error:
         sys.exit(str(error))

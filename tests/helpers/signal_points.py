@@ -18,7 +18,7 @@ from composer.utils import dist
 
 from biphasic.checkpointing import open_run, save, store
 from biphasic.storage import S3Store
-from tiny import add_callback
+from helpers.tiny import add_callback
 
 IN_TRAINING = ("start", "backward", "end")
 IN_SAVE = ("upload", "write", "index", "manifest", "delete")

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from omegaconf import OmegaConf
 
-import warm
-from downstream_sets import make_glue
-from mteb_mirror import write_own
-from texts import write_parquet
-from tiny import LENGTH, ROOT, WORDS, write_tokenizer
+from helpers import warm
+from helpers.downstream_sets import make_glue
+from helpers.mteb_mirror import write_own
+from helpers.texts import write_parquet
+from helpers.tiny import LENGTH, ROOT, WORDS, write_tokenizer
 
 TASKS = ("mnli", "qqp", "conll2003", "ontonotes5", "uner", "squad", "squad_v2", "record", "msmarco", "nq", "mldr")
 """The paper's sets but SST-2, which is left."""
