@@ -17,7 +17,7 @@ import pytest
 from biphasic.commands import COMMANDS, command_parser
 from biphasic.config import load as reader
 from biphasic.errors import ConfigError, UserError
-from helpers.documented_commands import EXTERNAL, OURS, ROOT, Call, calls, comment_commands, markdown_commands, pages
+from helpers.documented_commands import EXTERNAL, OURS, ROOT, Call, calls, commands, pages
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config
@@ -63,9 +63,8 @@ def test_no_command_is_missed() -> None:
     command = re.compile(rf"(?:composer|python) src/main\.py|biphasic (?:{'|'.join(COMMANDS)}) \S*(?:yaml|/)")
     missed = {}
     for page in PAGES:
-        text = page.read_text()
-        read = markdown_commands(text) if page.suffix == ".md" else comment_commands(text)
-        missed[page.name] = len(command.findall(text)) - sum(len(command.findall(part)) for _, part in read)
+        read = "\n".join(commands(page))
+        missed[page.name] = len(command.findall(page.read_text())) - len(command.findall(read))
     assert not {name: count for name, count in missed.items() if count}
 
 

@@ -106,7 +106,9 @@ def test_one_pretraining_seed(module: ModuleType, raw: ModuleType) -> None:
     assert first[1:] == ["CLM minus CLM→MLM", "`types`", "-10.00", "n/a", "n/a"]
 
 
-def test_a_budget_with_one_seed_is_not_beside_those_with_three(module: ModuleType, raw: ModuleType) -> None:
+def test_a_budget_with_one_seed_is_not_beside_those_with_three(
+    module: ModuleType, raw: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its scores are in the tables of the first seed; in the figure it has a marker without an interval."""
     trials = [
         raw.Trial(42, model, task, 2e-3, seed, 0.5, 0.7, True)
@@ -121,11 +123,31 @@ def test_a_budget_with_one_seed_is_not_beside_those_with_three(module: ModuleTyp
     assert [row[:3] for row in table(lines, "Share of CLM")][-3:] == [
         ["10.49 M", share, "70.00 ± 0.00"] for share in ("0%", "50%", "100%")
     ]
-    assert module.draw(results)[:4] == b"\x89PNG"
+    for axes in drawn(module, results, monkeypatch):
+        alone = [line for line in axes.lines if line.get_markerfacecolor() == "white"]
+        assert [list(line.get_ydata()) for line in alone] == [[pytest.approx(70.0)]] * 3
 
 
-def test_the_figure_is_drawn(module: ModuleType, raw: ModuleType) -> None:
-    assert module.draw(module.Results(records_of(raw)))[:4] == b"\x89PNG"
+def drawn(module: ModuleType, results: Any, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Return the panels of the figure."""
+    figures: list[Any] = []
+    monkeypatch.setattr(module, "png", lambda figure: figures.append(figure) or b"")
+    module.draw(results)
+    return [axes for axes in figures[0].axes if axes.lines]
+
+
+def test_the_figure_shows_each_objective_by_budget(
+    module: ModuleType, raw: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    panels = drawn(module, module.Results(records_of(raw)), monkeypatch)
+    assert [axes.get_title(loc="left") or axes.get_title() for axes in panels] == list(TASKS)
+    for axes in panels:
+        curves = {container.get_label(): container.lines[0].get_ydata() for container in axes.containers}
+        assert curves.keys() == set(module.MAIN)
+        assert all(len(scores) == 2 for scores in curves.values())  # 160 and 640 batches
+        gain = curves["CLM→MLM"] - curves["MLM"]
+        assert gain == pytest.approx([10.05, 10.05], abs=0.1)
+        assert [line.get_ydata()[0] for line in axes.lines if line.get_label() == "untrained"] == [25.0]
 
 
 TWO_MODELS = {"study": ("210m-clm-400", "210m-mlm40-400"), "untrained": ("untrained",)}

@@ -71,7 +71,7 @@ def small(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_small_from_text_to_report(small: Path) -> None:
+def test_small_from_text_to_report(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = small / "runs" / "quickstart"
     metrics = run / "clm-trunk" / "metrics.jsonl"
     first = start(small)
@@ -107,8 +107,17 @@ def test_small_from_text_to_report(small: Path) -> None:
     report = (run / "report.md").read_text()
     for text in ("(scores.png)", "(losses.png)", "## What next", "start_from=runs/quickstart/clm-trunk", "| BM25 |"):
         assert text in report
-    for name in ("losses.png", "scores.png"):
-        assert (run / name).read_bytes().startswith(b"\x89PNG")
+    assert (run / "losses.png").stat().st_size and (run / "scores.png").stat().st_size
+    figures: list[Any] = []
+    monkeypatch.syspath_prepend(RECIPE)
+    import report as quickstart_report
+
+    monkeypatch.setattr(quickstart_report, "png", lambda figure: figures.append(figure) or b"")
+    quickstart_report.draw_scores(scores)
+    quickstart_report.draw_losses(run, quickstart_report.read_runs(run))
+    [bars], [mlm_losses, _] = (figure.axes for figure in figures)
+    assert [bar.get_width() for bar in bars.patches] == [scores["scores"][name]["ndcg_at_10"] for name in SYSTEMS[::-1]]
+    assert {line.get_label() for line in mlm_losses.lines} >= {"CLM, then MLM", "MLM"}
 
     third = start(small, "quickstart.forked.start = None").wait()
     assert third.returncode == 0, third.stderr[-3000:]
