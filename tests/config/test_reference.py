@@ -25,9 +25,9 @@ def test_the_pages_are_current() -> None:
 @pytest.mark.parametrize("job", JOBS)
 def test_every_section_and_key_is_described(job: str) -> None:
     for section in sections_of(job):
-        assert section.description, section.title
+        assert section.description, section.key
         for key in section.keys:
-            assert key.description.endswith((".", "…")), f"{section.title}.{key.name}: {key.description!r}"
+            assert key.description.endswith((".", "…")), f"{section.path(key)}: {key.description!r}"
             assert key.type and key.default
 
 

@@ -54,7 +54,7 @@ def _complete_key(parsed_args: argparse.Namespace, **_: object) -> list[str]:
 
     job = str(read_tree(parsed_args.file, []).content().get("job"))
     sections = sections_of(job) if job in JOBS else []
-    keys = (f"{section.key}.{key.name}".lstrip(".") for section in sections for key in section.keys)
+    keys = (section.path(key) for section in sections for key in section.keys)
     return [f"{key}=" for key in dict.fromkeys(keys) if not {"N", "NAME"} & set(key.split("."))]
 
 

@@ -3,37 +3,26 @@
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from biphasic.config.base import JobConfig, secret_problems
 from biphasic.config.jobs import schema_of
+from biphasic.config.reference import KeySection, sections_of
 from biphasic.errors import ConfigError, Problem
 
 _EXPECTED = {
     "bool_type": "true or false",
     "dict_type": "`key: value` lines below it",
-    "finite_number": "a finite number",
-    "float_type": "a valid number",
-    "greater_than": "greater than {gt}",
-    "greater_than_equal": "at least {ge}",
     "int_parsing_size": "an integer of at most 64 bits",
-    "int_type": "a valid integer",
     "invalid_key": "a text as key",
-    "less_than": "less than {lt}",
-    "less_than_equal": "at most {le}",
-    "list_type": "a list",
     "model_type": "`key: value` lines below it",
-    "string_type": "a valid string",
-    "string_unicode": "valid Unicode text",
-    "too_long": "at most {max_length} item(s)",
-    "too_short": "at least {min_length} item(s)",
 }
-"""What is expected instead of a value, by pydantic's error type. Braces contain names from pydantic's context."""
+"""What is expected instead of a value, by pydantic's error type, where pydantic's message does not suit a YAML."""
 
 
 def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str], str], ranks: int) -> JobConfig:
@@ -59,7 +48,7 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
             raise ConfigError(sorted(problems))
     assert config is not None
     for keys, message in [*secret_problems(config), *config.problems(ranks)]:
-        if not any(_overlap(key, other) for key in keys for other in broken):
+        if not any(_within(key, other) or _within(other, key) for key in keys for other in broken):
             problems.append(Problem(source(keys[0]), keys[0], message))
     if problems:
         raise ConfigError(sorted(problems))
@@ -75,19 +64,24 @@ def _validate(
     if job not in jobs:
         message = f"got {job!r}, expected one of {', '.join(jobs)}{_nearest(job, jobs)}"
         return [Problem(source("job"), "job", message)], None
-    schema = schema_of(job)
     try:
-        return [], schema.model_validate(content)
+        return [], schema_of(job).model_validate(content)
     except ValidationError as error:
-        messages = [_message(detail, schema, content) for detail in error.errors()]
+        errors = error.errors()
+    details: dict[tuple[str, ...], list[ErrorDetails]] = {}
+    for detail in errors:
+        details.setdefault(_keys(detail, content), []).append(detail)
     # pydantic reports one error for each type that a value may have. If the value fits one of the types, only the error for
     # that type is useful.
-    fitting = [message.key for message in messages if not message.is_type]
-    by_key: dict[str, list[_Message]] = {}
-    for message in messages:
-        if not message.is_type or not any(f"{key}.".startswith(f"{message.key}.") for key in fitting):
-            by_key.setdefault(message.key, []).append(message)
-    return [Problem(source(key), key, _join(alternatives)) for key, alternatives in by_key.items()], None
+    fitting = [keys for keys, alternatives in details.items() if not all(map(_is_type, alternatives))]
+    problems = []
+    for keys, alternatives in details.items():
+        if any(other[: len(keys)] == keys for other in fitting):
+            alternatives = [detail for detail in alternatives if not _is_type(detail)]
+        if alternatives:
+            key = ".".join(keys)
+            problems.append(Problem(source(key), key, _message(keys, alternatives, content)))
+    return problems, None
 
 
 def _remove(content: Any, keys: list[str]) -> None:
@@ -101,118 +95,86 @@ def _remove(content: Any, keys: list[str]) -> None:
         content.pop(int(keys[-1]))
 
 
-def _overlap(key: str, other: str) -> bool:
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
+def _within(key: str, section: str) -> bool:
+    return f"{key}.".startswith(f"{section}.")
 
 
-@dataclass(frozen=True)
-class _Message:
-    """The message about a key. `expected` and `value` are set if the error says what was expected instead of a value."""
-
-    key: str
-    text: str
-    expected: str = ""
-    value: str = ""
-    is_type: bool = False
+def _is_type(detail: ErrorDetails) -> bool:
+    return detail["type"].endswith(("_type", "literal_error"))
 
 
-def _join(messages: list[_Message]) -> str:
-    if all(message.expected and message.value == messages[0].value for message in messages):
-        expected = " or ".join(dict.fromkeys(message.expected for message in messages))
-        return f"expected {expected}; got {messages[0].value}"
-    return "; or ".join(dict.fromkeys(message.text for message in messages))
+def _keys(detail: ErrorDetails, content: Any) -> tuple[str, ...]:
+    """Return the YAML keys of an error: its location without the union members that it also contains."""
+    keys: list[str] = []
+    value: Any = content
+    for index, part in enumerate(detail["loc"]):
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
+        elif detail["type"] != "missing" or index < len(detail["loc"]) - 1:
+            continue
+        keys.append(str(part))
+    if detail["type"].startswith("union_tag"):
+        keys.append(detail["ctx"]["discriminator"].strip("'"))  # pyright: ignore[reportTypedDictNotRequiredAccess]
+    return tuple(keys)
 
 
-def _message(detail: ErrorDetails, schema: type[BaseModel], content: dict[Any, Any]) -> _Message:
-    kind, value, context = detail["type"], detail["input"], detail.get("ctx", {})
-    keys = _keys(detail["loc"], content, kind == "missing")
-    key = ".".join(keys)
-    if kind == "extra_forbidden":
-        return _Message(key, _unknown_key(keys, schema, content))
-    if kind == "missing":
-        return _Message(key, "is missing, and has no default")
-    if kind in ("union_tag_not_found", "union_tag_invalid"):
-        tag = str(context["discriminator"]).strip("'")
-        allowed = [
-            name for section in _sections_at(schema, keys, content, known=False) for name in _kinds(section, tag)
-        ]
-        key = f"{key}.{tag}".lstrip(".")
-        if kind == "union_tag_not_found":
-            return _Message(key, f"is missing; expected one of {', '.join(allowed)}")
-        got = value.get(tag) if isinstance(value, dict) else value
-        return _Message(key, f"got {got!r}, expected one of {', '.join(allowed)}{_nearest(got, allowed)}")
-    if kind == "value_error":
-        return _Message(key, detail["msg"].removeprefix("Value error, "))
-    if kind == "literal_error":
-        expected = context["expected"]
-        expected += _nearest(value, [word.strip(" '") for word in expected.replace(" or ", ", ").split(",")])
-    else:
-        limits = {name: f"{limit:g}" if isinstance(limit, float) else limit for name, limit in context.items()}
-        expected = _EXPECTED.get(kind, detail["msg"].removeprefix("Input should be ")).format(**limits)
-    got = repr(value) if len(repr(value)) <= 200 else f"{repr(value)[:200]}…"
-    return _Message(key, f"expected {expected}; got {got}", expected, got, kind.endswith(("_type", "literal_error")))
-
-
-def _unknown_key(keys: list[str], schema: type[BaseModel], content: dict[Any, Any]) -> str:
+def _message(keys: tuple[str, ...], alternatives: list[ErrorDetails], content: dict[Any, Any]) -> str:
+    """Return the message about a key, from an error for each type that its value may have."""
+    kind, value = alternatives[0]["type"], alternatives[0]["input"]
     *above, name = keys
-    names = list(dict.fromkeys(key for section in _sections_at(schema, above, content) for key in section.model_fields))
+    if kind == "extra_forbidden":
+        return _unknown_key(above, name, content)
+    if kind == "missing":
+        return "is missing, and has no default"
+    if kind.startswith("union_tag"):
+        allowed = [section.kind.partition(": ")[2] for section in _sections_at(above, content, by_kind=False)]
+        if kind == "union_tag_not_found":
+            return f"is missing; expected one of {', '.join(allowed)}"
+        got = value.get(name) if isinstance(value, dict) else value
+        return f"got {got!r}, expected one of {', '.join(allowed)}{_nearest(got, allowed)}"
+    texts = [detail["msg"].removeprefix("Value error, ") for detail in alternatives if detail["type"] == "value_error"]
+    if texts:
+        return "; or ".join(dict.fromkeys(texts))
+    expected = " or ".join(dict.fromkeys(map(_expected, alternatives)))
+    return f"expected {expected}; got {repr(value) if len(repr(value)) <= 200 else f'{repr(value)[:200]}…'}"
+
+
+def _expected(detail: ErrorDetails) -> str:
+    """Return what an error expected instead of the value."""
+    kind = detail["type"]
+    if kind == "literal_error":
+        expected = detail["ctx"]["expected"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
+        return expected + _nearest(detail["input"], re.findall("'(.*?)'", expected))
+    text = _EXPECTED.get(kind) or re.sub(r"^\w+ should (be|have) | after validation.*", "", detail["msg"])
+    return text.replace("greater than or equal to", "at least").replace("less than or equal to", "at most")
+
+
+def _unknown_key(above: list[str], name: str, content: dict[Any, Any]) -> str:
+    names = list(dict.fromkeys(key.name for section in _sections_at(above, content) for key in section.keys))
     near = [".".join([*above, other]) for other in difflib.get_close_matches(name, names, 1, 0.5)]
     if not near and not above:  # the first key with this name in a top-level section: for `lr`, `optimizer.lr`
-        tops = [top for top in names for section in _sections_at(schema, [top], {}) if name in section.model_fields]
-        near = [f"{top}.{name}" for top in tops[:1]]
+        paths = (section.path(key) for section in sections_of(content["job"]) for key in section.keys)
+        near = [path for path in paths if path.partition(".")[2] == name]
     hint = f"did you mean `{near[0]}`? " if near else ""
     return f"unknown key; {hint}expected one of: {', '.join(names)}"
 
 
-def _keys(location: tuple[int | str, ...], content: Any, missing: bool) -> list[str]:
-    """Return the YAML keys of pydantic's error location, without the union members that it also contains."""
-    keys: list[str] = []
+def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True) -> list[KeySection]:
+    """Return the sections that may be at a key. With `by_kind`, only those of the kind that is written there."""
     value: Any = content
-    for index, part in enumerate(location):
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
-            value = value[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        elif not (missing and index == len(location) - 1):
-            continue
-        keys.append(str(part))
-    return keys
-
-
-def _sections_at(schema: type[BaseModel], keys: list[str], content: Any, known: bool = True) -> list[type[BaseModel]]:
-    """Return the sections that the schema allows at a key, given the kinds of its parent sections in `content`.
-
-    Args:
-        schema: class of the job.
-        keys: parts of the dotted key.
-        content: the YAML.
-        known: whether to leave out sections of another kind than the key's value.
-    """
-    sections, value = [schema], content
     for key in keys:
-        fields = [
-            section.model_fields[key] for section in sections if key in section.model_fields and _fits(section, value)
-        ]
-        # An index and a chosen name are no fields; the same sections are below them.
-        sections = [inner for field in fields for inner in _sections_in(field.annotation)] or sections
         value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
-    return [section for section in sections if not known or _fits(section, value)]
 
+    def fits(section: KeySection) -> bool:
+        parts = section.key.split(".") if section.key else []
+        tag, _, kind = section.kind.partition(": ")
+        return (
+            len(parts) == len(keys)
+            and all(part in ("N", "NAME", key) for part, key in zip(parts, keys, strict=True))
+            and not (by_kind and kind and isinstance(value, dict) and value.get(tag, kind) != kind)
+        )
 
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [section for argument in get_args(annotation) for section in _sections_in(argument)]
-
-
-def _fits(section: type[BaseModel], value: Any) -> bool:
-    """Return whether the section is of the kind that a value gives with `job`, `kind` or `name`, if it does."""
-    tags = [(name, _kinds(section, name)) for name, field in section.model_fields.items() if field.is_required()]
-    return not isinstance(value, dict) or all(value.get(tag, kinds[0]) in kinds for tag, kinds in tags if kinds)
-
-
-def _kinds(section: type[BaseModel], key: str) -> tuple[str, ...]:
-    """Return the values of a key that has fixed ones."""
-    annotation = section.model_fields[key].annotation
-    return get_args(annotation) if get_origin(annotation) is Literal else ()
+    return [section for section in sections_of(content["job"]) if fits(section)]
 
 
 def _nearest(value: object, allowed: Iterable[str]) -> str:

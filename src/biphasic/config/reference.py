@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 import textwrap
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import yaml
 from pydantic.json_schema import GenerateJsonSchema
@@ -17,14 +17,11 @@ from biphasic.errors import UserError
 
 _PLAIN = {"string": "text", "boolean": "`true` or `false`", "integer": "integer", "number": "number", "null": "`null`"}
 _LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
-_KIND = "Which kind this is."
-"""Description of the keys that distinguish jobs, and forms of a section."""
 _LARGEST = 2**63
 """Limits from here on are those of 64-bit integers, which every number has."""
 
 
-@dataclass(frozen=True)
-class Key:
+class Key(NamedTuple):
     """A key of a section: its name, and its type with limits, default and description as Markdown."""
 
     name: str
@@ -33,60 +30,57 @@ class Key:
     description: str
 
 
-@dataclass(frozen=True)
-class KeySection:
+class KeySection(NamedTuple):
     """A section of a job's YAML, and its keys.
 
     Attributes:
-        job: the value of `job:`.
         key: dotted key of the section; `N` stands for an index of a list, `NAME` for a chosen name; empty at the top.
         kind: which of several forms of the section, e.g. `kind: files`; empty if there is only one.
         description: what the section is.
         keys: the keys.
     """
 
-    job: str
     key: str
     kind: str
     description: str
     keys: tuple[Key, ...]
 
-    @property
-    def title(self) -> str:
-        """The section's key and form, as Markdown."""
-        kind = f" with `{self.kind}`" if self.kind else ""
-        return f"`{self.key}`{kind}" if self.key else f"`job: {self.job}`"
+    def path(self, key: Key) -> str:
+        """Return the dotted key of one of the section's keys."""
+        return f"{self.key}.{key.name}".lstrip(".")
 
 
 class _JsonSchema(GenerateJsonSchema):
     """Writes a duration's default as in a YAML."""
 
     def encode_default(self, dft: Any) -> Any:
-        """See pydantic."""
+        """Return the default as JSON."""
         return str(dft) if isinstance(dft, Duration) else super().encode_default(dft)
 
 
+@cache
 def sections_of(job: str) -> list[KeySection]:
     """Return the sections of a job's YAML, each before those inside it."""
     schema = schema_of(job).model_json_schema(schema_generator=_JsonSchema)
-    sections: dict[str, Any] = schema.get("$defs", {})
 
     def walk(key: str, kind: str, section: dict[str, Any], defaults: dict[str, Any]) -> Iterator[KeySection]:
-        fields = {name: dict(field) for name, field in section["properties"].items()}
-        for name in fields.keys() & defaults.keys():
-            fields[name]["default"] = defaults[name]
+        fields = {
+            name: {**field, "default": defaults[name]} if name in defaults else field
+            for name, field in section["properties"].items()
+        }
         keys = (
-            Key(name, _type(field), _default(field, sections), _one_line(field.get("description", _KIND)))
+            Key(name, _type(field), _default(field), _one_line(field.get("description", "Which kind this is.")))
             for name, field in fields.items()
         )
-        yield KeySection(job, key, kind, _one_line(section["description"]), tuple(keys))
+        yield KeySection(key, kind, _one_line(section["description"]), tuple(keys))
         for name, field in fields.items():
-            children = list(_sections_in(field))
+            children = [(suffix, schema["$defs"][child]) for suffix, child in _sections_in(field)]
             for suffix, child in children:
+                tags = [f"{tag}: {value['const']}" for tag, value in child["properties"].items() if "const" in value]
                 is_alone = [other for other, _ in children].count(suffix) == 1
                 values = field.get("default") if is_alone and not suffix else {}
-                place, form = f"{key}.{name}{suffix}".lstrip("."), "" if is_alone else _kind(sections[child])
-                yield from walk(place, form, sections[child], values if isinstance(values, dict) else {})
+                place, form = f"{key}.{name}{suffix}".lstrip("."), "" if is_alone else tags[0]
+                yield from walk(place, form, child, values if isinstance(values, dict) else {})
 
     # Several forms of a section may contain the same section.
     return list(dict.fromkeys(walk("", "", schema, {})))
@@ -103,11 +97,6 @@ def _sections_in(field: dict[str, Any], suffix: str = "") -> Iterator[tuple[str,
             yield from _sections_in(field[name], suffix + part)
 
 
-def _kind(section: dict[str, Any]) -> str:
-    """Return the key and value that distinguish a form of a section, e.g. `kind: files`."""
-    return next(f"{name}: {field['const']}" for name, field in section["properties"].items() if "const" in field)
-
-
 def _type(field: dict[str, Any]) -> str:
     """Return a type and its limits as Markdown."""
     if choices := field.get("anyOf", field.get("oneOf")):
@@ -118,12 +107,13 @@ def _type(field: dict[str, Any]) -> str:
         return " or ".join(f"`{value}`" for value in values)
     if "format" in field:
         return field["format"]
+    least, most = field.get("minItems", field.get("minProperties", 0)), field.get("maxItems")
+    length = f" ({most})" if most else f" (at least {least})" if least else ""
     if field.get("type") == "array":
-        return f"list{_length(field.get('minItems', 0), field.get('maxItems'))} of {_type(field['items'])}"
+        return f"list{length} of {_type(field['items'])}"
     if field.get("type") == "object":
         values = field["additionalProperties"]
-        least = _length(field.get("minProperties", 0), None)
-        return "keys with values" if values is True else f"{_type(values)} for each name{least}"
+        return "keys with values" if values is True else f"{_type(values)} for each name{length}"
     limits = [
         f"{sign} 2**{limit.bit_length() - 1}" if limit > 10**6 else f"{sign} {limit:g}"
         for name, sign in _LIMITS.items()
@@ -132,27 +122,12 @@ def _type(field: dict[str, Any]) -> str:
     return " ".join([_PLAIN[field["type"]] if "type" in field else "any value", " and ".join(limits)]).rstrip()
 
 
-def _length(least: int, most: int | None) -> str:
-    """Return the limits of the number of elements, e.g. ` (at least 1)`."""
-    if most is not None:
-        return f" ({least} to {most})" if least != most else f" ({most})"
-    return f" (at least {least})" if least else ""
-
-
-def _default(field: dict[str, Any], sections: dict[str, Any]) -> str:
+def _default(field: dict[str, Any]) -> str:
     if "default" not in field:
         return "required"
     value = field["default"]
-    if isinstance(value, dict) and (children := list(_sections_in(field))) and children[0][0] == "":
-        own = next(
-            sections[name]["properties"] for _, name in children if value.keys() <= sections[name]["properties"].keys()
-        )
-        value = {name: given for name, given in value.items() if own[name].get("default", own) != given}
-        return _yaml(value) if value else "its keys' defaults"
-    return _yaml(value)
-
-
-def _yaml(value: Any) -> str:
+    if "$ref" in field:
+        return "its keys' defaults"
     if isinstance(value, float):
         return f"`{value:g}`"
     text = yaml.safe_dump(value, default_flow_style=True, width=1000, sort_keys=False).removesuffix("...\n")
@@ -179,24 +154,23 @@ def describe_keys(name: str = "") -> str:
     Raises:
         UserError: there is no such section or key. The message names similar ones.
     """
-    sections = [section for job in JOBS for section in sections_of(job)]
     if not name:
         lines = ["biphasic keys SECTION, such as `biphasic keys pretrain.optimizer` or `biphasic keys optimizer.lr`"]
         for job in JOBS:
-            keys = dict.fromkeys(section.key for section in sections if section.job == job and section.key)
-            lines += ["", f"{job}: {_description_of_job(job)}", *([f"    {', '.join(keys)}"] if keys else [])]
+            keys = ", ".join(dict.fromkeys(section.key for section in sections_of(job) if section.key))
+            lines += ["", f"{job}: {_description_of_job(job)}", *([f"    {keys}"] if keys else [])]
         return "\n".join(lines)
-    job, _, rest = name.partition(".")
-    own = [(section, rest) for section in sections if section.job == job]
-    texts: dict[str, list[str]] = {}
-    for wanted in (own, [(section, name) for section in sections]):
-        for section, part in wanted:
-            if keys := [key for key in section.keys if _matches(f"{section.key}.{key.name}", part)]:
-                # Jobs may share a section: it is shown once, for all of them.
-                texts.setdefault(_terminal(section, keys), []).append(section.job)
-        if texts:
-            return "\n\n".join(text.replace("JOBS", ", ".join(jobs), 1) for text, jobs in texts.items())
-    known = {f"{section.key}.{key.name}".lstrip(".") for section in sections for key in section.keys}
+    first, _, rest = name.partition(".")
+    jobs, part = ([first], rest) if first in JOBS else (JOBS, name)
+    # Jobs may share a section: it is shown once, for all of them.
+    jobs_of: dict[KeySection, list[str]] = {}
+    for job in jobs:
+        for section in sections_of(job):
+            if keys := tuple(key for key in section.keys if _matches(section.path(key), part)):
+                jobs_of.setdefault(section._replace(keys=keys), []).append(job)
+    if jobs_of:
+        return "\n\n".join(_terminal(section, jobs) for section, jobs in jobs_of.items())
+    known = {section.path(key) for job in JOBS for section in sections_of(job) for key in section.keys}
     near = difflib.get_close_matches(name, sorted({*known, *JOBS}), 3, 0.5)
     hint = f"; did you mean {' or '.join(near)}?" if near else ";"
     raise UserError(f"no key or section {name!r}{hint} `biphasic keys` lists the sections")
@@ -208,10 +182,11 @@ def _matches(key: str, name: str) -> bool:
     return not name or any(f".{name}." in f".{form}." for form in (key, short))
 
 
-def _terminal(section: KeySection, keys: list[Key]) -> str:
+def _terminal(section: KeySection, jobs: list[str]) -> str:
     kind = f", {section.kind}" if section.kind else ""
-    lines = [f"{section.key or 'at the top'}{kind}  (job: JOBS)", *textwrap.wrap(section.description, 100)]
-    for key in keys:
+    title = f"{section.key or 'at the top'}{kind}  (job: {', '.join(jobs)})"
+    lines = [title, *textwrap.wrap(section.description, 100)]
+    for key in section.keys:
         default = key.default if key.default == "required" else f"default: {key.default}"
         lines += ["", f"  {key.name}  ({key.type}; {default})"]
         lines += textwrap.wrap(key.description, 100, initial_indent=" " * 6, subsequent_indent=" " * 6)
@@ -220,7 +195,6 @@ def _terminal(section: KeySection, keys: list[Key]) -> str:
 
 def pages() -> dict[str, str]:
     """Return the pages of docs/reference by file name."""
-    jobs = [f"| [`{job}`]({job}.md) | {_description_of_job(job)} |" for job in JOBS]
     index = [
         "# Reference: every key of every job",
         "",
@@ -229,19 +203,20 @@ def pages() -> dict[str, str]:
         "",
         "| `job:` | |",
         "|-|-|",
-        *jobs,
+        *(f"| [`{job}`]({job}.md) | {_description_of_job(job)} |" for job in JOBS),
     ]
     return {"README.md": "\n".join(index) + "\n", **{f"{job}.md": _page(job) for job in JOBS}}
 
 
 def _page(job: str) -> str:
-    lines = list[str]()
+    lines = [f"# Keys of `job: {job}`", "", _description_of_job(job)]
     for section in sections_of(job):
-        title = f"## {section.title}" if section.key else f"# Keys of `job: {job}`"
-        lines += [title, "", section.description if section.key else _description_of_job(job), ""]
-        lines += ["| key | type | default | what it is |", "|-|-|-|-|"]
+        if section.key:
+            kind = f" with `{section.kind}`" if section.kind else ""
+            lines += [f"## `{section.key}`{kind}", "", section.description]
+        lines += ["", "| key | type | default | what it is |", "|-|-|-|-|"]
         for key in section.keys:
-            cells = (cell.replace("|", "\\|") for cell in (key.type, key.default, key.description))
+            cells = (cell.replace("|", "\\|") for cell in key[1:])
             lines.append(f"| `{key.name}` | {' | '.join(cells)} |")
         lines.append("")
     lines.append("Written by `biphasic keys --write docs/reference` from the classes in `src/biphasic/config/`.")
