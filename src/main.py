@@ -130,15 +130,15 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
 
 def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
     """Train the runs that are not done. When all are done, print what was trained in all."""
-    from biphasic.study.compute import describe_compute, trained_compute
     from biphasic.study.plan import plan_study
     from biphasic.study.run import pretrain
+    from biphasic.study.trained import describe_totals, trained_totals
 
     status = pretrain(config, limit)
     if status == 0:
         study_plan = plan_study(config)
         if all(run.state == "done" for run in study_plan.runs):
-            print(describe_compute(trained_compute(config), study_plan))
+            print(describe_totals(trained_totals(config), study_plan))
     return status
 
 

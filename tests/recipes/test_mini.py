@@ -29,10 +29,10 @@ from biphasic.report.reference import read_reference
 from biphasic.report.run import write_report
 from biphasic.report.study_figures import FIGURES, arrange, facet_table
 from biphasic.report.study_models import facets_of_models, facets_of_name
-from biphasic.study.compute import trained_compute
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain
 from biphasic.study.stages import export, scored_models, sweep_config
+from biphasic.study.trained import trained_totals
 from helpers import tiny
 from helpers.studies import fine_tune
 from helpers.tiny import ROOT
@@ -371,9 +371,9 @@ def test_the_whole_study_shrunk(tmp_path: Path, dataset: Path, capsys: pytest.Ca
     assert pretrain(study, train=train) == 137
     assert pretrain(study, train=train) == 0
     assert len(started) == len(study.models) + 1
-    plan, compute = plan_study(study), trained_compute(study)
+    plan, trained = plan_study(study), trained_totals(study)
     killed = next(run for run in plan.runs if run.name == started[8])
-    assert compute.batches == plan.shared.batches + killed.own_batches
+    assert trained.batches == plan.shared.batches + killed.own_batches
     assert export(study) == 0
     fine_tune(sweep_config(study))
     write_report([study.folder])

@@ -134,8 +134,8 @@ def test_totals_by_hand(plan: StudyPlan) -> None:
 
 def test_where_the_papers_runs_start(plan: StudyPlan) -> None:
     runs = {run.name: run for run in plan.runs}
-    assert runs["610m-clm-42k"].kept_for == (3000, 5000, 6000, 9000, 10000, 11000, 16000, 21000, 31000, 40000)
-    assert runs["1b-clm-42k"].kept_for == (10000,)
+    assert runs["610m-clm-42k"].kept == (3000, 5000, 6000, 9000, 10000, 11000, 16000, 21000, 31000, 40000)
+    assert runs["1b-clm-42k"].kept == (10000,)
     for name, run in runs.items():
         parts = name.split("-")
         if "dec42k" in name:
@@ -145,7 +145,7 @@ def test_where_the_papers_runs_start(plan: StudyPlan) -> None:
         else:
             assert run.parent is None
     long, middle = (runs[f"610m-clm-dec42k-mlm40-{end}k"] for end in (64, 54))
-    assert (long.parent, long.start, middle.kept_for) == (middle.name, 10_000, (10_000,))
+    assert (long.parent, long.start, middle.kept) == (middle.name, 10_000, (10_000,))
 
 
 def test_storage_by_hand(study: StudyConfig, configs: dict[str, PretrainConfig], plan: StudyPlan) -> None:

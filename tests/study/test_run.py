@@ -24,11 +24,11 @@ from biphasic.config.study_models import expand
 from biphasic.evaluation.run import run as run_evaluation
 from biphasic.model.encoder import load_encoder
 from biphasic.report.run import write_report
-from biphasic.study.compute import describe_compute, trained_compute
 from biphasic.study.plan import describe_plan, plan_study
 from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, evaluate, export, scored_models, sweep_config
 from biphasic.study.state import read_states
+from biphasic.study.trained import describe_totals, trained_totals
 from biphasic.study.tree import study_tree
 from helpers import tiny
 from helpers.buckets import bucket_for
@@ -152,14 +152,14 @@ def test_shared_beginnings_give_the_weights_of_whole_runs(trained: Trained) -> N
 
 def test_what_was_trained_is_what_was_planned(trained: Trained) -> None:
     """The records say what the plan does, and the four batches that were trained again after the kill."""
-    plan, compute = plan_study(trained.study), trained_compute(trained.study)
+    plan, compute = plan_study(trained.study), trained_totals(trained.study)
     again = training_flops(expand(trained.study)["clm"], tiny_architecture(trained.study), 2, 6)
     assert (compute.batches, compute.without_record) == (plan.shared.batches + 4, ())
     assert compute.flops is not None and plan.shared.flops is not None
     assert compute.flops - again == pytest.approx(plan.shared.flops)
     assert plan.alone.batches == 6 + 6 + 2 + 4 > plan.shared.batches
-    assert f"trained, by the runs' records: {plan.shared.batches + 4} batches" in describe_compute(compute, plan)
-    assert f"each model alone: {plan.alone.batches} batches" in describe_compute(compute, plan)
+    assert f"trained, by the runs' records: {plan.shared.batches + 4} batches" in describe_totals(compute, plan)
+    assert f"each model alone: {plan.alone.batches} batches" in describe_totals(compute, plan)
 
 
 def tiny_architecture(study: StudyConfig) -> Architecture:

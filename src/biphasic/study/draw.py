@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
-from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
 from biphasic.config.timeline import MLMPhase, Phase, RampConfig, resolve_phases
-from biphasic.study.tree import StudyRun, study_tree
+from biphasic.study.tree import study_runs
 
 _COLORS = {"clm": "#cfe0f5", "mlm": "#f8d5b8"}
 """Color of a run by the objective of its last phase."""
@@ -23,19 +19,13 @@ def draw_study(study: StudyConfig) -> str:
     Raises:
         UserError: two models have the same history.
     """
-    configs = expand(study)
-    return draw_tree(study_tree(configs, study.continues, study.stages.checkpoints), configs)
-
-
-def draw_tree(tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]) -> str:
-    """Return the tree as the text of a Mermaid flowchart."""
+    configs, tree = study_runs(study)
     ids = {name: f"run{number}" for number, name in enumerate(tree)}
     lines = ["flowchart LR", *(f"  classDef {name} fill:{color},stroke:#666" for name, color in _COLORS.items())]
     for name, run in tree.items():
-        config = configs[name]
-        phases = [_phase(span.phase) for span in resolve_phases(config.objective.phases, config.max_duration)]
-        last = config.objective.phases[-1].name
-        lines.append(f'  {ids[name]}["{name}<br>{", ".join(phases)}; {run.length:,} batches"]:::{last}')
+        spans = resolve_phases(configs[name].objective.phases, configs[name].max_duration)
+        phases = ", ".join(_phase(span.phase) for span in spans)
+        lines.append(f'  {ids[name]}["{name}<br>{phases}; {run.length:,} batches"]:::{spans[-1].phase.name}')
         if run.parent is not None:
             lines.append(f'  {ids[run.parent]} -- "{run.start:,}" --> {ids[name]}')
         elif run.continues is not None:

@@ -6,13 +6,12 @@ import shlex
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
 from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor
 from biphasic.errors import PREEMPTED, UserError
+from biphasic.signals import noted_signals
 
 _ROOT = Path(__file__).parents[3]
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
@@ -21,19 +20,13 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def train_here(executor: LocalExecutor, file: Path) -> int:
     """Train a run on this machine and return its exit status.
 
-    A signal to this process is passed on to the ranks, which save and end. The status is then 75.
+    A signal to this process is passed on to the ranks, which save and end. The status is then `PREEMPTED`.
     """
     processes = [] if executor.processes is None else ["-n", str(executor.processes)]
     # launcher.py is Composer's launcher, which would otherwise end its ranks 30 s after a signal.
-    command = [
-        sys.executable,
-        str(_ROOT / "recipes/launch/launcher.py"),
-        *processes,
-        str(_ROOT / "src/main.py"),
-        str(file),
-    ]
-    with _signals() as received:
-        launcher = subprocess.Popen(command)
+    scripts = [str(_ROOT / "recipes/launch/launcher.py"), *processes, str(_ROOT / "src/main.py")]
+    with noted_signals(_SIGNALS) as received:
+        launcher = subprocess.Popen([sys.executable, *scripts, str(file)])
         passed_on = 0
         while True:
             try:
@@ -46,42 +39,21 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
     return PREEMPTED if received else status
 
 
-@contextmanager
-def _signals() -> Iterator[list[int]]:
-    """Collect signals instead of ending by them. An ignored signal stays ignored: `nohup` ignores SIGHUP."""
-    received: list[int] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-
-    noted = [number for number in _SIGNALS if signal.getsignal(number) is not signal.SIG_IGN]
-    previous = {number: signal.signal(number, note) for number in noted}
-    try:
-        yield received
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
 def _signal_ranks(launcher: int) -> bool:
     """Ask the ranks to save and stop. Return False if the launcher has none yet."""
     return subprocess.run(["pkill", "-USR1", "-P", str(launcher)], check=False).returncode == 0
 
 
-def sbatch_command(executor: SlurmExecutor, job: str, file: Path, after: Sequence[str]) -> list[str]:
-    """Return the command that submits a run. It starts when the jobs in `after` (their ids) have ended without an error."""
-    # A job whose dependency failed leaves the queue, so that the next start of the study can submit it again.
-    dependency = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
-    return ["sbatch", "--parsable", f"--job-name={job}", *dependency, *executor.options, executor.script, str(file)]
-
-
-def submit_to_slurm(command: Sequence[str]) -> str:
-    """Run an sbatch command and return the job's id.
+def submit_to_slurm(executor: SlurmExecutor, job: str, file: Path, after: Sequence[str]) -> str:
+    """Submit a run as a job that starts when the jobs in `after` (their ids) have ended without an error. Return its id.
 
     Raises:
         UserError: Slurm is not installed or refuses the job.
     """
-    return _output(command).strip().partition(";")[0]
+    # A job whose dependency failed leaves the queue, so that the next start of the study can submit it again.
+    dependency = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
+    options = ["--parsable", f"--job-name={job}", *dependency, *executor.options]
+    return _output(["sbatch", *options, executor.script, str(file)]).strip().partition(";")[0]
 
 
 def jobs_in_slurm() -> dict[str, str]:
@@ -106,17 +78,14 @@ def _output(command: Sequence[str]) -> str:
     return done.stdout
 
 
-def filled_command(executor: CommandExecutor, values: dict[str, str]) -> list[str]:
-    """Return the words of the command, with `values` for its placeholders. A value stays within its word."""
-    return [word.format(**values) for word in shlex.split(executor.command)]
-
-
-def run_command(command: Sequence[str]) -> int:
-    """Run a command that submits a run, and return its exit status.
+def run_command(executor: CommandExecutor, values: dict[str, str]) -> int:
+    """Run the command that submits a run, with `values` for its placeholders, and return its exit status.
 
     Raises:
         UserError: the program is missing.
     """
+    # A value stays within its word.
+    command = [word.format(**values) for word in shlex.split(executor.command)]
     try:
         return subprocess.run(command, check=False).returncode
     except OSError as error:

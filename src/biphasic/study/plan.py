@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture
@@ -13,32 +14,24 @@ from biphasic.config.model import architecture_of
 from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, StudyCostConfig
-from biphasic.config.study_models import expand
 from biphasic.study.state import RunState, is_ready, read_states
-from biphasic.study.tree import StudyRun, study_tree
+from biphasic.study.tree import StudyRun, study_runs
 
 
-@dataclass(frozen=True)
-class RunPlan:
+@dataclass(frozen=True, kw_only=True)
+class RunPlan(StudyRun):
     """The plan of one run. Values that depend on an unknown model size are None."""
 
-    name: str
-    parent: str | None
-    """The run from whose checkpoint this one starts, at batch `start`."""
-    continues: str | None
-    start: int
-    length: int
-    own_batches: int
     own_tokens: int
+    """Number of tokens of the batches that this run trains itself."""
     own_flops: float | None
     flops: float | None
     """FLOPs of the complete history, as if the run were trained alone."""
-    kept_for: tuple[int, ...]
-    """Batches whose checkpoints are kept because other runs start there."""
     checkpoints: int
     """Number of checkpoints that remain."""
     bytes: int | None
     state: str
+    """`done`, `at BATCH`, `ready` or `waits`."""
     drift: tuple[str, ...]
     """Keys that are not what the newest checkpoint was trained with."""
 
@@ -77,17 +70,16 @@ def plan_study(study: StudyConfig) -> StudyPlan:
     Raises:
         UserError: two models have the same history, or the folder can't be read.
     """
-    configs = expand(study)
-    tree = study_tree(configs, study.continues, study.stages.checkpoints)
+    configs, tree = study_runs(study)
     states = read_states(study)
     runs = tuple(_plan_run(run, tree, configs, states) for run in tree.values())
-    sizes = [run.bytes for run in runs]
+    tokens = {name: config.global_batch_size * config.data.sequence_length for name, config in configs.items()}
     return StudyPlan(
         folder=study.folder,
         runs=runs,
-        shared=_totals(runs, [run.own_batches for run in runs], [run.own_flops for run in runs], configs, study.cost),
-        alone=_totals(runs, [run.length for run in runs], [run.flops for run in runs], configs, study.cost),
-        bytes=None if None in sizes else sum(size for size in sizes if size is not None),
+        shared=_totals([(run.own_batches, run.own_tokens, run.own_flops) for run in runs], study.cost),
+        alone=_totals([(run.length, run.length * tokens[run.name], run.flops) for run in runs], study.cost),
+        bytes=_sum([run.bytes for run in runs]),
         devices=study.cost.devices if study.cost is not None else None,
         warnings=tuple(f"{run.name}: {line}" for run in runs for line in run.drift),
     )
@@ -113,46 +105,33 @@ def _plan_run(
     configs: Mapping[str, PretrainConfig],
     states: Mapping[str, RunState],
 ) -> RunPlan:
-    config, architecture, state = configs[run.name], architecture_in(run.name, tree, configs), states[run.name]
+    config, architecture, trained = configs[run.name], architecture_in(run.name, tree, configs), states[run.name]
     checkpoints = len(retained_batches(config, run))
-    done = state.is_done(config)
+    state = f"at {trained.trained:,}" if trained.trained else "ready" if is_ready(run, configs, states) else "waits"
     return RunPlan(
-        name=run.name,
-        parent=run.parent,
-        continues=run.continues,
-        start=run.start,
-        length=run.length,
-        own_batches=run.own_batches,
+        **vars(run),
         own_tokens=run.own_batches * config.global_batch_size * config.data.sequence_length,
         own_flops=None if architecture is None else training_flops(config, architecture, run.start, run.length),
         flops=None if architecture is None else training_flops(config, architecture, 0, run.length),
-        kept_for=run.kept,
         checkpoints=checkpoints,
         bytes=None if architecture is None else checkpoints * architecture.checkpoint_bytes,
-        state=_state(state, done, is_ready(run, configs, states)),
-        drift=tuple(state.drift(config)),
+        state="done" if trained.is_done(config) else state,
+        drift=tuple(trained.drift(config)),
     )
 
 
-def _state(state: RunState, done: bool, ready: bool) -> str:
-    if done:
-        return "done"
-    return f"at {state.trained:,}" if state.trained else "ready" if ready else "waits"
+def _sum(values: Sequence[Any]) -> Any:
+    """Return the sum of numbers; None if one of them is unknown (None)."""
+    return None if None in values else sum(values)
 
 
-def _totals(
-    runs: tuple[RunPlan, ...],
-    batches: list[int],
-    flops: list[float | None],
-    configs: Mapping[str, PretrainConfig],
-    cost: StudyCostConfig | None,
-) -> Totals:
-    sizes = [configs[run.name].global_batch_size * configs[run.name].data.sequence_length for run in runs]
-    tokens = sum(count * size for count, size in zip(batches, sizes, strict=True))
-    total = None if None in flops else sum(value for value in flops if value is not None)
-    hours = device_hours(total, cost)
+def _totals(runs: Sequence[tuple[int, int, float | None]], cost: StudyCostConfig | None) -> Totals:
+    """Return the totals of runs with these batches, tokens and FLOPs."""
+    batches, tokens, run_flops = zip(*runs, strict=True)
+    flops = _sum(run_flops)
+    hours = device_hours(flops, cost)
     price = None if cost is None else cost.dollars_per_hour
-    return Totals(sum(batches), tokens, total, hours, None if hours is None or price is None else hours * price)
+    return Totals(sum(batches), sum(tokens), flops, hours, None if hours is None or price is None else hours * price)
 
 
 def device_hours(flops: float | None, cost: StudyCostConfig | None) -> float | None:
@@ -169,27 +148,27 @@ def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
     lines = [f"study in {plan.folder}: {len(plan.runs)} models"]
     lines.append(f"  {'model':{width}}  {'starts from':{start_width}}  {head} other runs start at")
     for run, start in zip(plan.runs, starts, strict=True):
-        hours = device_hours(run.own_flops, cost)
-        numbers = (
-            f"{run.own_batches:>8,} {run.length:>8,} {_short(run.own_tokens):>8} {_number(run.own_flops, '.3g'):>9} "
-        )
-        numbers += f"{_number(hours, ',.0f'):>8}  {_bytes(run.bytes):>9}  {run.state:9}"
-        points = ", ".join(f"{batch:,}" for batch in run.kept_for)
-        lines.append(f"  {run.name:{width}}  {start:{start_width}}  {numbers} {points}".rstrip())
-    lines += [_total("with shared beginnings", plan.shared), _total("each model alone", plan.alone)]
+        flops, hours = _number(run.own_flops, ".3g"), _number(device_hours(run.own_flops, cost), ",.0f")
+        numbers = f"{run.own_batches:>8,} {run.length:>8,} {_short(run.own_tokens):>8} {flops:>9} {hours:>8}"
+        points = ", ".join(f"{batch:,}" for batch in run.kept)
+        end = f"{_bytes(run.bytes):>9}  {run.state:9} {points}"
+        lines.append(f"  {run.name:{width}}  {start:{start_width}}  {numbers}  {end}".rstrip())
+    for label, totals in (("with shared beginnings", plan.shared), ("each model alone", plan.alone)):
+        amounts = (("{:.3g} FLOPs", totals.flops), ("{:,.0f} hours", totals.hours), ("{:,.0f} dollars", totals.dollars))
+        known = [form.format(amount) for form, amount in amounts if amount is not None]
+        counts = [f"{totals.batches:,} batches", f"{_short(totals.tokens)} tokens"]
+        lines.append(f"  {label:22}  {', '.join([*counts, *known])}")
     if plan.alone.flops and plan.shared.flops is not None:
         lines.append(f"  saved                   {1 - plan.shared.flops / plan.alone.flops:.1%} of the FLOPs")
     lines.append(f"  checkpoints             {_bytes(plan.bytes)} in {plan.folder}, with what other runs start from")
     if cost is None:
         lines.append("  hours and dollars are unknown: set cost.peak_flops and cost.mfu")
     else:
-        lines.append(
-            f"  at an MFU of {cost.mfu:g} of {cost.peak_flops:.3g} FLOPs a second; hours are those of a device"
-        )
+        peak = f"{cost.peak_flops:.3g} FLOPs a second"
+        lines.append(f"  at an MFU of {cost.mfu:g} of {peak}; hours are those of a device")
         if plan.devices is not None and plan.shared.hours is not None:
             lines.append(f"  with {plan.devices:,} devices        {plan.shared.hours / plan.devices / 24:,.1f} days")
-    lines += [f"  WARNING {warning}" for warning in plan.warnings]
-    return "\n".join(lines)
+    return "\n".join([*lines, *(f"  WARNING {warning}" for warning in plan.warnings)])
 
 
 def as_json(plan: StudyPlan) -> str:
@@ -201,13 +180,6 @@ def _start(run: RunPlan) -> str:
     if run.parent is not None:
         return f"{run.parent} at {run.start:,}"
     return "the beginning" if run.continues is None else f"the end of {run.continues}"
-
-
-def _total(label: str, totals: Totals) -> str:
-    flops = "" if totals.flops is None else f", {totals.flops:.3g} FLOPs"
-    hours = "" if totals.hours is None else f", {totals.hours:,.0f} hours"
-    dollars = "" if totals.dollars is None else f", {totals.dollars:,.0f} dollars"
-    return f"  {label:22}  {totals.batches:,} batches, {_short(totals.tokens)} tokens{flops}{hours}{dollars}"
 
 
 def _short(count: int) -> str:

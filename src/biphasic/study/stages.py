@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from biphasic.checkpointing.manifest import Manifest, manifest_name
 from biphasic.config.evaluate import EvaluateConfig
@@ -18,7 +19,7 @@ from biphasic.errors import UserError
 from biphasic.export.folder import EXPORT_FILE
 from biphasic.storage import join, open_store
 from biphasic.study.state import read_states
-from biphasic.study.tree import owner_of, study_tree
+from biphasic.study.tree import owner_of, study_runs
 
 _MAIN = Path(__file__).parents[2] / "main.py"
 
@@ -47,8 +48,7 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
     Raises:
         UserError: two models have the same history, or a checkpoint is not before its model's end, or has a model's name.
     """
-    configs = expand(study)
-    tree = study_tree(configs, study.continues, study.stages.checkpoints)
+    _, tree = study_runs(study)
 
     def steps_before(name: str) -> int:
         continued = study.continues.get(name)
@@ -61,9 +61,8 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
         for batch in study.stages.checkpoints.get(name, []):
             steps = before + batch
             if f"{name}-{steps}" in study.models:
-                raise UserError(
-                    f"stages.checkpoints.{name}: {batch:,} is named as the model {name}-{steps}: rename that"
-                )
+                key = f"stages.checkpoints.{name}"
+                raise UserError(f"{key}: {batch:,} is named as the model {name}-{steps}: rename that model")
             models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", owner_of(tree, name, batch), batch, steps)
     return models
 
@@ -86,17 +85,12 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     trained = [model for model in models.values() if is_trained(model)]
     new = [model for model in trained if not _is_exported(study, model.name)]
     for model in new[:limit]:
-        export_checkpoint(_checkpoint(study, model), encoder_folder(study, model.name), name=model.name)
+        place = study.checkpoints_of(model.run)
+        if model.name not in configs:  # of a run's end the newest checkpoint in its folder is exported
+            place = join(place, Manifest.from_bytes(open_store(place).read(manifest_name(model.batch))).path)
+        export_checkpoint(place, encoder_folder(study, model.name), name=model.name)
     _print_waiting("not trained yet", [name for name, model in models.items() if model not in trained])
     return 0
-
-
-def _checkpoint(study: StudyConfig, model: ScoredModel) -> str:
-    """Return the place of a model's checkpoint: the run's folder for its newest one."""
-    place = study.checkpoints_of(model.run)
-    if model.name in study.models:
-        return place
-    return join(place, Manifest.from_bytes(open_store(place).read(manifest_name(model.batch))).path)
 
 
 def sweep_config(study: StudyConfig) -> SweepConfig:
@@ -106,9 +100,8 @@ def sweep_config(study: StudyConfig) -> SweepConfig:
         ConfigError: the sweep's YAML can't be used.
         UserError: `stages.finetune` is missing, or no model is exported.
     """
-    file = _required(study.stages.finetune, "finetune")
-    sweep = load_job(SweepConfig, file)
-    models, names = scored_models(study), list(_exported(study))
+    sweep = load_job(SweepConfig, _required(study, "finetune"))
+    models, names = scored_models(study), _exported(study)
     swept = {name: SweepModel(path=str(encoder_folder(study, name)), steps=models[name].steps) for name in names}
     return sweep.model_copy(update={"models": swept, "output": study.sweep_output})
 
@@ -133,15 +126,13 @@ def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path
     for config in new[:limit]:
         name = f"{config.run_name}.yaml"
         open_store(config.output).write(name, dump(config).encode())
-        status = (score or _score_alone)(Path(config.output) / name)
+        file = Path(config.output) / name
+        # A process of its own: with several GPUs an evaluation replaces its process by Composer's launcher.
+        command = [sys.executable, str(_MAIN), str(file)]
+        status = subprocess.run(command, check=False).returncode if score is None else score(file)
         if status:
             return status
     return 0
-
-
-def _score_alone(file: Path) -> int:
-    # A process of its own: with several GPUs an evaluation replaces its process by Composer's launcher.
-    return subprocess.run([sys.executable, str(_MAIN), str(file)], check=False).returncode
 
 
 def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
@@ -151,19 +142,18 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
         ConfigError: the evaluation's YAML can't be used.
         UserError: `stages.evaluate` is missing.
     """
-    file = _required(study.stages.evaluate, "evaluate")
-    folder = Path(study.local_folder)
-    model = f"model.path={encoder_folder(study, name)}"
-    return load_job(EvaluateConfig, file, [f"run_name={name}", f"output={folder / 'evaluate'}", model])
+    own = [f"run_name={name}", f"output={study.local_folder}/evaluate", f"model.path={encoder_folder(study, name)}"]
+    return load_job(EvaluateConfig, _required(study, "evaluate"), own)
 
 
-def _exported(study: StudyConfig) -> Iterator[str]:
+def _exported(study: StudyConfig) -> list[str]:
+    """Return the names of the exported models, and print those of the others."""
     models = scored_models(study)
     names = [name for name in models if _is_exported(study, name)]
     if not names:
         raise UserError(f"{study.local_folder}: no model of the study is exported yet: --stage export")
     _print_waiting("not exported yet", [name for name in models if name not in names])
-    yield from names
+    return names
 
 
 def _is_exported(study: StudyConfig, name: str) -> bool:
@@ -175,7 +165,9 @@ def _print_waiting(label: str, names: list[str]) -> None:
         print(f"{label}: {', '.join(names)}", flush=True)
 
 
-def _required(file: str | None, stage: str) -> str:
+def _required(study: StudyConfig, stage: Literal["finetune", "evaluate"]) -> str:
+    """Return the YAML of a stage."""
+    file = getattr(study.stages, stage)
     if file is None:
         raise UserError(f"stages.{stage} is missing in the study's YAML: it names the {stage} stage's YAML")
     return file

@@ -9,9 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 from biphasic.config.history import first_difference
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.study import StudyConfig
+from biphasic.config.study_models import expand
 from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
 
@@ -48,6 +51,16 @@ class StudyRun:
         return tuple(name for name in (self.parent, self.continues) if name is not None)
 
 
+def study_runs(study: StudyConfig) -> tuple[dict[str, PretrainConfig], dict[str, StudyRun]]:
+    """Return the configurations of a checked study's models, and its runs in the order of training, both by name.
+
+    Raises:
+        UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
+    """
+    configs = expand(study)
+    return configs, study_tree(configs, study.continues, study.stages.checkpoints)
+
+
 def study_tree(
     configs: Mapping[str, PretrainConfig],
     continues: Mapping[str, str],
@@ -64,10 +77,7 @@ def study_tree(
         UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
     """
     lengths = {name: config.batch_shape.batches(config.max_duration) for name, config in configs.items()}
-    decays = {
-        name: config.batch_shape.batches(decay_start(config.schedule, config.max_duration))
-        for name, config in configs.items()
-    }
+    decays = {name: c.batch_shape.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
 
     def shared(first: str, second: str) -> int:
         difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])
@@ -88,11 +98,7 @@ def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
 
 
 def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence[int]]) -> dict[str, StudyRun]:
-    """Return the runs with the batches whose checkpoints they keep because they are scored.
-
-    Args:
-        tree: the runs.
-        checkpoints: batches of models' histories, by model.
+    """Return the runs with the batches (of models' histories, by model) whose checkpoints they keep for scoring.
 
     Raises:
         UserError: a batch is not before its model's end.
@@ -124,7 +130,12 @@ def build_tree(
     Raises:
         UserError: two runs have the same history.
     """
-    common = _common_batches(lengths, shared)
+    common: dict[tuple[str, str], int] = {}
+    for first, second in combinations(lengths, 2):
+        common[first, second] = common[second, first] = shared(second, first)
+        if common[first, second] == lengths[first] == lengths[second]:
+            message = f"expected another history than that of models.{first}: both train the same"
+            raise UserError(f"models.{second}: {message} {lengths[first]:,} batches")
     runs: dict[str, StudyRun] = {}
     for name in _order(lengths, continues, common):
         run = StudyRun(name, lengths[name], continues=continues.get(name))
@@ -137,19 +148,6 @@ def build_tree(
                 runs[parent.name] = replace(parent, kept=tuple(sorted({*parent.kept, most})))
         runs[name] = run
     return runs
-
-
-def _common_batches(lengths: Mapping[str, int], shared: Callable[[str, str], int]) -> dict[tuple[str, str], int]:
-    names, common = list(lengths), dict[tuple[str, str], int]()
-    for index, first in enumerate(names):
-        for second in names[:index]:
-            common[first, second] = common[second, first] = shared(first, second)
-            if common[first, second] == lengths[first] == lengths[second]:
-                message = (
-                    f"expected another history than that of models.{second}: both train the same {lengths[first]:,}"
-                )
-                raise UserError(f"models.{first}: {message} batches")
-    return common
 
 
 def _order(

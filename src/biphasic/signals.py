@@ -1,0 +1,31 @@
+"""Note signals in a process that starts others, instead of ending by them."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+
+@contextmanager
+def noted_signals(numbers: Sequence[signal.Signals], interrupt_on_second: bool = False) -> Iterator[list[str]]:
+    """Yield a list to which the name of each of these signals is appended when it arrives.
+
+    An ignored signal stays ignored: `nohup` ignores SIGHUP. With `interrupt_on_second` every further signal raises
+    KeyboardInterrupt.
+    """
+    received: list[str] = []
+
+    def note(number: int, frame: FrameType | None) -> None:
+        if received and interrupt_on_second:
+            raise KeyboardInterrupt
+        received.append(signal.Signals(number).name)
+
+    noted = [number for number in numbers if signal.getsignal(number) is not signal.SIG_IGN]
+    previous = {number: signal.signal(number, note) for number in noted}
+    try:
+        yield received
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
