@@ -98,7 +98,7 @@ def test_disk_needs_of_a_run(write_yaml: Write, tmp_path: Path) -> None:
 
 
 def config_parameters(path: Path) -> int:
-    parameters = plan(config_of(path), 1).parameters
+    parameters = plan(config_of(path), 1).details["parameters"]
     assert parameters is not None
     return parameters["total"]
 

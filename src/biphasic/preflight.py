@@ -252,7 +252,7 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     for stream in config.data.splits.values():
         if stream.remote is not None and (size := _cache_bytes(stream, config.data.cache_limit)) is not None:
             needs.append((Path(stream.local), size))
-    checkpoints = plan(config, ranks).checkpoints
+    checkpoints = plan(config, ranks).details["checkpoints"]
     if checkpoints["bytes_each"] is not None:
         most = 2 if is_remote(config.checkpoint_destination) else checkpoints["most"] or 2
         needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))

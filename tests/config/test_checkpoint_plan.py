@@ -24,7 +24,7 @@ Counts = tuple[int | None, int | None, int | None]
 
 
 def planned(config: PretrainConfig) -> Counts:
-    counts = plan(config, 1).checkpoints
+    counts = plan(config, 1).details["checkpoints"]
     return counts["count"], counts["kept"], counts["most"]
 
 

@@ -15,7 +15,7 @@ from biphasic.commands import plan as commands_plan
 from biphasic.config import conversion_record
 from biphasic.config.conversion_record import read_conversions
 from biphasic.config.load import load
-from biphasic.config.plan import Plan, describe, plan
+from biphasic.config.plan import JobPlan, plan
 from biphasic.config.pretrain import PretrainConfig
 from helpers.cpu_time import run_measured
 
@@ -32,7 +32,7 @@ def record(folder: Path, rows: int, tokens: int, split: str = "train") -> str:
     return str(folder / split)
 
 
-def planned(data: dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[Plan, str]:
+def planned(data: dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[JobPlan, str]:
     content = {
         "job": "pretrain",
         "run_name": "run",
@@ -52,15 +52,15 @@ def planned(data: dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[Plan,
     assert isinstance(config, PretrainConfig)
     run_plan = plan(config, 1, read_conversions(config.data))
     assert json.loads(run_plan.to_json())["warnings"] == run_plan.warnings
-    return run_plan, describe(run_plan, config)
+    return run_plan, run_plan.describe()
 
 
 def test_one_dataset(tmp_path: Path) -> None:
     """100 batches of 10 rows are 1,000 of 4,000 rows, of 250 tokens on average."""
     path = record(tmp_path / "out", rows=4_000, tokens=1_000_000)
     run_plan, text = planned({"train": {"local": path}}, tmp_path)
-    [dataset] = run_plan.datasets
-    assert (dataset.run_rows, dataset.run_tokens, dataset.epochs) == (1_000, 250_000, 0.25)
+    [dataset] = run_plan.details["datasets"]
+    assert (dataset["run_rows"], dataset["run_tokens"], dataset["epochs"]) == (1_000, 250_000, 0.25)
     assert run_plan.warnings == []
     assert f"  data           250,000 tokens, 0.25 epochs of {path}\n" in text
     assert json.loads(run_plan.to_json())["datasets"][0]["run_tokens"] == 250_000
@@ -69,7 +69,7 @@ def test_one_dataset(tmp_path: Path) -> None:
 def test_one_dataset_that_is_repeated(tmp_path: Path) -> None:
     path = record(tmp_path / "out", rows=400, tokens=100_000)
     run_plan, text = planned({"train": {"local": path}}, tmp_path)
-    assert run_plan.datasets[0].epochs == 2.5
+    assert run_plan.details["datasets"][0]["epochs"] == 2.5
     assert text.endswith(f"\n  WARNING        data.train would be repeated: the run takes 2.5 epochs of {path}")
 
 
@@ -84,7 +84,7 @@ def test_a_run_that_begins_in_the_middle(tmp_path: Path) -> None:
     assert warning.startswith("data.train: the run begins at row 3,010 (data.start_at) and ends in epoch 2 of")
     # An epoch is 4,000 rows; the first one is what is left of it.
     run_plan, _ = planned({"train": {"local": path}, "start_at": "301ba"}, tmp_path, max_duration="1ep")
-    assert run_plan.datasets[0].run_rows == 990
+    assert run_plan.details["datasets"][0]["run_rows"] == 990
 
 
 @pytest.mark.parametrize(
@@ -95,7 +95,10 @@ def test_a_run_that_begins_in_the_middle(tmp_path: Path) -> None:
 def test_lengths_in_every_unit(tmp_path: Path, duration: str, rows: int, tokens: int) -> None:
     path = record(tmp_path / "out", rows=1_005, tokens=251_250)
     run_plan, _ = planned({"train": {"local": path}}, tmp_path, max_duration=duration, checkpoint={})
-    assert (run_plan.datasets[0].run_rows, run_plan.datasets[0].run_tokens) == (rows, tokens)
+    assert (run_plan.details["datasets"][0]["run_rows"], run_plan.details["datasets"][0]["run_tokens"]) == (
+        rows,
+        tokens,
+    )
 
 
 def mix(tmp_path: Path) -> dict[str, Any]:
@@ -108,9 +111,9 @@ def test_a_mix(tmp_path: Path) -> None:
     """1,000 rows: 800 of the web's 1,000, and 200 of code's 100."""
     streams = mix(tmp_path)
     run_plan, text = planned({"mix": streams}, tmp_path)
-    code, web = run_plan.datasets
-    assert (code.key, code.run_rows, code.run_tokens, code.epochs) == ("data.mix.code", 200, 40_000, 2.0)
-    assert (web.key, web.run_rows, web.run_tokens, web.epochs) == ("data.mix.web", 800, 200_000, 0.8)
+    code, web = run_plan.details["datasets"]
+    assert (code["key"], code["run_rows"], code["run_tokens"], code["epochs"]) == ("data.mix.code", 200, 40_000, 2.0)
+    assert (web["key"], web["run_rows"], web["run_tokens"], web["epochs"]) == ("data.mix.web", 800, 200_000, 0.8)
     assert run_plan.warnings == [
         f"data.mix.code would be repeated: the run takes 2 epochs of {streams['code']['local']}",
     ]
@@ -121,13 +124,13 @@ def test_a_mix_by_tokens_and_by_epochs(tmp_path: Path) -> None:
     streams = mix(tmp_path)
     # A batch has 8 x 250 + 2 x 200 = 2,400 tokens: 10 batches.
     run_plan, text = planned({"mix": streams}, tmp_path, max_duration="24000tok", checkpoint={})
-    assert [dataset.run_tokens for dataset in run_plan.datasets] == [4_000, 20_000]
+    assert [dataset["run_tokens"] for dataset in run_plan.details["datasets"]] == [4_000, 20_000]
     assert "web 0.8: about 20,000 tokens" in text
     # Streaming's epoch: as many rows as both have together, 1,100.
     run_plan, _ = planned({"mix": streams}, tmp_path, max_duration="1ep")
-    assert [dataset.run_rows for dataset in run_plan.datasets] == [220, 880]
+    assert [dataset["run_rows"] for dataset in run_plan.details["datasets"]] == [220, 880]
     run_plan, _ = planned({"mix": streams, "epoch_rows": 500}, tmp_path, max_duration="2ep")
-    assert [dataset.run_rows for dataset in run_plan.datasets] == [200, 800]
+    assert [dataset["run_rows"] for dataset in run_plan.details["datasets"]] == [200, 800]
 
 
 def test_a_run_over_several_epochs_of_the_mix_is_warned(tmp_path: Path) -> None:
@@ -147,7 +150,7 @@ def test_records_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "broken" / "conversion.json").write_text("{")
     streams["web"]["local"] = str(tmp_path / "broken" / "train")
     run_plan, text = planned({"mix": streams}, tmp_path)
-    assert [dataset.tokens for dataset in run_plan.datasets] == [None, None]
+    assert [dataset["tokens"] for dataset in run_plan.details["datasets"]] == [None, None]
     assert f"code 0.2: unknown (no record at {tmp_path / 'nowhere'})" in text
     assert f"web 0.8: unknown (no record at {tmp_path / 'broken'})" in text
 

@@ -13,7 +13,7 @@ import pytest
 from biphasic.config.architecture import Architecture
 from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.load import dump, load
-from biphasic.config.plan import describe, plan
+from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
 from helpers.cpu_time import run_measured
@@ -56,7 +56,7 @@ def test_every_yaml_has_a_plan() -> None:
 def test_quickstart_runs_on_two_ranks() -> None:
     config = load(ROOT / "yamls" / "quickstart.yaml", ranks=2)
     assert isinstance(config, PretrainConfig)
-    assert plan(config, 2).rows_per_rank == 4
+    assert plan(config, 2).details["rows_per_rank"] == 4
 
 
 def test_the_plan_answers_in_under_three_seconds_and_touches_nothing(tmp_path: Path) -> None:
@@ -90,14 +90,14 @@ def test_numbers_of_the_paper() -> None:
 def test_budgets_by_an_override(budget: str, switch: int) -> None:
     config = load(ROOT / "yamls" / "210m_biphasic.yaml", [f"max_duration={budget}"])
     assert isinstance(config, PretrainConfig)
-    assert plan(config, 1).phases[1].first_batch == switch
+    assert plan(config, 1).details["phases"][1]["first_batch"] == switch
 
 
 @pytest.mark.parametrize(("name", "total"), [("610m", 755_625_600), ("1b", 1_409_482_944)])
 def test_parameters_of_the_larger_models(name: str, total: int) -> None:
     config = load(ROOT / "yamls" / f"{name}_biphasic.yaml")
     assert isinstance(config, PretrainConfig)
-    parameters = plan(config, 1).parameters
+    parameters = plan(config, 1).details["parameters"]
     assert parameters is not None
     assert parameters["total"] == total
 
@@ -139,7 +139,7 @@ def test_memory_by_the_ranks_that_share_the_model(monkeypatch: pytest.MonkeyPatc
         keys = [f"parallelism.strategy={strategy}", f"parallelism.shard_degree={degree}", "microbatch_size=1"]
         config = load(ROOT / "yamls" / "210m_biphasic.yaml", keys, 16)
         assert isinstance(config, PretrainConfig)
-        memory = plan(config, 16).memory_per_rank
+        memory = plan(config, 16).details["memory_per_rank"]
         assert memory is not None
         state_bytes[degree if strategy == "fsdp" else strategy] = memory["weights_gradients_optimizer"]
         assert memory["ddp_buckets"] == (4 * 310_266_624 if strategy == "ddp" else 0)
@@ -155,7 +155,7 @@ def test_the_line_of_memory_says_what_it_counts() -> None:
         config = load(ROOT / "yamls" / "1b_biphasic.yaml", keys, ranks)
         assert isinstance(config, PretrainConfig)
         [lines[strategy, ranks]] = [
-            line for line in describe(plan(config, ranks), config).splitlines() if "memory a rank" in line
+            line for line in plan(config, ranks).describe().splitlines() if "memory a rank" in line
         ]
     end = "; not counted: logits, workspaces, CUDA's context"
     assert all(line.endswith(f" at 1 rows{end}") for line in lines.values())

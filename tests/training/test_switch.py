@@ -30,15 +30,15 @@ def test_the_first_batch_of_a_phase_is_the_one_that_the_plan_names(write_yaml: W
     ]
     config = config_of(write_yaml(objective__phases=phases, data__num_workers=workers))
     entries = read_metrics(train(config) / "metrics.jsonl")
-    expected = [phase for phase in plan(config, 1).phases]
-    assert [(p.first_batch, p.last_batch) for p in expected] == [(0, 2), (3, 5), (6, 7), (8, 11)]
+    expected = plan(config, 1).details["phases"]
+    assert [(p["first_batch"], p["last_batch"]) for p in expected] == [(0, 2), (3, 5), (6, 7), (8, 11)]
     for index, entry in enumerate(entries):
         # `batch` counts what is done, so the line of batch b says b + 1.
         batch = entry["batch"] - 1
         assert batch == index
-        phase = next(i for i, p in enumerate(expected) if p.first_batch <= batch <= p.last_batch)
+        phase = next(i for i, p in enumerate(expected) if p["first_batch"] <= batch <= p["last_batch"])
         assert entry["objective/phase"] == phase
-        assert (f"loss/train/{expected[phase].objective}" in entry) is True
+        assert (f"loss/train/{expected[phase]['objective']}" in entry) is True
     assert [entries[b].get("objective/masking_ratio") for b in (0, 3, 6, 7)] == [0.4, None, 0.5, pytest.approx(0.4)]
 
 

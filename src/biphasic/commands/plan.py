@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import time
-from dataclasses import replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -42,7 +40,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     """Print the plan of a job; the options are those of `add_plan_options`.
 
     Returns:
-        The exit status: 2 if something that can't be made good by other commands would stop the job.
+        The exit status: 2 if something that no other command can fix would stop the job.
 
     Raises:
         UserError: the plan can't be made, or an option does not fit the job.
@@ -51,14 +49,13 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         raise UserError(f"--draw is for studies; this is job: {config.job}")
     if options.memory and config.job != "pretrain":
         raise UserError(f"--memory is for pretraining; this is job: {config.job}")
-    if config.job == "pretrain":
-        return _print_pretraining(config, options.ranks, options.json, options.memory)
     if config.job == "sweep":
         from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 
         sweep_plan = plan_sweep(config)
         print(as_json(sweep_plan) if options.json else describe_plan(sweep_plan))
-    elif config.job == "study":
+        return 0
+    if config.job == "study":
         from biphasic.study.plan import as_json, describe_plan, plan_study
 
         study_plan = plan_study(config)
@@ -67,39 +64,46 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
             from biphasic.study.draw import draw_study
 
             options.draw.write_text(draw_study(config), encoding="utf-8")
-    elif config.job == "finetune":
-        from biphasic.finetuning.plan import plan_finetuning
-
-        return print_job_plan(plan_finetuning(config, options.ranks), options.json)
-    elif config.job == "evaluate":
-        from biphasic.evaluation.plan import plan_evaluation
-
-        return print_job_plan(plan_evaluation(config), options.json)
-    elif config.job == "convert":
-        from biphasic.conversion.describe import plan_conversion
-
-        return print_job_plan(plan_conversion(config), options.json)
-    elif options.json:
-        print(config.model_dump_json(indent=2))
-    elif config.job == "tasks":
+        return 0
+    if config.job == "tasks":
         from biphasic.downstream.describe import describe_plan
 
         text, refused = describe_plan(config, list(config.tasks))
-        print(text)
+        print(config.model_dump_json(indent=2) if options.json else text)
         return REFUSED if refused else 0
-    return 0
+    if config.job == "finetune":
+        from biphasic.finetuning.plan import plan_finetuning
+
+        return print_job_plan(plan_finetuning(config, options.ranks), options.json)
+    if config.job == "evaluate":
+        from biphasic.evaluation.plan import plan_evaluation
+
+        return print_job_plan(plan_evaluation(config), options.json)
+    if config.job == "convert":
+        from biphasic.conversion.describe import plan_conversion
+
+        return print_job_plan(plan_conversion(config), options.json)
+    run_plan, after = _pretraining_plan(config, options.ranks), ""
+    if options.memory:
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+        # Imported here, because a plan otherwise needs neither torch nor Composer, which take seconds to import.
+        from biphasic.training.rehearsal import rehearse
+
+        rehearsal = rehearse(config, options.ranks)
+        run_plan.details["rehearsal"], after = rehearsal.to_dict(), f"\n{rehearsal.describe()}"
+    return print_job_plan(run_plan, options.json, after)
 
 
-def print_job_plan(job_plan: JobPlan, as_json: bool = False) -> int:
-    """Print a plan and return the exit status: 2 if it has problems."""
-    print(job_plan.to_json() if as_json else job_plan.describe())
+def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") -> int:
+    """Print a plan, and `after` it a text that its JSON has too, and return the exit status: 2 if it has problems."""
+    print(job_plan.to_json() if as_json else f"{job_plan.describe()}{after}")
     return REFUSED if job_plan.problems else 0
 
 
-def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool, memory: bool) -> int:
+def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.checkpointing.start import plan_start
     from biphasic.config.conversion_record import read_conversions
-    from biphasic.config.plan import StartPlan, describe, plan
+    from biphasic.config.plan import StartPlan, plan
     from biphasic.data.conversion_checks import RowChecks, check_rows
 
     results: dict[str, Any] = {}
@@ -116,25 +120,9 @@ def _print_pretraining(config: PretrainConfig, ranks: int, as_json: bool, memory
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
-    start, checks = results.get("start", unknown), results.get("rows", RowChecks())
-    run_plan = plan(config, ranks, results.get("records", {}))
-    run_plan = replace(
-        run_plan,
-        start=start,
-        warnings=[*run_plan.warnings, *checks.warnings],
-        missing=tuple(checks.missing),
-        problems=tuple(checks.problems),
-    )
-    if not memory:
-        print(run_plan.to_json() if as_json else describe(run_plan, config))
-    else:
-        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # Imported here, because a plan otherwise needs neither torch nor Composer, which take seconds to import.
-        from biphasic.training.rehearsal import rehearse
-
-        rehearsal = rehearse(config, ranks)
-        if as_json:
-            print(json.dumps({**json.loads(run_plan.to_json()), "rehearsal": rehearsal.to_dict()}, indent=2))
-        else:
-            print(f"{describe(run_plan, config)}\n{rehearsal.describe()}")
-    return REFUSED if run_plan.problems or start.refused else 0
+    run_plan = plan(config, ranks, results.get("records", {}), results.get("start", unknown))
+    checks = results.get("rows", RowChecks())
+    run_plan.warnings += checks.warnings
+    run_plan.missing += checks.missing
+    run_plan.problems += checks.problems
+    return run_plan

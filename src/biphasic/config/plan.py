@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -14,7 +14,7 @@ from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.checkpoint_plan import branch_points, remaining_checkpoints, saved_checkpoints
 from biphasic.config.conversion_record import StreamRecord
-from biphasic.config.data_plan import DatasetPlan, describe_datasets, plan_datasets
+from biphasic.config.data_plan import plan_datasets
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
@@ -23,54 +23,36 @@ from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, resolve_
 
 @dataclass
 class JobPlan:
-    """What a job other than pretraining will read, do and write.
+    """What a job will read, do and write.
 
     Attributes:
         run: the run's folder.
-        job: value of the YAML's `job`.
-        lines: one line for each topic.
+        job: value of the YAML's `job`, with the number of ranks.
+        lines: text for each topic; a text of several lines is printed with its topic before each.
+        warnings: what the user may not expect.
         missing: what has to be made before the job can start.
         problems: what would stop the job although everything is there.
+        details: the numbers in the lines, for JSON.
     """
 
     run: str
     job: str
     lines: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def describe(self) -> str:
         """Return the plan as text."""
-        return _as_text(f"{self.run}: {self.job}", self.lines.items(), MISSING=self.missing, PROBLEM=self.problems)
+        lines = [(topic, line) for topic, text in self.lines.items() for line in text.splitlines()]
+        for remark, texts in (("WARNING", self.warnings), ("MISSING", self.missing), ("PROBLEM", self.problems)):
+            lines += [(remark, text) for text in texts]
+        return "\n".join([f"{self.run}: {self.job}", *(f"  {topic:<14} {text}" for topic, text in lines)])
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
-        return json.dumps(asdict(self), indent=2)
-
-
-def _as_text(title: str, lines: Iterable[tuple[str, str]], **remarks: Iterable[str]) -> str:
-    remarked = [(topic, text) for topic, texts in remarks.items() for text in texts]
-    return "\n".join([title, *(f"  {topic:<14} {text}" for topic, text in [*lines, *remarked])])
-
-
-@dataclass(frozen=True)
-class PhasePlan:
-    """A phase: its first and last batch, counted from 0, and its tokens. Values that depend on the data are None."""
-
-    objective: str
-    first_batch: int | None
-    last_batch: int | None
-    tokens: int | None
-    masking_ratio: str | None
-
-
-@dataclass(frozen=True)
-class RatePoint:
-    """A batch at which the learning rate starts to rise, stay constant or fall."""
-
-    event: str
-    batch: int | None
-    lr: float
+        return json.dumps({**self.details, **asdict(self)}, indent=2)
 
 
 @dataclass(frozen=True)
@@ -88,138 +70,95 @@ class StartPlan:
     refused: bool = False
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a pretraining run will do.
+def plan(
+    config: PretrainConfig,
+    ranks: int,
+    records: Mapping[str, StreamRecord] = MappingProxyType({}),
+    start: StartPlan | None = None,
+) -> JobPlan:
+    """Compute the plan of a pretraining run. This reads only `config.json`, if `model.init_from` is a local folder.
 
     Token counts include padding, which is up to 1% of the positions with `documents` packing. If durations are given in
-    tokens, the run therefore takes up to 1% more batches than the plan shows, and `exact` is false.
-    """
-
-    run: str
-    ranks: int
-    exact: bool
-    parameters: dict[str, int] | None
-    batches: int | None
-    tokens: int | None
-    tokens_per_batch: int
-    rows_per_rank: int
-    microbatch: int | str
-    phases: list[PhasePlan]
-    learning_rate: list[RatePoint]
-    checkpoints: dict[str, Any]
-    flops: float | None
-    memory_per_rank: dict[str, int] | None
-    datasets: list[DatasetPlan]
-    warnings: list[str]
-    start: StartPlan | None = None
-    """None if nothing was looked up."""
-    missing: tuple[str, ...] = ()
-    """What has to be made before the run can start."""
-    problems: tuple[str, ...] = ()
-    """What would stop the run: rows, tokenizer or a checkpoint that don't fit the YAML."""
-
-    def to_json(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps(asdict(self), indent=2)
-
-
-def plan(config: PretrainConfig, ranks: int, records: Mapping[str, StreamRecord] = MappingProxyType({})) -> Plan:
-    """Compute the plan of a run. This reads nothing but `config.json`, if `model.init_from` is a local folder.
+    tokens, the run therefore takes up to 1% more batches than the plan shows, and `exact` is false. Values that depend on
+    the data are None.
 
     Args:
         config: a checked configuration.
         ranks: number of processes.
         records: the datasets' conversion records, as far as they are known, by key.
+        start: where the run will start, if that was looked up.
     """
-    laid_out, size = resolve_phases(config.objective.phases, config.max_duration), config.batch_shape.size
+    run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
-    batches = _batch(config.max_duration, config)
-    units = {config.max_duration.unit, *(span.end.unit for span in laid_out)}
-    datasets, warnings = plan_datasets(config, batches, records)
-    return Plan(
-        run=str(config.run_folder),
-        ranks=ranks,
-        exact=not units & {"tok", "ep"},
-        parameters=None if architecture is None else _parameters(architecture),
-        batches=batches,
-        tokens=None if batches is None else batches * size,
-        tokens_per_batch=size,
-        rows_per_rank=config.global_batch_size // ranks,
-        microbatch=config.microbatch_size,
-        phases=list(_phases(config)),
-        learning_rate=list(_rate_points(config)),
-        checkpoints=_checkpoints(config, architecture),
-        flops=None if architecture is None or "ep" in units else training_flops(config, architecture, 0, batches or 0),
-        memory_per_rank=None if architecture is None else _memory(architecture, config, ranks),
-        datasets=datasets,
-        warnings=warnings,
-    )
-
-
-def describe(plan: Plan, config: PretrainConfig) -> str:
-    """Return the plan as text."""
-    return _as_text(
-        f"{plan.run}: {config.job}, {plan.ranks} rank{'s' * (plan.ranks > 1)}",
-        _lines(plan, config),
-        WARNING=plan.warnings,
-        MISSING=plan.missing,
-        PROBLEM=plan.problems,
-    )
-
-
-def _lines(plan: Plan, config: PretrainConfig) -> Iterator[tuple[str, str]]:
-    about, counts = "" if plan.exact else "about ", plan.parameters
-    if counts is None:
-        yield "model", f"from {config.model.init_from} (its size is known once it is loaded)"
+    end, size = config.max_duration, config.batch_shape.size
+    batches, spans = _batch(end, config), resolve_phases(config.objective.phases, end)
+    units = {end.unit, *(span.end.unit for span in spans)}
+    exact, phases, rates = not units & {"tok", "ep"}, list(_phases(config)), list(_rates(config))
+    datasets, data_lines, run_plan.warnings = plan_datasets(config, batches, records)
+    checkpoints = _checkpoints(config, architecture)
+    rows = config.global_batch_size // ranks
+    details = run_plan.details = {
+        "ranks": ranks,
+        "exact": exact,
+        "parameters": None,
+        "batches": batches,
+        "tokens": None if batches is None else batches * size,
+        "tokens_per_batch": size,
+        "rows_per_rank": rows,
+        "microbatch": config.microbatch_size,
+        "phases": phases,
+        "learning_rate": rates,
+        "checkpoints": checkpoints,
+        "flops": None,
+        "memory_per_rank": None,
+        "datasets": datasets,
+        "start": None if start is None else asdict(start),
+    }
+    about, lines = "" if exact else "about ", run_plan.lines
+    if architecture is None:
+        lines["model"] = f"from {config.model.init_from} (its size is known once it is loaded)"
     else:
-        parts = f"embedding {counts['embedding']:,}, head {counts['head']:,}"
-        without = f"{counts['without_embeddings']:,} without embeddings"
-        yield "parameters", f"{counts['total']:,} ({without}; {parts})"
-    rows = f"{config.global_batch_size:,} rows of {config.data.sequence_length:,}"
-    on_rank = f"{plan.rows_per_rank:,} rows a rank, microbatch {plan.microbatch}"
-    yield "batch", f"{plan.tokens_per_batch:,} tokens: {rows}; {on_rank}"
-    length = "open until the data is seen" if plan.batches is None else f"{about}{plan.batches:,} batches"
-    yield "length", f"{config.max_duration}: {length}{_tokens(plan.tokens)}"
-    if first_row := config.data.first_row(config.global_batch_size):
-        yield "data", f"begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})"
-    for line in describe_datasets(plan.datasets, "about " if config.max_duration.unit == "tok" else ""):
-        yield "data", line
-    for index, phase in enumerate(plan.phases):
-        span = f"batch {_number(phase.first_batch)} to {_number(phase.last_batch)}{_tokens(phase.tokens)}"
-        ratio = f", masking ratio {phase.masking_ratio}" if phase.masking_ratio else ""
-        yield f"phase {index}", f"{phase.objective}: {about}{span}{ratio}"
-    for point in plan.learning_rate:
-        yield "learning rate", f"{point.lr:.3g} at batch {_number(point.batch)} ({point.event})"
-    stored = plan.checkpoints
-    each = "" if stored["bytes_each"] is None else f", {format_bytes(stored['bytes_each'])} each"
-    kept = "all" if config.checkpoint.keep < 0 else stored["kept"] or "?"
-    places = f"{stored['count'] or '?'} in {stored['folder']}, every {config.checkpoint.interval}"
-    yield "checkpoints", f"{places}, {kept} kept{each}"
-    if plan.flops is not None:
-        yield "FLOPs", f"{plan.flops:.3g} (attention counted over complete rows)"
-    if plan.memory_per_rank is not None:
-        memory = plan.memory_per_rank
-        state = f"{format_bytes(memory['weights_gradients_optimizer'])} weights, gradients and optimizer; "
-        if memory["ddp_buckets"]:
-            state += f"{format_bytes(memory['ddp_buckets'])} DDP's buckets of gradients; "
-        auto = " if a rank's complete batch is one microbatch" if plan.microbatch == "auto" else ""
-        activations = f"{format_bytes(memory['activations'])} at {memory['microbatch_rows']} rows{auto}"
-        left_out = "not counted: logits, workspaces, CUDA's context"
-        yield "memory a rank", f"{state}activations roughly {activations}; {left_out}"
-    if plan.start is not None:
-        yield "start", _start(plan.start, plan.batches, about)
+        total, body = architecture.parameters, architecture.body_parameters
+        embedding, head = architecture.embedding_parameters, architecture.head_parameters
+        details["parameters"] = {"total": total, "without_embeddings": body, "embedding": embedding, "head": head}
+        parts = f"{body:,} without embeddings; embedding {embedding:,}, head {head:,}"
+        lines["parameters"] = f"{total:,} ({parts})"
+    on_rank = f"{rows:,} rows a rank, microbatch {config.microbatch_size}"
+    of_rows = f"{config.global_batch_size:,} rows of {config.data.sequence_length:,}"
+    lines["batch"] = f"{size:,} tokens: {of_rows}; {on_rank}"
+    length = "open until the data is seen" if batches is None else f"{about}{batches:,} batches"
+    lines["length"] = f"{end}: {length}{_tokens(details['tokens'])}"
+    lines["data"] = "\n".join(data_lines)
+    for index, phase in enumerate(phases):
+        batch_range = f"batch {_number(phase['first_batch'])} to {_number(phase['last_batch'])}"
+        ratio = f", masking ratio {phase['masking_ratio']}" if phase["masking_ratio"] else ""
+        lines[f"phase {index}"] = f"{phase['objective']}: {about}{batch_range}{_tokens(phase['tokens'])}{ratio}"
+    lines["learning rate"] = "\n".join(
+        f"{point['lr']:.3g} at batch {_number(point['batch'])} ({point['event']})" for point in rates
+    )
+    each = "" if architecture is None else f", {format_bytes(architecture.checkpoint_bytes)} each"
+    kept = "all" if config.checkpoint.keep < 0 else checkpoints["kept"] or "?"
+    places = f"{checkpoints['count'] or '?'} in {checkpoints['folder']}, every {config.checkpoint.interval}"
+    lines["checkpoints"] = f"{places}, {kept} kept{each}"
+    if architecture is not None and "ep" not in units:
+        details["flops"] = flops = training_flops(config, architecture, 0, batches or 0)
+        lines["FLOPs"] = f"{flops:.3g} (attention counted over complete rows)"
+    if architecture is not None:
+        details["memory_per_rank"], lines["memory a rank"] = _memory(architecture, config, ranks)
+    if start is not None and start.batch is not None:
+        lines["start"] = _start(start, start.batch, batches, about)
+    elif start is not None:
+        (run_plan.problems if start.refused else run_plan.warnings).append(str(start.problem))
+    return run_plan
 
 
-def _start(start: StartPlan, batches: int | None, about: str) -> str:
-    if start.batch is None:
-        return f"{'PROBLEM' if start.refused else 'WARNING'}: {start.problem}"
+def _start(start: StartPlan, batch: int, batches: int | None, about: str) -> str:
     source = f"{start.checkpoint}, {start.source}" if start.checkpoint is not None else start.source
+    text = f"batch {batch:,}, from {source}"
     if batches is None:
-        return f"batch {start.batch:,}, from {source}"
-    count = max(batches - start.batch, 0)
-    trained = f"{about}{count:,} of {batches:,} batches are trained" if count else "nothing is left to train"
-    return f"batch {start.batch:,}, from {source}: {trained}"
+        return text
+    count = max(batches - batch, 0)
+    return f"{text}: {f'{about}{count:,} of {batches:,} batches are trained' if count else 'nothing is left to train'}"
 
 
 def _init_from_architecture(path: str | None) -> Architecture | None:
@@ -231,40 +170,37 @@ def _init_from_architecture(path: str | None) -> Architecture | None:
         return None
 
 
-def _parameters(architecture: Architecture) -> dict[str, int]:
-    return {
-        "total": architecture.parameters,
-        "without_embeddings": architecture.body_parameters,
-        "embedding": architecture.embedding_parameters,
-        "head": architecture.head_parameters,
-    }
-
-
 def _batch(time: Duration, config: PretrainConfig) -> int | None:
     """Return the batch that begins at `time`. Return None if it depends on the size of an epoch."""
     return None if time.unit == "ep" else config.batch_shape.batches(time)
 
 
-def _phases(config: PretrainConfig) -> Iterator[PhasePlan]:
+def _phases(config: PretrainConfig) -> Iterator[dict[str, Any]]:
+    """Yield each phase: its first and last batch, counted from 0, and its tokens."""
     for span in resolve_phases(config.objective.phases, config.max_duration):
         first, end, ratio = _batch(span.start, config), _batch(span.end, config), None
         if isinstance(span.phase, MLMPhase):
             ratio = span.phase.masking_ratio
             ratio = f"{ratio.start} to {ratio.end}" if isinstance(ratio, RampConfig) else str(ratio)
-        last = None if end is None else end - 1
-        tokens = None if first is None or end is None else (end - first) * config.batch_shape.size
-        yield PhasePlan(span.phase.name, first, last, tokens, ratio)
+        yield {
+            "objective": span.phase.name,
+            "first_batch": first,
+            "last_batch": None if end is None else end - 1,
+            "tokens": None if first is None or end is None else (end - first) * config.batch_shape.size,
+            "masking_ratio": ratio,
+        }
 
 
-def _rate_points(config: PretrainConfig) -> Iterator[RatePoint]:
+def _rates(config: PretrainConfig) -> Iterator[dict[str, Any]]:
+    """Yield the batches at which the learning rate starts to rise, stay constant or fall."""
     schedule, end, lr = config.schedule, config.max_duration, config.optimizer.lr
     warmup, decay = schedule.warmup.resolve(end), decay_start(schedule, end)
-    yield RatePoint("start", 0, 0.0 if warmup.value else lr)
+    yield {"event": "start", "batch": 0, "lr": 0.0 if warmup.value else lr}
     if warmup.value:
-        yield RatePoint("warmup ends", _batch(warmup, config), lr)
+        yield {"event": "warmup ends", "batch": _batch(warmup, config), "lr": lr}
     if decay != end:
-        yield RatePoint("decay begins", _batch(decay, config), lr)
-    yield RatePoint("end", _batch(end, config), lr if decay == end else lr * schedule.final_lr)
+        yield {"event": "decay begins", "batch": _batch(decay, config), "lr": lr}
+    yield {"event": "end", "batch": _batch(end, config), "lr": lr if decay == end else lr * schedule.final_lr}
 
 
 def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> dict[str, Any]:
@@ -300,7 +236,8 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
     return total
 
 
-def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> dict[str, int]:
+def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> tuple[dict[str, int], str]:
+    """Return the bytes that a rank needs, and the same as text."""
     parallelism, shards, buckets = config.parallelism, 1, architecture.bucket_bytes if ranks > 1 else 0
     if parallelism.strategy == "fsdp":
         buckets = 0
@@ -308,13 +245,18 @@ def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> d
     rows = config.global_batch_size // ranks if config.microbatch_size == "auto" else config.microbatch_size
     width = 2 if config.precision == "amp_bf16" else 4
     tokens = rows * config.data.sequence_length
-    activations = architecture.activation_bytes(tokens, width)
     stored_layers = architecture.layers - len(config.compute.recomputed(architecture.layers))
     # A recomputed layer stores only its input, except during its own backward pass, when it stores all its activations.
     inputs = tokens * architecture.hidden * width * (architecture.layers - stored_layers)
-    activations = activations * max(stored_layers, 1) // max(architecture.layers, 1) + inputs
-    state = {"weights_gradients_optimizer": architecture.state_bytes(shards), "ddp_buckets": buckets}
-    return {**state, "activations": activations, "microbatch_rows": rows}
+    layers = architecture.activation_bytes(tokens, width) * max(stored_layers, 1) // max(architecture.layers, 1)
+    state, activations = architecture.state_bytes(shards), layers + inputs
+    text = f"{format_bytes(state)} weights, gradients and optimizer; "
+    text += f"{format_bytes(buckets)} DDP's buckets of gradients; " if buckets else ""
+    auto = " if a rank's complete batch is one microbatch" if config.microbatch_size == "auto" else ""
+    text += f"activations roughly {format_bytes(activations)} at {rows} rows{auto}"
+    numbers = {"weights_gradients_optimizer": state, "ddp_buckets": buckets}
+    numbers |= {"activations": activations, "microbatch_rows": rows}
+    return numbers, f"{text}; not counted: logits, workspaces, CUDA's context"
 
 
 def _number(batch: int | None) -> str:
