@@ -340,3 +340,22 @@ def test_a_difference_is_past_once_a_batch_began_at_its_time() -> None:
     assert parting is not None
     last = [TrainingProgress(3, 6, 17, 0), TrainingProgress(4, 8, 17, 0), TrainingProgress(3, 6, 18, 0)]
     assert [parting.is_past(batch) for batch in last] == [False, True, True]
+
+
+CHANGED = {
+    "name": "clm", "until": "12ba", "reset_optimizer": True, "masking_ratio": 0.3, "target": "next",
+    "replacement": {"mask": 0.8, "random": 0.1, "keep": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", sorted(MLMPhase.model_fields))
+def test_each_key_of_a_phase_is_compared(key: str) -> None:
+    """A key that is missing in CHANGED is a new one: name another value of it."""
+    phases = [{**CLM, "until": "4ba"}, {**MLM, "until": "8ba"}, {"name": "clm"}]
+    changed = [phases[0], {**phases[1], key: CHANGED[key]}, phases[2]]
+    if key == "name":
+        changed[1] = {"name": "clm", "until": "8ba"}
+    first, second = (config_of({"max_duration": "20ba", "objective": {"phases": value}}) for value in (phases, changed))
+    difference = first_difference(first, second)
+    assert difference is not None and difference.batch == (8 if key == "until" else 4)
+    assert difference.key.startswith(f"objective.phases.1.{key}")

@@ -19,6 +19,7 @@ from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, Replacement
 from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+from biphasic.training import step
 from biphasic.training.optimizer import WarmupStableDecay
 from biphasic.training.step import ObjectiveSchedule, PreparedBatch, PretrainModel, data_spec, elapsed
 
@@ -165,6 +166,16 @@ def test_a_run_that_has_trained_nothing_has_no_last_batch() -> None:
 
 def test_elapsed_has_composer_s_counts() -> None:
     assert elapsed(Timestamp(epoch=1, batch=2, sample=3, token=4)) == TrainingProgress(2, 3, 4, 1)
+
+
+def test_fewer_targets_than_ranks_are_counted_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(step.dist, "get_world_size", lambda: 8)
+    monkeypatch.setattr(step.dist, "all_reduce", lambda *_, **__: None)  # the other ranks have none
+    batch = raw_batch()
+    segments = batch["segment_ids"]
+    segments.zero_()
+    segments[0, :2] = 1  # its first token is the only one with a target
+    assert schedule().prepare(batch, PHASES[0], 0, 0, None).mean_targets_per_rank == 1 / 8
 
 
 def test_a_batch_without_targets_counts_as_one() -> None:

@@ -8,6 +8,7 @@ run may start from another run's checkpoint, and which batches the runs of a stu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -19,11 +20,11 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, resolve_phases
 
 _PATHS = {"local", "remote"}
-_NO_EFFECT: dict[str, Any] = {
+_NOT_CONSTANT: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
     **dict.fromkeys(("parallelism", "compute", "logging"), True),
     "tokenizer": True,  # a path; the tokenizer's hash is compared with the data's
-    "optimizer": {"lr", "max_skipped_batches"},
+    "optimizer": {"lr", "max_skipped_batches"},  # `_rates` compares lr
     "data": {
         **dict.fromkeys(("folder", "cache", "validation", "predownload", "cache_limit", "download_retry"), True),
         **dict.fromkeys(("download_timeout", "num_workers", "check_hashes"), True),
@@ -31,10 +32,10 @@ _NO_EFFECT: dict[str, Any] = {
         "train": _PATHS,
         "mix": {"__all__": _PATHS},
     },
-    # Their effect depends on the batch.
+    # Compared by `_phases` and `_rates`.
     **dict.fromkeys(("max_duration", "objective", "schedule"), True),
 }
-"""Keys and sections that don't affect the weights, or not in the same way at each batch."""
+"""Keys and sections that aren't compared as constants, because they don't affect the weights or are compared by batch."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,7 @@ def is_overridden(key: str, overrides: Sequence[str]) -> bool:
 
 def _constants(config: PretrainConfig) -> dict[str, Any]:
     """Return the keys that affect every batch, with their values."""
-    return dict(flatten(config.model_dump(mode="json", exclude=_NO_EFFECT, exclude_none=True)))
+    return dict(flatten(config.model_dump(mode="json", exclude=_NOT_CONSTANT, exclude_none=True)))
 
 
 @dataclass(frozen=True)
@@ -148,12 +149,13 @@ def _phases(config: PretrainConfig) -> list[_Part]:
             rule[switch], shown[switch] = str(start), _text(before.until or end, end)
         rule[f"{key}.name"] = phase.name
         if isinstance(phase, MLMPhase):
-            ratio, shares = phase.masking_ratio, phase.replacement
+            ratio = phase.masking_ratio
             ramp = f"{ratio.start} to {ratio.end} at {span.end}" if isinstance(ratio, RampConfig) else str(ratio)
-            rule |= {f"{key}.masking_ratio": ramp, f"{key}.target": phase.target}
-            rule[f"{key}.replacement"] = f"mask {shares.mask}, random {shares.random}, keep {shares.keep}"
-        if span.index:
-            rule[f"{key}.reset_optimizer"] = str(phase.reset_optimizer).lower()
+            rule[f"{key}.masking_ratio"] = ramp
+        # Every other key of a phase is compared, also one that is added later.
+        first = {} if span.index else {"reset_optimizer": True}
+        others = phase.model_dump(mode="json", exclude={"name": True, "until": True, "masking_ratio": True, **first})
+        rule |= {f"{key}.{name}": json.dumps(value).strip('"') for name, value in flatten(others)}
         parts.append(_Part(start, rule, shown))
     return parts
 

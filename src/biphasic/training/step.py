@@ -7,14 +7,16 @@ Composer's Trainer runs the loop, and calls the parts of this module in this ord
                         `ObjectiveSchedule` moves the rows to the device, looks up the batch's phase, masks tokens,
                         counts the targets of all ranks, and replaces the rows by a `PreparedBatch`.
     for each microbatch, a `PreparedBatch.split`:
-        forward         `PretrainModel.forward`: hidden states, and the loss summed over the targets.
-        loss            `PretrainModel.loss` divides it by the number of targets in the global batch.
+        forward         `PretrainModel.forward`: `LanguageModel` computes hidden states and the loss summed over the targets.
+        loss            `PretrainModel.loss` scales it so that the result of all microbatches and ranks is the mean over
+                        the targets of the global batch.
         AFTER_LOSS      `GradientGuard` checks it for NaN and Inf.
         backward        Gradients are summed over microbatches; DDP and FSDP2 average them over ranks.
     AFTER_TRAIN_BATCH   `GradientGuard` clips the gradient norm. After a NaN or Inf on any rank, all ranks drop the
-                        gradients.
+                        gradients, or stop (the default, `optimizer.max_skipped_batches: 0`).
     optimizer.step      A parameter without a gradient is left as it is.
     BATCH_END           `SpikeDetector`, meters, run record and loggers (training/); the ranks agree whether to stop.
+                        Validation runs here if it is due.
     BATCH_CHECKPOINT    `Saver` saves if a checkpoint is due (checkpointing/save.py).
 
 Validation takes the same way without gradients: `ObjectiveSchedule` at EVAL_BATCH_START, then `PretrainModel.eval_forward`
@@ -66,12 +68,13 @@ class PreparedBatch:
     Attributes:
         objective: `clm` or `mlm`.
         phase: index of the phase in the YAML; None in validation.
-        causal: whether a token attends only to itself and to tokens before it.
+        causal: whether attention is causal.
         inputs: int64 [rows, length].
         targets: int64 [rows, length]; `IGNORE` where nothing is predicted.
         row_ids: int64 [rows], ids in the dataset.
         lengths: segment lengths of each row, without the padding at the row's end.
-        mean_targets_per_rank: fp32 scalar, the number of targets in the global batch divided by the number of ranks.
+        mean_targets_per_rank: fp32 scalar, number of targets in the global batch divided by the number of ranks. DDP and
+            FSDP average gradients over ranks, so a rank's loss sum divided by it gives the mean over the global batch.
         rows_per_rank: number of rows in the rank's batch, before it is split.
     """
 
@@ -147,8 +150,8 @@ class ObjectiveSchedule(Algorithm):
         seed: random seed for the masks.
         validation_masking_ratio: masking ratio in MLM validation, whose masks never change.
         first_epoch: the epoch of the data in which the run begins (`data.start_at`).
-        repeats_rows: whether an epoch repeats rows, as that of a mix does. A row then gets another mask in each batch, not
-            in each epoch; rows that are repeated within a batch share one.
+        repeats_rows: if True (a mix), a row may occur several times in an epoch, and masks are drawn anew for each batch. If
+            False, they are drawn anew for each epoch. Duplicates of a row in one batch get the same mask.
     """
 
     def __init__(
@@ -241,7 +244,10 @@ class ObjectiveSchedule(Algorithm):
         return {"repr": repr(self), "last_batch": last}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore when the last batch began. Its phase is one of this run's, because the checkpoint may be another run's."""
+        """Restore when the last batch began.
+
+        The phase is not stored: it is looked up in this run's phases, because the checkpoint may come from another run.
+        """
         self.last_batch = None if state["last_batch"] is None else TrainingProgress(*state["last_batch"])
 
 
@@ -254,7 +260,7 @@ def reset_optimizers(state: State) -> None:
 def _mean_over_ranks(count: Tensor) -> Tensor:
     total = count.to(torch.float32)
     dist.all_reduce(total, reduce_operation="SUM")
-    return (total / dist.get_world_size()).clamp(min=1.0)
+    return total.clamp(min=1.0) / dist.get_world_size()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -266,8 +272,8 @@ def mean_over_global_batch(
 ) -> Tensor:
     """Scale a microbatch's summed loss so that Composer's sum is the mean over the global batch's targets.
 
-    Composer multiplies a microbatch's loss by its share of the rank's rows and averages over ranks. Both weights count rows
-    or ranks instead of targets, so they are undone here.
+    Composer multiplies a microbatch's loss by `rows / rows_per_rank`, and DDP and FSDP divide gradients by the number of
+    ranks. The loss is the sum divided by the global number of targets, so both factors are cancelled here.
 
     Args:
         total: summed loss of the microbatch.
