@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from biphasic.commands.next_step import after_run, after_stage
-from biphasic.commands.parser import Parser, add_file, positive
-from biphasic.commands.plan import add_plan_options, print_plan
+from biphasic.commands.parser import Parser, argument, file_arguments, positive
+from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.devices import set_allocators
 from biphasic.errors import UserError
 from biphasic.faults import run_rank
@@ -27,6 +27,11 @@ if TYPE_CHECKING:
     from biphasic.config.sweep import SweepConfig
 
 _STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+_ARGUMENTS = (
+    argument("--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"),
+    argument("--retry-failed", action="store_true", help="sweeps: run failed trials again"),
+    argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain"),
+)
 _SAME_COMMAND = "next: the same command, for those that --limit has left out"
 
 
@@ -41,13 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _main(arguments: list[str] | None) -> int:
     parser = Parser(prog="main.py", description="Run the job of a YAML, or print its plan.")
-    add_file(parser, "the job")
-    add_plan_options(parser)
-    parser.add_argument(
-        "--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"
-    )
-    parser.add_argument("--retry-failed", action="store_true", help="sweeps: run failed trials again")
-    parser.add_argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain")
+    parser.add(*file_arguments("the job"), *PLAN_ARGUMENTS, *_ARGUMENTS)
     options = parser.parse_intermixed_args(arguments)
     set_allocators()  # before the job imports PyTorch
     # Imported here because these imports take most of the time that a usage message takes.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from biphasic.commands import COMMANDS, command_parser
+from biphasic.commands import COMMANDS, command_parsers
 from biphasic.config import load as reader
 from biphasic.errors import ConfigError, UserError
 from helpers.documented_commands import EXTERNAL, OURS, ROOT, Call, calls, commands, pages
@@ -149,8 +149,7 @@ def check_biphasic(arguments: list[str]) -> None:
     if name == "--help":
         return
     assert name in COMMANDS, f"biphasic has no {name}"
-    parser = command_parser(name)[1]
-    assert parser is not None
+    parser = command_parsers()[1][name]
     if all(argument.startswith("--") for argument in rest):  # A sentence that names the command, or an option of it.
         missing = set(rest) - set(parser._option_string_actions)
         assert not missing, f"biphasic {name} has no {missing}"

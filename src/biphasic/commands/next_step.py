@@ -48,14 +48,13 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     if not trained:
         folder = join(config.output, names[0])
         return _next("python", "src/main.py", "yamls/evaluate/own.yaml", "model.path=ENCODER", f"sets=[{folder}]")
-    name = next((name for name in trained if (_FINETUNE / f"{name}.yaml").is_file()), trained[0])
-    task, data = config.tasks[name], join(config.output, name)
-    own = (_FINETUNE / f"{name}.yaml").is_file()
-    words = ["model.path=ENCODER"]
-    words += [] if own else [f"task.name={name}"]
-    words += [] if own and data == f"data/tasks/{name}" else [f"task.data={data}"]
-    file = _FINETUNE / f"{name if own else _EXAMPLES[task.kind]}.yaml"
-    return _next("composer", "src/main.py", str(file), *words)
+    with_yaml = [name for name in trained if (_FINETUNE / f"{name}.yaml").is_file()]
+    name = (with_yaml or trained)[0]
+    data = join(config.output, name)
+    own_data = [] if with_yaml and data == f"data/tasks/{name}" else [f"task.data={data}"]
+    own_name = [] if with_yaml else [f"task.name={name}"]
+    file = _FINETUNE / f"{name if with_yaml else _EXAMPLES[config.tasks[name].kind]}.yaml"
+    return _next("composer", "src/main.py", str(file), "model.path=ENCODER", *own_name, *own_data)
 
 
 def after_export(folder: Path) -> str:
@@ -80,10 +79,10 @@ def after_run(config: Config, file: str) -> str:
         if config.task.kind == "retrieval" and config.save_model:
             sets = ", ".join(config.task.retrieval_sets.values())
             return _next("python", "src/main.py", "yamls/evaluate/own.yaml", f"model.path={model}", f"sets=[{sets}]")
-        how = f"scores: {config.run_folder}/record.json"
+        step = f"scores: {config.run_folder}/record.json"
         if config.save_model:
-            how = f"biphasic predict {model} FILE.jsonl; {model}/README.md says how to load it"
-        return f"next: {how}; other learning rates and seeds: python src/main.py yamls/sweep/paper.yaml --plan"
+            step = f"biphasic predict {model} FILE.jsonl; {model}/README.md says how to load it"
+        return f"next: {step}; other learning rates and seeds: python src/main.py yamls/sweep/paper.yaml --plan"
     if config.job == "evaluate":
         table = f"next: the table is in {config.run_folder}/scores.md"
         if not Path(config.model.path).is_dir():

@@ -4,11 +4,51 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from biphasic.errors import UserError
 from biphasic.storage.paths import without_password
+
+
+class Argument(NamedTuple):
+    """An argument of a command line: what argparse's `add_argument` takes, and the heading of its group in the help."""
+
+    names: tuple[str, ...]
+    options: dict[str, Any]
+    group: str
+
+
+class Command(NamedTuple):
+    """A subcommand of `biphasic`: its line of help, its arguments, and the function that returns its exit status."""
+
+    line: str
+    arguments: tuple[Argument, ...]
+    run: Callable[[argparse.Namespace], int]
+
+
+COMMANDS: dict[str, Command] = {}
+"""The subcommands by name."""
+
+
+def argument(*names: str, group: str = "", **options: Any) -> Argument:
+    """Return an argument with argparse's options."""
+    return Argument(names, options, group)
+
+
+def command(line: str, *arguments: Argument) -> Callable[[Callable[[argparse.Namespace], int]], Any]:
+    """Make a function a subcommand, with its name and, as description, its docstring.
+
+    The function imports what takes long, so that help and mistakes are shown at once. It raises `UserError` or
+    `ConfigError` for what the user can correct.
+    """
+
+    def register(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+        COMMANDS[run.__name__] = Command(line, arguments, run)
+        return run
+
+    return register
 
 
 class Parser(argparse.ArgumentParser):
@@ -19,10 +59,22 @@ class Parser(argparse.ArgumentParser):
         defaults = {"allow_abbrev": False, "formatter_class": layout}
         super().__init__(**{**defaults, **options})  # pyright: ignore[reportArgumentType]
 
+    def add(self, *arguments: Argument) -> None:
+        """Add arguments, those of a group under its heading."""
+        groups = {
+            name: self.add_argument_group(name) for name in dict.fromkeys(each.group for each in arguments) if name
+        }
+        for each in arguments:
+            options = dict(each.options)
+            completer = options.pop("completer", None)  # argcomplete's
+            action: Any = groups.get(each.group, self).add_argument(*each.names, **options)
+            if completer is not None:
+                action.completer = completer
+
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments. Raises a UserError, which doesn't show it, if one is a URL with a password."""
-        for argument in sys.argv[1:] if args is None else args:
-            without_password(argument)
+        for text in sys.argv[1:] if args is None else args:
+            without_password(text)
         return super().parse_intermixed_args(args, namespace)
 
     def error(self, message: str) -> NoReturn:
@@ -30,20 +82,29 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{self.format_usage()}{self.prog}: error: {message}")
 
 
-def positive(text: str) -> int:
-    """Parse a number of at least 1."""
-    if not text.isdigit() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of at least 1; got {text!r}")
+def count(text: str, least: int = 0) -> int:
+    """Parse a number of at least `least`."""
+    if not text.isdigit() or int(text) < least:
+        raise argparse.ArgumentTypeError(f"expected a number of at least {least}; got {text!r}")
     return int(text)
 
 
-def add_file(parser: argparse.ArgumentParser, job: str) -> None:
-    """Add the YAML and the overrides of its keys, which `biphasic.config.load` reads."""
-    parser.add_argument("file", metavar="FILE.yaml", help=f"the YAML of {job}")
-    overrides: Any = parser.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="replace a value, e.g. seed=1; `biphasic keys` lists the keys"
+positive = partial(count, least=1)
+"""Parse a number of at least 1."""
+
+
+def file_arguments(job: str) -> tuple[Argument, Argument]:
+    """Return the arguments for the YAML of a job and the overrides of its keys, which `biphasic.config.load` reads."""
+    return (
+        argument("file", metavar="FILE.yaml", help=f"the YAML of {job}"),
+        argument(
+            "overrides",
+            nargs="*",
+            metavar="key=value",
+            help="replace a value, e.g. seed=1; `biphasic keys` lists the keys",
+            completer=_complete_key,
+        ),
     )
-    overrides.completer = _complete_key
 
 
 def _complete_key(parsed_args: argparse.Namespace, **_: object) -> list[str]:
@@ -56,10 +117,3 @@ def _complete_key(parsed_args: argparse.Namespace, **_: object) -> list[str]:
     sections = sections_of(job) if job in JOBS else []
     keys = (section.path(key) for section in sections for key in section.keys)
     return [f"{key}=" for key in dict.fromkeys(keys) if not {"N", "NAME"} & set(key.split("."))]
-
-
-def count(text: str) -> int:
-    """Parse a number of at least 0."""
-    if not text.isdigit():
-        raise argparse.ArgumentTypeError(f"expected a number of at least 0; got {text!r}")
-    return int(text)

@@ -9,7 +9,7 @@ from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from biphasic.commands.parser import positive
+from biphasic.commands.parser import argument, positive
 from biphasic.errors import UserError
 from biphasic.faults import REFUSED
 
@@ -24,20 +24,25 @@ PLAN_SECONDS = 5.0
 answer."""
 
 
-def add_plan_options(parser: argparse.ArgumentParser) -> None:
-    """Add `--plan` and the options that belong to it."""
-    ranks = int(os.environ.get("WORLD_SIZE", "1"))
-    parser.add_argument("--plan", action="store_true", help="check everything and print what the job would do")
-    parser.add_argument("--json", action="store_true", help="with --plan: print JSON")
-    parser.add_argument("--ranks", type=positive, default=ranks, help="with --plan: number of processes of the run")
-    parser.add_argument(
+PLAN_ARGUMENTS = (
+    argument("--plan", action="store_true", help="check everything and print what the job would do"),
+    argument("--json", action="store_true", help="with --plan: print JSON"),
+    argument(
+        "--ranks",
+        type=positive,
+        default=int(os.environ.get("WORLD_SIZE", "1")),
+        help="with --plan: number of processes of the run",
+    ),
+    argument(
         "--memory", action="store_true", help="pretraining, with --plan: rehearse some batches and print their memory"
-    )
-    parser.add_argument("--draw", type=Path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs")
+    ),
+    argument("--draw", type=Path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs"),
+)
+"""`--plan` and the options that belong to it."""
 
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:
-    """Print the plan of a job; the options are those of `add_plan_options`.
+    """Print the plan of a job; the options are `PLAN_ARGUMENTS`.
 
     Returns:
         The exit status: 2 if something that no other command can fix would stop the job.

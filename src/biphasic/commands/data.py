@@ -1,0 +1,228 @@
+"""The commands that make and read data: tokenizer, convert, verify, show, tasks."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+from biphasic.commands.parser import argument, command, count, file_arguments, positive
+from biphasic.commands.plan import print_job_plan
+from biphasic.errors import UserError
+from biphasic.faults import REFUSED
+
+_VOCABULARY = 32_768
+
+
+@command(
+    "train a byte-level BPE tokenizer on own text",
+    *file_arguments("job: convert"),
+    argument("--out", type=Path, metavar="FOLDER", help="folder to write; default: the YAML's tokenizer"),
+    argument(
+        "--size",
+        type=positive,
+        default=_VOCABULARY,
+        metavar="N",
+        help=f"tokens, special ones included; default: {_VOCABULARY:,}",
+    ),
+    argument(
+        "--special",
+        action="append",
+        default=[],
+        metavar="ROLE=TOKEN",
+        help="the special token of a role (pad, bos, eos, mask, unk, cls, sep), e.g. mask=<mask>; repeatable",
+    ),
+    argument(
+        "--add", action="append", default=[], metavar="TOKEN", help="a further token that is never split; repeatable"
+    ),
+    argument("--max-text", metavar="SIZE", help="text to read at most, e.g. 1gb: from each file its share"),
+    argument("--force", action="store_true", help="replace an earlier tokenizer"),
+)
+def tokenizer(options: Namespace) -> int:
+    """Train a byte-level BPE tokenizer on the text of a conversion's training split: before the conversion itself.
+
+    The text is the source of the job: convert YAML, read as `biphasic convert` reads it. docs/tokenizer.md explains the
+    options.
+    """
+    from biphasic.amounts import format_bytes
+    from biphasic.config.base import parse_size
+    from biphasic.config.convert import ConvertConfig
+    from biphasic.config.load import load_job
+
+    config = load_job(ConvertConfig, options.file, options.overrides)
+    from biphasic.conversion.train_tokenizer import ROLES, SPECIAL_TOKENS, train_tokenizer
+
+    special_tokens = dict(SPECIAL_TOKENS)
+    for pair in options.special:
+        role, equals, token = pair.partition("=")
+        if role not in ROLES or not equals or not token:
+            raise UserError(f"--special: expected ROLE=TOKEN with a role of {', '.join(ROLES)}; got {pair!r}")
+        special_tokens[role] = token
+    try:
+        max_bytes = None if options.max_text is None else parse_size(options.max_text)
+    except ValueError as error:
+        raise UserError(f"--max-text: {error}") from None
+    folder = options.out or _tokenizer_folder(config.tokenizer)
+    trained = train_tokenizer(
+        config, folder, size=options.size, special_tokens=special_tokens, added_tokens=tuple(options.add),
+        max_bytes=max_bytes, force=options.force,
+    )  # fmt: skip
+    print(f"{folder}: {trained.tokens:,} tokens, trained on {trained.documents:,} documents, "
+          f"{format_bytes(trained.text_bytes)} of text")  # fmt: skip
+    if trained.tokens < options.size:
+        print(f"the text has no more pairs to merge: {trained.tokens:,} tokens instead of {options.size:,}")
+    override = [] if str(folder) == config.tokenizer else [f"tokenizer={folder}"]
+    print(f"next: {shlex.join(['biphasic', 'convert', options.file, *options.overrides, *override])}")
+    return 0
+
+
+def _tokenizer_folder(tokenizer: str) -> Path:
+    from biphasic.storage import is_remote
+
+    folder = Path(tokenizer)
+    # A hub id has one slash, as EuroBERT/EuroBERT-210m.
+    is_hub_id = len(folder.parts) == 2 and not tokenizer.startswith(".") and not folder.parent.exists()
+    if is_remote(tokenizer) or is_hub_id:
+        raise UserError(f"tokenizer: {tokenizer} is no folder on this machine: name the folder to write with --out")
+    return folder
+
+
+@command(
+    "convert text to MDS shards of packed rows",
+    *file_arguments("job: convert"),
+    argument("--plan", action="store_true", help="print what would be done: files, tokens, bytes, hours, peak disk"),
+)
+def convert(options: Namespace) -> int:
+    """Convert text to MDS shards of packed rows. The same command resumes an interrupted conversion."""
+    from biphasic.config.convert import ConvertConfig
+    from biphasic.config.load import load_job
+
+    config = load_job(ConvertConfig, options.file, options.overrides)
+    from biphasic.conversion.describe import describe_record, plan_conversion
+
+    if options.plan:
+        return print_job_plan(plan_conversion(config))
+    from biphasic.commands.next_step import after_conversion
+    from biphasic.conversion.convert import convert
+
+    try:
+        record = convert(config)
+    except KeyboardInterrupt:
+        print("interrupted: finished work units are kept; the same command resumes", file=sys.stderr)
+        raise
+    print(describe_record(config.output, record))
+    print(after_conversion(config.output, record))
+    return 0
+
+
+@command(
+    "check a conversion against its record",
+    argument("output", metavar="OUT", help="the conversion's folder or bucket prefix"),
+    argument("--sample", type=count, default=0, metavar="N", help="print N rows as text"),
+    argument("--split", default="train", help="split of the sample (default: train)"),
+    argument("--again", type=count, default=0, metavar="N", help="convert N work units again, and compare the bytes"),
+    argument("--no-sources", action="store_true", help="don't compare with the files that were read"),
+)
+def verify(options: Namespace) -> int:
+    """Read a conversion again and compare it with its record: files, hashes, rows, counts.
+
+    The exit status is 0 without faults, 1 with faults, 2 if there is nothing to verify.
+    """
+    from biphasic.commands.next_step import after_conversion
+    from biphasic.conversion.output import require_record
+    from biphasic.conversion.verify import verify
+    from biphasic.data.mds_reader import read_rows, row_as_text
+    from biphasic.data.tokenizer import load_tokenizer
+    from biphasic.storage import join
+
+    output, split = options.output, options.split
+    result = verify(output, sources=not options.no_sources, again=options.again)
+    for line in result.summary:
+        print(line)
+    for fault in result.faults:
+        print(f"{output}: {fault}", file=sys.stderr)
+    if result.faults:
+        return 1
+    record = require_record(output)
+    if options.sample:
+        if split not in record["splits"]:
+            raise UserError(f"{output}: has no split {split!r}; expected one of {', '.join(record['splits'])}")
+        tokenizer, rows = load_tokenizer(join(output, "tokenizer")), record["splits"][split]["rows"]
+        number = min(options.sample, rows)
+        row_ids = {round(index * (rows - 1) / max(number - 1, 1)) for index in range(number)}  # evenly spaced
+        for row_id, row in read_rows(join(output, split), row_ids):
+            print(f"=== {split}, row {row_id:,}\n{row_as_text(row, tokenizer)}")
+    print(f"{output}: complete, and as its record says")
+    print(after_conversion(output, record))
+    return 0
+
+
+@command(
+    "print the text of rows by their ids",
+    argument("file", metavar="FILE.yaml", help="the pretraining YAML"),
+    argument("ids", metavar="ID", nargs="+", type=int, help="row ids in the dataset or the mix"),
+)
+def show(options: Namespace) -> int:
+    """Print the text of rows by their ids, as `anomalous_batches.jsonl` in a run's folder lists them."""
+    from biphasic.config.load import load_job
+    from biphasic.config.pretrain import PretrainConfig
+    from biphasic.data.mds_reader import read_rows, row_as_text, row_count
+    from biphasic.data.tokenizer import load_tokenizer
+
+    config = load_job(PretrainConfig, options.file)
+    tokenizer = load_tokenizer(config.tokenizer)
+    # The ids of a mix's second dataset follow those of its first.
+    first_ids: dict[str, int] = {}
+    total = 0
+    for stream in config.data.streams.values():
+        dataset = stream.remote or stream.local
+        first_ids[dataset] = total
+        total += row_count(dataset)
+    if unknown := [id for id in options.ids if not 0 <= id < total]:
+        raise UserError(f"row {unknown[0]}: expected an id from 0 to {total - 1:,}")
+    for dataset, first_id in first_ids.items():
+        for row_id, row in read_rows(dataset, [id - first_id for id in options.ids]):
+            print(f"=== row {first_id + row_id}: {dataset}\n{row_as_text(row, tokenizer)}")
+    return 0
+
+
+@command(
+    "prepare the downstream datasets",
+    argument("file", metavar="FILE.yaml", help="the YAML of job: tasks, e.g. yamls/data/tasks.yaml"),
+    argument("rest", nargs="*", metavar="task | key=value", help="only these tasks; overrides of the YAML's keys"),
+    argument("--plan", action="store_true", help="print what would be read and written"),
+)
+def tasks(options: Namespace) -> int:
+    """Prepare downstream datasets in the schemas that fine-tuning reads.
+
+    The exit status is 1 if a task failed; the same command tries it again.
+    """
+    from biphasic.config.load import load_job
+    from biphasic.config.tasks import TasksConfig
+
+    config = load_job(TasksConfig, options.file, [text for text in options.rest if "=" in text])
+    from biphasic.downstream.describe import chosen_tasks, describe_plan, describe_record
+
+    names = chosen_tasks(config, [text for text in options.rest if "=" not in text])
+    plan, refused = describe_plan(config, names)
+    print(plan)
+    if options.plan:
+        return REFUSED if refused else 0
+    from biphasic.commands.next_step import after_tasks
+    from biphasic.downstream.prepare import prepare_task
+    from biphasic.storage import join
+
+    failed = []
+    for name in names:
+        try:
+            print(describe_record(name, join(config.output, name), prepare_task(name, config)), flush=True)
+        except UserError as error:
+            print(error if str(error).startswith(name) else f"{name}: {error}", file=sys.stderr, flush=True)
+            failed.append(name)
+    if failed:
+        print(f"{len(failed)} of {len(names)} tasks failed ({', '.join(failed)}); the same command tries them again",
+              file=sys.stderr)  # fmt: skip
+        return 1
+    print(after_tasks(config, names))
+    return 0

@@ -1,0 +1,234 @@
+"""The commands that export a model, and apply one to new text: export, predict."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from biphasic.commands.parser import argument, command
+from biphasic.devices import rank_device, supports_bf16
+from biphasic.errors import UserError
+
+if TYPE_CHECKING:
+    from biphasic.downstream.tables import Table
+
+_TEXTS_AT_ONCE = 10_000
+"""Texts that are embedded before their embeddings are written."""
+_IN_FOLDER, _TO_HUB = "in the exported folder", "to the hub"
+
+
+@command(
+    "write a checkpoint as a folder that other libraries load",
+    argument(
+        "checkpoint",
+        metavar="CHECKPOINT",
+        help="a run's checkpoint, local or in a bucket: a .pt file, the folder of a sharded one, or a run's checkpoint "
+        "folder, for its newest; or an exported folder, without OUT",
+    ),
+    argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to write"),
+    argument("overrides", nargs="*", metavar="key=value", help="with --initial: replace a value of the YAML"),
+    argument("--initial", action="store_true", help="CHECKPOINT is a pretraining YAML: its initial weights"),
+    argument("--name", help="the model's name on its card"),
+    argument("--dtype", choices=("fp32", "bf16"), help="of the weights on disk; default: fp32"),
+    argument("--force", action="store_true", help="replace an earlier export in OUT"),
+    argument("--onnx", action="store_true", help="write onnx/model.onnx, compared with the model", group=_IN_FOLDER),
+    argument("--results", type=Path, metavar="FOLDER", help="put mteb's results onto the card", group=_IN_FOLDER),
+    argument("--results-of", metavar="MODEL", help="the model, if FOLDER has results of several", group=_IN_FOLDER),
+    argument("--license", metavar="ID", help="of the weights, on the card, e.g. apache-2.0", group=_IN_FOLDER),
+    argument(
+        "--language",
+        metavar="CODE",
+        action="append",
+        help="of the training text, e.g. en; repeatable",
+        group=_IN_FOLDER,
+    ),
+    argument("--push", metavar="ORG/NAME", help="upload the folder; the token is HF_TOKEN's", group=_TO_HUB),
+    argument("--revision", metavar="BRANCH", help="to a branch, created if missing; default: main", group=_TO_HUB),
+    argument("--private", action="store_true", help="create a private repository, if it is new", group=_TO_HUB),
+    argument("--dry-run", action="store_true", help="print what would be uploaded, without any request", group=_TO_HUB),
+)
+def export(options: Namespace) -> int:
+    """Write a checkpoint as a folder that other libraries load: biphasic export CHECKPOINT OUT
+
+    Further steps for an exported folder: biphasic export FOLDER --onnx, --results, --push.
+    """
+    _check_export(options)
+    if options.out is not None:
+        from biphasic.export.run import export_checkpoint, export_initial
+
+        export = partial(export_initial, overrides=options.overrides) if options.initial else export_checkpoint
+        export(options.checkpoint, options.out, name=options.name, dtype=options.dtype or "fp32", force=options.force)
+    _further_steps(options, options.out or Path(options.checkpoint))
+    if options.out is not None and options.push is None:
+        from biphasic.commands.next_step import after_export
+
+        print(after_export(options.out))
+    return 0
+
+
+def _check_export(args: Namespace) -> None:
+    """Raise a UserError for options that can't work, before anything is loaded or written."""
+    if args.overrides and not args.initial:
+        raise UserError(f"{args.overrides[0]}: values can be replaced with --initial only, which reads a YAML")
+    if args.push is None and (args.revision or args.private or args.dry_run):
+        raise UserError("--revision, --private and --dry-run belong to --push ORG/NAME, which is missing")
+    if args.results_of and not args.results:
+        raise UserError("--results-of belongs to --results FOLDER, which is missing")
+    if args.out is None:
+        from biphasic.export.folder import EXPORT_FILE, require_export
+
+        folder = Path(args.checkpoint)
+        steps = args.onnx or args.results or args.license or args.language or args.push
+        if not steps and not (folder / EXPORT_FILE).is_file():
+            raise UserError(f"{folder}: the folder to write, OUT, is missing")
+        require_export(folder)
+        for name in ("initial", "name", "dtype", "force"):
+            if getattr(args, name):
+                raise UserError(f"--{name} belongs to an export, and {folder} is one: give a checkpoint and OUT")
+        if not steps:
+            raise UserError(f"{folder} is an export: add --onnx, --results, --license, --language or --push")
+    if args.results is not None:
+        from biphasic.export.results import read_results
+
+        read_results(args.results, args.results_of)
+    if args.push is not None:
+        from biphasic.export.push import require_repo, require_token
+
+        require_repo(args.push)
+        if not args.dry_run:
+            require_token()
+    if args.onnx:
+        from biphasic.export.onnx import require_onnx
+
+        require_onnx()
+
+
+def _further_steps(args: Namespace, folder: Path) -> None:
+    if args.license or args.language or args.results is not None:
+        from biphasic.export.folder import CARD_FILE, read_card, write_card
+        from biphasic.export.results import add_results
+
+        card = read_card(folder)
+        data: Any = card.data
+        data.license = args.license or data.license
+        data.language = args.language or data.language
+        if args.results is not None:
+            add_results(card, args.results, args.results_of)
+        write_card(folder, card)
+        print(f"{folder / CARD_FILE}: updated")
+    if args.onnx:
+        from biphasic.export.onnx import export_onnx
+
+        export_onnx(folder)
+    if args.push is not None:
+        from biphasic.export.push import push
+
+        push(folder, args.push, revision=args.revision, private=args.private, dry_run=args.dry_run)
+
+
+@command(
+    "predict or embed new text with a model",
+    argument("model", metavar="MODEL", help="folder of a fine-tuned model, such as runs/sst2/model"),
+    argument("file", metavar="FILE", help="Parquet, JSON lines, CSV, TSV, .conll or SQuAD's JSON"),
+    argument(
+        "--out",
+        metavar="OUT",
+        help="the file to write: .jsonl or .parquet; embeddings: .parquet (default: from FILE's name)",
+    ),
+    argument("--prompt", metavar="NAME", help="embed with this prompt of the model, such as query; none: without"),
+)
+def predict(options: Namespace) -> int:
+    """Predict new text with a fine-tuned model, or embed it.
+
+    FILE has the columns that the model's task reads: `text` (and `text_pair`), `tokens`, or `question` and `context`; and
+    `id`, if rows should be found again by it. A model for retrieval, or one that isn't fine-tuned, embeds `text`.
+    """
+    from biphasic.finetuning.finetuned_model import open_texts, read_task
+
+    record = read_task(options.model)
+    kind = "retrieval" if record is None else record["task"]["kind"]
+    embeds = kind == "retrieval"
+    suffixes = (".parquet",) if embeds else (".jsonl", ".parquet")
+    stem = Path(options.file).name.split(".")[0]
+    out = Path(options.out or f"{stem}-{'embeddings.parquet' if embeds else 'predictions.jsonl'}")
+    if out.suffix not in suffixes:
+        raise UserError(f"--out {out}: expected a name that ends with {' or '.join(suffixes)}")
+    if options.prompt is not None and not embeds:
+        raise UserError("--prompt: is for embeddings; the text of a task has its own template")
+    table = open_texts(options.file, kind)
+    what = "embeddings" if embeds else f"predictions ({kind})"
+    print(f"{len(table):,} rows of {options.file}: {what} to {out}", flush=True)
+    groups = _embed(options.model, table, options.prompt) if embeds else _predict(options.model, record, table)
+    rows = _write(out, groups)
+    print(f"{out}: {rows:,} rows")
+    return 0
+
+
+def _predict(model: str, record: Any, table: Table) -> Iterator[dict[str, Any]]:
+    from biphasic.finetuning.finetuned_model import load_finetuned, portions, predict
+
+    loaded = load_finetuned(model, record)
+    for ids, columns in portions(table):
+        yield predict(loaded, record, ids, columns)
+
+
+def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa
+    from tqdm import tqdm
+
+    from biphasic.evaluation.embedder import EncoderEmbedder
+    from biphasic.finetuning.finetuned_model import portions
+    from biphasic.finetuning.retrieval import titled_texts
+    from biphasic.model.encoder import load_encoder
+
+    encoder = load_encoder(path)
+    prompts = {name: text for name, text in encoder.prompts.items() if text}
+    if (prompts and prompt is None) or prompt not in (None, "none", *prompts):
+        given = "" if prompt is None else f"; got {prompt}"
+        raise UserError(f"--prompt: expected {', '.join([*prompts, 'none'])}, because {path} has prompts{given}"
+                        if prompts else f"--prompt {prompt}: {path} has no prompts")  # fmt: skip
+    before = prompts.get(prompt or "none", "")
+    rank_device().module_to_device(encoder.backbone)
+    embedder = EncoderEmbedder(encoder, path, "", supports_bf16())
+    with tqdm(total=len(table), desc="embedding", unit="text", delay=5, disable=None) as bar:
+        for ids, columns in portions(table):
+            texts = [before + text for text in titled_texts(columns)]
+            for first in range(0, len(texts), _TEXTS_AT_ONCE):
+                embeddings = embedder.embed(texts[first : first + _TEXTS_AT_ONCE], bar.update)
+                vectors = pa.FixedSizeListArray.from_arrays(pa.array(embeddings.reshape(-1)), encoder.width)
+                yield {"id": ids[first : first + _TEXTS_AT_ONCE], "embedding": vectors}
+
+
+def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
+    """Write groups of columns to a file, atomically, and return the number of rows."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    from biphasic.storage import atomic_path
+
+    rows = 0
+    try:
+        with atomic_path(out) as partial:
+            if out.suffix == ".jsonl":
+                with partial.open("w", encoding="utf-8") as file:
+                    for columns in groups:
+                        for values in zip(*columns.values(), strict=True):
+                            line = json.dumps(dict(zip(columns, values, strict=True)), ensure_ascii=False)
+                            file.write(f"{line}\n")
+                            rows += 1
+            else:
+                writer = None
+                for columns in groups:
+                    table = pa.table(columns)
+                    writer = writer or pq.ParquetWriter(partial, table.schema, compression="zstd")
+                    writer.write_table(table)
+                    rows += len(table)
+                if writer is not None:
+                    writer.close()
+    except OSError as error:
+        raise UserError(f"{out}: can't be written ({error.strerror or error})") from None
+    return rows

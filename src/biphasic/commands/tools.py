@@ -1,0 +1,124 @@
+"""The commands about configurations, machines, runs and results: keys, preflight, runs, report, completion."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+
+from biphasic.commands.parser import argument, command, file_arguments
+from biphasic.errors import UserError
+
+
+@command(
+    "print the keys of YAMLs: types, defaults, what they are",
+    argument("section", metavar="SECTION", nargs="?", default="", help="a job, a section or a key"),
+    argument("--write", type=Path, metavar="FOLDER", help="write the reference's pages, docs/reference"),
+)
+def keys(options: Namespace) -> int:
+    """Print keys of the YAMLs: type, limits, default, and what each is.
+
+    biphasic keys                       the sections of all jobs
+    biphasic keys pretrain              all keys of a job
+    biphasic keys optimizer             a section, in all jobs that have it
+    biphasic keys finetune.task         a section of one job
+    biphasic keys optimizer.lr          a key
+    """
+    from biphasic.config.reference import describe_keys, pages
+
+    if options.write is None:
+        print(describe_keys(options.section))
+        return 0
+    options.write.mkdir(parents=True, exist_ok=True)
+    for name, text in pages().items():
+        (options.write / name).write_text(text, encoding="utf-8")
+    print(f"{options.write}: {len(pages())} pages")
+    return 0
+
+
+@command("check whether the machines can run a job", *file_arguments("job: pretrain or job: finetune"))
+def preflight(options: Namespace) -> int:
+    """Check whether the machines can run a job, before GPU hours are spent. Started like the run itself, on every node:
+
+    composer [node arguments] -m biphasic preflight FILE.yaml [key=value ...]
+
+    Prints what is wrong on which node. The exit status is 0 when nothing is, 2 otherwise.
+    """
+    from biphasic.preflight import check
+
+    return check(options.file, options.overrides)
+
+
+@command(
+    "show a run's checkpoints and attempts",
+    argument("folder", metavar="FOLDER", help="a run's folder, or where it saves: runs/my-run, or s3://bucket/prefix"),
+)
+def runs(options: Namespace) -> int:
+    """Show a run's checkpoints, its attempts and why each ended, and the tokens lost between them."""
+    from biphasic.runs import print_report
+
+    print_report(options.folder)
+    return 0
+
+
+@command(
+    "write the report of a sweep, a study or the recipes",
+    argument(
+        "folders",
+        metavar="RESULTS",
+        nargs="*",
+        help="a sweep's output, or a study's folder; several if a study's records and logs are in different places",
+    ),
+    argument(
+        "--out",
+        help="the folder to write; default: `report` within the first local RESULTS, or ./report if all are in buckets",
+    ),
+    argument("--against", metavar="CSV", help="published scores to compare with, as recipes/paper/reference.csv"),
+    argument(
+        "--models",
+        metavar="YAML",
+        help="with --against: a file with lines `published model: measured model`, for a study at another scale",
+    ),
+    argument("--results", metavar="RECIPES", help="write RECIPES/RESULTS.md from the recipes' results.json"),
+    argument(
+        "--check", nargs=2, metavar=("RECIPE", "RUN"), help="compare a run's folder with the recipe's results.json"
+    ),
+)
+def report(options: Namespace) -> int:
+    """Write the report of a sweep or a study, or the results of recipes.
+
+    biphasic report RESULTS... [--out FOLDER] [--against recipes/paper/reference.csv [--models FILE.yaml]]
+    biphasic report --results recipes
+    biphasic report --check recipes/NAME RUN
+
+    The exit status is 1 if a checked run differs from its recipe.
+    """
+    if sum((bool(options.folders), options.results is not None, options.check is not None)) != 1:
+        raise UserError("biphasic report: error: expected one of RESULTS, --results and --check")
+    if not options.folders and (options.out is not None or options.against is not None):
+        raise UserError("biphasic report: error: --out and --against are for the report of RESULTS")
+    if options.models is not None and options.against is None:
+        raise UserError("biphasic report: error: --models belongs to --against")
+    if options.folders:
+        from biphasic.report.run import write_report
+
+        write_report(options.folders, options.out, options.against, options.models)
+        return 0
+    from biphasic.report.recipe_results import check_recipe, write_results_page
+
+    if options.check is not None:
+        return 0 if check_recipe(*options.check) else 1
+    write_results_page(options.results)
+    return 0
+
+
+@command("print a shell's completion script", argument("shell", choices=("bash", "zsh"), help="your shell"))
+def completion(options: Namespace) -> int:
+    """Print the completion script of a shell. In ~/.bashrc or ~/.zshrc:
+
+    eval "$(biphasic completion bash)"
+    eval "$(biphasic completion zsh)"
+    """
+    import argcomplete
+
+    print(argcomplete.shellcode(["biphasic"], shell=options.shell))  # pyright: ignore[reportPrivateImportUsage]
+    return 0
