@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+from biphasic.report.scores import chosen_scores, trial_table
 from biphasic.storage import open_store
-from biphasic.sweep.records import read_grid, read_records, recorded_trials
-from biphasic.sweep.selection import choose_rates, scores_by_seed
+from biphasic.sweep.records import read_grid, read_records
 from biphasic.training.loggers import read_metrics
 
 OBJECTIVES = {"mlm": "MLM", "clm-mlm": "CLM, then MLM"}
@@ -81,14 +81,13 @@ def print_tokens(folder: Path) -> None:
 def print_scores(sweep: Path) -> None:
     """Print the F1 on `parameters` of the models with 320 batches, at the better fine-tuning rate by validation."""
     store = open_store(str(sweep))
-    records = read_records(store, recorded_trials(store))
-    chosen = {model: choice for (model, *_), choice in choose_rates(read_grid(store), records).items()}
+    grid = read_grid(store)
+    by_model = 100 * chosen_scores(trial_table(grid, read_records(store, grid.trials))).groupby("model").score.mean()
     print("| F1 on `parameters`, test | " + " | ".join(OPTIMIZERS.values()) + " |\n|-|-|-|")
     for objective, name in OBJECTIVES.items():
         means = []
         for optimizer in OPTIMIZERS:
-            models = [model for model in chosen if model.startswith(f"{objective}-{optimizer}-320-s")]
-            scores = [100 * statistics.fmean(scores_by_seed(records, chosen[model]).values()) for model in models]
+            scores = by_model[by_model.index.str.startswith(f"{objective}-{optimizer}-320-s")]
             means.append(f"{statistics.fmean(scores):.1f} ± {statistics.stdev(scores):.1f}")
         print(f"| {name} | {' | '.join(means)} |")
 

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -16,11 +15,9 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import ConfigError, UserError
-from biphasic.finetuning.records import DownstreamResult
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, content_hash, trial_configs
-from biphasic.sweep.records import Cell, Grid, GridModel, TrialRecord, read_grid, write_grid
-from biphasic.sweep.view import LiveView, progress_rows
+from biphasic.sweep.records import Cell, Grid, GridModel, read_grid, write_grid
 
 LoadSweep = Callable[..., SweepConfig]
 ROOT = Path(__file__).parents[2]
@@ -95,40 +92,6 @@ def test_all_missing_models_are_reported_at_once(sweep: LoadSweep, tmp_path: Pat
     with pytest.raises(UserError) as caught:
         grid_of(config)
     assert len(str(caught.value).splitlines()) == 2
-
-
-def test_rows_of_the_view(sweep: LoadSweep) -> None:
-    from rich.console import Console
-
-    grid, _ = grid_of(sweep(TWO))
-    records = {name: _record(name, cell) for name, cell in grid.trials.items() if cell != Cell("a", "sst2", 2e-5, 1)}
-    [a, b] = progress_rows(grid, records)
-    # The rate with both seeds, although the other rate's only seed is better.
-    assert (a.done, a.failed, a.left, a.lr, a.validation) == (3, 0, 1, 1e-5, pytest.approx(0.15))
-    assert a.test == pytest.approx(0.25)
-    assert (b.done, b.failed, b.left, b.lr) == (0, 4, 0, None)
-    console = Console(width=120, record=True)
-    view = LiveView(grid, records, 2, "out", console)
-    console.print(view.table())
-    text = console.export_text()
-    assert "15.0" in text and "25.0" in text and "3 done, 4 failed, 1 left" in text
-
-    class Growing(dict[str, TrialRecord]):  # the driver adds a record while the table's thread reads them
-        def values(self) -> Any:
-            for record in super().values():
-                self["new"] = record
-                yield record
-
-    view.records = Growing(records)
-    assert "3 done" in view.summary()
-
-
-def _record(name: str, cell: Cell) -> TrialRecord:
-    if cell.model == "b":
-        return TrialRecord(name, cell, "failed", error="x")
-    score = 0.1 * (1 + cell.seed) * (1 + (cell.lr > 1e-5))
-    result = DownstreamResult("sst2", "sst2", "classification", "accuracy", score, score + 0.1)
-    return TrialRecord(name, cell, "done", (result,), seconds={"total": 10.0})
 
 
 def test_only_sweeps_have_limits() -> None:

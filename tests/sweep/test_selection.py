@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from biphasic.sweep.records import Cell, Grid, TrialRecord
-from biphasic.sweep.selection import choose_rates, planned_trials, scores_by_seed, startable_trials
+from biphasic.sweep.selection import choose_rates, planned_trials, startable_trials
 from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 
 
@@ -28,7 +28,6 @@ def test_the_best_mean_on_validation() -> None:
     chosen = chosen_rate(grid, records)
     assert (chosen.lr, chosen.complete) == (2e-5, True)
     assert chosen.validation == pytest.approx(0.81)
-    assert scores_by_seed(records, chosen) == {seed: pytest.approx(0.02 + seed / 100) for seed in (0, 1, 2)}
 
 
 def test_test_scores_choose_nothing() -> None:
@@ -79,7 +78,7 @@ def test_nothing_to_choose_from() -> None:
     grid = grid_of()
     for records in ({}, records_of(grid, lambda *_: None), records_of(grid, lambda *_: (None, 0.5))):
         chosen = chosen_rate(grid, records)
-        assert (chosen.lr, chosen.validation, chosen.trials, chosen.complete) == (None, None, {}, False)
+        assert (chosen.lr, chosen.validation, chosen.complete) == (None, None, False)
     nan = records_of(grid, lambda cell, _: (math.nan if cell.lr == 2e-5 else 0.5, 0.5))
     assert chosen_rate(grid, nan).lr == 1e-5
 
@@ -103,8 +102,7 @@ def test_one_seed_chooses_and_the_others_run_at_its_rate() -> None:
     for records in (search, full):
         for name, rate in (("nq", 1e-4), ("msmarco", 1e-5)):
             chosen = chosen_rate(grid, records, name, task="msmarco")
-            assert (chosen.lr, chosen.complete, list(chosen.trials)) == (rate, True, [0, 1, 2])
-    assert len(scores_by_seed(search, chosen_rate(grid, search, "nq", task="msmarco"))) == 1
+            assert (chosen.lr, chosen.complete) == (rate, True)
 
 
 def test_without_a_score_no_other_seed_runs() -> None:

@@ -40,10 +40,8 @@ def describe(cell: Cell) -> str:
 
 def first_cells(configs: dict[Cell, FinetuneConfig]) -> dict[Cell, FinetuneConfig]:
     """Return the first cell of each model and task, with its configuration."""
-    first: dict[tuple[str, str], Cell] = {}
-    for cell in configs:
-        first.setdefault((cell.model, cell.task), cell)
-    return {cell: configs[cell] for cell in first.values()}
+    first = {(cell.model, cell.task): cell for cell in reversed(configs)}
+    return {cell: config for cell, config in configs.items() if first[cell.model, cell.task] == cell}
 
 
 def fewest_trials(config: SweepConfig) -> int:
@@ -132,12 +130,8 @@ def _load(config: SweepConfig, model: str, task: str) -> FinetuneConfig:
         loaded = load(file, [*_QUIET, *config.overrides, *overrides])
     except ConfigError as error:
         source = f"overrides of the sweep, with {file}"
-        raise ConfigError(
-            [
-                replace(problem, where=source) if problem.where == "command line" else problem
-                for problem in error.problems
-            ]
-        ) from None
+        problems = [replace(p, where=source) if p.where == "command line" else p for p in error.problems]
+        raise ConfigError(problems) from None
     if not isinstance(loaded, FinetuneConfig):
         raise ConfigError([Problem(file, "job", f"expected finetune, which tasks.{task} needs; got {loaded.job}")])
     return loaded

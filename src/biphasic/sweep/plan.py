@@ -6,6 +6,7 @@ the device.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
@@ -18,14 +19,8 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from biphasic.sweep.grid import (
-    TRIAL_MODULE,
-    build_grid,
-    content_hash,
-    first_cells,
-    trial_configs,
-)
-from biphasic.sweep.records import Cell, Grid, TrialRecord, read_records
+from biphasic.sweep.grid import TRIAL_MODULE, build_grid, content_hash, first_cells, trial_configs
+from biphasic.sweep.records import Cell, TrialRecord, read_records
 from biphasic.sweep.selection import planned_trials
 
 
@@ -35,13 +30,12 @@ class TrialSeconds:
     def __init__(self, records: Mapping[str, TrialRecord]):
         durations: dict[tuple[str, str], list[float]] = defaultdict(list)
         sharing = [float(record.about.get("trials_on_device", 1)) for record in records.values()]
-        for record in records.values():
+        for record, share in zip(records.values(), sharing, strict=True):
             if record.status == "done" and "total" in record.seconds and "copy_of" not in record.about:
-                share = record.about.get("trials_on_device", 1)
                 durations[record.cell.model, record.cell.task].append(record.seconds["total"] / share)
         self.on_device = {pair: fmean(values) for pair, values in durations.items()}
         """Device seconds per trial, by (model, task)."""
-        self._mean = fmean([value for values in durations.values() for value in values]) if durations else 0.0
+        self._mean = fmean(itertools.chain(*durations.values())) if durations else 0.0
         self._sharing = fmean(sharing) if sharing else 1.0
 
     def total(self, cells: Iterable[Cell]) -> float:
@@ -89,33 +83,31 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
         UserError: the output can't be read.
     """
     configs, functions = trial_configs(config), import_module(module)
-    grid: Grid | None = None
-    faults = None
-    records: dict[str, TrialRecord] = {}
+    choosing = config.seeds[: config.rate_seeds]
+    faults, records = None, dict[str, TrialRecord]()
     try:
         grid = build_grid(config, configs, functions)
     except UserError as error:
         faults = str(error)
+        planned = {str(c): c for c in configs if c.seed in choosing or c.lr == config.learning_rates[0]}
     else:
         records = read_records(open_store(config.output), grid.trials)
+        planned = planned_trials(grid, records)
     seconds = TrialSeconds(records)
-    names = {cell: name for name, cell in planned_trials(grid, records).items()} if grid is not None else {}
-    choosing = config.seeds[: config.rate_seeds]
-    planned = names or [cell for cell in configs if cell.seed in choosing or cell.lr == config.learning_rates[0]]
     lines = []
     # Trials with the same content hash are trained once.
     trained = {content_hash(name) for name, record in records.items() if record.status == "done"}
     for first, first_config in first_cells(configs).items():
-        cells = [cell for cell in planned if (cell.model, cell.task) == (first.model, first.task)]
-        statuses = [records[names[cell]].status for cell in cells if names.get(cell) in records]
-        left = [names.get(cell, str(cell)) for cell in cells if names.get(cell) not in records]
+        trials = [name for name, cell in planned.items() if (cell.model, cell.task) == (first.model, first.task)]
+        statuses = [records[name].status for name in trials if name in records]
+        left = [name for name in trials if name not in records]
         new = {content_hash(name) for name in left} - trained
         trained |= new
         each, source = seconds.on_device.get((first.model, first.task)), "recorded"
         if each is None:
-            each, source = _estimate(config, functions, first_config) if grid else (None, "model or data missing")
+            each, source = (None, "model or data missing") if faults else _estimate(config, functions, first_config)
         hours = None if each is None else len(new) * each / 3600
-        counts = (len(cells), statuses.count("done"), statuses.count("failed"), len(left))
+        counts = (len(trials), statuses.count("done"), statuses.count("failed"), len(left))
         lines.append(PlanLine(first.task, first.model, *counts, hours, source))
     device_hours = sum(line.device_hours or 0.0 for line in lines)
     price = config.cost.dollars_per_hour if config.cost is not None else None

@@ -11,11 +11,12 @@ scored on three retrieval datasets.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from typing import Any
+
+from pydantic import TypeAdapter
 
 from biphasic.errors import UserError
 from biphasic.finetuning.records import DownstreamResult
@@ -51,6 +52,9 @@ class TrialRecord:
     """Durations. `train`: the training loop. `total`: everything, including loading and scoring."""
     about: dict[str, Any] = field(default_factory=dict)
     """Steps, tokens, last loss, configuration, host, hardware and versions."""
+
+
+_RECORDS = TypeAdapter(TrialRecord)
 
 
 @dataclass(frozen=True)
@@ -108,21 +112,10 @@ def read_grid(folder: Store) -> Grid:
         UserError: the folder has no grid, or the grid can't be read.
     """
     try:
-        content = json.loads(folder.read(GRID_FILE))
-        return Grid(
-            models=tuple(GridModel(**model) for model in content["models"]),
-            tasks=tuple(
-                GridTask(task["name"], task["family"], tuple((t, n, m) for t, n, m in task["results"]))
-                for task in content["tasks"]
-            ),
-            learning_rates=tuple(content["learning_rates"]),
-            seeds=tuple(content["seeds"]),
-            trials={name: Cell(**cell) for name, cell in content["trials"].items()},
-            rate_seeds=content["rate_seeds"],
-        )
+        return TypeAdapter(Grid).validate_json(folder.read(GRID_FILE))
     except FileNotFoundError:
         raise UserError(f"{folder.root}: has no {GRID_FILE}: it is not a sweep's output") from None
-    except (OSError, ValueError, LookupError, TypeError) as error:
+    except (OSError, ValueError) as error:
         raise UserError(f"{folder.root}/{GRID_FILE}: can't be read ({first_line(error)})") from None
 
 
@@ -165,13 +158,7 @@ def read_record(folder: Store, trial: str) -> TrialRecord | None:
 
 def _parse(folder: Store, trial: str, content: bytes) -> TrialRecord:
     try:
-        fields = json.loads(content)
-        fields.pop("format")
-        cell, results = (
-            Cell(**fields.pop("cell")),
-            tuple(DownstreamResult(**result) for result in fields.pop("results")),
-        )
-        return TrialRecord(cell=cell, results=results, **fields)
-    except (ValueError, LookupError, TypeError) as error:
+        return _RECORDS.validate_json(content)
+    except ValueError as error:
         message = f"{folder.root}/{record_file(trial)}: is not a trial's record ({first_line(error)})"
         raise UserError(f"{message}; remove it, and the trial runs again") from None

@@ -13,13 +13,13 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
-from types import FrameType
 
 from biphasic.amounts import format_seconds
 from biphasic.checkpointing.run_lock import RunLock
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepConfig
-from biphasic.errors import UserError
+from biphasic.errors import Preempted, UserError
+from biphasic.signals import noted_signals
 from biphasic.storage import Store, first_line, open_store
 from biphasic.sweep.grid import (
     TRIAL_MODULE,
@@ -30,6 +30,7 @@ from biphasic.sweep.grid import (
     first_cells,
     trial_configs,
 )
+from biphasic.sweep.plan import TrialSeconds
 from biphasic.sweep.records import (
     TRIALS_FOLDER,
     Cell,
@@ -41,13 +42,10 @@ from biphasic.sweep.records import (
     write_record,
 )
 from biphasic.sweep.selection import planned_trials, startable_trials
-from biphasic.sweep.view import View, open_view
-from biphasic.sweep.worker import FinishedJob, TrialJob, failed_record
-from biphasic.sweep.workers import Workers, open_workers
+from biphasic.sweep.workers import FinishedJob, TrialJob, Workers, failed_record, open_workers
 
-STOPPED = 75
-"""Exit status after a stop signal; the same command resumes the sweep. (EX_TEMPFAIL in sysexits.h)"""
 _POLL_SECONDS = 0.5
+_SUMMARY_SECONDS = 60.0
 _SHOWN_FAILURES = 5
 _WRITE_TIMEOUT = 300.0
 """Seconds to wait at the end of a sweep for an output that can't be written."""
@@ -63,16 +61,16 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
         module: the module whose functions name and run trials.
 
     Returns:
-        The exit status. 0: all trials that could start are done. 1: trials failed. `STOPPED`: a signal stopped the sweep.
+        The exit status. 0: all trials that could start are done. 1: trials failed.
 
     Raises:
         ConfigError: the tasks' YAMLs or `overrides` have problems; it lists all.
+        Preempted: a signal stopped the sweep.
         UserError: models or data are missing, no cluster answers, another driver runs, or the output can't be read or
             written.
     """
     start = time.monotonic()
-    configs = trial_configs(config)
-    folder = open_store(config.output)
+    configs, folder = trial_configs(config), open_store(config.output)
     driver: Driver | None = None
     signals: list[str] = []
 
@@ -81,7 +79,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
         return {(cell.model, cell.task): estimate(first).bytes for cell, first in first_cells(configs).items()}
 
     try:
-        with ExitStack() as stack, _output_errors(config.output):
+        with ExitStack() as stack:
 
             def start_workers() -> tuple[RunLock, Workers]:
                 lock = stack.enter_context(_locked(config.output))
@@ -96,17 +94,17 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
             driver.read_records(retry_failed)
             if driver.missing():
                 lock, workers = locked_workers or start_workers()
-                view = stack.enter_context(open_view(grid, driver.records, workers.size, config.output))
-                signals = stack.enter_context(_noted_signals())
-                driver.work(workers, view, lock, signals, limit)
+                numbers = (signal.SIGINT, signal.SIGTERM)
+                signals = stack.enter_context(noted_signals(numbers, interrupt_on_second=True))
+                driver.work(workers, lock, signals, limit)
+    except OSError as error:
+        raise UserError(f"output {config.output}: can't be read and written ({first_line(error)})") from error
     except KeyboardInterrupt:
         signals.append("SIGINT")
     if signals or driver is None:
-        print(
-            f"{signals[0]}: stopped; running trials were abandoned, and the same command continues (status {STOPPED})"
-        )
-        return STOPPED
-    return _print_summary(config.output, driver, time.monotonic() - start)
+        raise Preempted(f"{signals[0]}: stopped, running trials were abandoned")
+    print(f"{config.output}: {driver.progress()}; {format_seconds(time.monotonic() - start)}")
+    return driver.print_outcome()
 
 
 class Driver:
@@ -157,7 +155,8 @@ class Driver:
                 original = self._done_by_hash[content_hash(trial)]
                 about = {**original.about, "copy_of": original.trial}
                 self.records[trial] = replace(original, trial=trial, cell=self.grid.trials[trial], about=about)
-                self._write([self.records[trial]])
+                self._unwritten[trial] = self.records[trial]
+            self._write()
 
     def jobs(self, workers: Workers, limit: int | None) -> Iterator[TrialJob]:
         """Yield the jobs that may start, in the grid's order; trials with the same content hash run one at a time."""
@@ -173,30 +172,61 @@ class Driver:
             size = None if self._lost[trial] else workers.bytes_of.get((cell.model, cell.task))
             yield TrialJob(trial, cell, self._configs[cell], size, self._lost[trial])
 
-    def work(self, workers: Workers, view: View, lock: RunLock, signals: list[str], limit: int | None = None) -> None:
-        """Run trials until none is left or a signal arrives.
+    def work(self, workers: Workers, lock: RunLock, signals: list[str], limit: int | None = None) -> None:
+        """Run trials until none is left or a signal arrives. Print a line for each trial, and a summary every minute.
 
         Raises:
             UserError: workers can't start, records can't be written, or another driver has taken the lock.
         """
+        start = last_summary = time.monotonic()
         while not signals:
             if lock.lost is not None:
                 raise UserError(lock.lost)
             jobs = list(self.jobs(workers, limit))
             if not jobs and not workers.running:
-                self._write_rest(view)
+                self._write_rest()
                 return
             self._started.update(job.trial for job in workers.start(jobs))
             for finished in workers.wait(_POLL_SECONDS):
-                self._finish(finished, view)
-            view.tick(len(workers.running))
+                self._finish(finished)
+            if time.monotonic() - last_summary >= _SUMMARY_SECONDS:
+                last_summary = time.monotonic()
+                waiting = [cell for name, cell in self._planned().items() if name not in self.records]
+                ahead = TrialSeconds(self.records).total(waiting) / workers.size
+                times = (
+                    f"{format_seconds(last_summary - start)}{f', about {format_seconds(ahead)} left' if ahead else ''}"
+                )
+                print(f"{self.progress()}, {len(workers.running)} running; {times}", flush=True)
 
-    def _finish(self, finished: FinishedJob, view: View) -> None:
+    def progress(self) -> str:
+        """Return the numbers of planned trials by status in one line."""
+        planned = self._planned()
+        counts = Counter(self.records[trial].status for trial in planned if trial in self.records)
+        left = len(planned) - counts.total()
+        return f"{counts['done']} of {len(planned)} trials done, {counts['failed']} failed, {left} left"
+
+    def print_outcome(self) -> int:
+        """Print failures and the command for the report. Return the exit status: 1 if trials failed, else 0."""
+        records = [self.records[trial] for trial in self._planned() if trial in self.records]
+        failures = [record for record in records if record.status == "failed"]
+        for record in failures[:_SHOWN_FAILURES]:
+            print(f"  failed: {describe(record.cell)}: {record.error}")
+        if failures:
+            more = f"and {len(failures) - _SHOWN_FAILURES} more; " if len(failures) > _SHOWN_FAILURES else ""
+            print(f"  {more}tracebacks are in their records in {TRIALS_FOLDER}/; --retry-failed runs them again")
+        if len(failures) < len(records):
+            print(f"report: biphasic report {self.folder.root}")
+        return 1 if failures else 0
+
+    def _planned(self) -> dict[str, Cell]:
+        return planned_trials(self.grid, self.records)
+
+    def _finish(self, finished: FinishedJob) -> None:
         job, record = finished.job, finished.record
         if record is None:
             self._lost[job.trial] += 1
             if self._lost[job.trial] <= self._retries:
-                view.print(f"{describe(job.cell)}: {finished.lost}; another worker runs the trial")
+                print(f"{describe(job.cell)}: {finished.lost}; another worker runs the trial", flush=True)
                 return
             times = f"{self._lost[job.trial]} time{'s' * (self._lost[job.trial] > 1)}"
             advice = "is there memory for it (cluster.at_once, cluster.trials_per_gpu)?"
@@ -206,48 +236,36 @@ class Driver:
             self._done_by_hash.setdefault(content_hash(record.trial), record)
         if finished.record is None or not finished.written:
             self._unwritten[record.trial] = record
-        self._write(list(self._unwritten.values()))
-        view.finished(record)
+        self._write()
+        planned = self._planned()
+        outcome = f"failed: {record.error}"
+        if record.status == "done":
+            scores = [f"{result.name} {result.metric} {_percent(result.validation)} validation, {_percent(result.test)} test"
+                      for result in record.results]  # fmt: skip
+            outcome = f"{'; '.join(scores)}; {format_seconds(record.seconds['total'])}"
+        count = f"{len(planned.keys() & self.records.keys())}/{len(planned)}"
+        print(f"{count} {describe(record.cell)}: {outcome}", flush=True)
 
-    def _write(self, records: list[TrialRecord]) -> None:
-        """Write records, and keep those that can't be written for another attempt."""
-        for record in records:
+    def _write(self) -> None:
+        """Write the records that are not written yet; those that can't be written now remain for another attempt."""
+        for record in list(self._unwritten.values()):
             try:
                 write_record(self.folder, record)
-                self._unwritten.pop(record.trial, None)
+                del self._unwritten[record.trial]
             except OSError:
-                self._unwritten[record.trial] = record
+                continue
 
-    def _write_rest(self, view: View) -> None:
+    def _write_rest(self) -> None:
         end = time.monotonic() + _WRITE_TIMEOUT
         while self._unwritten:
-            self._write(list(self._unwritten.values()))
-            if not self._unwritten:
-                return
+            self._write()
             count = len(self._unwritten)
-            if time.monotonic() > end:
+            if count and time.monotonic() > end:
                 raise UserError(f"output {self.folder.root}: {count} records can't be written there; the same command "
                                 "runs their trials again")  # fmt: skip
-            view.print(f"output {self.folder.root}: can't be written; waiting with {count} records")
-            time.sleep(5)
-
-
-def _print_summary(output: str, driver: Driver, seconds: float) -> int:
-    trials = planned_trials(driver.grid, driver.records)
-    records = {trial: driver.records[trial] for trial in trials if trial in driver.records}
-    counts = Counter(record.status for record in records.values())
-    left = len(trials) - len(records)
-    print(f"{output}: {counts['done']} of {len(trials)} trials done, {counts['failed']} failed, {left} left; "
-          f"{format_seconds(seconds)}")  # fmt: skip
-    failures = [record for record in records.values() if record.status == "failed"]
-    for record in failures[:_SHOWN_FAILURES]:
-        print(f"  failed: {describe(record.cell)}: {record.error}")
-    if failures:
-        more = f"  and {len(failures) - _SHOWN_FAILURES} more; " if len(failures) > _SHOWN_FAILURES else "  "
-        print(f"{more}tracebacks are in their records in {TRIALS_FOLDER}/; --retry-failed runs them again")
-    if counts["done"]:
-        print(f"report: biphasic report {output}")
-    return 1 if failures else 0
+            if count:
+                print(f"output {self.folder.root}: can't be written; waiting with {count} records", flush=True)
+                time.sleep(5)
 
 
 @contextmanager
@@ -265,27 +283,5 @@ def _locked(output: str) -> Iterator[RunLock]:
         lock.release(reason)
 
 
-@contextmanager
-def _noted_signals() -> Iterator[list[str]]:
-    """Yield a list to which a SIGINT or SIGTERM is appended; a second signal raises KeyboardInterrupt."""
-    signals: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if signals:
-            raise KeyboardInterrupt
-        signals.append(signal.Signals(number).name)
-
-    previous = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield signals
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _output_errors(output: str) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise UserError(f"output {output}: can't be read and written ({first_line(error)})") from error
+def _percent(share: float | None) -> str:
+    return "-" if share is None else f"{100 * share:.1f}"

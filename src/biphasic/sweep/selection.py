@@ -25,14 +25,10 @@ Trials = dict[tuple[float, int], str]
 class ChosenRate:
     """The chosen learning rate of a model for a test set."""
 
-    name: str
-    """The test set."""
     lr: float | None
     """The rate; None if no trial has a validation score."""
     validation: float | None
     """Mean validation score at this rate over the seeds that choose it and have a score, from 0 to 1."""
-    trials: dict[int, str]
-    """The trials at this rate, by seed."""
     complete: bool
     """Whether no missing trial could change the choice."""
 
@@ -48,9 +44,7 @@ def score_of(record: TrialRecord | None, name: str, split: Literal["validation",
 
 def trials_by_group(grid: Grid) -> dict[tuple[str, str], Trials]:
     """Return the trials of each (model, task), in the grid's order."""
-    groups: dict[tuple[str, str], Trials] = {
-        (model.name, task.name): {} for model in grid.models for task in grid.tasks
-    }
+    groups = {(model.name, task.name): Trials() for model in grid.models for task in grid.tasks}
     for trial, cell in grid.trials.items():
         groups[cell.model, cell.task][cell.lr, cell.seed] = trial
     return groups
@@ -106,12 +100,6 @@ def _with_other_seeds_at(grid: Grid, rates: Mapping[tuple[str, str], set[float]]
     }
 
 
-def scores_by_seed(records: Mapping[str, TrialRecord], chosen: ChosenRate) -> dict[int, float]:
-    """Return test scores at the chosen rate by seed, in the grid's order; seeds without a score are omitted."""
-    scores = {seed: score_of(records.get(trial), chosen.name, "test") for seed, trial in chosen.trials.items()}
-    return {seed: value for seed, value in scores.items() if value is not None}
-
-
 def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name: str) -> ChosenRate:
     choosing = grid.seeds[: grid.rate_seeds]
     scores: dict[float, dict[int, float]] = {}
@@ -124,7 +112,7 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
             elif record is not None:
                 failed.add(lr)
     if not scores:
-        return ChosenRate(name, None, None, {}, False)
+        return ChosenRate(None, None, False)
     most = max(len(by_seed) for by_seed in scores.values())
     mean = {lr: fmean(by_seed.values()) for lr, by_seed in scores.items()}
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
@@ -132,7 +120,6 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
     for other in failed & set(scores):
         # A rate with failed trials could have won if it is better over the seeds that it has.
         common = [seed for seed in scores[other] if seed in scores[best]]
-        complete &= math.fsum(scores[other][seed] for seed in common) <= math.fsum(
-            scores[best][seed] for seed in common
-        )
-    return ChosenRate(name, best, mean[best], {seed: trials[best, seed] for seed in grid.seeds}, complete)
+        totals = {lr: math.fsum(scores[lr][seed] for seed in common) for lr in (other, best)}
+        complete &= totals[other] <= totals[best]
+    return ChosenRate(best, mean[best], complete)

@@ -1,4 +1,4 @@
-"""Give a sweep's trials to worker processes: one for each concurrent trial, reused for later trials.
+"""Run a sweep's trials in worker processes: one for each concurrent trial, reused for later trials.
 
 A worker writes its trial's record, so no finished trial is lost if the driver dies. Workers are killed as soon as the
 driver dies, so that they never train at the same time as a restarted sweep.
@@ -6,15 +6,22 @@ driver dies, so that they never train at the same time as a restarted sweep.
 
 from __future__ import annotations
 
+import gc
 import math
+import socket
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from importlib import import_module
 
+from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepCluster
+from biphasic.errors import UserError
+from biphasic.storage import open_store
 from biphasic.sweep.grid import TRIAL_MODULE
-from biphasic.sweep.worker import FinishedJob, TrialJob, Worker, failed_record
+from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, WorkerGroup
 
@@ -25,8 +32,89 @@ _CONTEXT_BYTES = 600 * 2**20
 _TRIAL_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
 """Modules that a fine-tuning imports only when it runs."""
 
-EstimateBytes = Callable[[], dict[tuple[str, str], int | None]]
-"""Returns the estimated GPU memory of a trial, in bytes, by (model, task)."""
+
+@dataclass(frozen=True)
+class TrialJob:
+    """A trial for a worker."""
+
+    trial: str
+    cell: Cell
+    config: FinetuneConfig
+    bytes: int | None = None
+    """Estimated GPU memory in bytes. None if unknown; the trial then gets a GPU to itself."""
+    attempt: int = 0
+
+
+@dataclass(frozen=True)
+class FinishedJob:
+    """The outcome of a job: a record, or no record because the worker died or its GPU was full."""
+
+    job: TrialJob
+    record: TrialRecord | None = None
+    written: bool = True
+    """Whether the record was written to the output."""
+    lost: str | None = None
+    """Why there is no record."""
+
+
+def failed_record(job: TrialJob, error: BaseException | str, trace: str) -> TrialRecord:
+    """Return the record of a failed trial."""
+    line = str(error).strip().partition("\n")[0]
+    line = line if isinstance(error, (str, UserError)) else f"{type(error).__name__}: {line}"
+    about = {"traceback": trace, "attempt": job.attempt, "host": socket.gethostname()}
+    return TrialRecord(job.trial, job.cell, "failed", error=line, about=about)
+
+
+class Worker:
+    """Runs trials in a worker process, one at a time."""
+
+    def __init__(self, module: str, output: str, threads: int, per_device: int):
+        import torch
+
+        torch.set_num_threads(threads)
+        # Slow imports happen here, once for all trials of this process.
+        self._functions = import_module(module)
+        self._folder, self._per_device = open_store(output), per_device
+        # Without freezing, garbage collection after each trial would spend a third of a second on the imported modules.
+        gc.collect()
+        gc.freeze()
+
+    def run(self, job: TrialJob) -> FinishedJob:
+        """Train, score and write the record. A trial whose record is `done` is not run again."""
+        import torch
+
+        start = time.monotonic()
+        try:
+            # The record exists if a worker died after writing it, or if the driver was replaced.
+            if (earlier := self._done(job.trial)) is not None:
+                return FinishedJob(job, earlier)
+            result = self._functions.run_trial(job.config)
+            about = {"attempt": job.attempt, "trials_on_device": self._per_device, **result.about}
+            seconds = {"total": time.monotonic() - start, **result.seconds}
+            record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
+        except Exception as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError) and self._per_device > 1:
+                return FinishedJob(job, lost="its GPU was full")
+            record = failed_record(job, error, traceback.format_exc())
+            record = replace(record, seconds={"total": time.monotonic() - start})
+        finally:
+            # Free the trial's memory for the next trial and for other trials on the same GPU.
+            gc.collect()
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+        try:
+            write_record(self._folder, record)
+        except OSError:
+            return FinishedJob(job, record, written=False)
+        return FinishedJob(job, record)
+
+    def _done(self, trial: str) -> TrialRecord | None:
+        try:
+            record = read_record(self._folder, trial)
+        except (OSError, UserError):
+            # The trial runs again, and its record replaces the unreadable file.
+            return None
+        return record if record is not None and record.status == "done" else None
 
 
 @dataclass(frozen=True)
@@ -57,11 +145,7 @@ class Workers:
         return self._group.running
 
     def start(self, jobs: Iterable[TrialJob]) -> list[TrialJob]:
-        """Start jobs in order until one doesn't fit, so that smaller trials do not overtake a large one.
-
-        Returns:
-            The jobs that started.
-        """
+        """Start jobs in order until one doesn't fit, so that smaller trials do not overtake a large one. Return them."""
         started = []
         for job in jobs:
             slot = next((slot for slot in self._group.idle if self._fits(job, slot)), None)
@@ -110,11 +194,9 @@ def choose_layout(
         gpu_bytes: memory of one GPU in bytes, if known.
         estimates: GPU memory of each kind of trial in bytes; None if unknown.
     """
-    limit = cluster.at_once or math.inf
-    by_cores = max(cpus // cluster.cpus_per_trial, 1)
+    slots = min(cluster.at_once or math.inf, max(cpus // cluster.cpus_per_trial, 1))
     if not gpus:
-        slots = int(min(limit, by_cores))
-        return Layout(slots, slots)
+        return Layout(int(slots), int(slots))
     known = [size for size in estimates if size is not None]
     if cluster.trials_per_gpu != "auto":
         per_gpu, gpu_bytes = cluster.trials_per_gpu, None
@@ -123,38 +205,38 @@ def choose_layout(
     else:
         # The number of the smallest trials that fit; `Workers.start` runs fewer if trials are larger.
         per_gpu = max(int(_USABLE * gpu_bytes // (min(known) + _CONTEXT_BYTES)), 1)
-    slots = int(min(limit, by_cores, gpus * per_gpu))
+    slots = int(min(slots, gpus * per_gpu))
     per_gpu = math.ceil(slots / gpus)
     # Ray rounds shares of a GPU to ten-thousandths.
     return Layout(slots, per_gpu, math.floor(10_000 / per_gpu) / 10_000, gpu_bytes if per_gpu > 1 else None)
 
 
 @contextmanager
-def open_workers(module: str, output: str, cluster: SweepCluster, estimate_bytes: EstimateBytes) -> Iterator[Workers]:
+def open_workers(
+    module: str, output: str, cluster: SweepCluster, estimate_bytes: Callable[[], dict[tuple[str, str], int | None]]
+) -> Iterator[Workers]:
     """Start workers on this machine or on the cluster in the YAML, and kill them when the context ends.
 
     Args:
         module: the module whose functions run trials.
         output: the folder or bucket prefix for records.
         cluster: the YAML's `cluster:` section.
-        estimate_bytes: called only if GPU memory affects how many trials run.
+        estimate_bytes: returns the estimated GPU memory of a trial, in bytes, by (model, task); called only if GPU memory
+            affects how many trials run.
 
     Raises:
         UserError: no cluster answers, or its nodes don't share the output.
     """
-    threads = str(cluster.cpus_per_trial)
-    environment = {name: threads for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
-    environment["TOKENIZERS_PARALLELISM"] = "true" if cluster.cpus_per_trial > 1 else "false"
+    threads = cluster.cpus_per_trial
+    environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
+    environment["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     imports = _TRIAL_IMPORTS if module == TRIAL_MODULE else ()
-    with open_group(cluster, output, environment, ("torch", "biphasic.sweep.worker", module, *imports)) as group:
+    with open_group(cluster, output, environment, ("torch", "biphasic.sweep.workers", module, *imports)) as group:
         gpu_bytes = group.smallest_gpu_bytes() if group.gpus and cluster.trials_per_gpu == "auto" else None
         estimates = estimate_bytes() if gpu_bytes else {}
-        cpus, threads = group.cpus, cluster.cpus_per_trial
-        if cluster.address is None:
-            # The YAML may ask for more trials at a time than this machine has cores for.
-            cpus = max(cpus, (cluster.at_once or 1) * threads)
+        # On this machine the YAML may ask for more trials at a time than there are cores.
+        cpus = max(group.cpus, (cluster.at_once or 1) * threads) if cluster.address is None else group.cpus
         layout = choose_layout(cluster, cpus, group.gpus, gpu_bytes, estimates.values())
         arguments = (module, output, threads, layout.per_device)
-        share = layout.share_of_gpu
-        group.open(layout.slots, "cluster.at_once", Worker, *arguments, cpus=threads, gpu_share=share)
+        group.open(layout.slots, "cluster.at_once", Worker, *arguments, cpus=threads, gpu_share=layout.share_of_gpu)
         yield Workers(group, layout, estimates)
