@@ -31,7 +31,7 @@ from sklearn.linear_model import LogisticRegression
 
 from biphasic.evaluation.search import rank_documents, retrieval_scores
 from biphasic.evaluation.squad import squad_scores
-from biphasic.finetuning.tokens import entity_scores
+from biphasic.finetuning.classification import entity_scores
 
 Scores = tuple[float, float]
 """Of chance, and of the bag of words."""

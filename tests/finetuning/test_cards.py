@@ -39,7 +39,6 @@ from transformers import (
 
 from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.downstream.array_cache import Ragged
 from biphasic.evaluation.squad import squad_scores
 from biphasic.export.finetuned import export_finetuned, export_form
 from biphasic.export.write import export_encoder
@@ -159,7 +158,7 @@ class Finetuned:
                 return list(self.model.head(mean_pool(hidden, segments)).numpy())
             return np.split(self.model.head(hidden).numpy(), np.cumsum(segments.lengths)[:-1])
 
-        return self.model.predict(examples.texts, forward, "")
+        return self.model.predict(examples["texts"], forward, "")
 
 
 def finetune(name: str, family: str, data: Path, folder: Path, **changes: Any) -> Finetuned:
@@ -220,7 +219,7 @@ def test_a_classifier(family: str, template: str, sets: Path, tmp_path: Path) ->
 def word_labels(tuned: Finetuned, row: int, words: int) -> list[str]:
     """Return the trainer's label for each word of a text."""
     examples: Any = tuned.task.examples("test")  # pyright: ignore[reportAttributeAccessIssue]
-    begun = Ragged(examples.arrays["words"], examples.texts.ends)[row]
+    begun = examples["words"][row]
     labels = ["O"] * words
     for word, scores in zip(begun, tuned.logits()[row], strict=True):
         if word >= 0:

@@ -10,14 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 import torch.nn.functional as F
 
 from biphasic.config.finetune import _ScoredConfig
-from biphasic.downstream.array_cache import Ragged, unpack
+from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import derive_seed
-from biphasic.finetuning.examples import TokenizedExamples, concatenate
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.task import PredictionTask
@@ -38,8 +36,7 @@ def test_the_example_learns(toy: Path, tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setitem(SCHEMAS, "regression", schema)
     code = re.search(r"```python\n(class Regression.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.S)
     assert code is not None
-    names = {"PredictionTask": PredictionTask, "TextHead": TextHead, "Ragged": Ragged, "unpack": unpack, "torch": torch,
-             "TokenizedExamples": TokenizedExamples, "concatenate": concatenate, "mean_pool": mean_pool, "np": np,
+    names = {"PredictionTask": PredictionTask, "TextHead": TextHead, "Ragged": Ragged, "mean_pool": mean_pool, "np": np,
              "F": F}  # fmt: skip
     exec(code[1], names)
     monkeypatch.setitem(FAMILIES, "regression", names["Regression"])  # pyright: ignore[reportArgumentType]
@@ -60,7 +57,7 @@ def test_the_example_learns(toy: Path, tmp_path: Path, monkeypatch: pytest.Monke
     head = task.build_head(encoder.width)
     initialize_head(head, 0.02, derive_seed("head", 0))
     assert train(config, encoder, head, task)["steps"] == 40
-    [result] = task.evaluate(TrainedModel(encoder, head, 4096, bf16=False)).results
+    [result], _ = task.evaluate(TrainedModel(encoder, head, 4096, bf16=False))
     assert result.metric == "pearson"
     assert result.test is not None
     assert result.test > 0.9

@@ -7,7 +7,7 @@ import warnings
 import numpy as np
 import pytest
 
-from biphasic.finetuning.tokens import entity_scores
+from biphasic.finetuning.classification import entity_scores
 
 
 def entities(labels: list[str]) -> set[tuple[str, int, int]]:

@@ -182,7 +182,7 @@ def score_exported(folder: Path, name: str, toy: Path) -> float | None:
     if name == "squad":
         head = task.build_head(encoder.width)
         head.load_state_dict(load_file(folder / "head.safetensors"))
-        return task.evaluate(TrainedModel(encoder, head, 4096, bf16=False)).results[0].test
+        return task.evaluate(TrainedModel(encoder, head, 4096, bf16=False))[0][0].test
     kinds = {"sst2": AutoModelForSequenceClassification, "conll2003": AutoModelForTokenClassification}
     model = kinds[name].from_pretrained(folder).eval()
     tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -195,7 +195,7 @@ def score_exported(folder: Path, name: str, toy: Path) -> float | None:
     assert model.config.id2label[1] in ("positive", "B-PER")
     if name == "sst2":
         return float(np.mean([a == b for a, b in zip(predictions, table["label"], strict=True)]))
-    from biphasic.finetuning.tokens import entity_scores
+    from biphasic.finetuning.classification import entity_scores
 
     names = task.data.label_names
     gold, predicted = ([[names[label] for label in line] for line in lines] for lines in (table["labels"], predictions))

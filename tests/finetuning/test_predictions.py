@@ -17,8 +17,8 @@ from sklearn.metrics import accuracy_score
 from biphasic.commands import main
 from biphasic.evaluation.search import best_documents, rank_documents, retrieval_scores, trec_run
 from biphasic.evaluation.squad import squad_scores
+from biphasic.finetuning.classification import entity_scores
 from biphasic.finetuning.run import run
-from biphasic.finetuning.tokens import entity_scores
 from helpers.rankings import grades, mean_ndcg, read_run
 from helpers.toy_sets import config_of
 

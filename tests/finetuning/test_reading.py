@@ -17,14 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from biphasic.config.finetune import ClassificationConfig, QuestionAnsweringConfig, TokensConfig
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.downstream.array_cache import Ragged, cached, pack, unpack
+from biphasic.downstream.array_cache import Ragged, cached
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import GlobalBatches, derive_seed, epoch_order
-from biphasic.finetuning.classification import Classification
+from biphasic.finetuning.classification import Classification, TokenClassification, word_of_each_token
 from biphasic.finetuning.question_answering import QuestionAnswering
-from biphasic.finetuning.spans import ContextWindow, best_answer
+from biphasic.finetuning.spans import Span, best_answer, best_span
 from biphasic.finetuning.task import resolve_max_length
-from biphasic.finetuning.tokens import TokenClassification, word_of_each_token
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.losses import IGNORE
 from biphasic.model.pooling import SentenceSettings
@@ -104,18 +103,17 @@ def test_gold_labels_score_one_and_cut_words_count_as_missed(text_tokenizer: Tex
 
     def scores(config: TokensConfig) -> dict[str, float]:
         task = TokenClassification(config, text_tokenizer, str(tmp_path / "cache"))
-        examples = task.examples("test")
-        labels = Ragged(examples.arrays["labels"], examples.texts.ends)
-        words = Ragged(examples.arrays["words"], examples.texts.ends)
-        begun = [words[at] >= 0 for at in range(len(examples))]
-        predictions = [(words[at][of], labels[at][of], np.ones(of.sum())) for at, of in enumerate(begun)]
-        assert all((labels[at] == IGNORE).sum() == (words[at] < 0).sum() for at in range(len(examples)))
-        assert task.count_targets(examples, range(len(examples))) == sum(
-            len(prediction[0]) for prediction in predictions
-        )
-        answers = task.answers("test", predictions)
+        examples, columns = task.examples("test"), task.data.read("test", "tokens")
+        labels, words = examples["labels"], examples["words"]
+        count = len(labels)
+        begun = [words[at] >= 0 for at in range(count)]
+        # The gold labels, with any label at other tokens.
+        predictions = [(np.maximum(labels[at], 0), np.ones(len(labels[at]))) for at in range(count)]
+        assert all(((labels[at] == IGNORE) == (words[at] < 0)).all() for at in range(count))
+        assert task.count_targets(examples, range(count)) == sum(of.sum() for of in begun)
+        answers = task.answers(columns, examples, predictions)
         assert [[score is None for score in row].count(False) for row in answers["score"]] == [of.sum() for of in begun]
-        return task.metrics(task.gold("test"), answers)
+        return task.metrics(task.gold(columns), answers)
 
     assert scores(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0}
     cut = scores(config.model_copy(update={"max_length": 10}))
@@ -145,31 +143,30 @@ def test_every_answer_can_be_found(text_tokenizer: TextTokenizer, tmp_path: Path
     config = QuestionAnsweringConfig(kind="question_answering", name="q", data=data, max_length=longest, stride=stride)
     task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
     examples = task.examples("test")
-    ends, about, offsets = (examples.arrays[name] for name in ("offsets.ends", "about", "offsets"))
-    most = task.max_length
-    assert max(examples.texts.lengths) <= most
-    windows: dict[int, list[ContextWindow]] = {}
+    texts, most = examples["texts"], task.max_length
+    assert max(texts.lengths) <= most
+    windows: dict[int, list[tuple[Span, float]]] = {}
     covered: dict[int, set[int]] = {}
-    for at in range(len(examples)):
-        row, begins, start, end = about[at]
-        tokens = examples.texts[at][begins:]
-        own = offsets[ends[at] : ends[at + 1]]
-        assert len(tokens) == len(own)
-        logits = [np.zeros(len(own)), np.zeros(len(own))]
+    for at in range(len(texts)):
+        row, begins = examples["about"][at]
+        start, end = examples["labels"][at]
+        own = examples["offsets"][at].reshape(-1, 2)
+        assert len(texts[at][begins:]) == len(own)
+        logits = np.zeros((len(own), 2))
         if start:
-            logits[0][start - begins], logits[1][end - begins] = 9, 9
-        windows.setdefault(row, []).append(ContextWindow(logits[0], logits[1], own, 0.0 if start else 9.0))
+            logits[start - begins, 0], logits[end - begins, 1] = 9, 9
+        windows.setdefault(row, []).append((best_span(logits, own, 60), 0.0 if start else 9.0))
         covered.setdefault(row, set()).update(range(own[0][0], own[-1][1]) if len(own) else ())
     complete = 0
     for number, row in enumerate(rows):
         assert covered[number] == set(range(len(row["context"])))
-        answer = best_answer(row["context"], windows[number], 60)
+        text, score, no_answer = best_answer(row["context"], windows[number])
         if not row["answers"]["text"]:
-            assert answer.no_answer > 0
+            assert no_answer > 0
             continue
-        if answer.score == 18:
+        if score == 18:
             complete += 1
-            assert answer.text.strip() == row["answers"]["text"][0]
+            assert text.strip() == row["answers"]["text"][0]
     answered = sum(bool(row["answers"]["text"]) for row in rows)
     # Windows without overlap cut some answers, which are no window's target.
     assert complete == answered if stride >= 20 else 0.5 * answered < complete < answered
@@ -181,11 +178,11 @@ def test_each_window_begins_with_the_question(text_tokenizer: TextTokenizer, tmp
         kind="question_answering", name="q", data=data, max_length=40, text="Q: {question}{separator}"
     )
     task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
-    examples = task.examples("train")
+    texts = task.examples("train")["texts"]
     [before] = text_tokenizer.tokenizer.encode(["Q: which the?"])
-    assert len(examples) > 5
-    for at in range(len(examples)):
-        assert examples.texts[at][: len(before) + 1].tolist() == [*before, text_tokenizer.tokenizer.eos_id]
+    assert len(texts) > 5
+    for at in range(len(texts)):
+        assert texts[at][: len(before) + 1].tolist() == [*before, text_tokenizer.tokenizer.eos_id]
 
 
 def test_a_long_question_takes_half_of_the_window(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -193,16 +190,18 @@ def test_a_long_question_takes_half_of_the_window(text_tokenizer: TextTokenizer,
     data = write(tmp_path / "q", "question_answering", rows)
     config = QuestionAnsweringConfig(kind="question_answering", name="q", data=data, max_length=30)
     examples = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache")).examples("train")
-    assert len(examples) == 1
-    assert examples.arrays["about"][0, 1] == 15
+    assert len(examples["texts"]) == 1
+    assert examples["about"][0][1] == 15
     empty = [{"question": "", "context": "", "answers": {"text": [], "answer_start": []}}]
     config = config.model_copy(
         update={"data": write(tmp_path / "e", "question_answering", empty), "text": "{question}"}
     )
     task = QuestionAnswering(config, text_tokenizer, str(tmp_path / "cache"))
-    assert task.examples("train").texts[0].tolist() == [text_tokenizer.tokenizer.eos_id]
-    answers = task.answers("train", [(np.array([]), np.array([]), 0.0)])
-    assert task.metrics(task.gold("train"), answers)["exact_match"] == 1.0
+    examples, columns = task.examples("train"), task.data.read("train", "question_answering")
+    assert examples["texts"][0].tolist() == [text_tokenizer.tokenizer.eos_id]
+    nothing = best_span(np.empty((0, 2)), np.empty((0, 2)), 30)
+    answers = task.answers(columns, examples, [(nothing, 0.0)])
+    assert task.metrics(task.gold(columns), answers)["exact_match"] == 1.0
 
 
 def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -212,7 +211,7 @@ def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
         kind="classification", name="c", data=data, text="Premise: {text}\nHypothesis: {text_pair}"
     )
     examples = Classification(config, text_tokenizer, str(tmp_path / "cache")).examples("test")
-    texts = [text_tokenizer.tokenizer.tokenizer.decode(examples.texts[at].tolist()) for at in range(2)]
+    texts = [text_tokenizer.tokenizer.tokenizer.decode(examples["texts"][at].tolist()) for at in range(2)]
     assert texts == ["Premise: it {of}\nHypothesis: the", "Premise: New\nHypothesis: York"]
 
 
@@ -227,8 +226,9 @@ def test_accuracy_and_f1(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
         data = write(tmp_path / f"{len(names)}", "classification", rows, names)
         config = ClassificationConfig(kind="classification", name="c", data=data)
         task = Classification(config, text_tokenizer, str(tmp_path / "cache"))
-        answers = task.answers("test", [(label, 0.5) for label in labels])
-        assert task.metrics(task.gold("test"), answers) == expected
+        columns = task.data.read("test", "classification")
+        answers = task.answers(columns, task.examples("test"), [(label, 0.5) for label in labels])
+        assert task.metrics(task.gold(columns), answers) == expected
 
 
 def test_max_length_is_a_number_or_a_share_of_the_model_s() -> None:
@@ -248,20 +248,20 @@ def test_epoch_orders_are_permutations_that_differ() -> None:
 def test_arrays_are_made_once(tmp_path: Path) -> None:
     rows, made = Ragged.of([[1, 2], [], [3]]), []
 
-    def make() -> dict[str, np.ndarray]:
+    def make() -> dict[str, Ragged]:
         made.append(1)
-        return pack(rows=rows, none=Ragged.of([]))
+        return {"rows": rows, "none": Ragged.of([])}
 
     for _ in range(2):
         arrays = cached(str(tmp_path), {"a": 1}, make)
-        unpacked = unpack(arrays, "rows")
-        assert [unpacked[at].tolist() for at in range(len(unpacked))] == [[1, 2], [], [3]]
-        assert unpacked.lengths.tolist() == [2, 0, 1]
-        assert len(unpack(arrays, "none")) == 0
+        read = arrays["rows"]
+        assert [read[at].tolist() for at in range(len(read))] == [[1, 2], [], [3]]
+        assert read.lengths.tolist() == [2, 0, 1]
+        assert len(arrays["none"]) == 0
     cached(str(tmp_path), {"a": 2}, make)
     assert len(made) == 2
 
-    def fail() -> dict[str, np.ndarray]:
+    def fail() -> dict[str, Ragged]:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
@@ -273,7 +273,7 @@ def test_arrays_are_made_once(tmp_path: Path) -> None:
     folder.rename(partial)
     (partial / "rows.ends.npy").unlink()
     keys = {"a": 1}, {"a": 2}, {"a": 3}
-    assert all(len(unpack(cached(str(tmp_path), key, make), "rows")) == 3 for key in keys)
+    assert all(len(cached(str(tmp_path), key, make)["rows"]) == 3 for key in keys)
 
 
 def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_cached_arrays_depend_on_the_tokenizer(text_tokenizer: TextTokenizer, tm
         TextTokenizer(replace(other, eos_id=7), 512),  # the hash doesn't see it
         TextTokenizer(other, 512, SentenceSettings(lowercase=True)),
     ]
-    made = [Classification(config, one, str(tmp_path / "cache")).training_examples().texts for one in readers]
+    made = [Classification(config, one, str(tmp_path / "cache")).training_examples()["texts"] for one in readers]
     texts = [[tokens[at].tolist() for at in range(3)] for tokens in made]
     assert texts[1:4] == [[[7, 8], [0], [0]], [[8, 7, 8], [8, 0], [8]], [[7, 8, 8], [0, 8], [8]]]
     assert texts[4:] == [[[7, 8], [0], [7]], [[7, 8], [7], [0]]]

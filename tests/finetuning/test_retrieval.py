@@ -23,9 +23,9 @@ from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score
 from biphasic.evaluation.sets import read_set, retrieval_task
+from biphasic.finetuning.classification import entity_scores
 from biphasic.finetuning.retrieval import Retrieval, hash_text, info_nce
 from biphasic.finetuning.run import run
-from biphasic.finetuning.tokens import entity_scores
 from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import Encoder, load_encoder
 from helpers import two_ranks, warm

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
-from biphasic.finetuning.spans import ContextWindow, SpanAnswer, best_answer
+from biphasic.finetuning import spans
+
+SpanAnswer = tuple[str, float, float]
+"""Text, score and no-answer score."""
+
+
+@dataclass(frozen=True)
+class ContextWindow:
+    """The logits of a window."""
+
+    start: np.ndarray
+    end: np.ndarray
+    offsets: np.ndarray
+    null: float
+
+
+def best_answer(context: str, windows: list[ContextWindow], longest: int) -> SpanAnswer:
+    """Return the best answer of all windows, from each window's logits."""
+    logits = [np.stack([window.start, window.end], axis=1) for window in windows]
+    best = [spans.best_span(both, window.offsets, longest) for both, window in zip(logits, windows, strict=True)]
+    return spans.best_answer(context, [(span, window.null) for span, window in zip(best, windows, strict=True)])
+
 
 CONTEXT = "".join(chr(0x4E00 + position) for position in range(90))
 """Every character occurs once, so that a text tells where it stands."""
@@ -24,8 +46,8 @@ def all_spans(context: str, windows: list[ContextWindow], longest: int) -> SpanA
                     best = span
     null = min(window.null for window in windows)
     if best is None:
-        return SpanAnswer("", -math.inf, math.inf)
-    return SpanAnswer(context[best[1] : best[2]], -best[0], null + best[0])
+        return "", -math.inf, math.inf
+    return context[best[1] : best[2]], -best[0], null + best[0]
 
 
 def random_windows(generator: np.random.Generator) -> list[ContextWindow]:
@@ -51,7 +73,7 @@ def test_best_of_all_spans(longest: int) -> None:
         answer = best_answer(CONTEXT, windows, longest)
         assert answer == all_spans(CONTEXT, windows, longest)
         assert answer == best_answer(CONTEXT, windows[::-1], longest)
-        empty += answer.text == ""
+        empty += answer[0] == ""
     assert 0 < empty < 150
 
 
@@ -77,46 +99,48 @@ def window_of(start: list[float], end: list[float], null: float = 0.0, first: in
 
 def test_by_hand() -> None:
     # The best end is before the best start, so they make no span.
-    assert best_answer("abcd", [window_of([0, 1, 0, 9], [9, 0, 5, 0])], 30) == SpanAnswer("a", 9.0, -9.0)
+    assert best_answer("abcd", [window_of([0, 1, 0, 9], [9, 0, 5, 0])], 30) == ("a", 9.0, -9.0)
     # At most 30 tokens: the 31st is one too far.
     context = "".join(chr(0x4E00 + place) for place in range(40))
     for last, length in ((29, 30), (30, 1)):
         ends = [0.0] * 40
         ends[last] = 5.0
-        assert len(best_answer(context, [window_of([6.0] + [0.0] * 39, ends)], 30).text) == length
+        assert len(best_answer(context, [window_of([6.0] + [0.0] * 39, ends)], 30)[0]) == length
     # A span doesn't reach from one window into another.
-    assert best_answer("abcd", [window_of([5, 0], [0, 0]), window_of([0, 0], [0, 7], first=2)], 30).text == "cd"
+    assert best_answer("abcd", [window_of([5, 0], [0, 0]), window_of([0, 0], [0, 7], first=2)], 30)[0] == "cd"
 
 
 def test_ties_go_to_the_first_start_then_to_the_shortest() -> None:
     flat = window_of([1, 1, 1], [2, 2, 2], first=2)
-    assert best_answer("abcdefgh", [flat], 30) == SpanAnswer("c", 3.0, -3.0)
+    assert best_answer("abcdefgh", [flat], 30) == ("c", 3.0, -3.0)
     earlier, longer = window_of([1, 0], [0, 2], first=1), window_of([1, 0, 0], [0, 0, 2], first=1)
     for windows in ([flat, earlier, longer], [longer, earlier, flat]):
-        assert best_answer("abcdefgh", windows, 30).text == "bc"
+        assert best_answer("abcdefgh", windows, 30)[0] == "bc"
 
 
 def test_null_score_is_the_lowest_of_the_windows() -> None:
     windows = [window_of([1], [1], null=4.0), window_of([0], [0], null=-1.0, first=1), window_of([], [], null=9.0)]
-    assert best_answer("ab", windows, 30) == SpanAnswer("a", 2.0, -3.0)
+    assert best_answer("ab", windows, 30) == ("a", 2.0, -3.0)
 
 
 def test_windows_without_context() -> None:
     empty = window_of([], [], null=-7.0)
-    assert best_answer("ab", [empty], 30) == SpanAnswer("", -math.inf, math.inf)
-    assert best_answer("", [empty, empty], 30) == SpanAnswer("", -math.inf, math.inf)
-    assert best_answer("ab", [empty, window_of([0, 1], [0, 1]), empty], 30) == SpanAnswer("b", 2.0, -9.0)
+    assert best_answer("ab", [empty], 30) == ("", -math.inf, math.inf)
+    assert best_answer("", [empty, empty], 30) == ("", -math.inf, math.inf)
+    assert best_answer("ab", [empty, window_of([0, 1], [0, 1]), empty], 30) == ("b", 2.0, -9.0)
     nothing = ContextWindow(np.array([5.0, 5.0]), np.array([5.0, 5.0]), np.array([[1, 1], [1, 1]]), 0.0)
-    assert best_answer("ab", [nothing], 30).score == -math.inf
+    assert best_answer("ab", [nothing], 30)[1] == -math.inf
 
 
 def test_scores_are_added_in_fp64() -> None:
     # In fp32 both sums are 2 ** 24, and the first would win.
     start, end = np.array([2.0**24, 2.0**24], np.float32), np.array([0.0, 1.0], np.float32)
     window = ContextWindow(start, np.array([0.0, 0.0], np.float32), np.array([[0, 1], [1, 2]]), 0.0)
-    assert best_answer("ab", [window], 30).text == "a"
-    assert best_answer("ab", [ContextWindow(start, end, window.offsets, 0.0)], 30) == SpanAnswer(
-        "ab", 2.0**24 + 1, -(2.0**24) - 1
+    assert best_answer("ab", [window], 30)[0] == "a"
+    assert best_answer("ab", [ContextWindow(start, end, window.offsets, 0.0)], 30) == (
+        "ab",
+        2.0**24 + 1,
+        -(2.0**24) - 1,
     )
 
 

@@ -171,9 +171,9 @@ def predict(options: Namespace) -> int:
 def _predict(model: str, record: Any, table: Table) -> Iterator[dict[str, Any]]:
     from biphasic.finetuning.finetuned_model import load_finetuned, portions, predict
 
-    loaded = load_finetuned(model, record)
+    trained, task = load_finetuned(model, record)
     for ids, columns in portions(table):
-        yield predict(loaded, record, ids, columns)
+        yield predict(trained, task, ids, columns)
 
 
 def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, Any]]:

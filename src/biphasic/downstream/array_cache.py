@@ -17,8 +17,6 @@ import numpy as np
 from biphasic.errors import UserError
 from biphasic.storage import UNFINISHED_PREFIX, first_line
 
-Arrays = dict[str, np.ndarray]
-
 
 @dataclass(frozen=True)
 class Ragged:
@@ -29,7 +27,7 @@ class Ragged:
     """int64 [rows + 1]; the first is 0."""
 
     @classmethod
-    def of(cls, rows: Iterable[Sequence[int] | np.ndarray], dtype: Any = np.int32) -> Ragged:
+    def of(cls, rows: Iterable[Sequence[Any] | np.ndarray], dtype: Any = np.int32) -> Ragged:
         """Build from rows, which may come from a generator: arrays need a tenth of the memory of lists."""
         parts = [np.asarray(row, dtype) for row in rows]
         ends = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
@@ -46,19 +44,14 @@ class Ragged:
         """Return the length of each row, int64 [rows]."""
         return np.diff(self.ends)
 
-
-def pack(**columns: Ragged) -> Arrays:
-    """Return ragged columns as plain arrays, for `cached`."""
-    return {f"{name}.{part}": getattr(rows, part) for name, rows in columns.items() for part in ("flat", "ends")}
-
-
-def unpack(arrays: Arrays, name: str) -> Ragged:
-    """Return the column `name` from arrays that `pack` returned."""
-    return Ragged(arrays[f"{name}.flat"], arrays[f"{name}.ends"])
+    def concatenate(self, rows: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+        """Return the chosen rows, one after another, and the length of each."""
+        chosen = [self[row] for row in rows]
+        return np.concatenate(chosen), [len(row) for row in chosen]
 
 
-def cached(folder: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> Arrays:
-    """Return arrays by name from the cache, memory-mapped and read-only.
+def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Ragged]]) -> dict[str, Ragged]:
+    """Return ragged arrays by name from the cache, memory-mapped and read-only.
 
     The first process that needs them calls `make`, and others wait for it. `key` is everything that determines the
     arrays, as JSON types. The folder may be deleted whenever nothing runs.
@@ -71,20 +64,18 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], Arrays]) -> A
     try:
         with locked(entry):
             if not entry.is_dir():
-                _write(entry, text, make())
-        return {file.stem: _load(file) for file in sorted(entry.glob("*.npy"))}
+                partial = entry.with_name(f"{UNFINISHED_PREFIX}{entry.name}")
+                shutil.rmtree(partial, ignore_errors=True)
+                partial.mkdir()
+                for name, rows in make().items():
+                    np.save(partial / f"{name}.flat.npy", rows.flat)
+                    np.save(partial / f"{name}.ends.npy", rows.ends)
+                (partial / "key.json").write_text(text + "\n", encoding="utf-8")
+                partial.rename(entry)
+        names = [file.name.removesuffix(".ends.npy") for file in entry.glob("*.ends.npy")]
+        return {name: Ragged(_load(entry / f"{name}.flat.npy"), _load(entry / f"{name}.ends.npy")) for name in names}
     except OSError as error:
         raise UserError(f"cache {folder}: can't be written and read ({first_line(error)})") from None
-
-
-def _write(entry: Path, key: str, arrays: Arrays) -> None:
-    partial = entry.with_name(f"{UNFINISHED_PREFIX}{entry.name}")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name, array in arrays.items():
-        np.save(partial / f"{name}.npy", array)
-    (partial / "key.json").write_text(key + "\n", encoding="utf-8")
-    partial.rename(entry)
 
 
 def _load(file: Path) -> np.ndarray:

@@ -24,16 +24,17 @@ class TaskFolder:
         path: folder or bucket prefix of the dataset.
         cache: local folder for downloaded files.
         kind: expected kind: `classification`, `tokens`, `question_answering` or `retrieval`.
+        record: the content of its record, if no table is read. Default: it is read.
 
     Raises:
         UserError: there is no complete dataset, or it has another kind.
     """
 
-    def __init__(self, path: str, cache: str, kind: str):
+    def __init__(self, path: str, cache: str, kind: str, record: dict[str, Any] | None = None):
         self.path, self._cache = path, cache
         self._files: dict[str, Path] = {}
         try:
-            self.record: dict[str, Any] = json.loads(open_store(path).read(TASK_RECORD))
+            self.record: dict[str, Any] = record or json.loads(open_store(path).read(TASK_RECORD))
             recorded_kind = self.record["kind"]
         except FileNotFoundError:
             advice = "make it with `biphasic tasks` (a folder without this file isn't complete)"

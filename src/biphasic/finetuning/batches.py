@@ -14,8 +14,7 @@ from torch.utils.data import IterableDataset
 from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.errors import UserError
-from biphasic.finetuning.examples import TaskBatch, TokenizedExamples
-from biphasic.finetuning.task import FinetuneTask
+from biphasic.finetuning.task import Examples, FinetuneTask, TaskBatch
 
 
 @dataclass(eq=False)
@@ -23,7 +22,7 @@ class GlobalBatches(IterableDataset[TaskBatch]):
     """Iterates over a rank's share of each global batch, as microbatches in `parts`. The ranks don't affect the order."""
 
     task: FinetuneTask
-    examples: TokenizedExamples
+    examples: Examples
     config: FinetuneConfig
     steps: int
     """Number of batches."""
@@ -40,11 +39,11 @@ class GlobalBatches(IterableDataset[TaskBatch]):
 
     def __iter__(self) -> Iterator[TaskBatch]:
         size, seed = self.config.batch_size, self.config.seed
-        order: list[int] = []
+        order, count = [], len(self.examples["texts"])
         for step in range(self.steps):
-            epoch, position = divmod(step, len(self.examples) // size)
+            epoch, position = divmod(step, count // size)
             if position == 0:
-                order = epoch_order(len(self.examples), seed, epoch)
+                order = epoch_order(count, seed, epoch)
             batch = order[position * size : (position + 1) * size]
             local = batch[self.rank * self.per_rank :][: self.per_rank]
             targets = max(self.task.count_targets(self.examples, batch), 1)

@@ -1,20 +1,19 @@
-"""Fine-tuning for classification: predict the label of a text or a pair of texts."""
+"""Fine-tuning for classification: predict the label of a text, of a pair of texts, or of each word in a text."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import torch
+import numpy as np
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from biphasic.downstream.array_cache import Ragged, unpack
+from biphasic.downstream.array_cache import Ragged
 from biphasic.errors import UserError
-from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
-from biphasic.finetuning.task import PredictionTask
-from biphasic.model.encoder import TextTokenizer
-from biphasic.model.heads import TextHead
+from biphasic.finetuning.task import Columns, Examples, PredictionTask, TaskBatch
+from biphasic.model.heads import TextHead, TokenHead
+from biphasic.model.losses import IGNORE
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 
@@ -23,69 +22,47 @@ class Classification(PredictionTask):
     """Trains with cross-entropy on mean-pooled tokens; scores accuracy and, for two labels, the second label's F1."""
 
     family = "classification"
-
-    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
-        super().__init__(config, text_tokenizer, cache)
-        self.metric = config.metric
+    metric = "accuracy"
 
     def build_head(self, width: int) -> nn.Module:
-        """See `FinetuneTask`."""
+        """Return a head with an output for each label."""
         if self.metric == "f1" and len(self.data.label_names) != 2:
             raise UserError(f"task.metric: f1 needs two labels; {self.config.data} has {len(self.data.label_names)}")
         return TextHead(width, len(self.data.label_names))
 
-    def examples(self, split: str) -> TokenizedExamples:
-        """See `PredictionTask`."""
-
-        def make() -> dict[str, Ragged]:
-            columns = self.data.read(split, "classification")
-            pairs = zip(columns["text"], columns["text_pair"], strict=True)
-            if "{text_pair}" in self.config.text and None in columns["text_pair"]:
-                raise UserError(f"task.text: uses {{text_pair}}, but {self.config.data} has single texts")
-            texts = [self.config.text.format(text=text, text_pair=pair) for text, pair in pairs]
-            return {
-                "texts": Ragged.of(
-                    self.text_tokenizer.tokenize(texts, self.max_length, f"reading {self.config.name} {split}")
-                ),
-                "labels": Ragged.of([columns["label"]]),
-            }
-
-        arrays = self.tokenize_once("classification", split, make, text=self.config.text)
-        return TokenizedExamples(unpack(arrays, "texts"), {"labels": unpack(arrays, "labels").flat})
-
-    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
-        """See `FinetuneTask`."""
-        tokens, lengths = concatenate(examples.texts, indices)
-        labels = torch.from_numpy(examples.arrays["labels"][list(indices)]).long()
-        return {"tokens": tokens, "lengths": lengths, "labels": labels}
+    def tokenize(self, columns: Columns, title: str) -> Examples:
+        """Return the texts, made by the template `task.text`, and the label of each."""
+        if "{text_pair}" in self.config.text and None in columns["text_pair"]:
+            raise UserError(f"task.text: uses {{text_pair}}, but {self.config.data} has single texts")
+        pairs = zip(columns["text"], columns["text_pair"], strict=True)
+        texts = [self.config.text.format(text=text, text_pair=pair) for text, pair in pairs]
+        return {
+            "texts": Ragged.of(self.text_tokenizer.tokenize(texts, self.max_length, title)),
+            "labels": Ragged.of([[label] for label in columns["label"]], np.int64),
+        }
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """See `FinetuneTask`."""
-        logits = head(mean_pool(hidden, segments))
-        return F.cross_entropy(logits.float(), batch["labels"], reduction="sum")
+        """Return the summed cross-entropy of the texts' labels."""
+        return F.cross_entropy(head(mean_pool(hidden, segments)).float(), batch["labels"], reduction="sum")
 
     def predict(
-        self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
+        self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
         """Return the most likely label of each text, and its probability."""
         best = head(mean_pool(hidden, segments)).float().softmax(-1).max(-1)
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
-    def answers(self, split: str, predictions: list[Any]) -> dict[str, list[Any]]:
-        """See `PredictionTask`. `score` is the probability of the label."""
-        names = self.data.label_names
-        return {
-            "predicted": [names[label] for label, _ in predictions],
-            "score": [probability for _, probability in predictions],
-        }
+    def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
+        """Return the label of each text; `score` is its probability."""
+        labels, scores = zip(*predictions, strict=True)
+        return {"predicted": [self.data.label_names[label] for label in labels], "score": list(scores)}
 
-    def gold(self, split: str) -> list[Any]:
-        """See `PredictionTask`."""
-        names = self.data.label_names
-        return [names[label] for label in self.data.read(split, "classification")["label"]]
+    def gold(self, columns: Columns) -> list[Any]:
+        """Return the names of the correct labels."""
+        return [self.data.label_names[label] for label in columns["label"]]
 
-    def metrics(self, gold: list[Any], answers: dict[str, list[Any]]) -> dict[str, float]:
-        """See `PredictionTask`."""
+    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
+        """Return `accuracy` and, for two labels, `f1`."""
         from sklearn.metrics import accuracy_score, f1_score
 
         names, predicted = self.data.label_names, answers["predicted"]
@@ -93,3 +70,106 @@ class Classification(PredictionTask):
         if len(names) == 2:
             scores["f1"] = float(f1_score(gold, predicted, pos_label=names[1], zero_division=0))  # pyright: ignore[reportArgumentType]
         return scores
+
+
+class TokenClassification(PredictionTask):
+    """Trains with cross-entropy at the first token of each word; scores F1 of entities (BIO labels).
+
+    Words are joined by spaces and tokenized like any other text, as in pretraining. A word beyond the maximum length, or
+    without a token of its own, is predicted as O.
+    """
+
+    family = "tokens"
+    metric = "f1"
+
+    def build_head(self, width: int) -> nn.Module:
+        """Return a head with an output for each label."""
+        return TokenHead(width, len(self.data.label_names))
+
+    def tokenize(self, columns: Columns, title: str) -> Examples:
+        """Return the texts, and for each token the index of the word that it begins (`words`), or -1, and its label."""
+        texts, words, labels = [], [], []
+        encodings = self.text_tokenizer.tokenize_with_offsets([" ".join(words) for words in columns["tokens"]], title)
+        for sentence, numbers, (ids, offsets) in zip(columns["tokens"], columns["labels"], encodings, strict=True):
+            text = self.text_tokenizer.with_special_tokens(ids, self.max_length)
+            begun = np.full(len(text), -1)
+            own = begun[len(self.text_tokenizer.prefix) : len(text) - len(self.text_tokenizer.suffix)][: len(ids)]
+            own[:] = word_of_each_token(sentence, offsets)[: len(own)]
+            texts.append(np.array(text, np.int32))
+            words.append(begun)
+            labels.append([IGNORE if word < 0 else numbers[word] for word in begun])
+        return {"texts": Ragged.of(texts), "words": Ragged.of(words), "labels": Ragged.of(labels, np.int64)}
+
+    def count_targets(self, examples: Examples, indices: Sequence[int]) -> int:
+        """Return the number of words that have a token."""
+        return int((examples["labels"].concatenate(indices)[0] != IGNORE).sum())
+
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """Return the summed cross-entropy of the words' labels."""
+        return F.cross_entropy(head(hidden).float(), batch["labels"], ignore_index=IGNORE, reduction="sum")
+
+    def predict(
+        self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
+    ) -> list[Any]:
+        """Return the most likely label of each token of each text, and its probability."""
+        best = head(hidden).float().softmax(-1).max(-1)
+        columns = (best.indices.int().cpu().numpy(), best.values.cpu().numpy())
+        return list(zip(*(np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns), strict=True))
+
+    def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
+        """Return the labels of each text's words; `score` has their probabilities, null for a word without a token."""
+        names = self.data.label_names
+        if "O" not in names:
+            raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
+        predicted, scores = [], []
+        for row, (labels, probabilities) in enumerate(predictions):
+            count, words = len(columns["tokens"][row]), examples["words"][row]
+            label_of = {word: names[label] for word, label in zip(words.tolist(), labels, strict=True)}
+            score_of = dict(zip(words.tolist(), probabilities.tolist(), strict=True))
+            predicted.append([label_of.get(word, "O") for word in range(count)])
+            scores.append([score_of.get(word) for word in range(count)])
+        return {"predicted": predicted, "score": scores}
+
+    def gold(self, columns: Columns) -> list[Any]:
+        """Return the names of the correct labels of each text's words."""
+        names = self.data.label_names
+        return [[names[number] for number in numbers] for numbers in columns["labels"]]
+
+    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
+        """Return the scores of entities; see `entity_scores`."""
+        return entity_scores(gold, answers["predicted"])
+
+
+def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, float]:
+    """Return micro-averaged F1, precision and recall of entities over all types and sentences; 0 if there are no entities.
+
+    This is seqeval's default mode, as in conlleval and run_ner: an entity is correct if its type, first and last word are
+    correct, and an inside label that follows no word of its own type begins an entity.
+
+    Args:
+        gold: the BIO labels of each sentence's words.
+        predicted: the predicted labels, with the same lengths.
+    """
+    from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
+
+    scores = precision_recall_fscore_support(gold, predicted, average="micro", zero_division=0)  # pyright: ignore[reportArgumentType]
+    precision, recall, f1 = (float(score) for score in scores[:3])  # pyright: ignore[reportArgumentType]
+    return {"f1": f1, "precision": precision, "recall": recall}
+
+
+def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
+    """Return, for each token of the words joined by spaces, the index of the word that the token begins, or -1.
+
+    Args:
+        words: the words of a text.
+        offsets: each token's first character and the one after its last; a token may include the space before a word.
+    """
+    text = " ".join(words)
+    word_of_character = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]
+    begun, last = [], -1
+    for start, end in offsets:
+        # A token that consists of spaces begins no word.
+        word = next((word_of_character[at] for at in range(start, end) if not text[at].isspace()), -1)
+        begun.append(word if word > last else -1)
+        last = max(last, word)
+    return begun

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from biphasic.finetuning.classification import Classification
+from biphasic.finetuning.classification import Classification, TokenClassification
 from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import FinetuneTask
-from biphasic.finetuning.tokens import TokenClassification
 
 FAMILIES: dict[str, type[FinetuneTask]] = {
     family.family: family for family in (Classification, TokenClassification, QuestionAnswering, Retrieval)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter
 from safetensors.torch import load_file
 
@@ -16,18 +14,16 @@ from biphasic.config.finetune import FinetuneConfig, TaskConfig
 from biphasic.config.tasks import DatasetConfig
 from biphasic.devices import rank_device, supports_bf16
 from biphasic.downstream.tables import Table, open_table
-from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.export.write import HEAD_FILE
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.inference import TrainedModel
-from biphasic.finetuning.task import FinetuneTask, PredictionTask
-from biphasic.model.encoder import Encoder, load_encoder
-from biphasic.storage import first_line, json_bytes, parquet_bytes
+from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask
+from biphasic.model.encoder import load_encoder
+from biphasic.storage import first_line
 
 TASK_FILE = "finetuned.json"
 """What predictions need besides weights and tokenizer, in the folder of a fine-tuned model."""
-_SPLIT = "texts"
 _ROWS_AT_ONCE = 100_000
 """Rows in memory at once. Among them, texts of similar length share forward passes."""
 _COLUMNS = {
@@ -37,6 +33,7 @@ _COLUMNS = {
     "retrieval": ["text"],
 }
 """Columns of new text for each kind of task. `id` and, for classifiers of pairs, `text_pair` may be added."""
+_TEXT_COLUMNS = {"text", "text_pair", "tokens", "question", "context"}
 
 
 def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
@@ -76,10 +73,10 @@ def open_texts(file: str, kind: str) -> Table:
     Raises:
         UserError: the file can't be read, or lacks a column.
     """
-    return open_table(DatasetConfig(files={_SPLIT: [file]}), _SPLIT, _COLUMNS[kind])
+    return open_table(DatasetConfig(files={"texts": [file]}), "texts", _COLUMNS[kind])
 
 
-def portions(table: Table) -> Iterator[tuple[list[str], dict[str, list[Any]]]]:
+def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
     """Yield the ids and columns of up to 100,000 rows at a time. Without a column `id` or `_id`, ids are row numbers."""
     first = 0
     for columns in table.rows.iter(_ROWS_AT_ONCE):
@@ -93,38 +90,30 @@ def portions(table: Table) -> Iterator[tuple[list[str], dict[str, list[Any]]]]:
         first += count
 
 
-def load_finetuned(folder: str, record: dict[str, Any]) -> TrainedModel:
-    """Load a fine-tuned encoder with its head, on the GPU if there is one.
+def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, PredictionTask]:
+    """Load a fine-tuned encoder with its head, on the GPU if there is one, and its task, which is not one for retrieval.
 
     Raises:
         UserError: the model can't be loaded.
     """
-
     encoder = load_encoder(folder)
-    head: Any = torch.nn.Identity()
+    settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
+    config: Any = TypeAdapter(TaskConfig).validate_python(settings)
+    task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.kind})
+    task.no_answer_threshold = record["no_answer_threshold"]
+    head = task.build_head(encoder.width)
     try:
-        weights = load_file(Path(folder) / HEAD_FILE) if record["task"]["kind"] != "retrieval" else {}
-        with tempfile.TemporaryDirectory() as scratch:
-            head = _build_task(encoder, record, Path(scratch), [], {}).build_head(encoder.width)
-        head.load_state_dict(weights)
+        head.load_state_dict(load_file(Path(folder) / HEAD_FILE))
     except (OSError, RuntimeError) as error:
         raise UserError(f"{folder}/{HEAD_FILE}: can't be read ({first_line(error)})") from None
     for module in (encoder.backbone, head):
         rank_device().module_to_device(module)
     bf16 = record["precision"] == "amp_bf16" and supports_bf16()
-    return TrainedModel(encoder, head, record["microbatch_tokens"], bf16)
+    return TrainedModel(encoder, head, record["microbatch_tokens"], bf16), task
 
 
-def predict(
-    model: TrainedModel, record: dict[str, Any], ids: list[str], columns: dict[str, list[Any]]
-) -> dict[str, list[Any]]:
-    """Predict new text, which becomes a split of a prepared dataset, so that the training's own code reads it.
-
-    Args:
-        model: the model of `load_finetuned`.
-        record: the model's task.
-        ids: the rows' ids.
-        columns: the rows' columns.
+def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: Columns) -> Columns:
+    """Predict rows of new text.
 
     Returns:
         The columns `id`, `predicted`, `score`, and others of the family's `answers`.
@@ -132,35 +121,12 @@ def predict(
     Raises:
         UserError: the text can't be used.
     """
-    with tempfile.TemporaryDirectory() as scratch:
-        task = _build_task(model.encoder, record, Path(scratch), ids, columns)
-        assert isinstance(task, PredictionTask)
-        return {"id": ids, **task.run(model, _SPLIT)}
-
-
-def _build_task(
-    encoder: Encoder, record: dict[str, Any], scratch: Path, ids: Sequence[str], columns: dict[str, list[Any]]
-) -> FinetuneTask:
-    kind, count = record["task"]["kind"], len(ids)
-    content = {"kind": kind, "label_names": record["label_names"], "rows": {_SPLIT: count}}
-    (scratch / TASK_RECORD).write_bytes(json_bytes(content))
-    if count:
-        # The correct answers, which nothing reads.
-        unknown: dict[str, list[Any]] = {
-            "id": list(ids),
-            "text_pair": [None] * count,
-            "label": [0] * count,
-            "labels": [[0] * len(tokens) for tokens in columns.get("tokens", [])],
-            "answers": [{"text": [], "answer_start": []}] * count,
-        }
-        schema = SCHEMAS[kind]
-        texts = {"text", "text_pair", "tokens", "question", "context"}
-        given = {name: columns[name] for name in texts & set(columns)}
-        chosen = {name: {**unknown, **given}[name] for name in schema.names}
-        (scratch / f"{_SPLIT}.parquet").write_bytes(parquet_bytes(chosen, schema))
-    config: Any = TypeAdapter(TaskConfig).validate_python(
-        {**record["task"], "data": str(scratch), "max_length": record["max_length"]}
-    )
-    task = FAMILIES[kind](config, encoder.text_tokenizer, str(scratch / "cache"))
-    task.no_answer_threshold = record["no_answer_threshold"]
-    return task
+    # The correct answers, which nothing reads.
+    unknown: Columns = {
+        "text_pair": [None] * len(ids),
+        "label": [0] * len(ids),
+        "labels": [[0] * len(tokens) for tokens in columns.get("tokens", [])],
+        "answers": [{"text": []}] * len(ids),
+    }
+    rows = {**unknown, **{name: columns[name] for name in _TEXT_COLUMNS & columns.keys()}}
+    return {"id": ids, **task.run(model, rows, task.tokenize(rows, ""), "predictions")}

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from biphasic.downstream.array_cache import Ragged
-from biphasic.finetuning.examples import concatenate
 from biphasic.model.encoder import Encoder, length_batches
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
@@ -71,7 +70,8 @@ class TrainedModel:
         with torch.inference_mode(), torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16), bar:
             for number, indices in enumerate(length_batches(texts.lengths.tolist(), self.tokens_per_pass)):
                 if number % ranks == rank:
-                    tokens, lengths = concatenate(texts, indices)
+                    tokens, lengths = texts.concatenate(indices)
                     segments = Segments.of(lengths, self.device)
-                    yield indices, self.encoder.hidden(tokens.to(self.device, non_blocking=True), segments), segments
+                    on_device = torch.from_numpy(tokens).long().to(self.device, non_blocking=True)
+                    yield indices, self.encoder.hidden(on_device, segments), segments
                 bar.update(len(indices))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,13 +14,12 @@ import torch.distributed
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from biphasic.downstream.array_cache import Arrays, Ragged, unpack
+from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.search import Qrels, Run, rank_documents, retrieval_scores, trec_run
-from biphasic.finetuning.examples import TaskBatch, TokenizedExamples, concatenate
+from biphasic.evaluation.search import Qrels, rank_documents, retrieval_scores, trec_run
 from biphasic.finetuning.inference import TrainedModel
-from biphasic.finetuning.task import Evaluation, FinetuneTask
+from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
@@ -33,8 +32,8 @@ class Retrieval(FinetuneTask):
     metric = "ndcg_at_10"
     splits_batches = False  # in-batch negatives need all of its examples
 
-    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
-        super().__init__(config, text_tokenizer, cache)
+    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
+        super().__init__(config, text_tokenizer, cache, record)
         self.prompts = {"query": config.query_prompt, "document": config.document_prompt}
 
     def build_head(self, width: int) -> nn.Module:
@@ -42,7 +41,7 @@ class Retrieval(FinetuneTask):
         return nn.Identity()
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
-        """See `FinetuneTask`."""
+        """Return the table of training pairs and all tables of the scored sets."""
         scored = [
             (folder, table)
             for folder in self._scored_sets().values()
@@ -50,111 +49,92 @@ class Retrieval(FinetuneTask):
         ]
         return [(self.data, "train"), *scored]
 
-    def training_examples(self) -> TokenizedExamples:
-        """See `FinetuneTask`. `texts` holds the queries; `documents` holds their documents, then all hard negatives.
+    def training_examples(self) -> Examples:
+        """Return the training pairs.
 
-        `ids` are hashes of the documents; `negatives` has a row for each pair, whose length is its number of hard negatives.
+        `texts` has the queries; `documents` their documents, then all hard negatives; `ids` one row with the hashes of the
+        documents; `negatives` the indices of each query's hard negatives in `documents`.
         """
 
-        def make() -> dict[str, Ragged]:
+        def make() -> Examples:
             columns = self.data.read("train", "pairs")
             negatives = [list(texts or []) for texts in columns["negatives"]]
             documents = [*columns["positive"], *(text for texts in negatives for text in texts)]
+            indices = iter(range(len(negatives), len(documents)))
             return {
-                "texts": Ragged.of(self._tokenize(columns["query"], "query")),
-                "documents": Ragged.of(self._tokenize(documents, "document")),
+                "texts": self._tokenize(columns["query"], "query"),
+                "documents": self._tokenize(documents, "document"),
                 "ids": Ragged.of([[hash_text(text) for text in documents]], np.int64),
-                "negatives": Ragged.of([[1] * len(texts) for texts in negatives]),
+                "negatives": Ragged.of([[next(indices) for _ in texts] for texts in negatives]),
             }
 
-        arrays = self.tokenize_once("pairs", "train", make, prompts=self.prompts)
-        examples = TokenizedExamples(unpack(arrays, "texts"), dict(arrays))
-        missing = int((np.diff(examples.arrays["negatives.ends"]) == 0).sum())
+        examples = self.tokenize_once(self.data, "train", make)
+        pairs, missing = len(examples["texts"]), int((examples["negatives"].lengths == 0).sum())
         if self.config.hard_negatives and missing:
-            raise UserError(
-                f"task.hard_negatives: {missing:,} of {len(examples):,} pairs in {self.config.data} have none"
-            )
+            raise UserError(f"task.hard_negatives: {missing:,} of {pairs:,} pairs in {self.config.data} have none")
         return examples
 
-    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
-        """See `FinetuneTask`. Concatenates the queries, each query's document, then the hard negatives."""
-        documents, ids = unpack(examples.arrays, "documents"), examples.arrays["ids.flat"]
-        chosen = [*indices, *self._hard_negatives(examples.arrays, indices, epoch, seed)]
-        parts = concatenate(examples.texts, indices), concatenate(documents, chosen)
-        return {
-            "tokens": torch.cat([tokens for tokens, _ in parts]),
-            "lengths": [length for _, lengths in parts for length in lengths],
-            "ids": torch.from_numpy(ids[chosen]),
-            "queries": len(indices),
-        }
-
-    def _hard_negatives(self, arrays: Arrays, indices: Sequence[int], epoch: int, seed: int) -> list[int]:
-        """Sample hard negatives for the given pairs; return document indices."""
-        count, ends = self.config.hard_negatives, arrays["negatives.ends"]
-        chosen: list[int] = []
-        for index in indices if count else []:
-            negatives = range(int(ends[index]), int(ends[index + 1]))
+    def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
+        """Concatenate the queries, each query's document, then the hard negatives, which are sampled for each epoch."""
+        documents, count = list(indices), self.config.hard_negatives
+        for index in indices if count else ():
+            negatives = examples["negatives"][index].tolist()
             generator = random.Random(f"hard negatives {seed} {epoch} {index}")
             sample = generator.sample(negatives, min(count, len(negatives)))
             # A pair with too few negatives repeats them, because every rank needs the same number of documents.
-            chosen += [len(ends) - 1 + sample[at % len(sample)] for at in range(count)]
-        return chosen
+            documents += [sample[at % len(sample)] for at in range(count)]
+        parts = examples["texts"].concatenate(indices), examples["documents"].concatenate(documents)
+        return {
+            "tokens": torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).long(),
+            "lengths": [length for _, lengths in parts for length in lengths],
+            "ids": torch.from_numpy(examples["ids"].flat[documents]),
+            "queries": len(indices),
+        }
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """See `FinetuneTask`."""
+        """Return InfoNCE, summed over the queries."""
         embeddings = mean_pool(hidden, segments)
         queries, documents = embeddings[: batch["queries"]], embeddings[batch["queries"] :]
         return info_nce(queries, documents, batch["ids"], self.config.temperature) * len(queries)
 
-    def evaluate(self, model: TrainedModel) -> Evaluation:
-        """See `FinetuneTask`. Keeps the ranking of each set's split, `SET-SPLIT.run.gz`."""
+    def evaluate(self, model: TrainedModel) -> Scored:
+        """Return the scores, and the ranking of each set's split, `SET-SPLIT.run.gz`."""
         results, files = [], {}
         for name, folder in self._scored_sets().items():
-            metrics = {}
-            for split, (run, qrels) in self._rank(name, folder, model).items():
+            queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
+            documents, document_embeddings = self._embed(model, folder, "corpus", "document", name)
+            positions, metrics = {query: at for at, query in enumerate(queries)}, {}
+            for split in _judged_splits(folder):
+                qrels: Qrels = {}
+                for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
+                    qrels.setdefault(query, {})[document] = grade
+                if missing := [query for query in qrels if query not in positions]:
+                    problem = f"judges {len(missing)} queries that are missing, e.g. {missing[0]}"
+                    raise UserError(f"{folder.path}/qrels/{split}: {problem}")
+                judged = query_embeddings[[positions[query] for query in qrels]]
+                run = rank_documents(list(qrels), judged, documents, document_embeddings)
                 metrics[split] = retrieval_scores(run, qrels)
                 files[f"{name}-{split}.run.gz"] = functools.partial(trec_run, run, "biphasic")
             results.append(self.result(name, name, metrics))
-        return Evaluation(results, files)
+        return results, files
 
-    def _rank(self, name: str, folder: TaskFolder, model: TrainedModel) -> dict[str, tuple[Run, Qrels]]:
-        """Return the ranking of a retrieval dataset's documents and the judgments, by split."""
-        ids, embeddings = {}, {}
-        for table, role in (("queries", "query"), ("corpus", "document")):
-            ids[table], texts = self._texts(folder, table, role)
-            embeddings[table] = model.embed(texts, f"{name}: {table}")
-        positions = {query: at for at, query in enumerate(ids["queries"])}
-        ranked = {}
-        for split in _judged_splits(folder):
-            qrels: Qrels = {}
-            columns = folder.read(f"qrels/{split}", "qrels")
-            for query, document, grade in zip(*columns.values(), strict=True):
-                qrels.setdefault(query, {})[document] = grade
-            if missing := [query for query in qrels if query not in positions]:
-                raise UserError(
-                    f"{folder.path}/qrels/{split}: judges {len(missing)} queries that are missing, e.g. {missing[0]}"
-                )
-            queries = embeddings["queries"][[positions[query] for query in qrels]]
-            ranked[split] = rank_documents(list(qrels), queries, ids["corpus"], embeddings["corpus"]), qrels
-        return ranked
+    def _embed(
+        self, model: TrainedModel, folder: TaskFolder, table: str, role: str, name: str
+    ) -> tuple[list[str], Tensor]:
+        """Return ids and embeddings of a retrieval dataset's queries or corpus."""
+        columns = folder.read(table, table)
+        texts = self.tokenize_once(folder, table, lambda: {"texts": self._tokenize(titled_texts(columns), role)})[
+            "texts"
+        ]
+        return columns["_id"], model.embed(texts, f"{name}: {table}")
 
-    def _texts(self, folder: TaskFolder, table: str, role: str) -> tuple[list[str], Ragged]:
-        """Return ids and token ids of a retrieval dataset's queries or corpus."""
-        ids = folder.read(table, table)["_id"]
-
-        def make() -> dict[str, Ragged]:
-            columns = folder.read(table, table)
-            return {"texts": Ragged.of(self._tokenize(titled_texts(columns), role))}
-
-        arrays = self.tokenize_once(f"{role} texts", table, make, folder=folder, prompts=self.prompts)
-        return ids, unpack(arrays, "texts")
-
-    def _tokenize(self, texts: Sequence[str], role: str) -> Iterator[list[int]]:
+    def _tokenize(self, texts: Sequence[str], role: str) -> Ragged:
         prompted = [self.prompts[role] + text for text in texts]
-        return self.text_tokenizer.tokenize(prompted, self.max_length, f"reading {self.config.name}: {role} texts")
+        title = f"reading {self.config.name}: {role} texts"
+        return Ragged.of(self.text_tokenizer.tokenize(prompted, self.max_length, title))
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
-        return {name: TaskFolder(place, self.cache, self.family) for name, place in self.config.retrieval_sets.items()}
+        return {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}
 
 
 def titled_texts(columns: dict[str, list[Any]]) -> list[str]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
-from biphasic.downstream.array_cache import Arrays, Ragged, cached, pack
+from biphasic.downstream.array_cache import Ragged, cached
 from biphasic.downstream.task_folder import TaskFolder
-from biphasic.finetuning.examples import TaskBatch, TokenizedExamples
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import DownstreamResult
 from biphasic.grouping import full_groups
@@ -22,14 +21,17 @@ from biphasic.storage import parquet_bytes
 
 RESULT_FORMAT = 1
 """Version of tokenization and training. Increase it with any change that gives other scores for the same settings."""
+_TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt"}
+"""Keys of a `task:` section that affect the tokens, besides `max_length`."""
 
-
-@dataclass(frozen=True)
-class Evaluation:
-    """The scores of a model, and the files to keep of what it predicted: their content by name."""
-
-    results: list[DownstreamResult]
-    files: dict[str, Callable[[], bytes]]
+Examples = dict[str, Ragged]
+"""Tokenized examples by column: `texts` has the token ids of each example, `labels` its targets."""
+TaskBatch = dict[str, Any]
+"""A microbatch: concatenated `tokens`, the texts' `lengths` on the host, and other inputs of the task's loss."""
+Columns = dict[str, list[Any]]
+"""Rows of a table, by column."""
+Scored = tuple[list[DownstreamResult], dict[str, Callable[[], bytes]]]
+"""The scores of a model, and the contents of files with its predictions, by name."""
 
 
 class FinetuneTask(ABC):
@@ -41,6 +43,7 @@ class FinetuneTask(ABC):
         config: the YAML's `task:` section.
         text_tokenizer: turns texts into the encoder's tokens.
         cache: the folder for tokenized data.
+        record: the content of the dataset's record, if only new text is predicted. Default: it is read.
 
     Raises:
         UserError: the data is missing or belongs to another family.
@@ -56,74 +59,62 @@ class FinetuneTask(ABC):
     no_answer_threshold: float | None = None
     """What question answering chooses while it is scored, and needs to predict."""
 
-    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str):
+    def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         self.config, self.text_tokenizer, self.cache = config, text_tokenizer, cache
         self.max_length = resolve_max_length(config.max_length, text_tokenizer.max_length)
-        self.data = TaskFolder(config.data, cache, self.family)
+        self.metric = getattr(config, "metric", self.metric)
+        self.data = TaskFolder(config.data, cache, self.family, record)
 
     @abstractmethod
     def build_head(self, width: int) -> nn.Module:
         """Return the module to train on top of an encoder with hidden states of dimension `width`."""
 
     @abstractmethod
-    def training_examples(self) -> TokenizedExamples:
+    def training_examples(self) -> Examples:
         """Return all training examples."""
-
-    @abstractmethod
-    def collate(self, examples: TokenizedExamples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
-        """Return a microbatch of the chosen examples."""
 
     @abstractmethod
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the sum of a microbatch's loss terms, fp32, from its hidden states [tokens, width]."""
 
     @abstractmethod
-    def evaluate(self, model: TrainedModel) -> Evaluation:
-        """Return a model's validation and test scores and what it predicted, the same on every rank."""
+    def evaluate(self, model: TrainedModel) -> Scored:
+        """Return a model's validation and test scores and its predictions, the same on every rank."""
 
     @abstractmethod
     def tables(self) -> list[tuple[TaskFolder, str]]:
         """Return every table that affects the result."""
 
-    def count_targets(self, examples: TokenizedExamples, indices: Sequence[int]) -> int:
+    def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
+        """Return a microbatch of the chosen examples. Default: their tokens and labels."""
+        tokens, lengths = examples["texts"].concatenate(indices)
+        labels = torch.from_numpy(examples["labels"].concatenate(indices)[0])
+        return {"tokens": torch.from_numpy(tokens).long(), "lengths": lengths, "labels": labels}
+
+    def count_targets(self, examples: Examples, indices: Sequence[int]) -> int:
         """Return the number of loss terms of the chosen examples. Default: one per example."""
         return len(indices)
 
-    def split_batch(self, examples: TokenizedExamples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
+    def split_batch(self, examples: Examples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
         """Return a rank's examples in full microbatches of at most `tokens` tokens; a longer example has its own.
 
         Where a batch may not be divided, return the complete one.
         """
         if not self.splits_batches:
             return [indices]
-        return full_groups(tokens, indices, lambda index: len(examples.texts[index]))
+        return full_groups(tokens, indices, lambda index: len(examples["texts"][index]))
 
-    def tokenize_once(
-        self,
-        what: str,
-        table: str,
-        make: Callable[[], dict[str, Ragged]],
-        folder: TaskFolder | None = None,
-        **settings: Any,
-    ) -> Arrays:
-        """Return arrays made from a table, or read them from the cache.
-
-        Args:
-            what: name for this kind of arrays.
-            table: a table of `folder`.
-            make: makes the arrays.
-            folder: the table's folder. Default: the task's own.
-            settings: everything else that affects the arrays, besides the table, tokenizer and maximum length.
-        """
+    def tokenize_once(self, folder: TaskFolder, table: str, make: Callable[[], Examples]) -> Examples:
+        """Return what `make` returns for a table of a folder, or read it from the cache."""
         key = {
             "format": RESULT_FORMAT,
-            "what": what,
-            "table": (folder or self.data).content_hash(table),
+            "family": self.family,
+            "table": [table, folder.content_hash(table)],
             "tokenizer": self.text_tokenizer.fingerprint,
             "longest": self.max_length,
-            **settings,
+            "settings": self.config.model_dump(include=_TOKENIZATION_KEYS),
         }
-        return cached(self.cache, key, lambda: pack(**make()))
+        return cached(self.cache, key, make)
 
     def result(self, task: str, name: str, metrics: dict[str, dict[str, float]]) -> DownstreamResult:
         """Return the result for one test set from its metrics by split (`validation`, `test`)."""
@@ -135,69 +126,71 @@ class PredictionTask(FinetuneTask):
     """A task that is scored by a prediction for each example in splits of its own dataset."""
 
     @abstractmethod
-    def examples(self, split: str) -> TokenizedExamples:
-        """Return the examples of a split."""
+    def tokenize(self, columns: Columns, title: str) -> Examples:
+        """Return the examples made from rows of a table; `title` is the label of the progress bar."""
 
     @abstractmethod
     def predict(
-        self, head: nn.Module, examples: TokenizedExamples, hidden: Tensor, segments: Segments, indices: list[int]
+        self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
         """Return a prediction for each of the chosen examples from their hidden states."""
 
     @abstractmethod
-    def answers(self, split: str, predictions: list[Any]) -> dict[str, list[Any]]:
-        """Return what a split's predictions say about each row of its table.
-
-        Args:
-            split: the split. Validation comes before the test splits.
-            predictions: those of `predict`, in the order of the examples.
+    def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
+        """Return what the predictions for all examples say about each row of a table.
 
         Returns:
             Columns: `predicted`, its `score`, and others to keep.
         """
 
     @abstractmethod
-    def gold(self, split: str) -> list[Any]:
-        """Return the correct `predicted` of each row of a split's table."""
+    def gold(self, columns: Columns) -> list[Any]:
+        """Return the correct `predicted` of each row of a table."""
 
     @abstractmethod
-    def metrics(self, gold: list[Any], answers: dict[str, list[Any]]) -> dict[str, float]:
+    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
         """Return the metrics for `answers` from what is correct."""
 
-    def tables(self) -> list[tuple[TaskFolder, str]]:
-        """See `FinetuneTask`."""
-        return [(self.data, split) for split in dict.fromkeys(["train", *self._scored_splits()])]
+    def scored_splits(self) -> list[str]:
+        """Return the validation split, if there is one, then the test splits."""
+        return [split for split in dict.fromkeys([self.config.validation, *self.config.scored.values()]) if split]
 
-    def training_examples(self) -> TokenizedExamples:
-        """See `FinetuneTask`."""
+    def tables(self) -> list[tuple[TaskFolder, str]]:
+        """Return the tables of the training split and of all scored splits."""
+        return [(self.data, split) for split in dict.fromkeys(["train", *self.scored_splits()])]
+
+    def training_examples(self) -> Examples:
+        """Return the examples of the training split."""
         return self.examples("train")
 
-    def evaluate(self, model: TrainedModel) -> Evaluation:
-        """See `FinetuneTask`. Keeps a Parquet file of each split: `id`, `gold`, and the columns of `answers`."""
-        metrics: dict[str, dict[str, float]] = {}
-        files: dict[str, Callable[[], bytes]] = {}
-        for split in dict.fromkeys(self._scored_splits()):
-            gold, answers = self.gold(split), self.run(model, split)
+    def examples(self, split: str) -> Examples:
+        """Return the examples of a split."""
+        title = f"reading {self.config.name} {split}"
+        return self.tokenize_once(self.data, split, lambda: self.tokenize(self.data.read(split, self.family), title))
+
+    def evaluate(self, model: TrainedModel) -> Scored:
+        """Return the scores, and a Parquet file for each split: `id`, `gold`, and the columns of `answers`."""
+        metrics, files = {}, {}
+        self.no_answer_threshold = None
+        for split in self.scored_splits():
+            columns = self.data.read(split, self.family)
+            answers = self.run(model, columns, self.examples(split), f"{self.config.name} {split}")
+            gold = self.gold(columns)
             metrics[split] = self.metrics(gold, answers)
-            columns = {"id": self.data.read(split, self.family)["id"], "gold": gold, **answers}
-            files[f"{split}.parquet"] = functools.partial(parquet_bytes, columns)
+            kept = {"id": columns["id"], "gold": gold, **answers}
+            files[f"{split}.parquet"] = functools.partial(parquet_bytes, kept)
         validation = self.config.validation
         by_split = {} if validation is None else {"validation": metrics[validation]}
         results = [
             self.result(self.config.name, name, {**by_split, "test": metrics[split]})
             for name, split in self.config.scored.items()
         ]
-        return Evaluation(results, files)
+        return results, files
 
-    def run(self, model: TrainedModel, split: str) -> dict[str, list[Any]]:
-        """Return a model's `answers` for a split, the same on every rank."""
-        examples = self.examples(split)
+    def run(self, model: TrainedModel, columns: Columns, examples: Examples, title: str) -> Columns:
+        """Return a model's `answers` for rows of a table and the examples made from them, the same on every rank."""
         predict_pass = functools.partial(self.predict, model.head, examples)
-        return self.answers(split, model.predict(examples.texts, predict_pass, f"{self.config.name} {split}"))
-
-    def _scored_splits(self) -> list[str]:
-        """Return the validation split, if there is one, then the test splits."""
-        return [split for split in (self.config.validation, *self.config.scored.values()) if split is not None]
+        return self.answers(columns, examples, model.predict(examples["texts"], predict_pass, title))
 
 
 def resolve_max_length(max_length: int | float, model_maximum: int) -> int:

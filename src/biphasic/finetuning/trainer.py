@@ -20,8 +20,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.timeline import ScheduleConfig
 from biphasic.devices import rank_device
 from biphasic.finetuning.batches import GlobalBatches, count_steps, in_batches, require_shorter_warmup
-from biphasic.finetuning.examples import TaskBatch
-from biphasic.finetuning.task import FinetuneTask
+from biphasic.finetuning.task import FinetuneTask, TaskBatch
 from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
@@ -68,7 +67,7 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
     """
     reproducibility.seed_all(config.seed)
     examples = task.training_examples()
-    steps = count_steps(config, len(examples))
+    steps = count_steps(config, len(examples["texts"]))
     require_shorter_warmup(config, steps)
     batches = GlobalBatches(task, examples, config, steps, dist.get_global_rank(), dist.get_world_size())
     trainer = _build_trainer(config, encoder, head, task, batches)

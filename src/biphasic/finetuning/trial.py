@@ -65,7 +65,7 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     task = config.task
     if task.kind == "retrieval":
         return tuple((name, name, FAMILIES[task.kind].metric) for name in task.retrieval_sets)
-    metric = task.metric if task.kind == "classification" else FAMILIES[task.kind].metric
+    metric = getattr(task, "metric", FAMILIES[task.kind].metric)
     return tuple((task.name, name, metric) for name in task.scored)
 
 
@@ -81,15 +81,6 @@ def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTa
     return FAMILIES[task.kind](task, text_tokenizer, cache)
 
 
-def run_trial(config: FinetuneConfig) -> TrialResult:
-    """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
-
-    Raises:
-        UserError: model or data can't be used, or the loss is NaN or Inf.
-    """
-    return train_and_score(config).result
-
-
 @dataclass(frozen=True)
 class FinishedTrial:
     """A trial's result, and what it is made of."""
@@ -101,13 +92,17 @@ class FinishedTrial:
     """Contents of the files with its predictions, by name."""
 
 
+def run_trial(config: FinetuneConfig) -> TrialResult:
+    """Train and score a model like `train_and_score`, and return only the result."""
+    return train_and_score(config).result
+
+
 def train_and_score(config: FinetuneConfig) -> FinishedTrial:
-    """Run a trial like `run_trial`, and also return the model, the task and the predictions."""
-    with progress_bars(config.logging.progress_bar):
-        return _train_and_score(config)
+    """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
 
-
-def _train_and_score(config: FinetuneConfig) -> FinishedTrial:
+    Raises:
+        UserError: model or data can't be used, or the loss is NaN or Inf.
+    """
     # Imported here because these take seconds to import and naming a trial doesn't need them.
     from composer.utils import dist
 
@@ -116,39 +111,40 @@ def _train_and_score(config: FinetuneConfig) -> FinishedTrial:
 
     require_precision(config.precision)
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
-    begin = time.monotonic()
-    task = build_task(config.model, config.task, config.cache)
-    encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)
-    if config.save_model:
-        require_exportable(encoder)
-    head = task.build_head(encoder.width)
-    deviation: float = getattr(encoder.backbone.config, "initializer_range", 0.02)  # pyright: ignore
-    initialize_head(head, deviation, derive_seed("head", config.seed))
-    loaded = time.monotonic()
-    summary = train(config, encoder, head, task)
-    trained = time.monotonic()
-    weights = [*encoder.backbone.parameters(), *head.parameters()]
-    if not all(bool(torch.isfinite(weight).all()) for weight in weights):
-        raise UserError(
-            "training: a weight is not a finite number after the last batch: a smaller optimizer.lr may help"
-        )
-    model = TrainedModel(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
-    evaluation = task.evaluate(model)
-    end = time.monotonic()
-    result = TrialResult(
-        results=tuple(evaluation.results),
-        seconds={"load": loaded - begin, "train": trained - loaded, "score": end - trained, "total": end - begin},
-        about={
-            **summary,
-            "parameters": sum(weight.numel() for weight in weights),
-            "ranks": dist.get_world_size(),
-            "config": dump(config),
-            "host": socket.gethostname(),
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
-            "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
-        },
-    )
-    return FinishedTrial(result, model, task, evaluation.files)
+    times = [time.monotonic()]
+    with progress_bars(config.logging.progress_bar):
+        task = build_task(config.model, config.task, config.cache)
+        encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)
+        if config.save_model:
+            require_exportable(encoder)
+        head = task.build_head(encoder.width)
+        deviation: float = getattr(encoder.backbone.config, "initializer_range", 0.02)  # pyright: ignore
+        initialize_head(head, deviation, derive_seed("head", config.seed))
+        times.append(time.monotonic())
+        summary = train(config, encoder, head, task)
+        times.append(time.monotonic())
+        weights = [*encoder.backbone.parameters(), *head.parameters()]
+        if not all(bool(torch.isfinite(weight).all()) for weight in weights):
+            raise UserError(
+                "training: a weight is not a finite number after the last batch: a smaller optimizer.lr may help"
+            )
+        model = TrainedModel(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
+        results, files = task.evaluate(model)
+        times.append(time.monotonic())
+    seconds = {
+        name: end - start for name, start, end in zip(("load", "train", "score"), times, times[1:], strict=False)
+    }
+    about = {
+        **summary,
+        "parameters": sum(weight.numel() for weight in weights),
+        "ranks": dist.get_world_size(),
+        "config": dump(config),
+        "host": socket.gethostname(),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
+        "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
+    }
+    result = TrialResult(tuple(results), {**seconds, "total": times[-1] - times[0]}, about)
+    return FinishedTrial(result, model, task, files)
 
 
 def estimate_cost(config: FinetuneConfig) -> TrialCost:
