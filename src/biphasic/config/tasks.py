@@ -201,7 +201,7 @@ class TasksConfig(JobConfig):
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values."""
         for name, task in self.tasks.items():
-            for key, dataset, splits in _datasets(f"tasks.{name}", task):
+            for key, dataset, splits in source_datasets(f"tasks.{name}", task):
                 if dataset.path is None and dataset.files is None:
                     yield [key], "expected `path` (a hub id or a folder), `files`, or both"
                 elif dataset.path is None and (dataset.name is not None or dataset.revision is not None):
@@ -221,7 +221,7 @@ class TasksConfig(JobConfig):
                         yield [f"{key}.list_column", f"{key}.score_column"], "expected score_column: null beside it"
 
 
-def _datasets(key: str, task: SupervisedSet | RetrievalSet) -> Iterator[tuple[str, DatasetConfig, list[str]]]:
+def source_datasets(key: str, task: SupervisedSet | RetrievalSet) -> Iterator[tuple[str, DatasetConfig, list[str]]]:
     """Yield the key, configuration and splits of every dataset that a downstream dataset is made from."""
     if not isinstance(task, RetrievalSet):
         yield f"{key}.source", task.source, list(task.splits.values())

@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.tasks import DatasetConfig, RetrievalSet, SupervisedSet, TasksConfig
+from biphasic.config.tasks import DatasetConfig, RetrievalSet, TasksConfig, source_datasets
 from biphasic.downstream.prepare import WRITERS, finished_record
 from biphasic.downstream.tables import InvalidRow, Rows, Table, file_patterns, open_table
 from biphasic.errors import UserError
@@ -43,11 +43,14 @@ def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
             splits = list(task.splits)
             if "train" in splits and "validation" not in splits:
                 splits.append(f"validation ({config.validation_fraction:.0%} of train)")
-        datasets = _datasets(task)
-        paths = [path for dataset in datasets for path in ([dataset.path] if dataset.path else file_patterns(dataset))]
-        missing = [path for path in paths if is_made_by_jobs(path) and not _exists(path)]
+        paths, sources = [], {}
+        for _, dataset, _ in source_datasets("", task):
+            read = [dataset.path] if dataset.path else file_patterns(dataset)
+            paths += read
+            sources[" ".join(filter(None, [", ".join(read), dataset.name, dataset.revision]))] = True
+        made = [path for path in paths if is_made_by_jobs(path)]
+        missing = [path for path in made if not glob.glob(os.path.expanduser(path), recursive=True)]
         done = finished_record(name, config) is not None
-        sources = dict.fromkeys(_source(dataset) for dataset in datasets)
         state = f"{', finished already' if done else ''} [{task.license}]"
         lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}")
         if done:
@@ -57,20 +60,6 @@ def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
             lines.append(f"  PROBLEM      {problem}")
             refused = True
     return "\n".join(lines), refused
-
-
-def _datasets(task: SupervisedSet | RetrievalSet) -> list[DatasetConfig]:
-    if not isinstance(task, RetrievalSet):
-        return [task.source]
-    return [task.corpus, *task.queries, *task.qrels.values(), *([task.train] if task.train else [])]
-
-
-def _exists(pattern: str) -> bool:
-    return bool(glob.glob(os.path.expanduser(pattern), recursive=True))
-
-
-def _source(dataset: DatasetConfig) -> str:
-    return " ".join(filter(None, [dataset.path or ", ".join(file_patterns(dataset)), dataset.name, dataset.revision]))
 
 
 def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
@@ -113,7 +102,7 @@ def find_problem(name: str, config: TasksConfig) -> str | None:
     A task with data from the hub is not checked.
     """
     task, first_rows = config.tasks[name], _FirstRows(name, config)
-    paths = [dataset.path for dataset in _datasets(task) if dataset.path is not None]
+    paths = [dataset.path for _, dataset, _ in source_datasets("", task) if dataset.path is not None]
     if not all(is_local_path(path) or Path(path).is_dir() for path in paths):
         return None
     try:

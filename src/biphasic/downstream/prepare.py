@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 from biphasic.config.tasks import ClassificationSet, QuestionAnsweringSet, SupervisedSet, TasksConfig, TokensSet
@@ -36,19 +35,8 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
         try:
             writer.store.remove(file for file in writer.store.list() if file.endswith(".parquet"))
             WRITERS[task.kind](writer, task)
-            record = {
-                "task": name,
-                "kind": task.kind,
-                "license": task.license,
-                "homepage": task.homepage,
-                "label_names": writer.label_names,
-                "rows": writer.rows,
-                "left_out": writer.left_out,
-                "not_used": writer.not_used,
-                "warnings": writer.warnings,
-                "commits": writer.commits,
-                "settings": _settings(config, name),
-            }
+            about = {"task": name, **task.model_dump(include={"kind", "license", "homepage"})}
+            record = {**about, "label_names": writer.label_names, **writer.record, "settings": _settings(config, name)}
             writer.store.write(TASK_RECORD, json_bytes(record))
             writer.store.remove([STARTED])
         finally:
@@ -96,13 +84,12 @@ def _write_splits(
     make: Callable[..., TableRow],
     label_column: str | None = None,
 ) -> None:
-    """Write each split with the rows that `make` returns for the values of `columns`.
+    """Write each split, with `validation` taken from `train` if it is missing, and keep the names of the labels.
 
-    If `validation` is missing, it is taken from `train`. The names of the labels in `label_column` are kept for the record.
+    `make` returns a row for the values of `columns`.
     """
-    id_column = [] if task.id_column is None else [task.id_column]
     for name, split in task.splits.items():
-        table = writer.table(task.source, split, [*columns, *id_column])
+        table = writer.table(task.source, split, [*columns, *filter(None, [task.id_column])])
         if label_column is not None:
             writer.label_names = _label_names(table, label_column, task)
         tables = {name: table}
@@ -110,18 +97,19 @@ def _write_splits(
             train, validation = table.divide(1 - writer.config.validation_fraction, writer.config.seed)
             tables = {"validation": validation, "train": train}
         for output, part in tables.items():
-            numbers = itertools.count()
-            row = partial(_row_with_id, make, len(columns), split, numbers)
-            writer.write(output, task.kind, part.convert(row), len(part))
+            writer.write(output, task.kind, part.convert(_with_ids(make, len(columns), split)), len(part))
 
 
-def _row_with_id(
-    make: Callable[..., TableRow], width: int, split: str, numbers: Iterator[int], *values: Any
-) -> list[TableRow]:
-    """Return a row of `width` values. Its id is the value after them, if there is one, or made from the row number."""
-    number = next(numbers)
-    id = str(values[width]) if len(values) > width else f"{split}-{number}"
-    return [{"id": id, **make(*values[:width])}]
+def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable[..., list[TableRow]]:
+    """Add an id to the rows of `width` values: the value after them, if there is one, or one made from the row number."""
+    numbers = itertools.count()
+
+    def rows(*values: Any) -> list[TableRow]:
+        number = next(numbers)
+        id = str(values[width]) if len(values) > width else f"{split}-{number}"
+        return [{"id": id, **make(*values[:width])}]
+
+    return rows
 
 
 def _require_text(value: Any, name: str) -> str:
@@ -203,10 +191,10 @@ def _answers(answers: Any, context: str) -> TableRow:
     else:
         raise InvalidRow("its answers are neither {text, answer_start} nor texts")
     if len(texts) != len(starts):
-        raise InvalidRow("it has another number of answers than of their places")
+        raise InvalidRow("it has another number of answers than of answer_start")
     for text, start in zip(texts, starts, strict=True):
         if not text or start < 0 or context[start : start + len(text)] != text:
-            raise InvalidRow("an answer doesn't stand in its place in the context")
+            raise InvalidRow("the answer's text is not at answer_start")
     return {"text": texts, "answer_start": starts}
 
 

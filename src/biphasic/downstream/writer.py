@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import xxhash
 
 from biphasic.config.tasks import DatasetConfig, TasksConfig
-from biphasic.downstream.tables import InvalidRow, Rows, Table, TableRow, UnusedRow, open_table
+from biphasic.downstream.tables import InvalidRow, Rows, Table, UnusedRow, open_table
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import join, open_store
@@ -35,11 +36,6 @@ _SHARED_SHARE = 0.5
 """Share of a split's examples in another split above which there is a warning. Published sets repeat a few percent."""
 
 
-def _content_hash(row: TableRow) -> int:
-    """Return a 63-bit hash of an example without its id."""
-    return xxhash.xxh3_64_intdigest(json.dumps([row[name] for name in row if name != "id"])) >> 1
-
-
 class TaskWriter:
     """Writes one task's folder: each file atomically, and the record last."""
 
@@ -47,23 +43,17 @@ class TaskWriter:
         self.name, self.config = name, config
         self.store = open_store(join(config.output, name))
         self.scratch: Path = self.store.scratch()
-        self.rows: dict[str, int] = {}
-        """Number of rows by file name, without `.parquet`."""
-        self.left_out: dict[str, dict[str, int]] = {}
-        """Number of invalid rows by file name and reason."""
-        self.not_used: dict[str, dict[str, int]] = {}
-        """Number of rows without a fault that these splits don't use, by file name and reason."""
-        self.warnings: list[str] = []
+        self.label_names: list[str] | None = None
+        self.record: dict[str, Any] = {"rows": {}, "left_out": {}, "not_used": {}, "warnings": [], "commits": {}}
+        """Number of rows by file name, without `.parquet`; number of invalid rows, and of rows without a fault that these
+        splits don't use, by file name and reason; warnings; and the commit that was read, by the source's path."""
         self._contents: dict[str, set[int]] = {}
         """Hashes of the examples, without their ids, by file name."""
-        self.label_names: list[str] | None = None
-        self.commits: dict[str, str | None] = {}
-        """Commit that was read, by the source's path."""
 
     def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
         """Open a table, and keep its commit for the record."""
         table = open_table(config, split, columns)
-        self.commits[config.path or ", ".join((config.files or {})[split])] = table.commit
+        self.record["commits"][config.path or ", ".join((config.files or {})[split])] = table.commit
         return table
 
     def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
@@ -79,41 +69,39 @@ class TaskWriter:
             for group in groups_up_to(_WRITE_ROWS, rows):
                 valid = [row for row in group if isinstance(row, dict)]
                 not_used.update(row.args[0] for row in group if isinstance(row, UnusedRow))
-                for kind, position in (row.args for row in group if isinstance(row, InvalidRow)):
-                    left_out[kind] += 1
-                    first_fault = first_fault or f"{position}: {kind}"
+                faults = [row.args for row in group if isinstance(row, InvalidRow)]
+                left_out.update(kind for kind, _ in faults)
+                if faults and not first_fault:
+                    first_fault = f"{faults[0][1]}: {faults[0][0]}"
                 if left_out.total() > self.config.max_invalid_share * total:
                     limit = f"max_invalid_share allows {self.config.max_invalid_share:.2%}"
                     raise UserError(
                         f"{self.name}: {name}: {left_out.total():,} of {total:,} rows can't be used, and {limit}; "
                         f"the first: {first_fault}"
                     )
-                contents.update(_content_hash(row) for row in valid if "id" in row)  # not of retrieval sets
+                for row in valid:
+                    if "id" in row:  # not of retrieval sets
+                        content = json.dumps([row[name] for name in row if name != "id"])
+                        contents.add(xxhash.xxh3_64_intdigest(content) >> 1)  # a small integer of Python
                 answered = answered or any(row["answers"]["text"] for row in valid if "answers" in row)
                 writer.write_table(pa.Table.from_pylist(valid, SCHEMAS[schema]))
                 count += len(valid)
         if not count:
             raise UserError(f"{self.name}: {name}: there are no rows")
-        if not self.rows:
+        if not self.record["rows"]:
             self.store.write(STARTED, b"`biphasic tasks` may remove the tables beside this file\n")
         self.store.move(file, f"{name}.parquet")
-        self.rows[name] = count
-        for counts, by_name in ((left_out, self.left_out), (not_used, self.not_used)):
+        self.record["rows"][name] = count
+        for key, counts in (("left_out", left_out), ("not_used", not_used)):
             if counts:
-                by_name[name] = dict(sorted(counts.items()))
-        self._warn_of_shared_rows(name, contents)
-        if schema == "question_answering" and not answered:
-            self.warnings.append(f"no question of {name} has an answer: a model that never answers scores 1")
-
-    def _warn_of_shared_rows(self, name: str, contents: set[int]) -> None:
-        """Keep a warning if most of a split's examples are also in another one."""
+                self.record[key][name] = dict(sorted(counts.items()))
         for other, others in self._contents.items():
-            smaller = min(contents, others, key=len)
-            if contents and len(contents & others) > _SHARED_SHARE * len(smaller):
-                share = len(contents & others) / len(smaller)
-                part, whole = (name, other) if smaller is contents else (other, name)
-                self.warnings.append(
-                    f"{share:.0%} of {part} is also in {whole}: scores on it say nothing about new text"
-                )
-        if contents:
-            self._contents[name] = contents
+            (part, smaller), (whole, _) = sorted([(name, contents), (other, others)], key=lambda split: len(split[1]))
+            share = len(contents & others) / max(len(smaller), 1)
+            if share > _SHARED_SHARE:
+                warning = f"{share:.0%} of {part} is also in {whole}: scores on it say nothing about new text"
+                self.record["warnings"].append(warning)
+        self._contents[name] = contents
+        if schema == "question_answering" and not answered:
+            warning = f"no question of {name} has an answer: a model that never answers scores 1"
+            self.record["warnings"].append(warning)

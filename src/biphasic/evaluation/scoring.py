@@ -50,19 +50,16 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
 
     Any system that mteb accepts can be scored, such as a `Retriever`, `bm25()` or a SentenceTransformer.
     """
+    options: dict[str, Any] = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
     with _scores_by_query(task) as by_query:
-        results = mteb.evaluate(
-            system, task, cache=None, co2_tracker=False, show_progress_bar=False, overwrite_strategy="always"
-        )
-    result = results.task_results[0]
+        result = mteb.evaluate(system, task, overwrite_strategy="always", **options).task_results[0]
     rows = []
     for split, subsets in result.scores.items():
-        for scores in subsets:
-            values: dict[str, Any] = dict(scores)
-            subset = str(values["hf_subset"])
-            extra = dict(by_query.get((split, subset), {}))
-            if extra:
-                extra |= {name: float(values[name]) for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100")}
+        for values in map(dict[str, Any], subsets):
+            subset, extra = str(values["hf_subset"]), {}
+            if (split, subset) in by_query:
+                extra = {name: float(values[name]) for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100")}
+                extra |= by_query[split, subset]
                 extra["interval"] = bootstrap_interval(list(extra["by_query"].values()))
             main = float(values["main_score"])
             rows.append(SplitScores(task.metadata.name, subset, split, task.metadata.main_score, main, **extra))
@@ -118,12 +115,12 @@ def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     its name.
     """
     rows = [_COLUMNS, *(_row(record["system"], scores) for record in records for scores in record["scores"])]
-    sides = ["<" if name in _LEFT_ALIGNED else ">" for name in _COLUMNS]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    template = "| " + " | ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True)) + " |"
-    rule = [f"{'-' * (width + 1)}{'-' if side == '<' else ':'}" for side, width in zip(sides, widths, strict=True)]
-    head, *body = (template.format(*row) for row in rows)
-    return [head, f"|{'|'.join(rule)}|", *body]
+    columns = []
+    for name, *cells in zip(*rows, strict=True):
+        width, is_left = max(map(len, (name, *cells))), name in _LEFT_ALIGNED
+        padded = [f" {cell:{'<' if is_left else '>'}{width}} " for cell in (name, *cells)]
+        columns.append([padded[0], "-" * (width + 1) + ("-" if is_left else ":"), *padded[1:]])
+    return [f"|{'|'.join(row)}|" for row in zip(*columns, strict=True)]
 
 
 def _row(system: str, scores: Mapping[str, Any]) -> tuple[str, ...]:

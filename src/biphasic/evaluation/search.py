@@ -40,11 +40,10 @@ class ExactTopK:
         self._best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
 
     def add(self, documents: Tensor, first: int, mask: Tensor | None = None) -> None:
-        """Compare more documents with the queries.
+        """Compare more documents, floating [documents, width], with the queries.
 
-        Their embeddings, floating [documents, width], are moved to the device block by block. `first` is the position of the
-        first one; each position may be added once. `mask`, bool [queries, documents], is true for the documents to compare
-        with each query.
+        `first` is the position of the first one; each position may be added once. `mask`, bool [queries, documents], is true
+        for the documents to compare with each query.
 
         Raises:
             ValueError: an embedding is not finite.
@@ -123,16 +122,16 @@ def trec_run(run: Run, tag: str) -> bytes:
     White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32.
     Equal rankings give equal bytes.
     """
+
+    def field(name: str) -> str:
+        return re.sub(r"\s", lambda space: quote(space[0]), name)
+
     lines = [
-        f"{_field(query)} Q0 {_field(document)} {rank} {score:.9g} {tag}\n"
+        f"{field(query)} Q0 {field(document)} {rank} {score:.9g} {tag}\n"
         for query, documents in run.items()
         for rank, (document, score) in enumerate(documents, start=1)
     ]
     return gzip.compress("".join(lines).encode(), mtime=0)
-
-
-def _field(name: str) -> str:
-    return re.sub(r"\s", lambda space: quote(space[0]), name)
 
 
 def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
@@ -142,18 +141,19 @@ def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
     """
     from pytrec_eval import RelevanceEvaluator
 
-    metrics = {}
     judged = {query: qrels[query] for query in run}
-    # trec_eval's reciprocal rank has no cutoff, so it is given only the documents that count.
-    for name, measure, cutoff in (
-        ("ndcg_at_10", "ndcg_cut_10", 10),
-        ("mrr_at_10", "recip_rank", 10),
-        ("recall_at_100", "recall_100", RANKED),
-    ):
+
+    def mean(measure: str, cutoff: int) -> float:
         rankings = {query: dict(documents[:cutoff]) for query, documents in run.items()}
         by_query = RelevanceEvaluator(judged, {measure}).evaluate(rankings)
-        metrics[name] = fmean(scores[measure] for scores in by_query.values())
-    return metrics
+        return fmean(scores[measure] for scores in by_query.values())
+
+    # trec_eval's reciprocal rank has no cutoff, so it is given only the documents that count.
+    return {
+        "ndcg_at_10": mean("ndcg_cut_10", 10),
+        "mrr_at_10": mean("recip_rank", 10),
+        "recall_at_100": mean("recall_100", RANKED),
+    }
 
 
 def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

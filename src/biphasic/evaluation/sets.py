@@ -68,13 +68,10 @@ def retrieval_task(
     _require_none(name, "judgments name queries that aren't there", judged - queries.keys())
     _require_none(name, "queries have no judgments (qrels)", queries.keys() - judged)
     chosen, ids = {split: qrels[split] for split in only or qrels}, set(corpus["id"])
-    with_relevant = {
-        query
-        for split in chosen.values()
-        for query, grades in split.items()
-        if any(grade > 0 and document in ids for document, grade in grades.items())
-    }
-    without = {query for split in chosen.values() for query in split} - with_relevant
+    graded = [
+        (query, id) for split in chosen.values() for query, grades in split.items() for id in grades if grades[id] > 0
+    ]
+    without = {query for split in chosen.values() for query in split} - {query for query, id in graded if id in ids}
     _require_none(name, "queries have no relevant document in the corpus", without)
     splits = {
         split: {
@@ -218,14 +215,13 @@ def _open(file: Path, schema: pa.Schema) -> pa.Table:
         return pyarrow.csv.read_csv(
             file, parse_options=parse, convert_options=pyarrow.csv.ConvertOptions(column_types=schema)
         )
+    options, errors = pyarrow.json.ReadOptions(block_size=_LONGEST_LINE), []
     # Without types, texts that look like dates would be read as dates. Ids may be numbers, and grades 1.0.
-    options = pyarrow.json.ReadOptions(block_size=_LONGEST_LINE)
-    types = {name: pa.float64() if name == "score" else pa.string() for name in schema.names}
-    numbers = {name: pa.int64() if name.endswith("id") else type for name, type in types.items()}
-    try:
-        return pyarrow.json.read_json(file, options, pyarrow.json.ParseOptions(explicit_schema=pa.schema(types)))
-    except pa.ArrowInvalid as error:
+    for id_type in (pa.string(), pa.int64()):
+        types = {name: id_type if name.endswith("id") else pa.string() for name in schema.names}
+        types |= {"score": pa.float64()} if "score" in types else {}
         try:
-            return pyarrow.json.read_json(file, options, pyarrow.json.ParseOptions(explicit_schema=pa.schema(numbers)))
-        except pa.ArrowInvalid:
-            raise error from None
+            return pyarrow.json.read_json(file, options, pyarrow.json.ParseOptions(explicit_schema=pa.schema(types)))
+        except pa.ArrowInvalid as error:
+            errors.append(error)
+    raise errors[0]

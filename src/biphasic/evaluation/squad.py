@@ -1,4 +1,8 @@
-"""Score extractive question answering, from 0 to 1, by the rules of SQuAD's evaluation scripts."""
+"""Score extractive question answering, from 0 to 1, by the rules of SQuAD's evaluation scripts.
+
+In all functions, `golds` are the correct answers to a question. Answers that normalize to nothing are ignored; if none is
+left, the empty prediction is correct (SQuAD v2.0's script).
+"""
 
 from __future__ import annotations
 
@@ -21,14 +25,12 @@ def normalize_answer(text: str) -> str:
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
-def exact_match(prediction: str, golds: Sequence[str]) -> float:
-    """Return 1 if the prediction equals a correct answer after `normalize_answer`, else 0.
+def _normalized(golds: Sequence[str]) -> list[str]:
+    return [text for text in map(normalize_answer, golds) if text] or [""]
 
-    Args:
-        prediction: the predicted text; empty for no answer.
-        golds: the correct answers. Answers that normalize to nothing are ignored; if none is left, the empty prediction is
-            correct (SQuAD v2.0's script).
-    """
+
+def exact_match(prediction: str, golds: Sequence[str]) -> float:
+    """Return 1 if the prediction (empty for no answer) equals a correct answer after `normalize_answer`, else 0."""
     return float(normalize_answer(prediction) in _normalized(golds))
 
 
@@ -37,13 +39,12 @@ def token_f1(prediction: str, golds: Sequence[str]) -> float:
 
     If either text is empty, the score is 1 if both are and 0 otherwise, as in SQuAD v2.0's script. The scripts of v1.1 and
     ReCoRD differ only for answers that normalize to nothing (`the`), for which every prediction is wrong.
-
-    Args:
-        prediction: the predicted text; empty for no answer.
-        golds: as for `exact_match`.
     """
-    words = normalize_answer(prediction).split()
-    return max(_overlap(words, gold.split()) for gold in _normalized(golds))
+    words, best = normalize_answer(prediction).split(), 0.0
+    for gold in (text.split() for text in _normalized(golds)):
+        shared = sum((Counter(words) & Counter(gold)).values())
+        best = max(best, 2 * shared / (len(words) + len(gold)) if words and gold else float(words == gold))
+    return best
 
 
 def best_no_answer_threshold(
@@ -53,15 +54,12 @@ def best_no_answer_threshold(
 
     This is the search of SQuAD v2.0's script with two differences. Questions with equal scores are treated together, as they
     are when the threshold is applied. Scores may be negative, so the threshold that leaves all questions unanswered is just
-    below the lowest score instead of 0.
+    below the lowest score instead of 0. Of equally good thresholds, the lowest is returned.
 
     Args:
-        golds: the answers of each question; empty if it has none.
+        golds: the answers to each question; empty if it has none.
         predictions: the best answer to each question, regardless of its no-answer score.
         no_answer: the no-answer score of each question; +inf is allowed.
-
-    Returns:
-        The best threshold; the lowest if several are equally good.
     """
     gains: defaultdict[float, float] = defaultdict(float)
     for answers, prediction, score in zip(golds, predictions, no_answer, strict=True):
@@ -82,38 +80,21 @@ def squad_scores(
 ) -> dict[str, float]:
     """Return exact match and token F1, averaged over the questions (SQuAD, SQuAD v2, ReCoRD).
 
-    Args:
-        golds: the correct answers to each question; empty if it has none.
-        predictions: an answer to each question; empty for no answer.
-        no_answer: the no-answer score of each question; a question with a score above `threshold` gets no answer.
-        threshold: see `best_no_answer_threshold`.
+    A question whose `no_answer` score is above the `threshold` gets no answer instead of its prediction.
 
     Returns:
         `exact_match` and `f1`; if some questions have no answer, also `no_answer_f1` and, if others do, `has_answer_f1`.
     """
     exact: list[float] = []
-    f1: list[float] = []
+    f1: dict[bool, list[float]] = {True: [], False: []}  # by whether the question has an answer
     scores = [-math.inf] * len(golds) if no_answer is None else no_answer
     for answers, prediction, score in zip(golds, predictions, scores, strict=True):
         # In v2.0's script, giving no answer is wrong for a question with answers even if all of them normalize to nothing.
         exact.append(float(not answers) if score > threshold else exact_match(prediction, answers))
-        f1.append(float(not answers) if score > threshold else token_f1(prediction, answers))
-    means = {"exact_match": fmean(exact), "f1": fmean(f1)}
-    without = [value for answers, value in zip(golds, f1, strict=True) if not answers]
-    answerable = [value for answers, value in zip(golds, f1, strict=True) if answers]
-    if without:
-        means["no_answer_f1"] = fmean(without)
-        if answerable:
-            means["has_answer_f1"] = fmean(answerable)
+        f1[bool(answers)].append(float(not answers) if score > threshold else token_f1(prediction, answers))
+    means = {"exact_match": fmean(exact), "f1": fmean(f1[True] + f1[False])}
+    if f1[False]:
+        means["no_answer_f1"] = fmean(f1[False])
+        if f1[True]:
+            means["has_answer_f1"] = fmean(f1[True])
     return means
-
-
-def _normalized(golds: Sequence[str]) -> list[str]:
-    return [text for text in map(normalize_answer, golds) if text] or [""]
-
-
-def _overlap(words: list[str], gold: list[str]) -> float:
-    if not words or not gold:
-        return float(words == gold)
-    shared = sum((Counter(words) & Counter(gold)).values())
-    return 2 * shared / (len(words) + len(gold))
