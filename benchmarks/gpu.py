@@ -34,7 +34,7 @@ from torch import Tensor
 
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.model import layers, losses
-from biphasic.model.attention import BACKENDS, backend_available, backend_for
+from biphasic.model.attention import BACKENDS, backend_available, choose_backend
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.device import peak_flops
 from biphasic.model.initialization import from_hf_config, llama_config
@@ -135,7 +135,7 @@ class Trained:
         self.size, self.variant, self.device = size, variant, device
         self.model: LanguageModel = from_hf_config(llama_config(size, LENGTH), seed=0, device=device)
         backend, _, kernels = variant.attention.partition(" by ")
-        self.attention = backend_for(self.model.config, backend, device, torch.bfloat16, training=True)
+        self.attention = choose_backend(self.model.config, backend, device, torch.bfloat16, training=True)
         self.model.backbone.attention_backend = self.attention  # pyright: ignore[reportAttributeAccessIssue]
         self.kernels = ""
         if self.attention == "varlen":

@@ -40,9 +40,8 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder, load_text_tokenizer
-from biphasic.model.forward import is_bidirectional
 from biphasic.model.initialization import from_hf_config, llama_config
-from biphasic.model.packing_probe import switch_to_packed_attention
+from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.segments import Segments, padding_groups
 from conftest import Write
@@ -314,7 +313,7 @@ def test_a_causal_model_is_refused(tmp_path: Path) -> None:
     """A folder whose own code is a decoder."""
     torch.manual_seed(0)
     causal = Qwen3ForCausalLM.from_pretrained(qwen3(tmp_path / "qwen3"))
-    assert not is_bidirectional(causal.model.eval(), 65)
+    assert not is_bidirectional(causal.model.eval())
     folder = tmp_path / "own"
     shutil.copytree(tmp_path / "qwen3", folder)
     config = json.loads((folder / "config.json").read_text())

@@ -148,11 +148,17 @@ def test_auto_takes_the_first_backend_that_fits(
     expected: str,
 ) -> None:
     monkeypatch.setattr(attention, "backend_available", lambda backend: backend in available)
-    choose_backend.cache_clear()
-    assert choose_backend("auto", "cuda", dtype, head_dim, softcap, dropout) == expected
-    assert choose_backend("flex", "cuda", dtype, head_dim) == "flex"
-    assert choose_backend("auto", "cpu", dtype, head_dim) == "sdpa"
-    choose_backend.cache_clear()
+    config = SimpleNamespace(
+        head_dim=head_dim, attn_logit_softcapping=50.0 if softcap else None, attention_dropout=0.1 if dropout else 0.0
+    )
+    assert choose_backend(config, "auto", "cuda", dtype, training=True) == expected
+    assert choose_backend(config, "flex", "cuda", dtype, training=True) == "flex"
+    assert choose_backend(config, "auto", "cpu", dtype, training=True) == "sdpa"
+    if not softcap:
+        config.attention_dropout = 0.0
+        without = choose_backend(config, "auto", "cuda", dtype, training=True)
+        config.attention_probs_dropout_prob = 0.1
+        assert choose_backend(config, "auto", "cuda", dtype, training=False) == without
 
 
 def test_flex_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,6 +199,4 @@ def test_gpus_before_ampere_have_dense_attention(major: int, expected: str, monk
     """Neither FlashAttention 2 nor Triton, which compiles FlexAttention, supports them."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (major, 5))
-    choose_backend.cache_clear()
-    assert choose_backend("auto", "cuda", torch.bfloat16, 64) == expected
-    choose_backend.cache_clear()
+    assert choose_backend(SimpleNamespace(head_dim=64), "auto", "cuda", torch.bfloat16, training=True) == expected

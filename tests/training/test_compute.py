@@ -16,7 +16,6 @@ from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
 from biphasic.model import attention, auto_microbatch, layers
-from biphasic.model.attention import choose_backend
 from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.training import compute, recipe
@@ -70,10 +69,8 @@ def test_the_choice_is_described(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(attention, "backend_available", lambda backend: True)
     monkeypatch.setattr(compute, "select_kernels", lambda hf_config, requested: "cuDNN")
-    choose_backend.cache_clear()
     model = meta()
     assert configure_compute(model, ComputeConfig(**requested), "amp_bf16") == expected
-    choose_backend.cache_clear()
     assert model.compiled_loss == (" compiled" in expected and "not compiled" not in expected)
 
 

@@ -6,7 +6,6 @@ the segments define which tokens attend to each other. All backends compute the 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
+from biphasic.model.flex import block_mask, flex
 from biphasic.model.kernels import GQA_OPTIONS, avoid_plans, head_dim
 from biphasic.model.segments import Segments, visibility_mask
 
@@ -26,114 +26,8 @@ BACKENDS = ("varlen", "flash2", "flex", "sdpa")
 `flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention of segments of similar length."""
 
 
-class AttentionOptions(NamedTuple):
-    """Attention options of a layer."""
-
-    scale: float
-    """Factor that scores are multiplied by."""
-    dropout: float
-    """Probability of dropping an attention weight."""
-    causal: bool
-    """Whether a token attends only to itself and to tokens before it."""
-    window: int
-    """Sliding window: a token attends only to tokens closer than this; 0: no limit."""
-    softcap: float | None
-    """Bound of the absolute scores, applied by tanh; None: no bound."""
-
-    @property
-    def window_size(self) -> tuple[int, int]:
-        """Number of tokens to the left and right that a query attends to, as in FlashAttention; -1: all."""
-        left = self.window - 1
-        return left, 0 if self.causal else left
-
-
-_DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
-"""Names of the probability of dropping an attention weight, in the configurations of transformers' families."""
-_HALF_PRECISION = (torch.float16, torch.bfloat16)
-_MIN_FLEX_HEAD_DIM = 16
-"""FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
-
-
 class NotPackedError(ValueError):
     """Raised when the attention function is called without segments or with a mask."""
-
-
-def backend_available(backend: str) -> bool:
-    """Return whether the backend runs on this machine, with the installed packages and GPU."""
-    if backend == "sdpa":
-        return True
-    if not torch.cuda.is_available():
-        return False
-    if backend == "flash2":
-        # Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
-        return importlib.util.find_spec("flash_attn_2_cuda") is not None
-    # FlashAttention 2 and Triton, which compiles FlexAttention, support NVIDIA's GPUs since Ampere.
-    return hip is not None or torch.cuda.get_device_capability()[0] >= 8
-
-
-@functools.cache
-def choose_backend(
-    requested: str, device: str, dtype: torch.dtype, head_dim: int, softcap: bool = False, dropout: bool = False
-) -> str:
-    """Return the requested backend, or with `auto` the first available one that supports the options.
-
-    Args:
-        requested: `auto`, or one of `BACKENDS`.
-        device: device type of the tokens.
-        dtype: dtype of queries, keys and values.
-        head_dim: size of a head.
-        softcap: whether scores are softcapped (Gemma 2).
-        dropout: whether attention weights are dropped.
-    """
-    if requested != "auto":
-        return requested
-    if device != "cuda":
-        return "sdpa"
-    candidates = []
-    if dtype in _HALF_PRECISION:
-        candidates.append("flash2" if softcap or dropout else "varlen")
-    if not dropout and head_dim >= _MIN_FLEX_HEAD_DIM:
-        candidates.append("flex")
-    return next((backend for backend in candidates if backend_available(backend)), "sdpa")
-
-
-def backend_for(hf_config: Any, requested: str, device: str, dtype: torch.dtype, training: bool) -> str:
-    """Return the backend that `choose_backend` chooses for a backbone.
-
-    Args:
-        hf_config: the backbone's Hugging Face configuration.
-        requested: `auto`, or one of `BACKENDS`.
-        device: device type of the tokens.
-        dtype: dtype of queries, keys and values.
-        training: whether the backbone is in training mode, in which it drops attention weights.
-    """
-    softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
-    dropout = training and any(getattr(hf_config, name, 0.0) for name in _DROPOUT_OPTIONS)
-    return choose_backend(requested, device, dtype, head_dim(hf_config), softcap, dropout)
-
-
-def attention_arguments(
-    backbone: Any, segments: Segments, device: str, dtype: torch.dtype, causal: bool
-) -> dict[str, Any]:
-    """Return the arguments of a backbone's forward that its layers pass on to `attention`.
-
-    Args:
-        backbone: a Hugging Face base model. Its attribute `attention_backend`, if there is one, is the requested backend.
-        segments: segments of the tokens. FlexAttention's block masks are added to them.
-        device: device type of the tokens.
-        dtype: dtype of queries, keys and values.
-        causal: whether a token attends only to itself and to tokens before it.
-    """
-    requested: str = getattr(backbone, "attention_backend", "auto")
-    backend = backend_for(backbone.config, requested, device, dtype, backbone.training)
-    if device == "cuda":
-        avoid_plans()
-    if backend == "flex":
-        from biphasic.model.flex import block_mask
-
-        window = getattr(backbone.config, "sliding_window", None) or 0
-        segments.block_masks = {w: block_mask(segments, causal, w) for w in {0, window}}
-    return {"segments": segments, "is_causal": causal, "attention_backend": backend}
 
 
 def attention(
@@ -162,8 +56,9 @@ def attention(
         attention_mask: must be None; padding is removed before the backbone is called.
         scaling: factor that scores are multiplied by. Default: 1/sqrt(head_dim).
         dropout: probability of dropping an attention weight.
-        segments: segments of the tokens. This and the next two are those of `attention_arguments`.
-        is_causal: whether a token attends only to itself and to tokens before it.
+        segments: where each packed text begins and ends. `segments`, `is_causal` and `attention_backend` are passed down by
+            `attention_arguments`.
+        is_causal: If True, use causal attention.
         attention_backend: one of `BACKENDS`.
         sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2).
         softcap: bound of the absolute scores, applied by tanh (Gemma 2).
@@ -190,6 +85,96 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     options = AttentionOptions(scale, dropout, is_causal, sliding_window or 0, softcap)
     return BACKEND_FUNCTIONS[backend](query, key, value, segments, options), None
+
+
+def register() -> None:
+    """Register `attention` with transformers. Registering twice changes nothing."""
+    from transformers.modeling_utils import AttentionInterface
+
+    # transformers builds no mask for a name without a registered mask function.
+    AttentionInterface.register(ATTENTION_NAME, attention)
+
+
+def attention_arguments(
+    backbone: Any, segments: Segments, device: str, dtype: torch.dtype, causal: bool
+) -> dict[str, Any]:
+    """Return the arguments of a backbone's forward that its layers pass on to `attention`.
+
+    Args:
+        backbone: a Hugging Face base model. Its attribute `attention_backend`, if there is one, is the requested backend.
+        segments: segments of the tokens. FlexAttention's block masks are added to them.
+        device: device type of the tokens.
+        dtype: dtype of queries, keys and values.
+        causal: If True, use causal attention.
+    """
+    requested: str = getattr(backbone, "attention_backend", "auto")
+    backend = choose_backend(backbone.config, requested, device, dtype, backbone.training)
+    if device == "cuda":
+        avoid_plans()
+    if backend == "flex":
+        window = getattr(backbone.config, "sliding_window", None) or 0
+        segments.block_masks = {w: block_mask(segments, causal, w) for w in {0, window}}
+    return {"segments": segments, "is_causal": causal, "attention_backend": backend}
+
+
+def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dtype, training: bool) -> str:
+    """Return the requested backend, or with `auto` the first available one that supports the model's options.
+
+    Args:
+        hf_config: the backbone's Hugging Face configuration.
+        requested: `auto`, or one of `BACKENDS`.
+        device: device type of the tokens.
+        dtype: dtype of queries, keys and values.
+        training: whether the backbone is in training mode, in which it drops attention weights.
+    """
+    if requested != "auto":
+        return requested
+    if device != "cuda":
+        return "sdpa"
+    softcap = getattr(hf_config, "attn_logit_softcapping", None) is not None
+    dropout = training and any(getattr(hf_config, name, 0.0) for name in _DROPOUT_OPTIONS)
+    candidates = []
+    if dtype in (torch.float16, torch.bfloat16):
+        candidates.append("flash2" if softcap or dropout else "varlen")
+    if not dropout and head_dim(hf_config) >= _MIN_FLEX_HEAD_DIM:
+        candidates.append("flex")
+    return next((backend for backend in candidates if backend_available(backend)), "sdpa")
+
+
+def backend_available(backend: str) -> bool:
+    """Return whether the backend runs on this machine, with the installed packages and GPU."""
+    if backend == "sdpa":
+        return True
+    if not torch.cuda.is_available():
+        return False
+    if backend == "flash2":
+        return _HAS_FLASH_2
+    # FlashAttention 2 and Triton, which compiles FlexAttention, support NVIDIA's GPUs since Ampere.
+    return hip is not None or torch.cuda.get_device_capability()[0] >= 8
+
+
+_DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
+"""Names of the probability of dropping an attention weight, in the configurations of transformers' families."""
+_MIN_FLEX_HEAD_DIM = 16
+"""FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
+# Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
+_HAS_FLASH_2 = importlib.util.find_spec("flash_attn_2_cuda") is not None
+
+
+class AttentionOptions(NamedTuple):
+    """Options of a layer's attention, as in `attention`. A `window` of 0 is no limit."""
+
+    scale: float
+    dropout: float
+    causal: bool
+    window: int
+    softcap: float | None
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """Number of tokens to the left and right that a query attends to, as in FlashAttention; -1: all."""
+        left = self.window - 1
+        return left, 0 if self.causal else left
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
@@ -224,8 +209,6 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    from biphasic.model.flex import block_mask, flex
-
     # The window of some layers differs from the configuration's (ModernBERT); those are not compiled.
     mask = segments.block_masks.get(options.window)
     if mask is None:
@@ -239,8 +222,8 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    if segments.uniform:
-        length = segments.lengths[0]
+    length = segments.lengths[0]
+    if all(other == length for other in segments.lengths):
         q, k, v = (x.unflatten(2, (-1, length))[0].transpose(0, 1) for x in (query, key, value))
         return _dense(q, k, v, options).transpose(1, 2).flatten(0, 1)[None]
     dense, heads = segments.dense_groups, query.shape[1]
@@ -262,8 +245,7 @@ def _dense(
     `is_token` is bool [segments, 1, 1, length], false at padding; None without padding.
     """
     length = query.shape[2]
-    limited = options.softcap is not None or 0 < options.window < length
-    if not limited:
+    if options.softcap is None and not 0 < options.window < length:
         # Causal attention needs no mask for padding, which comes after the tokens.
         mask = None if options.causal else is_token
         return F.scaled_dot_product_attention(
@@ -291,11 +273,3 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, op
 BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = dict(zip(BACKENDS, (_varlen, _flash2, _flex, _sdpa), strict=True))
 """The function of each backend. It takes query, key and value ([1, heads or kv_heads, tokens, head_dim]), `Segments` and
 `AttentionOptions`, and returns [1, tokens, heads, head_dim]."""
-
-
-def register() -> None:
-    """Register `attn_implementation="biphasic"` with transformers. Registering twice changes nothing."""
-    from transformers.modeling_utils import AttentionInterface
-
-    # transformers builds no mask for a name without a registered mask function.
-    AttentionInterface.register(ATTENTION_NAME, attention)

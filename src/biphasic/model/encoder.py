@@ -25,13 +25,12 @@ from biphasic.model.backbone import (
 )
 from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
 from biphasic.model.forward import (
-    is_bidirectional,
     packed_encoder_forward,
     packed_forward,
     padded_forward,
     reserved_positions,
 )
-from biphasic.model.packing_probe import switch_to_packed_attention
+from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 
@@ -240,7 +239,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         train_padding_embedding(backbone)
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
-        if not is_bidirectional(backbone.eval(), config.vocab_size):
+        if not is_bidirectional(backbone.eval()):
             raise UserError(f"model {path}: its own code is causal: an encoder has to be bidirectional")
         is_own_family = True
     else:

@@ -20,13 +20,7 @@ BLOCK = 128
 
 
 def block_mask(segments: Segments, causal: bool, window: int) -> BlockMask:
-    """Build the block mask for attention within segments.
-
-    Args:
-        segments: segments of the tokens.
-        causal: whether a token attends only to itself and to tokens before it.
-        window: a token attends only to tokens closer than this; 0: no limit.
-    """
+    """Build the block mask for attention within segments. With a `window`, tokens attend only to tokens closer than this."""
     segment, tokens = segments.segment_index, segments.segment_index.shape[0]
     first, last = segment[::BLOCK], torch.cat([segment[BLOCK - 1 : -1 : BLOCK], segment[-1:]])
     blocks = torch.arange(len(first), device=segment.device)
@@ -45,12 +39,7 @@ def block_mask(segments: Segments, causal: bool, window: int) -> BlockMask:
         distance = (row - column).abs()
         some &= (distance - 1) * BLOCK + 1 < window
         full &= (distance + 1) * BLOCK - 1 < window
-    return BlockMask.from_kv_blocks(
-        *_ordered(some & ~full), *_ordered(full), BLOCK, _mask_function(segment, causal, window), (tokens, tokens)
-    )
 
-
-def _mask_function(segment: Tensor, causal: bool, window: int) -> Callable[..., Tensor]:
     def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         visible = segment[query] == segment[key]
         if causal:
@@ -59,7 +48,7 @@ def _mask_function(segment: Tensor, causal: bool, window: int) -> Callable[..., 
             visible = visible & ((query - key).abs() < window)
         return visible
 
-    return attends
+    return BlockMask.from_kv_blocks(*_ordered(some & ~full), *_ordered(full), BLOCK, attends, (tokens, tokens))
 
 
 def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -83,13 +72,8 @@ def _compiled() -> Callable[..., Any]:
     return torch.compile(flex_attention, dynamic=True)
 
 
-def flex(
-    query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float | None, softcap: float | None
-) -> Tensor:
-    """Compute attention under a block mask. `query` is [1, heads, tokens, head_dim], `key` and `value` have kv_heads heads.
-
-    Scores are multiplied by `scale` (default 1/sqrt(head_dim)); `softcap` bounds their absolute value by tanh.
-    """
+def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, softcap: float | None) -> Tensor:
+    """Compute attention under a block mask. Shapes and options are those of `biphasic.model.attention.attention`."""
     # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
     call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else _compiled()
     score_mod = None if softcap is None else _softcapped(softcap)

@@ -20,16 +20,13 @@ _EXTRA_TOKENS = 256
 
 
 def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """Compute hidden states without padding.
+    """Compute hidden states [tokens, width], after the final norm, without padding.
 
     Args:
-        backbone: a Hugging Face base model whose attention is `biphasic` (see `biphasic.model.backbone`).
+        backbone: a Hugging Face base model whose attention is `biphasic`.
         tokens: int64 [tokens].
         segments: segments of the tokens. Tokens attend within a segment, and positions restart at each segment.
-        causal: whether a token attends only to itself and to tokens before it.
-
-    Returns:
-        Hidden states [tokens, dimension], after the final norm.
+        causal: If True, use causal attention.
     """
     embedded = backbone.get_input_embeddings()(tokens[None])  # pyright: ignore[reportCallIssue]
     device, dtype = embedded.device.type, embedded.dtype
@@ -43,47 +40,39 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
 
 
 def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> Tensor:
-    """Compute hidden states without padding, by an encoder family of transformers.
+    """Compute an encoder's hidden states [tokens, width] without padding.
 
     Args:
         encoder: a Hugging Face encoder (BERT, RoBERTa, ModernBERT) for which
             `biphasic.model.packing_probe.switch_to_packed_attention` returned true.
         tokens: int64 [tokens].
         segments: segments of the tokens. Tokens attend within a segment, and positions restart at each segment.
-
-    Returns:
-        Hidden states [tokens, dimension].
     """
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(encoder.parameters()).dtype
     arguments = attention_arguments(encoder, segments, device, dtype, causal=False)
-    embeddings = getattr(encoder, "embeddings", None)
-    positions = segments.position_ids[None]
-    positions = positions + reserved_positions(encoder)
-    if hasattr(embeddings, "token_type_embeddings"):
+    positions = segments.position_ids[None] + reserved_positions(encoder)
+    if hasattr(getattr(encoder, "embeddings", None), "token_type_embeddings"):
         arguments["token_type_ids"] = torch.zeros_like(positions)
     output = encoder(input_ids=tokens[None], position_ids=positions, **arguments)
     return output.last_hidden_state[0]
 
 
 def reserved_positions(encoder: nn.Module) -> int:
-    """Return the first position of a text. In RoBERTa's families, it is the one after the padding token's; in others 0."""
+    """Return the first position of a text: in RoBERTa's families, the one after the padding token's; in others 0."""
     embeddings = getattr(encoder, "embeddings", None)
     padding: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     return 0 if padding is None else padding + 1
 
 
 def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id: int) -> Tensor:
-    """Compute hidden states with a model that takes padded batches. Texts of similar length share a batch.
+    """Compute hidden states [tokens, width] in padded batches. Texts of similar length share a batch.
 
     Args:
         model: a Hugging Face encoder whose attention takes no segments, such as DeBERTa.
         tokens: int64 [tokens].
         segments: one segment for each text.
         pad_id: id of the padding token; some families (RoBERTa) compute positions from it.
-
-    Returns:
-        Hidden states [tokens, dimension].
     """
     if tokens.is_cuda:
         avoid_plans()
@@ -98,22 +87,3 @@ def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id:
         for index, row in zip(group, output.last_hidden_state, strict=True):
             hidden[index] = row[: segments.lengths[index]]
     return torch.cat([hidden[index] for index in range(len(texts))])
-
-
-def is_bidirectional(model: nn.Module, vocabulary: int) -> bool:
-    """Return whether a text's first hidden state depends on its last token.
-
-    Args:
-        model: a Hugging Face encoder, in evaluation mode.
-        vocabulary: number of token ids.
-    """
-    device = next(model.parameters()).device
-    text = torch.arange(1, 9, device=device) * max(vocabulary // 16, 1) % vocabulary
-    changed = text.clone()
-    changed[-1] = (changed[-1] + 1) % vocabulary
-    with torch.inference_mode():
-        output: Any = model(
-            input_ids=torch.stack([text, changed]), attention_mask=torch.ones(2, 8, device=device).long()
-        )
-    first = output.last_hidden_state[:, 0].float()
-    return bool((first[0] - first[1]).abs().max() > 1e-6 * first.abs().max())

@@ -2,37 +2,30 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 
-class TextHead(nn.Module):
+class TextHead(nn.Sequential):
     """Classify texts by their mean hidden state, with a dense layer, GELU and a linear layer as in EuroBERT's own class.
 
-    Maps [texts, width] to [texts, labels].
+    Maps [texts, width] to logits [texts, labels].
     """
 
     def __init__(self, width: int, labels: int):
-        super().__init__()
-        self.dense = nn.Linear(width, width)
-        self.activation = nn.GELU()
-        self.classifier = nn.Linear(width, labels)
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        """Return logits [texts, labels]."""
-        return self.classifier(self.activation(self.dense(pooled)))
+        layers = {"dense": nn.Linear(width, width), "activation": nn.GELU(), "classifier": nn.Linear(width, labels)}
+        super().__init__(OrderedDict(layers))
 
 
-class TokenHead(nn.Module):
-    """Classify tokens with a linear layer, from [tokens, width] to [tokens, labels]."""
+class TokenHead(nn.Sequential):
+    """Classify tokens with a linear layer, from [tokens, width] to logits [tokens, labels]."""
+
+    classifier: nn.Linear
 
     def __init__(self, width: int, labels: int):
-        super().__init__()
-        self.classifier = nn.Linear(width, labels)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Return logits [tokens, labels]."""
-        return self.classifier(hidden)
+        super().__init__(OrderedDict(classifier=nn.Linear(width, labels)))
 
 
 def initialize_head(head: nn.Module, deviation: float, seed: int) -> None:

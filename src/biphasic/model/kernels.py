@@ -27,6 +27,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.version import hip
 
 from biphasic.errors import UserError
+from biphasic.model.segments import visibility_mask
 
 KERNELS = {"fa4": "FlashAttention 4", "fa3": "FlashAttention 3", "cudnn": "cuDNN", "fa2": "FlashAttention 2"}
 """Kernels by their name in a YAML, in the order in which `auto` tries them."""
@@ -61,16 +62,15 @@ def select_kernels(hf_config: Any, requested: str = "auto") -> str:
     """
     global _selected
     for name in KERNELS if requested == "auto" else [requested]:
-        problem, is_installed = _missing_requirement(name), False
-        if problem is None:
-            problem, is_installed = _activation_problem(name, hf_config), True
+        missing = _missing_requirement(name)
+        problem = missing or _activation_problem(name, hf_config)
         if problem is None:
             _selected = name
             return KERNELS[name]
         if requested != "auto" or name == "fa2":
             raise UserError(f"compute.varlen_kernels: {KERNELS[name]} can't be used: {problem}; expected another choice, "
                             "or compute.attention: flex")  # fmt: skip
-        if is_installed:
+        if missing is None:
             warnings.warn(f"attention: {KERNELS[name]} can't be used ({problem}); other kernels are", stacklevel=2)
     raise AssertionError("FlashAttention 2 is the last")
 
@@ -79,7 +79,7 @@ def avoid_plans() -> None:
     """Turn cuDNN's attention off, unless `select_kernels` has chosen it.
 
     cuDNN prepares a plan for each combination of number of segments, number of tokens, and maximum length, which takes about
-    50 ms (PyTorch, pull request 191576). In fine-tuning and evaluation, nearly every batch is another combination.
+    50 ms (PyTorch, pull request 191576). In fine-tuning and evaluation, nearly every batch has a new combination.
     """
     if _selected != "cudnn":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -108,7 +108,7 @@ def _has_module(name: str) -> bool:
 
 
 def _activation_problem(name: str, hf_config: Any) -> str | None:
-    """Activate kernels and try them. Return what is wrong with them; None if they work."""
+    """Activate kernels and try them. Return why they can't be used; None if they work."""
     try:
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
         if name in _MODULES:
@@ -123,16 +123,10 @@ def _activation_problem(name: str, hf_config: Any) -> str | None:
 
 
 def try_attention(hf_config: Any, device: torch.device) -> str:
-    """Compute PyTorch's variable-length attention and its gradients, causal and bidirectional, on a few short segments.
+    """Check PyTorch's variable-length attention and its gradients, causal and bidirectional, on a few short segments.
 
-    Some segments are empty, as in batches (see `Segments.of`).
-
-    Args:
-        hf_config: the backbone's Hugging Face configuration, for the number and size of heads.
-        device: device to compute on.
-
-    Returns:
-        Name of the kernels that ran, found in the profile of the operators.
+    Some segments are empty, as in batches (`Segments.of`). Returns the name of the kernels that ran, which is found in the
+    profile of the operators.
 
     Raises:
         RuntimeError: results differ from dense attention in fp32. The kernels may raise other errors.
@@ -168,12 +162,7 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
 def _dense(inputs: list[Tensor], upstream: Tensor, causal: bool) -> list[Tensor]:
     """Return output and gradients, fp32 [tokens, heads, head_dim], by dense attention under a mask."""
     leaves = [x.float().requires_grad_() for x in inputs]
-    device, tokens = upstream.device, upstream.shape[0]
-    segment = torch.arange(len(_TRIED_LENGTHS)).repeat_interleave(torch.tensor(_TRIED_LENGTHS)).to(device)
-    position = torch.arange(tokens, device=device)
-    mask = segment[:, None] == segment[None, :]
-    if causal:
-        mask &= position[:, None] >= position[None, :]
+    mask = torch.block_diag(*(visibility_mask(length, causal, 0, upstream.device) for length in _TRIED_LENGTHS))
     query, key, value = (x.transpose(0, 1)[None] for x in leaves)
     with sdpa_kernel(SDPBackend.MATH):
         output = F.scaled_dot_product_attention(query, key, value, mask, enable_gqa=True)[0].transpose(0, 1)

@@ -2,8 +2,7 @@
 
 Gradients are computed chunk by chunk in the forward pass, while the chunk's logits exist, and only scaled in the backward
 pass. This takes three matrix products, as many as with full logits. The idea is from fused linear cross-entropy kernels
-(cut-cross-entropy), here in plain PyTorch for every device. If the operations between the products are compiled, they read
-the logits two or three times and write them once.
+(cut-cross-entropy), here in plain PyTorch for every device.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 IGNORE = -100
@@ -21,7 +19,8 @@ IGNORE = -100
 CHUNK_BYTES = 128 * 2**20
 """Largest size of a chunk's logits in bytes on a CPU."""
 _CACHED_BYTES = 8 * 2**20
-"""Logits of this size stay in a CPU's cache. With a large head, so small chunks read it too often from memory."""
+"""Logits up to this size fit in a CPU's cache. A larger chunk is used if the head is large, because the head is read from
+memory once per chunk."""
 GPU_SHARE = 1 / 64
 """Share of a GPU's memory for a chunk's logits. Small chunks are slow, because each one adds to the head's full gradient."""
 
@@ -76,7 +75,6 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
 
 def _chunk_tokens(weight: Tensor) -> int:
-    """Return the number of tokens in a chunk."""
     if not weight.is_cuda:
         size = min(CHUNK_BYTES, max(_CACHED_BYTES, 4 * weight.nbytes))
         return max(1, size // (4 * weight.shape[0]))
@@ -92,7 +90,6 @@ def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 
 
 def _loss(logits: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    """Return a chunk's summed loss."""
     return -_softcapped(logits, softcap).log_softmax(1).gather(1, targets).sum()
 
 
@@ -112,7 +109,10 @@ def _loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float | None) -
 
 
 def _loss_and_gradient_to_compile(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
-    """Compute `_loss_and_gradient` without scatter; compiled, this needs two passes over the logits and no temporaries."""
+    """Compute `_loss_and_gradient` without scatter.
+
+    The compiled function reads the logits two or three times, writes them once, and needs no temporaries.
+    """
     capped = _softcapped(logits, softcap)
     normalizer = capped.logsumexp(1, keepdim=True)
     loss = (normalizer - capped.gather(1, targets)).sum()
@@ -141,8 +141,8 @@ def cross_entropy_sum(
     """Sum the cross-entropy, in nats, over the positions that have a target.
 
     Args:
-        hidden: hidden states [tokens, dimension] of the backbone.
-        weight: the head's weight [vocabulary, dimension].
+        hidden: the backbone's hidden states, [tokens, width].
+        weight: the head's weight, [vocabulary, width].
         targets: int64 [tokens]; `IGNORE` where nothing is predicted.
         softcap: bound of the absolute logits, applied by tanh (Gemma 2).
         compiled: whether the operations between the matrix products are compiled.
@@ -161,8 +161,3 @@ def cross_entropy_sum(
         total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, differentiable, compute)
     assert isinstance(total, Tensor)
     return total
-
-
-def full_logits_cross_entropy_sum(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute `cross_entropy_sum` from all logits at once, as a reference for its results and memory."""
-    return F.cross_entropy((hidden @ weight.T).float(), targets, ignore_index=IGNORE, reduction="sum")

@@ -1,4 +1,4 @@
-"""Check whether a loaded backbone computes packed segments correctly."""
+"""Check whether a loaded backbone attends in both directions, and whether it computes packed segments correctly."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from biphasic.model import attention
 from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward
-from biphasic.model.segments import Segments
+from biphasic.model.segments import Segments, visibility_mask
 from biphasic.quiet import without_warnings
 from biphasic.storage import first_line
 
@@ -17,11 +17,9 @@ _LENGTH = 4
 """Number of tokens in each of the probe's two segments."""
 _TOLERANCE = 1e-3
 """Maximum difference from the family's own attention, relative to the largest absolute hidden state."""
-_SAME = 1e-5
-"""Maximum difference of an encoder's packed hidden states from its padded ones, relative to the largest absolute hidden
-state."""
-_UNCHANGED = 1e-5
-"""Maximum relative difference due to rounding. Mixtures of experts round differently when other tokens change."""
+_ROUNDING = 1e-5
+"""Maximum difference due to rounding, relative to the largest absolute hidden state. Mixtures of experts round differently
+when other tokens change."""
 
 
 @torch.no_grad()
@@ -38,22 +36,20 @@ def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
     Returns:
         A description of the problem, for an error message; None if there is no problem.
     """
-    vocabulary: int = backbone.get_input_embeddings().weight.shape[0]  # pyright: ignore
+    vocabulary = _vocabulary(backbone)
     tokens = torch.arange(1, 2 * _LENGTH + 1) * 7 % vocabulary
     try:
         for causal in (False, True):
             hidden = _hidden(backbone, tokens, causal)
+            visible = visibility_mask(_LENGTH, causal, 0, tokens.device)
             # The last token of the first segment, and the first token of the second.
-            for changed in (_LENGTH - 1, _LENGTH):
-                changed_tokens = tokens.clone()
-                changed_tokens[changed] = (changed_tokens[changed] + 1) % vocabulary
-                difference = (_hidden(backbone, changed_tokens, causal) - hidden).abs().amax(1)
-                moved = (difference > _UNCHANGED * hidden.abs().max()).tolist()
-                first, second = moved[:_LENGTH], moved[_LENGTH:]
-                expected = [not causal] * (_LENGTH - 1) + [True] if changed < _LENGTH else [True] * _LENGTH
-                if any(second if changed < _LENGTH else first):
+            for segment, position in ((0, _LENGTH - 1), (1, 0)):
+                changed = _with_changed_token(tokens, segment * _LENGTH + position, vocabulary)
+                difference = (_hidden(backbone, changed, causal) - hidden).abs().amax(1)
+                moved = (difference > _ROUNDING * hidden.abs().max()).view(2, _LENGTH)
+                if moved[1 - segment].any():
                     return "tokens attend to other segments"
-                if (first if changed < _LENGTH else second) != expected:
+                if not moved[segment].equal(visible[:, position]):
                     return f"its layers can't be made {'causal' if causal else 'bidirectional'}"
         if decoder and _difference_from_own(backbone, tokens, hidden) > _TOLERANCE:
             return "its hidden states are not those of its own attention"
@@ -62,6 +58,16 @@ def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
     except Exception as error:  # the family's code may raise anything
         return f"its code fails ({type(error).__name__}: {first_line(error)})"
     return None
+
+
+def _vocabulary(backbone: Any) -> int:
+    return backbone.get_input_embeddings().weight.shape[0]
+
+
+def _with_changed_token(tokens: Tensor, index: int, vocabulary: int) -> Tensor:
+    changed = tokens.clone()
+    changed[index] = (changed[index] + 1) % vocabulary
+    return changed
 
 
 def _hidden(backbone: nn.Module, tokens: Tensor, causal: bool) -> Tensor:
@@ -76,6 +82,16 @@ def _difference_from_own(backbone: Any, tokens: Tensor, hidden: Tensor) -> float
     finally:
         backbone.set_attn_implementation(attention.ATTENTION_NAME)
     return float((own - hidden).abs().max() / own.abs().max())
+
+
+@torch.no_grad()
+def is_bidirectional(encoder: nn.Module) -> bool:
+    """Return whether a text's first hidden state, with a Hugging Face encoder's own attention, depends on its last token."""
+    length, vocabulary = 8, _vocabulary(encoder)
+    tokens = torch.arange(1, length + 1) * max(vocabulary // 16, 1) % vocabulary
+    both = torch.cat([tokens, _with_changed_token(tokens, -1, vocabulary)])
+    hidden = padded_forward(encoder, both, Segments.of([length, length], both.device), pad_id=0).float()
+    return bool((hidden[0] - hidden[length]).abs().max() > 1e-6 * hidden[0].abs().max())
 
 
 @torch.no_grad()
@@ -107,12 +123,13 @@ def _packs(encoder: Any) -> bool:
     window: int = getattr(encoder.config, "sliding_window", None) or 0
     longest = min(max(2 * window, _LENGTH) + _LENGTH, encoder.config.max_position_embeddings // 2)
     lengths = (longest, _LENGTH, longest - 1)
-    vocabulary: int = encoder.get_input_embeddings().weight.shape[0]
+    vocabulary = _vocabulary(encoder)
     pad_id: int = getattr(encoder.config, "pad_token_id", None) or 0
     tokens = torch.arange(1, sum(lengths) + 1) * 7 % vocabulary
     # Some families compute positions from padding tokens.
     tokens[tokens == pad_id] = (pad_id + 1) % vocabulary
-    padded = padded_forward(encoder, tokens, Segments.of(lengths, tokens.device), pad_id)
+    segments = Segments.of(lengths, tokens.device)
+    padded = padded_forward(encoder, tokens, segments, pad_id)
     encoder.set_attn_implementation(attention.ATTENTION_NAME)
-    packed = packed_encoder_forward(encoder, tokens, Segments.of(lengths, tokens.device))
-    return packed.shape == padded.shape and bool((packed - padded).abs().max() <= _SAME * padded.abs().max())
+    packed = packed_encoder_forward(encoder, tokens, segments)
+    return packed.shape == padded.shape and bool((packed - padded).abs().max() <= _ROUNDING * padded.abs().max())

@@ -94,11 +94,7 @@ class Segments:
 
     @classmethod
     def of(
-        cls,
-        lengths: Sequence[int],
-        device: torch.device,
-        max_seqlen: int | None = None,
-        count: int | None = None,
+        cls, lengths: Sequence[int], device: torch.device, max_seqlen: int | None = None, count: int | None = None
     ) -> Segments:
         """Build segments of the given lengths.
 
@@ -127,17 +123,9 @@ class Segments:
         """Groups that dense attention pads."""
         return DenseGroups.of(self.lengths, self.cu_seqlens.device)
 
-    @property
-    def uniform(self) -> bool:
-        """Whether all segments have the same length."""
-        return min(self.lengths) == max(self.lengths)
-
 
 def rounded_count(segments: int) -> int:
-    """Round a number of segments up to one of few values: a multiple of 8, with three significant bits.
-
-    Kernels that are prepared for each number of segments (cuDNN's) are then prepared for few.
-    """
+    """Round up to a multiple of 8 with three significant bits: cuDNN prepares kernels for each number of segments."""
     step = max(1 << max(segments.bit_length() - 3, 0), 8)
     return -(-segments // step) * step
 
@@ -145,11 +133,7 @@ def rounded_count(segments: int) -> int:
 def visibility_mask(length: int, causal: bool, window: int, device: torch.device) -> Tensor:
     """Return which tokens of a segment attend to which, as a bool mask [queries, keys].
 
-    Args:
-        length: number of tokens in the segment.
-        causal: whether a token attends only to itself and to tokens before it.
-        window: a token attends only to tokens closer than this; 0: no limit.
-        device: device of the mask.
+    With a `window`, tokens attend only to tokens closer than this; 0: no limit.
     """
     position = torch.arange(length, device=device)
     distance = position[:, None] - position[None, :]

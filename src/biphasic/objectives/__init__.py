@@ -1,1 +1,1 @@
-"""Training objectives, which turn tokens into inputs and targets. Imports torch only."""
+"""Training objectives, which turn tokens into inputs and targets."""

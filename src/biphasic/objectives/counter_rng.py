@@ -40,7 +40,7 @@ def random_integers(seed: int, purpose: int, counter: int, row_ids: Tensor, leng
     Args:
         seed: the run's seed.
         purpose: id of the use; different purposes get independent numbers.
-        counter: a number that changes each time the row is revisited, e.g. the epoch.
+        counter: a number that changes each time the row is revisited: the epoch, or in a mix the batch. 0 in validation.
         row_ids: int64 [rows], ids in the dataset.
         length: number of positions in a row.
 

@@ -42,7 +42,7 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
             reason = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
         raise UserError(f"compute.attention: {config.attention} {reason}: expected another one, or auto")
     dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
-    backend = attention.backend_for(model.config, config.attention, "cuda" if gpu else "cpu", dtype, training=True)
+    backend = attention.choose_backend(model.config, config.attention, "cuda" if gpu else "cpu", dtype, training=True)
     kernels = ""
     if gpu and backend == "varlen":
         kernels = f" ({select_kernels(model.config, config.varlen_kernels)})"
