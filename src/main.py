@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from biphasic.commands.next_step import after_run, after_stage
+from biphasic.commands.next_step import STAGES, after_run, after_stage
 from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.devices import set_allocators
@@ -26,12 +26,18 @@ if TYPE_CHECKING:
     from biphasic.config.study import StudyConfig
     from biphasic.config.sweep import SweepConfig
 
-_STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
 _ARGUMENTS = (
     argument("--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"),
     argument("--retry-failed", action="store_true", help="sweeps: run failed trials again"),
-    argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain"),
+    argument("--stage", choices=STAGES, help="studies: the stage to run; default: pretrain"),
 )
+_JOBS_OF_OPTIONS = {
+    "stage": ("study",),
+    "draw": ("study",),
+    "limit": ("sweep", "study"),
+    "retry_failed": ("sweep", "study"),
+    "memory": ("pretrain",),
+}
 _SAME_COMMAND = "next: the same command, for those that --limit has left out"
 
 
@@ -53,20 +59,19 @@ def _main(arguments: list[str] | None) -> int:
     from biphasic.config.load import load
 
     config = load(options.file, options.overrides, options.ranks)
-    if (options.stage or options.draw) and config.job != "study":
-        raise UserError(f"--stage and --draw are for studies; {options.file} is job: {config.job}")
-    starts_workers = config.job in ("study", "sweep")
-    if not starts_workers and (options.limit is not None or options.retry_failed):
-        raise UserError(f"--limit and --retry-failed are for sweeps and studies; {options.file} is job: {config.job}")
-    if starts_workers and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+    for name, jobs in _JOBS_OF_OPTIONS.items():
+        if getattr(options, name) and config.job not in jobs:
+            expected = " and ".join(f"job: {job}" for job in jobs)
+            raise UserError(f"--{name.replace('_', '-')} is for {expected}; {options.file} is job: {config.job}")
+    if config.job in ("study", "sweep") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
     for name in ("draw", "memory"):
         if getattr(options, name) and not options.plan:
             raise UserError(f"--{name} belongs to --plan")
-    if options.plan:
-        return print_plan(_planned_stage(config, options.stage), options)
-    if config.job == "study":
+    if config.job == "study" and not (options.plan and options.stage in (None, "pretrain")):
         return _study(config, options)
+    if options.plan:
+        return print_plan(config, options)
     if config.job == "sweep":
         status = _sweep(config, options)
         if status == 1:
@@ -94,23 +99,13 @@ def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None 
     return status
 
 
-def _planned_stage(config: Config, stage: str | None) -> Config:
-    """The configuration that `--plan` describes: the study's own, or its sweep for `--stage finetune`."""
-    if stage in (None, "pretrain") or config.job != "study":
-        return config
-    if stage == "finetune":
-        from biphasic.study.stages import sweep_config
-
-        return sweep_config(config)
-    raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
-
-
 def _study(config: StudyConfig, options: argparse.Namespace) -> int:
+    """Run a stage of a study, or print the plan of its sweep."""
     stage = options.stage or "pretrain"
+    if options.plan and stage != "finetune":
+        raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
     if options.retry_failed and stage != "finetune":
         raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
-    if stage == "pretrain":
-        return _after_stage(_pretrain_study(config, options.limit), options, stage)
     if stage == "report":
         from biphasic.report.run import write_report
 
@@ -119,12 +114,22 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         # Logs and evaluations are local, also if checkpoints and the sweep's records are in a bucket.
         write_report(list(dict.fromkeys([config.folder, config.local_folder])))
         return 0
-    from biphasic.study.stages import evaluate, export, sweep_config
+    if stage == "pretrain":
+        status = _pretrain_study(config, options.limit)
+    else:
+        from biphasic.study.stages import evaluate, export, sweep_config
 
-    if stage == "finetune":
-        report = f"{config.local_folder}/sweep/report"
-        return _after_stage(_sweep(sweep_config(config), options, report), options, stage)
-    return _after_stage({"export": export, "evaluate": evaluate}[stage](config, options.limit), options, stage)
+        if options.draw:
+            raise UserError("--draw is for --stage pretrain")
+        if options.plan:
+            return print_plan(sweep_config(config), options)
+        if stage == "finetune":
+            status = _sweep(sweep_config(config), options, f"{config.local_folder}/sweep/report")
+        else:
+            status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
+    if status == 0:
+        print(_SAME_COMMAND if options.limit else after_stage(options.file, stage))
+    return status
 
 
 def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
@@ -138,13 +143,6 @@ def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
         study_plan = plan_study(config)
         if all(run.state == "done" for run in study_plan.runs):
             print(describe_totals(trained_totals(config), study_plan))
-    return status
-
-
-def _after_stage(status: int, options: argparse.Namespace, stage: str) -> int:
-    """Print what follows a stage that has ended well, and return its status."""
-    if status == 0:
-        print(_SAME_COMMAND if options.limit else after_stage(options.file, stage))
     return status
 
 

@@ -157,7 +157,7 @@ def test_message_of_an_invalid_value(path: Path, override: str, message: str) ->
 
 def test_sizes_are_decimal_numbers_of_bytes() -> None:
     remote = ["data.folder=s3://bucket"]
-    for text, size in {"200gb": 200 * 10**9, "1.5 MB": 1_500_000, "1_000b": 1000, "4096": 4096}.items():
+    for text, size in {"200gb": 200 * 10**9, "1.5 MB": 1_500_000, "1GiB": 2**30, "1000b": 1000, "4096": 4096}.items():
         config = load(QUICKSTART, [*remote, f"data.cache_limit={text}"])
         assert isinstance(config, PretrainConfig)
         assert config.data.cache_limit == size

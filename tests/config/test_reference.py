@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from biphasic.commands import main
-from biphasic.config.jobs import JOBS
+from biphasic.config.base import JOBS
 from biphasic.config.reference import KeySection, describe_keys, pages, sections_of
 from helpers.tiny import ROOT
 
@@ -51,8 +51,8 @@ def test_keys_in_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     assert "pretrain:" in describe_keys() and "objective.phases.N" in describe_keys()
     shared = describe_keys("checkpoint.keep_at")
     assert shared.startswith("checkpoint  (job: pretrain)") and "never deleted" in shared
-    assert describe_keys("wandb.project").startswith("logging.wandb  (job: pretrain, finetune)"), "shown once for both"
-    assert describe_keys("wandb.project").count("Name of the project.") == 1
+    assert describe_keys("logging.wandb").startswith("logging  (job: pretrain, finetune)"), "shown once for both"
+    assert describe_keys("logging.wandb").count("Project of Weights & Biases") == 1
     assert describe_keys("phases.masking_ratio").count("masking_ratio  (number") == 1
     assert "stride" in describe_keys("finetune.task") and "model_name" not in describe_keys("finetune.task")
     assert main(["keys", "optimizer.lrr"]) == 2

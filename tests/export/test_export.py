@@ -194,7 +194,7 @@ def test_model_names_follow_the_paper() -> None:
 
 
 def test_the_card_has_no_credentials_and_escapes_tables(write_yaml: Write) -> None:
-    config = config_of(write_yaml(logging__mlflow={"experiment": "e", "tracking_uri": "https://host/x"}))
+    config = config_of(write_yaml(logging__mlflow="https://host/x"))
     # A YAML with credentials is refused; the card doesn't rely on it.
     text = dump(config).replace("https://host", "https://me:secret@host")
     record = {

@@ -65,9 +65,9 @@ def test_credentials_are_in_no_file_and_no_output(s3: Path, write_yaml: Write, t
 
 
 def test_a_password_in_an_address_is_refused(write_yaml: Write) -> None:
-    keys: dict[str, Any] = {"logging__mlflow": {"experiment": "e", "tracking_uri": "https://me:canary@host/x"}}
+    keys: dict[str, Any] = {"start_from": "https://me:canary@host/x"}
     with pytest.raises(ConfigError) as raised:
         config_of(write_yaml("password", **keys, checkpoint__folder="s3://key:canary@bucket/x"))
-    assert "logging.mlflow.tracking_uri" in str(raised.value) and "checkpoint.folder" in str(raised.value)
+    assert "start_from" in str(raised.value) and "checkpoint.folder" in str(raised.value)
     assert "expected an address without user and password" in str(raised.value)
     assert "canary" not in str(raised.value)

@@ -236,7 +236,10 @@ def test_a_problem_of_several_models_names_each(tmp_path: Path) -> None:
 
 def test_options_belong_to_studies() -> None:
     for arguments, message in (
-        (["yamls/quickstart.yaml", "--stage", "export"], "--stage and --draw are for studies"),
+        (
+            ["yamls/quickstart.yaml", "--stage", "export"],
+            "--stage is for job: study; yamls/quickstart.yaml is job: pretrain",
+        ),
         ([PAPER, "--draw", "tree.mmd"], "--draw belongs to --plan"),
         ([PAPER, "--retry-failed"], "--retry-failed is for --stage finetune"),
         ([PAPER, "--stage", "evaluate"], "no model of the study is exported yet"),

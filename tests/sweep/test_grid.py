@@ -98,9 +98,7 @@ def test_only_sweeps_have_limits() -> None:
     command = [sys.executable, "src/main.py", "yamls/quickstart.yaml", "--limit", "3"]
     ran = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 2
-    assert (
-        ran.stderr == "--limit and --retry-failed are for sweeps and studies; yamls/quickstart.yaml is job: pretrain\n"
-    )
+    assert ran.stderr == "--limit is for job: sweep and job: study; yamls/quickstart.yaml is job: pretrain\n"
 
 
 def test_the_papers_grid() -> None:

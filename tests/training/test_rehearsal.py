@@ -180,7 +180,10 @@ def test_the_memory_of_a_plan(
     ("arguments", "message"),
     [
         (["yamls/quickstart.yaml", "--memory"], "--memory belongs to --plan"),
-        (["yamls/sweep/paper.yaml", "--plan", "--memory"], "--memory is for pretraining; this is job: sweep"),
+        (
+            ["yamls/sweep/paper.yaml", "--plan", "--memory"],
+            "--memory is for job: pretrain; yamls/sweep/paper.yaml is job: sweep",
+        ),
     ],
 )
 def test_memory_is_for_plans_of_pretraining(

@@ -45,8 +45,10 @@ def tokenizer(options: Namespace) -> int:
     The text is the source of the job: convert YAML, read as `biphasic convert` reads it. docs/tokenizer.md explains the
     options.
     """
+    from pydantic import TypeAdapter, ValidationError
+
     from biphasic.amounts import format_bytes
-    from biphasic.config.base import parse_size
+    from biphasic.config.base import Size
     from biphasic.config.convert import ConvertConfig
     from biphasic.config.load import load_job
 
@@ -60,9 +62,9 @@ def tokenizer(options: Namespace) -> int:
             raise UserError(f"--special: expected ROLE=TOKEN with a role of {', '.join(ROLES)}; got {pair!r}")
         special_tokens[role] = token
     try:
-        max_bytes = None if options.max_text is None else parse_size(options.max_text)
-    except ValueError as error:
-        raise UserError(f"--max-text: {error}") from None
+        max_bytes = TypeAdapter(Size | None).validate_python(options.max_text)
+    except ValidationError:
+        raise UserError(f"--max-text: expected a size such as 200gb; got {options.max_text!r}") from None
     folder = options.out or _tokenizer_folder(config.tokenizer)
     trained = train_tokenizer(
         config, folder, size=options.size, special_tokens=special_tokens, added_tokens=tuple(options.add),

@@ -23,7 +23,8 @@ _EXAMPLES = {
     "retrieval": "own_retrieval",
 }
 """A fine-tuning YAML for each kind of task."""
-_STAGES = {"pretrain": "export", "export": "finetune", "finetune": "evaluate", "evaluate": "report"}
+STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+"""The stages of a study, in order."""
 
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
@@ -100,4 +101,4 @@ def _next(*words: str) -> str:
 
 def after_stage(file: str, stage: str) -> str:
     """Return what follows a finished stage of a study."""
-    return f"next: python src/main.py {file} --stage {_STAGES[stage]}"
+    return f"next: python src/main.py {file} --stage {STAGES[STAGES.index(stage) + 1]}"

@@ -109,7 +109,7 @@ def file_arguments(job: str) -> tuple[Argument, Argument]:
 
 def _complete_key(parsed_args: argparse.Namespace, **_: object) -> list[str]:
     """Return the keys of the YAML's job, for a shell's completion."""
-    from biphasic.config.jobs import JOBS
+    from biphasic.config.base import JOBS
     from biphasic.config.read import read_tree
     from biphasic.config.reference import sections_of
 

@@ -10,7 +10,6 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from biphasic.commands.parser import argument, positive
-from biphasic.errors import UserError
 from biphasic.faults import REFUSED
 
 if TYPE_CHECKING:
@@ -50,10 +49,6 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     Raises:
         UserError: the plan can't be made, or an option does not fit the job.
     """
-    if options.draw and config.job != "study":
-        raise UserError(f"--draw is for studies; this is job: {config.job}")
-    if options.memory and config.job != "pretrain":
-        raise UserError(f"--memory is for pretraining; this is job: {config.job}")
     if config.job == "sweep":
         from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
 

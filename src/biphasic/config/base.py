@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
 
 from biphasic.storage.paths import PASSWORD
 
+JOBS = ("pretrain", "finetune", "evaluate", "convert", "tasks", "sweep", "study")
 KeyProblems = Iterator[tuple[list[str], str]]
 """Problems found by a check: for each, the affected keys (the most relevant first) and a message."""
 
@@ -54,47 +56,50 @@ Count = Annotated[int, Field(ge=0, lt=2**63)]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
-_SIZE = re.compile(r"(\d[\d_]*(?:\.\d+)?)\s*(b|kb|mb|gb|tb|pb)", re.IGNORECASE)
-_SIZE_UNITS = {"b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "pb": 10**15}
+
+class _Size(ByteSize):
+    byte_string_pattern = r"^\s*(\d*\.?\d+)\s*(\w+)?\s*$"  # pydantic's accepts any text after the unit
+    byte_string_re = re.compile(byte_string_pattern, re.IGNORECASE)
 
 
-def parse_size(value: object) -> int:
-    """Return the bytes of a size such as `200gb`, or of an integer; raise a ValueError for anything else."""
-    match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
-    if match is not None:
-        return int(float(match[1].replace("_", "")) * _SIZE_UNITS[match[2].lower()])
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    raise ValueError(f"expected a size such as 200gb; got {value!r}")
+Size = Annotated[_Size, Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
+"""A number of bytes, as an integer or with a unit: `200gb` is 200 * 10**9, `200gib` is 200 * 2**30."""
 
 
-Size = Annotated[int, BeforeValidator(parse_size), Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
-"""A number of bytes, as an integer or with a decimal unit: `200gb` is 200 * 10**9."""
+def matching(pattern: str, expected: str) -> AfterValidator:
+    """Return an annotation for texts that match a regular expression; `expected` describes them in messages."""
+
+    def check(text: str) -> str:
+        if not re.fullmatch(pattern, text, re.DOTALL):
+            raise ValueError(f"expected {expected}; got {text!r}")
+        return text
+
+    return AfterValidator(check)
 
 
-def _name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", text):
-        raise ValueError(f"expected a name of letters, digits, `.`, `_` and `-`; got {text!r}")
-    return text
+def _distinct(values: list[Any]) -> list[Any]:
+    for index, value in enumerate(values):
+        if value in values[:index]:
+            raise ValueError(f"names {value} twice")
+    return values
 
 
-Name = Annotated[str, AfterValidator(_name), named("name")]
+distinct = AfterValidator(_distinct)
+"""An annotation for lists whose values differ."""
+
+Name = Annotated[
+    str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, `.`, `_` and `-`"), named("name")
+]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
-
-
-def _address(text: str, *schemes: str) -> str:
-    is_url = re.match(r"[A-Za-z][A-Za-z0-9+.-]*:/", text) and not PASSWORD.match(text)
-    if not text or (is_url and not any(re.match(rf"{scheme}://[^/]", text) for scheme in schemes)):
-        urls = "".join(f", {scheme}://…" for scheme in schemes)
-        raise ValueError(f"expected a local path{urls}; got {text!r}")
-    return text
-
-
+# A URL with a password is refused as such (`secret_problems`), without showing it.
+_PATH = rf"(?![A-Za-z][A-Za-z0-9+.-]*:/).+|{PASSWORD.pattern}.*"
 Address = Annotated[
-    str, AfterValidator(lambda text: _address(text, "s3", "gs", "az", "oci", "hf")), named("path or URL")
+    str,
+    matching(rf"{_PATH}|(s3|gs|az|oci|hf)://[^/].*", "a local path, s3://…, gs://…, az://…, oci://…, hf://…"),
+    named("path or URL"),
 ]
 """A local path, or a URL that `biphasic.storage` reads and writes."""
-LocalPath = Annotated[str, AfterValidator(_address), named("local path")]
+LocalPath = Annotated[str, matching(_PATH, "a local path"), named("local path")]
 """A local folder or file."""
 
 
@@ -104,6 +109,11 @@ class JobConfig(Section):
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values for a run of `ranks` processes."""
         yield from ()
+
+
+def schema_of(job: str) -> type[JobConfig]:
+    """Return the class of a job's YAML. It is imported here, because building the classes of a schema takes time."""
+    return getattr(import_module(f"biphasic.config.{job}"), f"{job.capitalize()}Config")
 
 
 class RunConfig(JobConfig):
@@ -133,6 +143,11 @@ class ClusterConfig(Section):
         """Check combinations of values."""
         if self.shared_folder and self.address is None:
             yield ["cluster.shared_folder", "cluster.address"], "has no effect on one machine: cluster.address is null"
+
+
+def within(key: str, section: str) -> bool:
+    """Return whether a dotted key is `section`, or a key below it."""
+    return f"{key}.".startswith(f"{section}.")
 
 
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -10,13 +10,14 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from biphasic.config.base import JobConfig, secret_problems
-from biphasic.config.jobs import schema_of
+from biphasic.config.base import JobConfig, schema_of, secret_problems, within
 from biphasic.config.reference import KeySection, sections_of
 from biphasic.errors import ConfigError, Problem
 
 _EXPECTED = {
     "bool_type": "true or false",
+    "byte_size": "a size such as 200gb",
+    "byte_size_unit": "a size such as 200gb",
     "dict_type": "`key: value` lines below it",
     "int_parsing_size": "an integer of at most 64 bits",
     "invalid_key": "a text as key",
@@ -48,7 +49,7 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
             raise ConfigError(sorted(problems))
     assert config is not None
     for keys, message in [*secret_problems(config), *config.problems(ranks)]:
-        if not any(_within(key, other) or _within(other, key) for key in keys for other in broken):
+        if not any(within(key, other) or within(other, key) for key in keys for other in broken):
             problems.append(Problem(source(keys[0]), keys[0], message))
     if problems:
         raise ConfigError(sorted(problems))
@@ -93,10 +94,6 @@ def _remove(content: Any, keys: list[str]) -> None:
         content.pop(keys[-1], None)
     elif keys[-1].isdigit() and int(keys[-1]) < len(content):
         content.pop(int(keys[-1]))
-
-
-def _within(key: str, section: str) -> bool:
-    return f"{key}.".startswith(f"{section}.")
 
 
 def _is_type(detail: ErrorDetails) -> bool:

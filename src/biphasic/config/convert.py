@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, StrictBool, StrictFloat, StrictInt, StrictStr
+from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
-from biphasic.config.base import Address, ClusterConfig, Count, JobConfig, KeyProblems, Positive, Section, Seed
-
-
-def _compression(value: str) -> str:
-    name, _, level = value.partition(":")
-    if name != "zstd" or (value != name and not (level.isdigit() and 1 <= int(level) <= 22)):
-        raise ValueError(f"expected zstd, zstd:LEVEL (1 to 22) or null; got {value!r}")
-    return value
+from biphasic.config.base import (
+    Address,
+    ClusterConfig,
+    Count,
+    JobConfig,
+    KeyProblems,
+    Positive,
+    Section,
+    Seed,
+    matching,
+)
 
 
 class FilesSource(Section):
@@ -127,7 +130,9 @@ class ConvertConfig(JobConfig):
     """Random seed for the segment lengths with `stream`."""
     shard_bytes: Annotated[int, Field(gt=0, lt=2**32)] = 64 * 2**20
     """Size of a shard before compression. MDS stores byte offsets in 32 bits."""
-    compression: Annotated[str, AfterValidator(_compression)] | None = "zstd"
+    compression: (
+        Annotated[str, matching(r"zstd(:([1-9]|1\d|2[0-2]))?", "zstd, zstd:LEVEL (1 to 22) or null")] | None
+    ) = "zstd"
     """`zstd`, or `zstd:LEVEL` (1 to 22). Null: no compression."""
 
     def problems(self, ranks: int) -> KeyProblems:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from posixpath import basename, join, normpath
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size
+from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size, matching
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.storage import is_remote
 
@@ -28,12 +28,7 @@ class MixedStreamConfig(StreamConfig):
     """The dataset's share of the rows. The shares of a mix add up to 1."""
 
 
-def _without_dots(name: str) -> str:
-    if "." in name:
-        raise ValueError(f"expected a name without a dot, which separates keys; got {name!r}")
-    return name
-
-
+_NameInMix = Annotated[Name, matching(r"[^.]*", "a name without a dot, which separates keys")]
 _CACHE = "data/cache"
 
 
@@ -49,9 +44,7 @@ class DataConfig(Section):
     """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`."""
     train: StreamConfig | None = None
     """One converted dataset."""
-    mix: (
-        Annotated[dict[Annotated[Name, AfterValidator(_without_dots)], MixedStreamConfig], Field(min_length=1)] | None
-    ) = None
+    mix: Annotated[dict[_NameInMix, MixedStreamConfig], Field(min_length=1)] | None = None
     """Several converted datasets by name. Rows are sampled from them in their proportions."""
     epoch_rows: Positive | None = None
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""

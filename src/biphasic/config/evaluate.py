@@ -2,29 +2,16 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import PurePath
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
-from biphasic.config.base import KeyProblems, LocalPath, RunConfig, Size
+from biphasic.config.base import KeyProblems, LocalPath, RunConfig, Size, distinct, matching
 from biphasic.config.finetune import EncoderConfig
 
 PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
 """Supported pooling modes of sentence-transformers."""
-
-
-def _model_name(text: str) -> str:
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text):
-        raise ValueError(f"expected ORGANISATION/MODEL, as on the hub; got {text!r}")
-    return text
-
-
-def _language(text: str) -> str:
-    if not re.fullmatch(r"[a-z]{3}-[A-Z][a-z]{3}", text):
-        raise ValueError(f"expected a language and its script, such as eng-Latn or deu-Latn; got {text!r}")
-    return text
 
 
 Names = Annotated[list[str], Field(min_length=1)]
@@ -33,7 +20,7 @@ Names = Annotated[list[str], Field(min_length=1)]
 class EvaluatedModel(EncoderConfig):
     """The encoder to score. Pooling, prompts and maximum text length are read from its files."""
 
-    name: Annotated[str, AfterValidator(_model_name)] | None = None
+    name: Annotated[str, matching(r"[\w.-]+/[\w.-]+", "ORGANISATION/MODEL, as on the hub")] | None = None
     """`organisation/model` name for the results. Default: the hub id, or `biphasic/` and the run's name."""
     pooling: PoolingMode | None = None
     """Pooling mode. Required for a folder without sentence-transformers' files, which specify the pooling."""
@@ -49,24 +36,26 @@ class EvaluateConfig(RunConfig):
     """Maximum size of the cached embeddings, such as 100gb. The least recently used are deleted first."""
     model: EvaluatedModel
     """The encoder to score."""
-    tasks: list[str] = []
+    tasks: Annotated[list[str], distinct] = []
     """Names of mteb tasks: MSMARCO, NQ, MultiLongDocRetrieval, …"""
-    benchmarks: list[str] = []
+    benchmarks: Annotated[list[str], distinct] = []
     """Names of mteb benchmarks, such as NanoBEIR. All tasks of a benchmark are run."""
     subsets: dict[str, Names] = {}
     """Languages to run, by task: `MultiLongDocRetrieval: [en]`. Default: all."""
     splits: dict[str, Names] = {}
     """Splits to score, by task. Default: the splits of mteb's leaderboard; for a folder in `sets`, all splits."""
-    sets: list[LocalPath] = []
+    sets: Annotated[list[LocalPath], distinct] = []
     """Folders of retrieval datasets in BEIR's layout (JSONL or Parquet corpus, queries and qrels). Each names its task."""
-    sets_language: Annotated[str, AfterValidator(_language)] = "eng-Latn"
+    sets_language: Annotated[
+        str, matching(r"[a-z]{3}-[A-Z][a-z]{3}", "a language and its script, such as eng-Latn or deu-Latn")
+    ] = "eng-Latn"
     """Language of the datasets in `sets`, as ISO 639-3 code and script. It determines BM25's stemmer and stop words."""
-    documents: Annotated[list[Literal["full", "judged"]], Field(min_length=1)] = ["full"]
+    documents: Annotated[list[Literal["full", "judged"]], Field(min_length=1), distinct] = ["full"]
     """`full`: search the complete corpus. `judged`: search only documents with a judgment in the scored splits, as in the
     paper; the results are named `<task>-judged`."""
     mirror: LocalPath | None = None
     """Folder with copies of hub datasets, e.g. `<mirror>/mteb/nq`. If given, no data is read from the hub."""
-    baselines: list[Literal["bm25", "random"]] = ["bm25", "random"]
+    baselines: Annotated[list[Literal["bm25", "random"]], distinct] = ["bm25", "random"]
     """Baselines to score on the same retrieval datasets."""
     precision: Literal["auto", "fp32", "amp_bf16"] = "auto"
     """`auto`: `amp_bf16` on GPUs, `fp32` on CPUs."""
@@ -75,13 +64,10 @@ class EvaluateConfig(RunConfig):
         """Check combinations of values."""
         if not (self.tasks or self.benchmarks or self.sets):
             yield ["tasks"], "is empty, and so are benchmarks and sets: nothing would be scored"
-        for key in ("tasks", "benchmarks", "sets", "documents", "baselines"):
-            if repeated := _repeated(getattr(self, key)):
-                yield [key], f"names {repeated[0]} twice"
         names = [set_name(path) for path in self.sets]
-        if repeated := _repeated(names):
-            yield ["sets"], f"has two folders with the same name, {repeated[0]}: results are stored by it"
-        for name in names:
+        for index, name in enumerate(names):
+            if name in names[:index]:
+                yield ["sets"], f"has two folders with the same name, {name}: results are stored by it"
             if name in self.subsets:
                 yield [f"subsets.{name}"], "is a folder in sets, which has no subsets"
         for key in ("subsets", "splits"):
@@ -93,7 +79,3 @@ class EvaluateConfig(RunConfig):
 def set_name(path: str) -> str:
     """Return the task name of a folder in `sets`, which is the folder's name."""
     return PurePath(path.rstrip("/")).name
-
-
-def _repeated(values: list[str]) -> list[str]:
-    return sorted({value for value in values if values.count(value) > 1})

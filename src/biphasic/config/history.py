@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any
 
-from biphasic.config.base import flatten
+from biphasic.config.base import flatten, within
 from biphasic.config.durations import BatchShape, Duration, TrainingProgress
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, resolve_phases
@@ -107,7 +107,7 @@ def constant_differences(
 
 def is_overridden(key: str, overrides: Sequence[str]) -> bool:
     """Return whether a key is one of `overrides`, or within a section that is."""
-    return any(key == name or key.startswith(f"{name}.") for name in overrides)
+    return any(within(key, name) for name in overrides)
 
 
 def _constants(config: PretrainConfig) -> dict[str, Any]:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from omegaconf import OmegaConf
 from pydantic import BaseModel
 
+from biphasic.config.base import JOBS, schema_of
 from biphasic.config.check import check
-from biphasic.config.jobs import JOBS, schema_of
 from biphasic.config.read import escape_interpolations, read_tree
 from biphasic.errors import ConfigError, Problem, UserError
 

@@ -115,24 +115,6 @@ class ComputeConfig(Section):
         return list(range(layers)) if setting == "all" else []
 
 
-class WandBConfig(Section):
-    """Weights & Biases (`uv pip install '.[loggers]'`). The API key is read from the environment."""
-
-    project: str
-    """Name of the project."""
-    entity: str | None = None
-    """User or team that owns the project. Default: that of the API key."""
-
-
-class MLflowConfig(Section):
-    """MLflow (`uv pip install '.[loggers]'`). Credentials are read from the environment."""
-
-    experiment: str
-    """Name of the experiment, created if it is missing."""
-    tracking_uri: str | None = None
-    """Address of the tracking server. Default: MLflow's, from `MLFLOW_TRACKING_URI`."""
-
-
 class LoggingConfig(Section):
     """Where metrics are logged. Log files are in the run's folder."""
 
@@ -140,10 +122,11 @@ class LoggingConfig(Section):
     """Write `metrics.jsonl` in the run's folder, with a line of JSON for each batch."""
     tensorboard: bool = True
     """Write TensorBoard's event files to the run's folder."""
-    wandb: WandBConfig | None = None
-    """Log to Weights & Biases. Null: don't."""
-    mlflow: MLflowConfig | None = None
-    """Log to MLflow. Null: don't."""
+    wandb: str | None = None
+    """Project of Weights & Biases to log to (`uv pip install '.[loggers]'`); the API key and the team are those of
+    `WANDB_API_KEY` and `WANDB_ENTITY`."""
+    mlflow: str | None = None
+    """Experiment of MLflow to log to (`uv pip install '.[loggers]'`); the server is that of `MLFLOW_TRACKING_URI`."""
     loss_spike: Annotated[float, Field(gt=1)] | None = 1.5
     """Log the row ids of a batch whose loss is more than this many times the running median. Null: no detection."""
     progress_bar: bool = True

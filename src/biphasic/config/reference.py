@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic.json_schema import GenerateJsonSchema
 
+from biphasic.config.base import JOBS, schema_of
 from biphasic.config.durations import Duration
-from biphasic.config.jobs import JOBS, schema_of
 from biphasic.errors import UserError
 
 _PLAIN = {"string": "text", "boolean": "`true` or `false`", "integer": "integer", "number": "number", "null": "`null`"}

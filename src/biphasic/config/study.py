@@ -8,7 +8,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Positive, Section, Share, flatten
+from biphasic.config.base import (
+    Address,
+    JobConfig,
+    KeyProblems,
+    LocalPath,
+    Name,
+    Positive,
+    Section,
+    Share,
+    flatten,
+    within,
+)
 from biphasic.storage import is_remote, join
 
 CONTINUES = "continues"
@@ -188,5 +199,5 @@ def _set_by_the_study(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Yield each key that the study sets and that is also in `keys`, and where it is there."""
     for key, _ in flatten(keys):
         for name in SET_BY_THE_STUDY:
-            if key == name or key.startswith(f"{name}."):
+            if within(key, name):
                 yield name, key

@@ -18,6 +18,8 @@ from biphasic.config.base import (
     Positive,
     Section,
     Seed,
+    distinct,
+    within,
 )
 from biphasic.config.finetune import EncoderConfig
 from biphasic.storage import is_remote
@@ -68,9 +70,9 @@ class SweepConfig(JobConfig):
     """Models by name. The paper's models are named as on the hub: `610m-clm-10k-mlm40-42k`."""
     tasks: Annotated[dict[Name, LocalPath], Field(min_length=1)]
     """Paths of fine-tuning YAMLs by task name, relative to the working directory."""
-    learning_rates: Annotated[list[Rate], Field(min_length=1)]
+    learning_rates: Annotated[list[Rate], Field(min_length=1), distinct]
     """Peak learning rates. The paper: 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4."""
-    seeds: Annotated[list[Seed], Field(min_length=1)]
+    seeds: Annotated[list[Seed], Field(min_length=1), distinct]
     """Random seeds. The paper: 0 to 4."""
     rate_seeds: Positive | None = None
     """Choose each rate by this many of the seeds, the first ones; the other seeds run at the chosen rates only. Default: all
@@ -96,10 +98,6 @@ class SweepConfig(JobConfig):
             first = first_files.setdefault(normpath(file), name)
             if first != name:
                 yield [f"tasks.{name}", f"tasks.{first}"], f"expected another file than tasks.{first}"
-        for key, values in (("learning_rates", self.learning_rates), ("seeds", self.seeds)):
-            for index, value in enumerate(values):
-                if value in values[:index]:
-                    yield [f"{key}.{index}", key], f"{value:g} is there already; each trial is run once"
         if self.rate_seeds is not None and self.rate_seeds > len(self.seeds):
             yield (
                 ["rate_seeds", "seeds"],
@@ -107,10 +105,7 @@ class SweepConfig(JobConfig):
             )
         for index, override in enumerate(self.overrides):
             key, equals, _ = override.partition("=")
-            overlaps = (
-                f"{key}.".startswith(f"{name}.") or f"{name}.".startswith(f"{key}.") for name in _SET_BY_THE_SWEEP
-            )
-            fixed = [name for name, overlap in zip(_SET_BY_THE_SWEEP, overlaps, strict=True) if overlap]
+            fixed = [name for name in _SET_BY_THE_SWEEP if within(key, name) or within(name, key)]
             if not equals or not key:
                 yield [f"overrides.{index}"], f"expected key=value, such as batch_size=64; got {override!r}"
             elif fixed:

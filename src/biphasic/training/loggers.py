@@ -37,13 +37,11 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
         if config.wandb is not None:
             from composer.loggers import WandBLogger
 
-            wandb = config.wandb
-            destinations.append(WandBLogger(wandb.project, name=run_name, entity=wandb.entity))
+            destinations.append(WandBLogger(config.wandb, name=run_name))
         if config.mlflow is not None:
             from composer.loggers import MLFlowLogger
 
-            mlflow = config.mlflow
-            destinations.append(MLFlowLogger(mlflow.experiment, run_name, tracking_uri=mlflow.tracking_uri))
+            destinations.append(MLFlowLogger(config.mlflow, run_name))
     except ImportError as error:
         raise UserError(f"logging: {error.name or error} isn't installed: uv pip install '.[loggers]'") from None
     return destinations
