@@ -49,6 +49,9 @@ def names_read() -> dict[str, set[str]]:
         package = name if name.startswith("biphasic.config.") else ".".join(name.split(".")[:2])
         attributes = {node.attr for node in nodes if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load)}
         read.setdefault(package, set()).update(attributes)
+        # getattr, and keys of a dumped section
+        strings = {node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)}
+        read[package] |= strings if not package.startswith("biphasic.config") else set()
         for module in [name, *(node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module)]:
             readers.setdefault(module, set()).add(package)
     return {module: set.union(*(read[package] for package in packages)) for module, packages in readers.items()}
