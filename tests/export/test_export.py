@@ -99,7 +99,7 @@ def test_unusable_checkpoints_are_an_error_of_one_line(tmp_path: Path, capsys: p
         ("missing.pt", "no such file"),
         ("cut.pt", "damaged or incomplete"),
         ("sharded", "damaged or incomplete"),
-        ("text.yaml", "not what torch.save writes"),
+        ("text.yaml", "Expected input to be a checkpoint returned by torch.save"),
         ("other.pt", "not written by"),
         ("tensor.pt", "not written by"),
     ):

@@ -230,7 +230,7 @@ def test_the_graph_has_the_folder_s_pooling(exported: Path, tmp_path: Path, mode
 def test_poolings_of_the_traced_network(exported: Path, mode: PoolingMode) -> None:
     """Padded on either side they are those of packed hidden states; an empty text is zeros."""
     encoder = load_encoder(str(exported))
-    encoder.set_pooling(Pooling(mode))
+    encoder.pooling = Pooling(mode)
     for left in (False, True):
         tokens, mask = batch([4, 9, 1], left)
         expected = packed_results(encoder, tokens, mask)[1]

@@ -18,7 +18,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export import write as write_module
 from biphasic.export.write import Weights, write_weights
-from biphasic.model.checkpoint import read_checkpoint, read_record, read_weights, weight_shapes
+from biphasic.model.checkpoint import read_record, read_weights, weight_shapes
 from biphasic.model.encoder import load_encoder
 from biphasic.model.initialization import from_hf_config
 from conftest import Write
@@ -56,7 +56,7 @@ def test_shards_hold_the_same_weights_as_one_file(
             assert torch.equal(weight, single.pop(name)), name
             assert index["weight_map"][name] == file.name
     assert not single
-    trained = read_checkpoint(checkpoint).weights
+    trained = read_weights(checkpoint)
     type_ = torch.float32 if dtype == "fp32" else torch.bfloat16
     for auto in (AutoModel, AutoModelForMaskedLM):
         one, other = (auto.from_pretrained(tmp_path / name, dtype=type_).state_dict() for name in ("whole", "cut"))
@@ -103,21 +103,21 @@ def test_shapes_and_some_weights_of_a_run_s_checkpoints(write_yaml: Write, tmp_p
     launched = launch(path, processes=2)
     assert launched.returncode == 0, launched.stderr[-3000:]
     for checkpoint in (file, Path(config_of(path).output) / "two" / "checkpoints" / "ep0-ba8"):
-        complete = read_checkpoint(str(checkpoint))
+        complete = read_weights(str(checkpoint))
         shapes = weight_shapes(str(checkpoint))
         assert {name: (weight.shape, weight.dtype) for name, weight in shapes.items()} == {
-            name: (weight.shape, weight.dtype) for name, weight in complete.weights.items()
+            name: (weight.shape, weight.dtype) for name, weight in complete.items()
         }
         assert all(weight.is_meta for weight in shapes.values())
         some = ["lm_head.weight", "backbone.layers.1.mlp.up_proj.weight"]
         weights = read_weights(str(checkpoint), some)
         assert list(weights) == some
-        assert all(torch.equal(weights[name], complete.weights[name]) for name in some)
-        assert read_record(str(checkpoint)) == complete.record
+        assert all(torch.equal(weights[name], complete[name]) for name in some)
+        assert read_record(str(checkpoint))["batches"] == 8
         out = tmp_path / f"out-{checkpoint.name}"
         assert main(["export", str(checkpoint), str(out)]) == 0
         written = load_file(out / "model.safetensors")
-        assert torch.equal(written["model.norm.weight"], complete.weights["backbone.norm.weight"])
+        assert torch.equal(written["model.norm.weight"], complete["backbone.norm.weight"])
 
 
 def test_the_record_is_read_without_weights(tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -129,7 +129,11 @@ def test_a_checkpoint_of_pretraining(write_yaml: Write, toy: Path, tmp_path: Pat
     folder = train(pretraining(write_yaml(max_duration="2ba", **changes)))
     checkpoint = folder / "checkpoints" / "ba2-rank0.pt"
     encoder = load_encoder(str(checkpoint))
-    assert (encoder.text_tokenizer.prefix, encoder.text_tokenizer.suffix, encoder.max_length) == ((), (), LENGTH)
+    assert (encoder.text_tokenizer.prefix, encoder.text_tokenizer.suffix, encoder.text_tokenizer.max_length) == (
+        (),
+        (),
+        LENGTH,
+    )
     [result] = run_trial(config_of("sst2", toy / "tasks", checkpoint, tmp_path, max_duration="4ep")).results
     assert result.test is not None
     assert result.test > 0.75
@@ -246,8 +250,9 @@ def test_a_fine_tuned_model_loads_again(tmp_path: Path, toy: Path) -> None:
     folder = run(config) / "model"
     encoder = load_encoder(str(folder))
     encoder.backbone.eval()
-    assert encoder.prompts == {"query": "w0 ", "document": ""}
-    ids = encoder.tokenize(["w3 w4"], encoder.prompts["query"])
+    prompts = encoder.text_tokenizer.settings.prompts
+    assert prompts == {"query": "w0 ", "document": ""}
+    ids = encoder.tokenize(["w3 w4"], prompts["query"])
     reference = SentenceTransformer(str(folder), device="cpu").encode(["w3 w4"], prompt_name="query")
     torch.testing.assert_close(encoder.embed(ids), torch.tensor(reference), atol=1e-5, rtol=1e-4)
 

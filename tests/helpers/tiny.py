@@ -169,11 +169,11 @@ def losses(folder: Path) -> list[float]:
 
 
 def weights(folder: Path, batch: int) -> dict[str, torch.Tensor]:
-    from biphasic.model.checkpoint import read_checkpoint
+    from biphasic.model.checkpoint import read_weights
 
     checkpoints = folder / "checkpoints"
     path = checkpoints / f"ba{batch}-rank0.pt"
-    return read_checkpoint(str(path if path.exists() else next(checkpoints.glob(f"ep*-ba{batch}")))).weights
+    return read_weights(str(path if path.exists() else next(checkpoints.glob(f"ep*-ba{batch}"))))
 
 
 def keep_checkpoints_up_to(folder: Path, batch: int) -> None:

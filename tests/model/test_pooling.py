@@ -161,8 +161,7 @@ def test_a_folder_without_settings_has_the_defaults(bert: Path) -> None:
     assert read_sentence_settings(str(bert)) == SentenceSettings()
     encoder = load_encoder(str(bert))
     assert encoder.pooling == Pooling("mean")
-    encoder.set_pooling(Pooling("cls"))
-    assert encoder.pooling == Pooling("cls")
+    encoder.pooling = Pooling("cls")
 
 
 def test_lower_case(averaged: Path, tmp_path: Path) -> None:
@@ -183,7 +182,7 @@ def test_texts_are_cut_at_the_maximum_length(bert: Path, tmp_path: Path, mode: P
     whole = embeddings(folder)
     assert close(whole, reference(folder))
     change(folder / "sentence_bert_config.json", max_seq_length=6)
-    assert read_sentence_settings(str(folder)).max_length == 6 == load_encoder(str(folder)).max_length
+    assert read_sentence_settings(str(folder)).max_length == 6 == load_encoder(str(folder)).text_tokenizer.max_length
     for prompt in ("", "query: ", "about: about: about: about: about: "):
         assert close(embeddings(folder, prompt=prompt), reference(folder, prompt=prompt))
     cut = embeddings(folder)
@@ -198,7 +197,10 @@ def test_prompts(bert: Path, tmp_path: Path) -> None:
     assert (settings.prompts, settings.default_prompt) == (prompts, "any")
     encoder = load_encoder(str(folder))
     for name in prompts:
-        assert close(embeddings(folder, prompt=encoder.prompts[name]), reference(folder, prompt_name=name))
+        assert close(
+            embeddings(folder, prompt=encoder.text_tokenizer.settings.prompts[name]),
+            reference(folder, prompt_name=name),
+        )
     assert close(embeddings(folder, prompt="about: "), reference(folder))  # the default one
     assert not close(embeddings(folder), reference(folder))
 

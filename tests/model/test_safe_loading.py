@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from biphasic.errors import UserError
-from biphasic.model.checkpoint import read_checkpoint, require_safe_checkpoint
+from biphasic.model.checkpoint import read_record, require_safe_checkpoint
 from biphasic.storage import file_hash
 from conftest import Write
 from helpers.tiny import config_of, dump_json, launch, train
@@ -33,7 +33,7 @@ def test_a_file_with_code(write_yaml: Write, tmp_path: Path) -> None:
     folder = train(config_of(write_yaml("trunk", checkpoint__interval="8ba")))
     good = folder / "checkpoints" / "ba8-rank0.pt"
     require_safe_checkpoint(str(good))
-    assert read_checkpoint(str(good)).record["batches"] == 8
+    assert read_record(str(good))["batches"] == 8
     content = torch.load(good, weights_only=False)
     content["state"]["callbacks"]["RunRecord"]["note"] = Evil(tmp_path / "ran")
     bad = tmp_path / "ba8-rank0.pt"
@@ -41,7 +41,7 @@ def test_a_file_with_code(write_yaml: Write, tmp_path: Path) -> None:
     manifest = json.loads((good.parent / "ba8.json").read_bytes())
     manifest["files"] = {bad.name: [bad.stat().st_size, file_hash(bad)]}
     dump_json(tmp_path / "ba8.json", manifest)
-    for use in (require_safe_checkpoint, read_checkpoint):
+    for use in (require_safe_checkpoint, read_record):
         with pytest.raises(UserError, match=r"loading it would run (posix|nt).mkdir: refused"):
             use(str(bad))
     # As a trunk's checkpoint, too, which Composer would load.
@@ -57,7 +57,7 @@ def test_shards_with_code(write_yaml: Write, tmp_path: Path) -> None:
     assert run.returncode == 0, run.stderr[-3000:]
     good = Path(config_of(path).output) / "two" / "checkpoints" / "ep0-ba4"
     require_safe_checkpoint(str(good))
-    assert read_checkpoint(str(good)).record["batches"] == 4
+    assert read_record(str(good))["batches"] == 4
     # In the index.
     bad = tmp_path / "ep0-ba4"
     shutil.copytree(good, bad)
@@ -67,7 +67,7 @@ def test_shards_with_code(write_yaml: Write, tmp_path: Path) -> None:
     index.planner_data = Evil(tmp_path / "ran")
     (bad / ".metadata").write_bytes(pickle.dumps(index))
     with pytest.raises(UserError, match=r"would run posix.mkdir"):
-        read_checkpoint(str(bad))
+        read_record(str(bad))
     # In a small value, which the loader unpickles.
     shutil.rmtree(bad)
     shutil.copytree(good, bad)

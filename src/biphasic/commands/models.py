@@ -186,7 +186,7 @@ def _embed(path: str, table: Table, prompt: str | None) -> Iterator[dict[str, An
     from biphasic.model.encoder import load_encoder
 
     encoder = load_encoder(path)
-    prompts = {name: text for name, text in encoder.prompts.items() if text}
+    prompts = {name: text for name, text in encoder.text_tokenizer.settings.prompts.items() if text}
     if (prompts and prompt is None) or prompt not in (None, "none", *prompts):
         given = "" if prompt is None else f"; got {prompt}"
         raise UserError(f"--prompt: expected {', '.join([*prompts, 'none'])}, because {path} has prompts{given}"

@@ -38,7 +38,7 @@ class EncoderEmbedder:
         return {
             **asdict(self.sentence_settings),
             "pooling": asdict(self.encoder.pooling),
-            "max_length": self.encoder.max_length,
+            "max_length": self.encoder.text_tokenizer.max_length,
             "precision": "amp_bf16" if self.bf16 else "fp32",
             "tokens": self.encoder.text_tokenizer.fingerprint,
         }

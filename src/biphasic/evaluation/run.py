@@ -148,7 +148,7 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
                 f"model {model.path}: has no modules.json, which says how it pools (sentence-transformers' format): "
                 "set model.pooling to mean, cls, lasttoken or max"
             )
-        encoder.set_pooling(Pooling(model.pooling))
+        encoder.pooling = Pooling(model.pooling)
     elif model.pooling is not None and model.pooling != encoder.pooling.mode:
         raise UserError(f"model.pooling: {model.pooling}, but the model's own files say {encoder.pooling.mode}")
     bf16 = supports_bf16() if config.precision == "auto" else config.precision == "amp_bf16"

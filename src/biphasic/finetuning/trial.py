@@ -27,7 +27,7 @@ from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialCost, TrialResult
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask
 from biphasic.model.backbone import hf_config_from_json, load_hf_config
-from biphasic.model.checkpoint import is_checkpoint, read_checkpoint
+from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.fingerprint import file_stamps, model_fingerprint
 from biphasic.model.heads import initialize_head
@@ -177,7 +177,7 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
 def _architecture(model: EncoderConfig) -> Architecture | None:
     """Return the dimensions of a model, or None for a network of an unknown kind."""
     if is_checkpoint(model.path):
-        config: Any = hf_config_from_json(read_checkpoint(model.path).backbone)
+        config: Any = hf_config_from_json(read_record(model.path)["backbone"])
     else:
         config = load_hf_config(model.path, model.revision, model.trust_remote_code)
     try:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import logging
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,7 @@ from torch import nn
 from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of
 from biphasic.errors import UserError
 from biphasic.model import attention
-from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
+from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
 from biphasic.model.initialization import from_hf_config, llama_config
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.packing_probe import packing_problem
@@ -51,9 +50,10 @@ def build_language_model(
         UserError: the folder or checkpoint can't be used, its `max_position_embeddings` is less than `sequence_length`, its
             `rope_theta` can't be changed, or `vocabulary` is larger than a new model's `vocab_size`.
     """
-    attention.register()
     if config.init_from is not None:
-        model = load_language_model(config.init_from, config.trust_remote_code, changes=PositionChanges.of(config))
+        model = _load(
+            config.init_from, config.trust_remote_code, None, config.rope_theta, config.max_position_embeddings
+        )
         positions = getattr(model.config, "max_position_embeddings", None)
         if positions is not None and positions < sequence_length:
             raise UserError(
@@ -80,46 +80,7 @@ def build_language_model(
     return from_hf_config(hf_config, seed, "meta" if on_meta else None)
 
 
-@dataclass(frozen=True)
-class PositionChanges:
-    """Values that replace those in a loaded model's configuration, to train it on longer rows. None keeps its own."""
-
-    rope_theta: float | None = None
-    max_position_embeddings: int | None = None
-
-    @classmethod
-    def of(cls, config: ModelConfig) -> PositionChanges:
-        """Return the changes in a YAML's `model:` section."""
-        return cls(config.rope_theta, config.max_position_embeddings)
-
-    def apply(self, hf_config: PretrainedConfig, path: str) -> None:
-        """Change a Hugging Face configuration, before its network is built.
-
-        Raises:
-            UserError: the model's rotary positions have a scaling or several bases, which one `rope_theta` can't replace.
-        """
-        if self.max_position_embeddings is not None:
-            hf_config.max_position_embeddings = self.max_position_embeddings
-        if self.rope_theta is None:
-            return
-        rope = getattr(hf_config, "rope_parameters", None)
-        if not isinstance(rope, dict) or rope.get("rope_type") != "default":
-            raise UserError(
-                f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
-                f"rope_parameters: {rope}); leave model.rope_theta out"
-            )
-        rope["rope_theta"] = self.rope_theta
-
-
-_UNCHANGED = PositionChanges()
-
-
-def load_language_model(
-    path: str,
-    trust_remote_code: bool = False,
-    revision: str | None = None,
-    changes: PositionChanges = _UNCHANGED,
-) -> LanguageModel:
+def load_language_model(path: str, trust_remote_code: bool = False, revision: str | None = None) -> LanguageModel:
     """Load a backbone with its language-model head, on the CPU in fp32.
 
     Args:
@@ -127,21 +88,31 @@ def load_language_model(
             folder, or a hub id.
         trust_remote_code: allow the model to run its own Python files.
         revision: branch, tag or commit of a hub id.
-        changes: values to replace in the model's configuration.
 
     Raises:
-        UserError: the model can't be loaded or used, or can't be changed in this way.
+        UserError: the model can't be loaded or used.
     """
+    return _load(path, trust_remote_code, revision)
+
+
+def _load(
+    path: str,
+    trust_remote_code: bool,
+    revision: str | None,
+    rope_theta: float | None = None,
+    max_position_embeddings: int | None = None,
+) -> LanguageModel:
+    """Load a model as `load_language_model` does, with other positions than its configuration's if they are given."""
     if is_checkpoint(path):
-        checkpoint = read_checkpoint(path)
-        hf_config = hf_config_from_json(checkpoint.backbone)
-        changes.apply(hf_config, path)
-        return _with_weights(hf_config, checkpoint)
+        hf_config = hf_config_from_json(read_record(path)["backbone"])
+        _set_positions(path, hf_config, rope_theta, max_position_embeddings)
+        model = from_hf_config(hf_config, seed=0)
+        model.load_state_dict(read_weights(path))
+        return model
     from transformers import AutoModelForCausalLM, AutoModelForMaskedLM
 
-    attention.register()
     hf_config = load_hf_config(path, revision, trust_remote_code)
-    changes.apply(hf_config, path)
+    _set_positions(path, hf_config, rope_theta, max_position_embeddings)
     family = hf_config.model_type
     head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
@@ -153,32 +124,29 @@ def load_language_model(
         raise UserError(f"model {path}: {family} is not a decoder of the kind that Biphasic can continue")
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
-    train_padding_embedding(backbone)
     problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
     if problem is not None:
         raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
     return LanguageModel(backbone, lm_head)
 
 
-def from_checkpoint(checkpoint: Checkpoint) -> LanguageModel:
-    """Build the network of a checkpoint and load its weights."""
-    return _with_weights(hf_config_from_json(checkpoint.backbone), checkpoint)
+def _set_positions(path: str, hf_config: Any, rope_theta: float | None, max_position_embeddings: int | None) -> None:
+    """Change the positions in a loaded model's configuration, to train it on longer rows. None keeps the model's own.
 
-
-def _with_weights(hf_config: PretrainedConfig, checkpoint: Checkpoint) -> LanguageModel:
-    model = from_hf_config(hf_config, seed=0)
-    model.load_state_dict(checkpoint.weights)
-    train_padding_embedding(model.backbone)
-    return model
-
-
-def train_padding_embedding(backbone: nn.Module) -> None:
-    """Let the padding token's embedding receive a gradient, which transformers disables.
-
-    A packed backbone gets no padding. In EuroBERT's tokenizer, padding and end of text are the same token, which must be
-    learned.
+    Raises:
+        UserError: the model's rotary positions have a scaling or several bases, which one `rope_theta` can't replace.
     """
-    backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
+    if max_position_embeddings is not None:
+        hf_config.max_position_embeddings = max_position_embeddings
+    if rope_theta is None:
+        return
+    rope = getattr(hf_config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
+        raise UserError(
+            f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
+            f"rope_parameters: {rope}); leave model.rope_theta out"
+        )
+    rope["rope_theta"] = rope_theta
 
 
 def hf_config_from_json(text: str) -> PretrainedConfig:
@@ -206,8 +174,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     try:
         content = _config_content(path, revision)
         if not _is_decoder_export(content):
-            if trust_remote_code:
-                _log_own_code(path, content)
+            if trust_remote_code and (own := content.get("auto_map")):
+                _log_own_code(path, ", ".join(sorted(map(str, own.values()))))
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         not_kept = ("model_type", "auto_map", "architectures", "mask_token_id")
         kept = {name: value for name, value in content.items() if name not in not_kept}
@@ -219,14 +187,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
 
 
 @functools.cache
-def _log_trusted(path: str, classes: str) -> None:
+def _log_own_code(path: str, classes: str) -> None:
     _log.warning("model %s: runs its own Python code (%s), since trust_remote_code is true", path, classes)
-
-
-def _log_own_code(path: str, content: dict[str, Any]) -> None:
-    """Log once which classes of its own a model has."""
-    if own := content.get("auto_map"):
-        _log_trusted(path, ", ".join(sorted(map(str, own.values()))))
 
 
 def is_decoder_export(path: str, revision: str | None = None) -> bool:
@@ -259,6 +221,7 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
     """
     from safetensors import SafetensorError
 
+    attention.register()
     try:
         with without_warnings():  # of heads that the class does not have
             network, info = auto_class.from_pretrained(
@@ -275,7 +238,6 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
     prefix = f"{network.base_model_prefix}."
     unused = [name for name in info["unexpected_keys"] if name.removeprefix(prefix).split(".")[0] in parts]
     if unused:
-        _log.warning(
-            "model %s: config.json has no place for %d of its weights, e.g. %s", path, len(unused), min(unused)
-        )
+        message = "model %s: config.json has no place for %d of its weights, e.g. %s"
+        _log.warning(message, path, len(unused), min(unused))
     return network

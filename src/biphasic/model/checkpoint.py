@@ -2,55 +2,40 @@
 
 from __future__ import annotations
 
-import importlib
 import io
 import json
 import pickle
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import numpy as np
 import torch
+from numpy._core.multiarray import _reconstruct  # pyright: ignore[reportAttributeAccessIssue]
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_inside
 
-RECORD_CALLBACK = "RunRecord"
-"""Name of the callback that stores the run record in every checkpoint."""
 _PREFIX = "model."
 _SHARDED_PREFIX = "state.model."
 """Prefix of the weights in a sharded checkpoint."""
-_PLAIN = {
-    "numpy.dtype",
-    "numpy.ndarray",
-    "numpy._core.multiarray._reconstruct",
-    "datetime.timedelta",
-    "torch.torch_version.TorchVersion",
+# Composer's checkpoints have RNG states, wall-clock times and a version besides tensors. PyTorch also checks the class of an
+# array's dtype, although the pickle doesn't name it.
+_PLAIN_TYPES: list[Any] = [np.dtype, np.ndarray, _reconstruct, type(np.dtype(np.uint32)), timedelta, TorchVersion]
+_METADATA_TYPES = (
+    *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
+    *("TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+)
+_INDEX_GLOBALS = {
+    *(f"torch.distributed.checkpoint.metadata.{name}" for name in _METADATA_TYPES),
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    *("torch.Size", "torch.serialization._get_layout", "torch.torch_version.TorchVersion", "collections.OrderedDict"),
 }
-"""Types in Composer's checkpoints besides tensors, for RNG states, wall-clock times and a version."""
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """The parts of a checkpoint that are used after the run.
-
-    Attributes:
-        weights: weights by name, as in `LanguageModel`.
-        record: the run's configuration, progress, losses and command, as stored by `biphasic.training.record.RunRecord`.
-    """
-
-    weights: dict[str, Tensor]
-    record: dict[str, Any]
-
-    @property
-    def backbone(self) -> str:
-        """The backbone's Hugging Face configuration, as JSON."""
-        return str(self.record["backbone"])
+"""Names in the pickle of a sharded checkpoint's `.metadata`, besides dtypes."""
 
 
 def is_checkpoint(path: str) -> bool:
@@ -58,8 +43,8 @@ def is_checkpoint(path: str) -> bool:
     return Path(path).is_file() or (Path(path) / ".metadata").is_file()
 
 
-def read_checkpoint(path: str) -> Checkpoint:
-    """Read a checkpoint's weights, on the CPU, and its record.
+def read_record(path: str) -> dict[str, Any]:
+    """Read a checkpoint's run record: configuration, progress, losses and command (`biphasic.training.record.RunRecord`).
 
     Args:
         path: file of a monolithic checkpoint, or folder of a sharded one.
@@ -67,25 +52,43 @@ def read_checkpoint(path: str) -> Checkpoint:
     Raises:
         UserError: the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
     """
-    state = _read_state(path, {"state.model", "state.callbacks"})
+    _require_checkpoint(path)
     with _reported_errors(path):
-        return Checkpoint(_without_prefix(state["model"]), _record_in(state))
+        return json.loads(_read_state(Path(path), {"state.callbacks"})["callbacks"]["RunRecord"]["record"])
 
 
-def read_record(path: str) -> dict[str, Any]:
-    """Read a checkpoint's record without the weights. Raises the same errors as `read_checkpoint`."""
-    state = _read_state(path, {"state.callbacks"})
+def read_weights(path: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
+    """Read a checkpoint's weights by their names in `LanguageModel`, on the CPU.
+
+    Each call memory-maps a file anew, so its memory is freed together with the returned weights.
+
+    Args:
+        path: file of a monolithic checkpoint, or folder of a sharded one.
+        names: weights to read from a checkpoint that `weight_shapes` has accepted. Default: all.
+
+    Raises:
+        UserError: as `read_record`.
+    """
+    if names is None:
+        _require_checkpoint(path)
+        keys = {"state.model"}
+    else:
+        names = list(names)
+        keys = {f"{_SHARDED_PREFIX}{_PREFIX}{name}" for name in names}
     with _reported_errors(path):
-        return _record_in(state)
+        weights = _read_state(Path(path), keys)["model"]
+        weights = {name.removeprefix(_PREFIX): weight for name, weight in weights.items()}
+        return weights if names is None else {name: weights[name] for name in names}
 
 
 def weight_shapes(path: str) -> dict[str, Tensor]:
     """Return a checkpoint's weights by name as meta tensors, which have shapes and dtypes but no data.
 
-    Raises the same errors as `read_checkpoint`.
+    Raises:
+        UserError: as `read_record`.
     """
     if not Path(path).is_dir():
-        return {name: torch.empty_like(weight, device="meta") for name, weight in _file_weights(path).items()}
+        return {name: torch.empty_like(weight, device="meta") for name, weight in read_weights(path).items()}
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
     _require_checkpoint(path)
@@ -101,39 +104,24 @@ def weight_shapes(path: str) -> dict[str, Tensor]:
     return shapes
 
 
-def read_weights(path: str, names: Iterable[str]) -> dict[str, Tensor]:
-    """Read some of a checkpoint's weights, on the CPU.
+def require_safe_checkpoint(path: str) -> None:
+    """Check that a checkpoint contains only tensors and plain values, without loading it: a pickle can run any code.
 
-    Each call memory-maps a file anew, so its memory is freed together with the returned weights.
-
-    Args:
-        path: a checkpoint that `weight_shapes` has accepted.
-        names: names of the weights to read.
+    Call this before Composer loads a checkpoint, because Composer allows any pickle, and before PyTorch reads a sharded one,
+    whose index and small values are pickles.
 
     Raises:
-        UserError: the checkpoint is damaged or incomplete.
+        UserError: the checkpoint contains other objects, or can't be read.
     """
-    if not Path(path).is_dir():
-        weights = _file_weights(path)
-        return {name: weights[name] for name in names}
-    with _reported_errors(path):
-        state = _read_sharded(Path(path), {f"{_SHARDED_PREFIX}{_PREFIX}{name}" for name in names})["model"]
-        return {name: state[f"{_PREFIX}{name}"] for name in names}
-
-
-def _record_in(state: dict[str, Any]) -> dict[str, Any]:
-    return json.loads(state["callbacks"][RECORD_CALLBACK]["record"])
-
-
-def _without_prefix(weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name.removeprefix(_PREFIX): weight for name, weight in weights.items()}
-
-
-def _read_state(path: str, keys: set[str]) -> dict[str, Any]:
-    """Read the parts of a sharded checkpoint's state with these keys (dotted names), or all of a monolithic one's state."""
-    _require_checkpoint(path)
-    with _reported_errors(path):
-        return _read_sharded(Path(path), keys) if Path(path).is_dir() else _read_file(Path(path))
+    local = Path(path)
+    try:
+        names = _sharded_globals(local) if local.is_dir() else _unsafe_globals(local)
+    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
+        raise UserError(f"checkpoint {path}: is damaged or incomplete ({first_line(error)})") from None
+    if names:
+        raise UserError(
+            f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
+        )
 
 
 def _require_checkpoint(path: str) -> None:
@@ -155,19 +143,11 @@ def _reported_errors(path: str) -> Iterator[None]:
         raise UserError(f"checkpoint {path}: was not written by a Biphasic run (it is not a dictionary)") from None
 
 
-def _file_weights(path: str) -> dict[str, Tensor]:
-    state = _read_state(path, set())
-    with _reported_errors(path):
-        return _without_prefix(state["model"])
-
-
-def _read_file(path: Path) -> dict[str, Any]:
-    _require_zip(path)
-    with torch.serialization.safe_globals(_plain_objects()):
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
-
-
-def _read_sharded(path: Path, keys: set[str]) -> dict[str, Any]:
+def _read_state(path: Path, keys: set[str]) -> dict[str, Any]:
+    """Read the parts of a sharded checkpoint's state with these keys (dotted names), or all of a monolithic one's state."""
+    if not path.is_dir():
+        with torch.serialization.safe_globals(_PLAIN_TYPES):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.default_planner import _EmptyStateDictLoadPlanner
     from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -184,62 +164,24 @@ def _read_sharded(path: Path, keys: set[str]) -> dict[str, Any]:
     return state["state"]
 
 
-def require_safe_checkpoint(path: str) -> None:
-    """Check that a checkpoint contains only tensors and plain values, without loading it: a pickle can run any code.
-
-    Call this before Composer loads a checkpoint, because Composer allows any pickle, and before PyTorch reads a sharded one,
-    whose index and small values are pickles.
-
-    Raises:
-        UserError: the checkpoint contains other objects, or can't be read.
-    """
-    local = Path(path)
-    try:
-        names = _sharded_globals(local) if local.is_dir() else _globals_in(local)
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        raise UserError(f"checkpoint {path}: is damaged or incomplete ({first_line(error)})") from None
-    if names:
-        raise UserError(
-            f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
-        )
-
-
-def _require_zip(file: Path | io.BytesIO) -> None:
-    if not is_zipfile(file):
-        raise OSError("it is not what torch.save writes, or was cut off")
-
-
-def _globals_in(file: Path | io.BytesIO) -> set[str]:
-    """Return the names of objects in a torch.save file other than tensors and the types in `_PLAIN`."""
-    _require_zip(file)
-    if isinstance(file, io.BytesIO):
-        file.seek(0)
-    return set(torch.serialization.get_unsafe_globals_in_checkpoint(file)) - _PLAIN
-
-
-class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler for a sharded checkpoint's `.metadata` that allows only PyTorch classes that describe the contents."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        known = module.startswith(("torch.distributed.checkpoint.", "torch.distributed._shard."))
-        known |= module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype))
-        known |= (module, name) in (("collections", "OrderedDict"), ("torch.serialization", "_get_layout"))
-        known |= (module, name) == ("torch.torch_version", "TorchVersion")
-        # Only classes are allowed, because a function could do anything.
-        if not known or (module.startswith("torch.distributed.") and not _is_class(module, name)):
-            raise _UnsafeGlobalError(f"{module}.{name}")
-        return super().find_class(module, name)
+def _unsafe_globals(file: Path | io.BytesIO) -> set[str]:
+    """Return the names of objects in a torch.save file other than tensors and plain types."""
+    with torch.serialization.safe_globals(_PLAIN_TYPES):
+        return set(torch.serialization.get_unsafe_globals_in_checkpoint(file))
 
 
 class _UnsafeGlobalError(Exception):
     pass
 
 
-def _is_class(module: str, name: str) -> bool:
-    value: Any = importlib.import_module(module)
-    for part in name.split("."):
-        value = getattr(value, part, None)
-    return isinstance(value, type)
+class _IndexUnpickler(pickle.Unpickler):
+    """Unpickler for a sharded checkpoint's `.metadata` that allows only the classes that describe the contents."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if not is_dtype and f"{module}.{name}" not in _INDEX_GLOBALS:
+            raise _UnsafeGlobalError(f"{module}.{name}")
+        return super().find_class(module, name)
 
 
 def _read_index(folder: Path) -> Any:
@@ -262,12 +204,5 @@ def _sharded_globals(folder: Path) -> set[str]:
         if isinstance(index.state_dict_metadata.get(key.fqn), BytesStorageMetadata):
             with (folder / location.relative_path).open("rb") as file:
                 file.seek(location.offset)
-                names |= _globals_in(io.BytesIO(file.read(location.length)))
+                names |= _unsafe_globals(io.BytesIO(file.read(location.length)))
     return names
-
-
-def _plain_objects() -> list[Any]:
-    parts = [name.rpartition(".") for name in sorted(_PLAIN)]
-    objects = [getattr(importlib.import_module(module), name) for module, _, name in parts]
-    # PyTorch also checks the class of an array's dtype, although the pickle doesn't name it.
-    return [*objects, type(np.dtype(np.uint32))]

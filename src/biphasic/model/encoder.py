@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,14 +16,12 @@ from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model import attention
 from biphasic.model.backbone import (
-    from_checkpoint,
     is_decoder_export,
     load_hf_config,
     load_language_model,
     load_network,
-    train_padding_embedding,
 )
-from biphasic.model.checkpoint import Checkpoint, is_checkpoint, read_checkpoint
+from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.forward import (
     packed_encoder_forward,
     packed_forward,
@@ -99,22 +97,21 @@ class Encoder:
     Attributes:
         backbone: the network.
         text_tokenizer: converts texts to token ids.
-        max_length: number of tokens to truncate texts to, including the prompt. Default: the text tokenizer's `max_length`.
         is_own_family: whether the network is of an encoder family (BERT) or has code of its own. Exports then keep its
             format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
+        pooling: pooling of hidden states. Default: that of the model's files, or the mean, as in Biphasic's fine-tuning.
     """
 
     backbone: nn.Module
     text_tokenizer: TextTokenizer
-    max_length: int = 0
     is_own_family: bool = False
 
     def __post_init__(self) -> None:
-        self.max_length = self.max_length or self.text_tokenizer.max_length
+        self.pooling: Pooling = self.text_tokenizer.settings.pooling or Pooling()
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Tokenizer that splits a text into tokens."""
+        """The text tokenizer's tokenizer."""
         return self.text_tokenizer.tokenizer
 
     @property
@@ -127,27 +124,12 @@ class Encoder:
         """Whether the network takes packed segments, without padding."""
         return self.backbone.config._attn_implementation == attention.ATTENTION_NAME  # pyright: ignore
 
-    @property
-    def prompts(self) -> dict[str, str]:
-        """Prompts to put before texts, by role (`query`, `document`) or task."""
-        return self.text_tokenizer.settings.prompts
-
-    @property
-    def pooling(self) -> Pooling:
-        """Pooling from the model's files. Default: the mean, as in Biphasic's fine-tuning."""
-        return self.text_tokenizer.settings.pooling or Pooling()
-
-    def set_pooling(self, pooling: Pooling) -> None:
-        """Set the pooling, for a model whose files specify none."""
-        settings = replace(self.text_tokenizer.settings, pooling=pooling)
-        self.text_tokenizer = replace(self.text_tokenizer, settings=settings)
-
     def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of prompt and text, truncated to `max_length`. An empty text is one end-of-text token."""
-        return list(self.text_tokenizer.tokenize([prompt + text for text in texts], self.max_length))
+        """Return the token ids of prompt and text, at most `max_length`. An empty text is one end-of-text token."""
+        return list(self.text_tokenizer.tokenize([prompt + text for text in texts], self.text_tokenizer.max_length))
 
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
-        """Compute bidirectional hidden states of concatenated texts, from int64 [tokens] to [tokens, dimension]."""
+        """Compute bidirectional hidden states of concatenated texts, from int64 [tokens] to [tokens, width]."""
         if self.is_packed:
             if self.is_own_family:
                 return packed_encoder_forward(self.backbone, tokens, segments)
@@ -156,7 +138,7 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None) -> Tensor:
-        """Compute pooled embeddings, fp32 [texts, dimension] on the CPU. Texts of similar length share a forward pass.
+        """Compute pooled embeddings, fp32 [texts, width] on the CPU. Texts of similar length share a forward pass.
 
         Args:
             texts: token ids of each text; none may be empty.
@@ -191,7 +173,8 @@ def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are those of `load_encoder`."""
     if is_checkpoint(path):
-        return _text_tokenizer_of(read_checkpoint(path))
+        run = yaml.safe_load(read_record(path)["config"])
+        return TextTokenizer(load_tokenizer(run["tokenizer"]), run["data"]["sequence_length"])
     config = load_hf_config(path, revision, trust_remote_code)
     positions: int = config.max_position_embeddings
     tokenizer = load_tokenizer(path, revision)
@@ -225,18 +208,16 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         UserError: the model can't be loaded or used, or its own code is causal.
     """
     if is_checkpoint(path):
-        checkpoint = read_checkpoint(path)
-        return Encoder(from_checkpoint(checkpoint).backbone, _text_tokenizer_of(checkpoint))
+        return Encoder(load_language_model(path).backbone, load_text_tokenizer(path))
     config = load_hf_config(path, revision, trust_remote_code)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     is_own_family = False
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
-    attention.register()
     if is_decoder_export(path, revision) or (config.model_type == "eurobert" and not own_code):
         options = {"revision": revision, "attn_implementation": attention.ATTENTION_NAME}
         backbone = load_network(AutoModel, path, config, **options)
-        train_padding_embedding(backbone)
+        backbone.get_input_embeddings().padding_idx = None  # as in `LanguageModel`
     elif own_code or type(config) in MODEL_FOR_MASKED_LM_MAPPING:
         backbone = load_network(AutoModel, path, config, revision=revision, trust_remote_code=trust_remote_code)
         if not is_bidirectional(backbone.eval()):
@@ -259,8 +240,3 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
             f"model {path}: its tokenizer has {tokens:,} tokens, its embedding {embeddings:,}: they don't belong together"
         )
     return Encoder(backbone, text_tokenizer, is_own_family=is_own_family)
-
-
-def _text_tokenizer_of(checkpoint: Checkpoint) -> TextTokenizer:
-    config = yaml.safe_load(checkpoint.record["config"])
-    return TextTokenizer(load_tokenizer(config["tokenizer"]), config["data"]["sequence_length"])

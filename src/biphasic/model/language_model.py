@@ -22,13 +22,17 @@ class LanguageModel(nn.Module):
         lm_head: linear layer from hidden states to logits; may share its weight with the embedding.
 
     Attributes:
-        compiled_loss: whether the loss is compiled; see `biphasic.model.losses`.
+        compiled_loss: whether the operations between the loss's matrix products are compiled. Set by
+            `biphasic.training.compute.configure_compute`.
     """
 
     def __init__(self, backbone: nn.Module, lm_head: nn.Linear):
         super().__init__()
         self.backbone = backbone
         self.lm_head = lm_head
+        # transformers gives the padding token's embedding no gradient. A packed backbone gets no padding, and in EuroBERT's
+        # tokenizer, padding and end of text are the same token, which must be learned.
+        backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
         self.compiled_loss = False
         self.softcap: float | None = getattr(backbone.config, "final_logit_softcapping", None)
 
@@ -42,7 +46,7 @@ class LanguageModel(nn.Module):
             inputs: int64 [tokens].
             targets: int64 [tokens], `IGNORE` where nothing is predicted.
             segments: segments of the tokens.
-            causal: whether a token attends only to itself and to tokens before it.
+            causal: If True, use causal attention.
 
         Returns:
             Summed loss, fp32 scalar in nats, and number of targets, int64 scalar.

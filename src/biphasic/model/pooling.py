@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -22,7 +23,7 @@ _ROLES = ("query", "document")
 
 
 def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
-    """Average each segment's hidden states in fp32, from [tokens, dimension] to [segments, dimension]."""
+    """Average each segment's hidden states in fp32, from [tokens, width] to [segments, width]."""
     counts = segments.cu_seqlens.diff()
     index = torch.repeat_interleave(counts.long(), output_size=hidden.shape[0])
     sums = hidden.new_zeros((len(segments.lengths), hidden.shape[1]), dtype=torch.float32)
@@ -42,7 +43,7 @@ class Pooling:
     normalize: bool = False
 
     def __call__(self, hidden: Tensor, segments: Segments) -> Tensor:
-        """Pool hidden states [tokens, dimension] to embeddings, fp32 [segments, dimension]."""
+        """Pool hidden states [tokens, width] to embeddings, fp32 [segments, width]."""
         if self.mode == "mean":
             pooled = mean_pool(hidden, segments)
         elif self.mode == "cls":
@@ -84,12 +85,9 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
         UserError: a file is missing or damaged, the files are inconsistent, or a setting isn't supported.
     """
 
-    def read(name: str) -> Any:
-        return _json(path, name, revision)
-
+    read = functools.partial(_json, path, revision)
     content, transformer = read("config_sentence_transformers.json") or {}, read("sentence_bert_config.json") or {}
     prompts = {name: text for name, text in (content.get("prompts") or {}).items() if text is not None}
-    pooling = _pooling(path, read, prompts)
     similarity = content.get("similarity_fn_name") or "cosine"
     if similarity not in ("cosine", "dot"):
         raise UserError(f"model {path}: compares embeddings by {similarity}; only cosine and dot are supported")
@@ -101,7 +99,7 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
         default_prompt=default,
         max_length=transformer.get("max_seq_length"),
         lowercase=bool(transformer.get("do_lower_case")),
-        pooling=pooling,
+        pooling=_pooling(path, read, prompts),
         similarity=similarity,
     )
 
@@ -135,30 +133,25 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
     return Pooling(known[modes[0]], "Normalize" in kinds)
 
 
-def _json(path: str, name: str, revision: str | None) -> Any:
-    """Read a JSON file of a model; None if there is no such file."""
-    file = Path(path) / name
-    if not Path(path).is_dir():
-        from huggingface_hub import constants
-        from transformers.utils.hub import cached_file
+def _json(path: str, revision: str | None, name: str) -> Any:
+    """Read a JSON file of a folder or hub id; None if there is no such file."""
+    from huggingface_hub import constants
+    from transformers.utils.hub import cached_file
 
-        try:
-            cached = cached_file(
-                path,
-                name,
-                revision=revision,
-                _raise_exceptions_for_missing_entries=False,
-                _raise_exceptions_for_connection_errors=not constants.HF_HUB_OFFLINE,
-            )
-        except (OSError, ValueError) as error:
-            raise UserError(f"model {path}: {name} can't be read from the hub ({first_line(error)})") from None
-        if cached is None:
-            return None
-        file = Path(cached)
-    if not file.is_file():
+    try:
+        file = cached_file(
+            path,
+            name,
+            revision=revision,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=not constants.HF_HUB_OFFLINE,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"model {path}: {name} can't be read from the hub ({first_line(error)})") from None
+    if file is None:
         return None
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(Path(file).read_text(encoding="utf-8"))
     except ValueError as error:
         raise UserError(f"model {path}: {name} can't be read ({error})") from None
     is_list = name == "modules.json"
