@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from biphasic.config.checkpoint_plan import branch_points
 from biphasic.config.load import load
-from biphasic.config.plan import plan
+from biphasic.config.plan import branch_points, plan
 from biphasic.config.pretrain import PretrainConfig
 from helpers.tiny import ROOT
 

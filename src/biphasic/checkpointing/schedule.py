@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 from composer.core import Event, State, Timestamp
 from composer.utils import create_interval_scheduler
 
-from biphasic.config.checkpoint_plan import branch_points
 from biphasic.config.durations import TrainingProgress
+from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -80,16 +80,13 @@ class Architecture:
             causal: whether a token sees only itself and earlier tokens of its segment, not the complete segment.
             predicted: number of positions that get logits.
         """
-        return 3 * (self._layers_forward(list(lengths), causal, self.layers) + self._head_forward(predicted))
+        head = 2 * self.vocab_size * self.hidden * predicted
+        return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
 
     def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
-        """Return `flops` plus the forward pass of `recomputed` layers, which is the numerator of HFU.
+        """Return `flops` plus the forward pass of the `recomputed` layers, which is the numerator of HFU.
 
-        Args:
-            lengths: number of tokens in each segment, including padding.
-            causal: see `flops`.
-            predicted: number of positions that get logits.
-            recomputed: number of layers whose activations are computed again in the backward pass.
+        `lengths` include padding. The activations of `recomputed` layers are computed again in the backward pass.
         """
         lengths = list(lengths)
         return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
@@ -98,9 +95,6 @@ class Architecture:
         pairs = sum(length * (length + 1) // 2 if causal else length * length for length in lengths)
         matrices = 2 * (self.layer_parameters - 2 * self.hidden) * sum(lengths)
         return layers * (matrices + 4 * self.heads * self.head_dim * pairs)
-
-    def _head_forward(self, predicted: float) -> float:
-        return 2 * self.vocab_size * self.hidden * predicted
 
     def state_bytes(self, shards: int) -> int:
         """Return the bytes that fp32 weights, gradients and Adam's two moments take on each of `shards` ranks."""
@@ -144,8 +138,3 @@ PRESETS = {
     "610m": Architecture(128_256, hidden=1152, ffn=4096, layers=26, heads=18, kv_heads=6, head_dim=64),
     "1b": Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_heads=6, head_dim=96),
 }
-
-
-def preset(name: str, vocab_size: int | None = None) -> Architecture:
-    """Return one of the paper's architectures, with `vocab_size` in place of its vocabulary size if given."""
-    return PRESETS[name] if vocab_size is None else replace(PRESETS[name], vocab_size=vocab_size)

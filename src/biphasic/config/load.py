@@ -58,18 +58,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
 
 
 def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Job:
-    """Read a YAML of one job, as `load` does.
-
-    Args:
-        schema: the job's class, for example `PretrainConfig`.
-        file: path of the YAML.
-        overrides: `key=value`.
-        ranks: processes of the run.
-
-    Raises:
-        ConfigError: as `load`.
-        UserError: the YAML is of another job.
-    """
+    """Read a YAML as `load` does, and raise a UserError if its job is another one than that of `schema`."""
     config = load(file, overrides, ranks)
     if not isinstance(config, schema):
         expected = next(job for job in JOBS if schema_of(job) is schema)
@@ -82,9 +71,7 @@ def _base_problem(file: Path) -> Problem:
     name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
     yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     users = [str(path) for path in yamls if name.search(path.read_text(encoding="utf-8", errors="replace"))]
-    advice = (
-        f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in another YAML's `defaults:`"
-    )
+    advice = f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in a YAML's `defaults:`"
     return Problem(str(file), "", f"is a base, which lacks keys and isn't run by itself; {advice}")
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.architecture import Architecture, preset
+from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.config.base import Address, KeyProblems, Positive, Section
 
 
@@ -56,20 +57,14 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
     if model.init_from is not None:
         return None
     if model.preset is not None:
-        return preset(model.preset, model.vocab_size)
-    if not (
-        model.vocab_size and model.hidden_size and model.intermediate_size and model.num_layers and model.num_heads
-    ):
+        architecture = PRESETS[model.preset]
+        return architecture if model.vocab_size is None else replace(architecture, vocab_size=model.vocab_size)
+    vocab_size, hidden, ffn = model.vocab_size, model.hidden_size, model.intermediate_size
+    layers, heads = model.num_layers, model.num_heads
+    if not (vocab_size and hidden and ffn and layers and heads):
         return None
-    return Architecture(
-        vocab_size=model.vocab_size,
-        hidden=model.hidden_size,
-        ffn=model.intermediate_size,
-        layers=model.num_layers,
-        heads=model.num_heads,
-        kv_heads=model.num_kv_heads or model.num_heads,
-        head_dim=model.head_dim or model.hidden_size // model.num_heads,
-    )
+    kv_heads, head_dim = model.num_kv_heads or heads, model.head_dim or hidden // heads
+    return Architecture(vocab_size, hidden, ffn, layers, heads, kv_heads, head_dim)
 
 
 def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
@@ -91,10 +86,8 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         else:
             for name in missing:
                 yield [f"model.{name}"], "is missing: explicit dimensions need it (or use model.preset)"
-        if missing:
+        if (architecture := architecture_of(model)) is None:
             return
-        architecture = architecture_of(model)
-        assert architecture is not None
         if architecture.hidden % architecture.heads:
             message = f"expected a divisor of hidden_size ({architecture.hidden}); got {architecture.heads}"
             yield ["model.num_heads", "model.hidden_size"], message

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -12,12 +13,10 @@ from typing import Any
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture, shard_ranks
-from biphasic.config.checkpoint_plan import branch_points, remaining_checkpoints, saved_checkpoints
-from biphasic.config.conversion_record import StreamRecord
-from biphasic.config.data_plan import plan_datasets
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.stream_record import StreamRecord, split_conversion_path
 from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, resolve_phases
 
 
@@ -94,7 +93,7 @@ def plan(
     batches, spans = _batch(end, config), resolve_phases(config.objective.phases, end)
     units = {end.unit, *(span.end.unit for span in spans)}
     exact, phases, rates = not units & {"tok", "ep"}, list(_phases(config)), list(_rates(config))
-    datasets, data_lines, run_plan.warnings = plan_datasets(config, batches, records)
+    datasets, data_lines, run_plan.warnings = _plan_datasets(config, batches, records)
     checkpoints = _checkpoints(config, architecture)
     rows = config.global_batch_size // ranks
     details = run_plan.details = {
@@ -220,6 +219,44 @@ def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> d
     }
 
 
+def branch_points(config: PretrainConfig) -> list[Duration]:
+    """Return the points where other runs may branch off: each phase switch, the decay's start, `checkpoint.keep_at`.
+
+    A run always saves at these points and keeps the checkpoints, regardless of `checkpoint.interval` and `checkpoint.keep`.
+    """
+    total = config.max_duration
+    switches = [span.start for span in resolve_phases(config.objective.phases, total)[1:]]
+    decay = decay_start(config.schedule, total)
+    decays = [decay] if decay != total and decay.value else []
+    return list(dict.fromkeys([*switches, *decays, *(point.resolve(total) for point in config.checkpoint.keep_at)]))
+
+
+def saved_checkpoints(config: PretrainConfig, start: int = 0, marked: Iterable[int] = ()) -> tuple[list[int], set[int]]:
+    """Return the batches at which an uninterrupted run saves, and those whose checkpoints it never deletes.
+
+    Args:
+        config: a configuration without times in epochs. With times in tokens, padding makes the run a little longer.
+        start: number of batches that another run has trained.
+        marked: batches, besides the branch points, whose checkpoints are never deleted.
+    """
+    shape, total = config.batch_shape, config.max_duration
+    end, every = shape.batches(total), shape.batches(config.checkpoint.interval.resolve(total))
+    kept = {batch for batch in (*map(shape.batches, branch_points(config)), *marked) if start < batch < end}
+    at_interval = range(start // every * every + every, end, every)
+    return sorted({*at_interval, *kept, end}), kept
+
+
+def remaining_checkpoints(saved: list[int], kept: set[int], keep: int) -> list[int]:
+    """Return which checkpoints are stored when those of the batches `saved` are complete, of which `kept` are never deleted.
+
+    Args:
+        saved: batches of the checkpoints, in order.
+        kept: batches whose checkpoints are never deleted.
+        keep: `checkpoint.keep`.
+    """
+    return saved if keep < 0 else sorted(kept.intersection(saved).union(saved[-keep:]))
+
+
 def training_flops(config: PretrainConfig, architecture: Architecture, first: int, end: int) -> float:
     """Return the FLOPs of the batches from `first` (inclusive) to `end` (exclusive).
 
@@ -257,6 +294,79 @@ def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> t
     numbers = {"weights_gradients_optimizer": state, "ddp_buckets": buckets}
     numbers |= {"activations": activations, "microbatch_rows": rows}
     return numbers, f"{text}; not counted: logits, workspaces, CUDA's context"
+
+
+def _plan_datasets(
+    config: PretrainConfig, batches: int | None, records: Mapping[str, StreamRecord]
+) -> tuple[list[dict[str, Any]], list[str], list[str]]:
+    """Return how much a run reads of each dataset, the same as text, and warnings about repeated data.
+
+    Token counts exclude padding, and unknown values are None.
+
+    Args:
+        config: a checked configuration.
+        batches: number of batches in the run if padding counts as tokens; None if it depends on the data.
+        records: the datasets' conversion records, as far as they are known, by key.
+    """
+    streams, first_row = config.data.streams, config.data.first_row(config.global_batch_size)
+    records = {key: each for key, each in records.items() if each.split.get("rows") and each.split.get("tokens")}
+    shares = {key: getattr(stream, "proportion", 1.0) for key, stream in streams.items()}
+    epoch_rows = config.data.epoch_rows
+    if epoch_rows is None and len(records) == len(streams):
+        epoch_rows = sum(record.split["rows"] for record in records.values())
+    run_rows = _run_rows(config, batches, records, shares, epoch_rows)
+    about = "about " if config.max_duration.unit == "tok" else ""
+    datasets, lines, warnings = list[dict[str, Any]](), list[str](), list[str]()
+    if first_row:
+        lines.append(f"begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})")
+    for key, stream in streams.items():
+        share, path, record = shares[key], stream.remote or stream.local, records.get(key)
+        name = "" if key == "data.train" else f"{key.rpartition('.')[2]} {share:.4g}: "
+        dataset = {"key": key, "path": path, "proportion": share, "record": None, "rows": None, "tokens": None}
+        dataset["run_rows"] = rows = None if run_rows is None else round(run_rows * share)
+        dataset |= {"run_tokens": None, "epochs": None}
+        datasets.append(dataset)
+        if record is None:
+            lines.append(f"{name}unknown (no record at {split_conversion_path(path)[0]})")
+            continue
+        stored_rows, stored_tokens = record.split["rows"], record.split["tokens"]
+        dataset |= {"record": record.folder, "rows": stored_rows, "tokens": stored_tokens}
+        if rows is None:
+            lines.append(f"{name}{stored_tokens:,} tokens in {stored_rows:,} rows at {path}")
+            continue
+        tokens, epochs = round(rows * record.tokens_per_row), rows / stored_rows
+        dataset |= {"run_tokens": tokens, "epochs": epochs}
+        lines.append(f"{name}{about}{tokens:,} tokens, {epochs:.3g} epochs of {path}")
+        if epochs > 1:
+            warnings.append(f"{key} would be repeated: the run takes {epochs:.3g} epochs of {path}")
+        elif first_row and (end := first_row * share / stored_rows + epochs) > 1:
+            message = f"the run begins at row {first_row:,} (data.start_at) and ends in epoch {math.ceil(end)} of"
+            warnings.append(f"{key}: {message} {path}, so rows from before data.start_at are read")
+    if config.data.mix is not None and run_rows is not None and epoch_rows is not None and run_rows > epoch_rows:
+        warnings.append(
+            f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows independently, "
+            f"so that some rows are repeated before others are read: set data.epoch_rows to {run_rows:,}"
+        )
+    return datasets, lines, warnings
+
+
+def _run_rows(
+    config: PretrainConfig,
+    batches: int | None,
+    records: Mapping[str, StreamRecord],
+    shares: dict[str, float],
+    epoch_rows: int | None,
+) -> int | None:
+    end, batch_rows = config.max_duration, config.global_batch_size
+    if end.unit == "ep":
+        if epoch_rows is None or epoch_rows < batch_rows:
+            return None
+        rows = epoch_rows // batch_rows * batch_rows
+        return int(end.value) * rows - config.data.first_row(batch_rows) % rows
+    if end.unit == "tok" and len(records) == len(shares):
+        tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in records.items())
+        return math.ceil(round(end.value / (tokens_per_row * batch_rows), 6)) * batch_rows
+    return None if batches is None else batches * batch_rows
 
 
 def _number(batch: int | None) -> str:

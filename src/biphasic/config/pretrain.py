@@ -28,8 +28,7 @@ class ValidationConfig(Section):
     batch_size: Positive | None = None
     """Number of rows in a validation batch, over all ranks. Default: the training batch size."""
     masking_ratio: Share = 0.4
-    """Masking ratio of the MLM loss. It is the same in every run, so that they compare. Default: as the paper's biphasic
-    runs."""
+    """Masking ratio of the MLM loss. Fixed, so that losses are comparable across runs. Default: the paper's."""
 
 
 class OptimizerConfig(Section):

@@ -14,6 +14,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from biphasic.config.base import flatten, within
 from biphasic.errors import ConfigError, Problem
 
 _COMMAND_LINE = "command line"
@@ -52,26 +53,15 @@ class KeyTree:
         return content
 
     def update(self, key: str, value: Any, where: Mapping[str, str]) -> None:
-        """Merge a value into a dotted key; an empty key is the top.
+        """Merge a value into a dotted key (an empty key is the top), with the places of the key and of keys below it.
 
         Sections merge, except those whose kind differs; a list replaces a list.
-
-        Args:
-            key: the dotted key.
-            value: mappings, lists and plain values.
-            where: the places of the key and of keys below it.
         """
         for part in reversed(key.split(".") if key else []):
             value = {part: value}
         with _errors_reported(lambda _: where.get(key, str(self.file)), key):
             self.merged = self._merge(self.merged, value, "")
         self.where.update(where)
-
-    def copy(self) -> KeyTree:
-        """Return a copy that can be changed."""
-        tree = KeyTree(self.file)
-        tree.merged, tree.where = deepcopy(self.merged), dict(self.where)
-        return tree
 
     def _merge(self, old: Any, new: Any, key: str) -> Any:
         """Return the value of `key` after `new` is merged into `old`, which is changed."""
@@ -82,7 +72,7 @@ class KeyTree:
         if not isinstance(old, dict) or not isinstance(new, dict):
             self._forget(key)
             return deepcopy(new)
-        kind = _kind_key(key)
+        kind = "name" if re.fullmatch(r"objective\.phases\.\d+", key) else "kind"  # where a section's kind is written
         if isinstance(old.get(kind), str) and isinstance(new.get(kind), str) and old[kind] != new[kind]:
             # Keys on the command line stay: their order does not matter.
             for name in [name for name in old if self.source(f"{key}.{name}") != _COMMAND_LINE]:
@@ -94,7 +84,7 @@ class KeyTree:
 
     def _forget(self, key: str) -> None:
         """Forget where a key and the keys below it were written."""
-        self.where = {k: place for k, place in self.where.items() if not f"{k}.".startswith(f"{key}.")}
+        self.where = {k: place for k, place in self.where.items() if not within(k, key)}
 
 
 def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
@@ -177,9 +167,8 @@ def _require_shallow(text: str, name: str) -> None:
     for event in yaml.parse(text, Loader=_LOADER):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > _MAX_DEPTH:
-            raise _config_error(
-                f"{name}:{event.start_mark.line + 1}", "", f"is nested in more than {_MAX_DEPTH} levels"
-            )
+            place = f"{name}:{event.start_mark.line + 1}"
+            raise _config_error(place, "", f"is nested in more than {_MAX_DEPTH} levels")
 
 
 def _places(node: yaml.Node, key: str, name: str) -> dict[str, str]:
@@ -206,20 +195,7 @@ def _override(text: str, tree: KeyTree) -> None:
     with _errors_reported(lambda _: _COMMAND_LINE, key):
         _require_shallow(value, _COMMAND_LINE)
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
-    tree.update(key, parsed["value"], dict.fromkeys([key, *_keys_below(key, parsed["value"])], _COMMAND_LINE))
-
-
-def _keys_below(key: str, value: Any) -> Iterator[str]:
-    """Yield the dotted keys of the sections and lists in a key's value."""
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for name, child in items:
-        yield f"{key}.{name}"
-        yield from _keys_below(f"{key}.{name}", child)
-
-
-def _kind_key(section: str) -> str:
-    """Return the key that says of which kind a section is: a phase's `name`, and the `kind` of the others."""
-    return "name" if re.fullmatch(r"objective\.phases\.\d+", section) else "kind"
+    tree.update(key, parsed["value"], dict.fromkeys([key, *dict(flatten(parsed["value"], key))], _COMMAND_LINE))
 
 
 def _config_error(where: str, key: str, message: str) -> ConfigError:
@@ -238,9 +214,7 @@ def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[No
 
 def _summary(error: BaseException) -> str:
     """Return the first line of an error of the YAML libraries."""
-    text = (
-        "a value contains itself"
-        if isinstance(error, RecursionError)
-        else getattr(error, "problem", None) or str(error)
-    )
+    if isinstance(error, RecursionError):
+        return "a value contains itself"
+    text = getattr(error, "problem", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.base import Section
+from biphasic.config.base import Section, within
 from biphasic.config.check import check
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import PretrainConfig
@@ -75,22 +76,21 @@ def _base(study: StudyConfig, written: KeyTree) -> KeyTree:
 
 
 def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, ranks: int) -> PretrainConfig:
-    tree, place = base.copy(), {"": written.source(f"models.{name}")}
+    tree, place = deepcopy(base), written.source(f"models.{name}")
     continued = study.continues.get(name)
     if continued is not None:
         tree.merged.pop("model", None)
-        tree.update("model.init_from", study.checkpoints_of(continued), {"model": written.source(f"models.{name}")})
+        tree.update("model.init_from", study.checkpoints_of(continued), {"model": place})
     keys = {key: value for key, value in study.models[name].items() if key != CONTINUES}
     _apply(keys, f"models.{name}", tree, written)
     own = {"run_name": name, "output": study.local_folder, "checkpoint.folder": study.checkpoints_of(name)}
     for key, value in own.items():
-        tree.update(key, escape_interpolations(value), {key: place[""]})
+        tree.update(key, escape_interpolations(value), {key: place})
     config = check(tree.content(), ("pretrain",), tree.source, ranks)
     assert isinstance(config, PretrainConfig)
+    expected = "expected batches, rows or tokens, so that runs can be compared"
     problems = [
-        Problem(
-            tree.source(key), key, f"expected batches, rows or tokens, so that runs can be compared; got {duration}"
-        )
+        Problem(tree.source(key), key, f"{expected}; got {duration}")
         for key, duration in _durations(config).items()
         if duration.unit == "ep"
     ]
@@ -112,7 +112,7 @@ def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree
     """Merge dotted or nested keys into `tree`. `prefix` is their key in the study."""
     for key, value in keys.items():
         above = f"{prefix}.{key}"
-        below = {k.removeprefix(f"{prefix}."): at for k, at in written.where.items() if f"{k}.".startswith(f"{above}.")}
+        below = {k.removeprefix(f"{prefix}."): at for k, at in written.where.items() if within(k, above)}
         tree.update(key, escape_interpolations(value), {key: written.source(above), **below})
 
 
@@ -132,4 +132,4 @@ def _named(problems: dict[str, list[Problem]], study: StudyConfig, written: KeyT
 
 
 def _places(section: str, written: KeyTree) -> list[str]:
-    return [at for key, at in written.where.items() if f"{key}.".startswith(f"{section}.")]
+    return [at for key, at in written.where.items() if within(key, section)]

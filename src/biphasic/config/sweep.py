@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posixpath import normpath
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -86,23 +86,17 @@ class SweepConfig(JobConfig):
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values. The tasks' YAMLs are checked by `biphasic.sweep.grid`."""
-        first_models: dict[tuple[str, str | None], str] = {}
+        places: dict[str, Any] = {f"tasks.{name}": normpath(file) for name, file in self.tasks.items()}
         for name, model in self.models.items():
             path = model.path if is_remote(model.path) else normpath(model.path)
-            first = first_models.setdefault((path, model.revision), name)
-            if first != name:
-                message = f"expected another model than that of models.{first}"
-                yield [f"models.{name}.path", f"models.{first}.path"], message
-        first_files: dict[str, str] = {}
-        for name, file in self.tasks.items():
-            first = first_files.setdefault(normpath(file), name)
-            if first != name:
-                yield [f"tasks.{name}", f"tasks.{first}"], f"expected another file than tasks.{first}"
+            places[f"models.{name}.path"] = path, model.revision
+        first_keys: dict[Any, str] = {}
+        for key, place in places.items():
+            if (first := first_keys.setdefault(place, key)) != key:
+                yield [key, first], f"expected another one than that of {first}"
         if self.rate_seeds is not None and self.rate_seeds > len(self.seeds):
-            yield (
-                ["rate_seeds", "seeds"],
-                f"expected at most the number of seeds, {len(self.seeds)}; got {self.rate_seeds}",
-            )
+            message = f"expected at most the number of seeds, {len(self.seeds)}; got {self.rate_seeds}"
+            yield ["rate_seeds", "seeds"], message
         for index, override in enumerate(self.overrides):
             key, equals, _ = override.partition("=")
             fixed = [name for name in _SET_BY_THE_SWEEP if within(key, name) or within(name, key)]

@@ -55,13 +55,18 @@ class TableConfig(DatasetConfig):
         return content
 
 
-class _SupervisedSet(Section):
-    """Keys that the datasets for classification, token labels and question answering share."""
+class _DownstreamSet(Section):
+    """Keys that all datasets share."""
 
     license: str
     """License of the dataset. It is recorded beside the data."""
     homepage: str | None = None
     """Page that describes the dataset. It is recorded beside the data."""
+
+
+class _SupervisedSet(_DownstreamSet):
+    """Keys that the datasets for classification, token labels and question answering share."""
+
     source: DatasetConfig
     """Where the dataset is read from."""
     splits: dict[str, str] = {"train": "train", "test": "validation"}
@@ -153,14 +158,10 @@ class QrelsConfig(TableConfig):
     """Use only one half of the queries. Halves are determined by a hash of the seed and the query id."""
 
 
-class RetrievalSet(Section):
+class RetrievalSet(_DownstreamSet):
     """A retrieval dataset: a corpus, queries, relevance judgments, and optionally training pairs."""
 
     kind: Literal["retrieval"]
-    license: str
-    """License of the dataset. It is recorded beside the data."""
-    homepage: str | None = None
-    """Page that describes the dataset. It is recorded beside the data."""
     train: PairsConfig | None = None
     """Training pairs. Null: the dataset is only for evaluation."""
     corpus: CorpusConfig
@@ -177,10 +178,7 @@ class RetrievalSet(Section):
 
 
 SupervisedSet = ClassificationSet | TokensSet | QuestionAnsweringSet
-DownstreamSet = Annotated[
-    ClassificationSet | TokensSet | QuestionAnsweringSet | RetrievalSet,
-    Field(discriminator="kind"),
-]
+DownstreamSet = Annotated[SupervisedSet | RetrievalSet, Field(discriminator="kind")]
 
 
 class TasksConfig(JobConfig):
@@ -204,16 +202,17 @@ class TasksConfig(JobConfig):
             for key, dataset, splits in source_datasets(f"tasks.{name}", task):
                 if dataset.path is None and dataset.files is None:
                     yield [key], "expected `path` (a hub id or a folder), `files`, or both"
-                elif dataset.path is None and (dataset.name is not None or dataset.revision is not None):
-                    unused = "name" if dataset.name is not None else "revision"
-                    yield [f"{key}.{unused}", f"{key}.path"], "has no effect without `path`"
-                elif dataset.path is not None and (dataset.columns is not None or dataset.quoting is not None):
-                    unused = "columns" if dataset.columns is not None else "quoting"
-                    yield [f"{key}.{unused}", f"{key}.path"], "has no effect with `path`; expected local `files` alone"
+                elif dataset.path is None:
+                    yield from dataset.require_defaults(
+                        ("name", "revision"), key, [f"{key}.path"], "has no effect without `path`"
+                    )
+                else:
+                    message = "has no effect with `path`; expected local `files` alone"
+                    yield from dataset.require_defaults(("columns", "quoting"), key, [f"{key}.path"], message)
                 for split in splits:
                     if dataset.files is not None and split not in dataset.files:
-                        message = f"has no files for the split {split!r} (it has: {', '.join(dataset.files)})"
-                        yield [f"{key}.files"], message
+                        given = ", ".join(dataset.files)
+                        yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {given})"
             if isinstance(task, RetrievalSet):
                 for split, qrels in task.qrels.items():
                     if qrels.list_column is not None and qrels.score_column is not None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.output import CONVERSION_LOG, LockedOutput
 from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.sources import Sources

@@ -14,7 +14,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.errors import UserError

@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.config.convert import ConvertConfig
+from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.merge import count_repeated, document_numbers
 from biphasic.conversion.output import CONVERSION_LOG, read_unit_records, require_record

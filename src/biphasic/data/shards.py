@@ -12,8 +12,8 @@ from streaming import Stream
 from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 
-from biphasic.config.conversion_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
+from biphasic.config.stream_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import (

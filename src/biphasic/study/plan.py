@@ -9,9 +9,8 @@ from typing import Any
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture
-from biphasic.config.checkpoint_plan import remaining_checkpoints, saved_checkpoints
 from biphasic.config.model import architecture_of
-from biphasic.config.plan import training_flops
+from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, StudyCostConfig
 from biphasic.study.state import RunState, is_ready, read_states
