@@ -27,7 +27,8 @@ def require_form(package: str, owner: Any, name: str, replacement: Any) -> Any:
         form, expected = "does not exist", _form(replacement)
     elif (form := _form(original)) == (expected := _form(replacement)):
         return original
-    path = f"{owner.__name__ if inspect.ismodule(owner) else _path_of(owner)}.{name}"
+    kind = owner if inspect.isclass(owner) else type(owner)
+    path = f"{owner.__name__ if inspect.ismodule(owner) else f'{kind.__module__}.{kind.__qualname__}'}.{name}"
     raise UserError(
         f"{package} {version(package)}: {path} {form}, but Biphasic replaces one that {expected}: install the version in "
         "requirements.lock (docs/versions.md)"
@@ -38,8 +39,3 @@ def _form(attribute: Any) -> str:
     if inspect.isroutine(attribute):
         return f"has the parameters ({', '.join(inspect.signature(attribute).parameters)})"
     return f"is of type {type(attribute).__name__}"
-
-
-def _path_of(owner: Any) -> str:
-    kind = owner if inspect.isclass(owner) else type(owner)
-    return f"{kind.__module__}.{kind.__qualname__}"

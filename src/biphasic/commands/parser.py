@@ -11,13 +11,8 @@ from typing import Any, NamedTuple, NoReturn
 from biphasic.errors import UserError
 from biphasic.storage.paths import without_password
 
-
-class Argument(NamedTuple):
-    """An argument of a command line: what argparse's `add_argument` takes, and the heading of its group in the help."""
-
-    names: tuple[str, ...]
-    options: dict[str, Any]
-    group: str
+Argument = tuple[tuple[str, ...], dict[str, Any]]
+"""Names and options for argparse's `add_argument`. The option `group` is the heading of a group in the help."""
 
 
 class Command(NamedTuple):
@@ -32,9 +27,9 @@ COMMANDS: dict[str, Command] = {}
 """The subcommands by name."""
 
 
-def argument(*names: str, group: str = "", **options: Any) -> Argument:
-    """Return an argument with argparse's options."""
-    return Argument(names, options, group)
+def argument(*names: str, **options: Any) -> Argument:
+    """Return an argument of a command line."""
+    return names, options
 
 
 def command(line: str, *arguments: Argument) -> Callable[[Callable[[argparse.Namespace], int]], Any]:
@@ -61,15 +56,13 @@ class Parser(argparse.ArgumentParser):
 
     def add(self, *arguments: Argument) -> None:
         """Add arguments, those of a group under its heading."""
-        groups = {
-            name: self.add_argument_group(name) for name in dict.fromkeys(each.group for each in arguments) if name
-        }
-        for each in arguments:
-            options = dict(each.options)
-            completer = options.pop("completer", None)  # argcomplete's
-            action: Any = groups.get(each.group, self).add_argument(*each.names, **options)
-            if completer is not None:
-                action.completer = completer
+        groups: dict[str, Any] = {"": self}
+        for names, given in arguments:
+            options = {"group": "", "completer": None, **given}
+            group, completer = options.pop("group"), options.pop("completer")
+            if group not in groups:
+                groups[group] = self.add_argument_group(group)
+            groups[group].add_argument(*names, **options).completer = completer  # argcomplete reads it
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the arguments. Raises a UserError, which doesn't show it, if one is a URL with a password."""

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
 from pathlib import Path
+from string import Formatter
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
@@ -72,6 +73,30 @@ def matching(pattern: str, expected: str) -> AfterValidator:
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
             raise ValueError(f"expected {expected}; got {text!r}")
+        return text
+
+    return AfterValidator(check)
+
+
+def fields_of(template: str) -> list[str]:
+    """Return the names in braces in a template."""
+    return [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+
+
+def template(*names: str, required: str = "") -> AfterValidator:
+    """Return an annotation for templates with some of these names in braces, and with the required one."""
+
+    def check(text: str) -> str:
+        try:
+            fields = fields_of(text)
+        except ValueError as error:
+            raise ValueError(f"has unmatched braces ({error}); a literal brace is written twice") from None
+        if not {required} - {""} <= set(fields) <= set(names):
+            expected, with_required = (
+                ", ".join(f"{{{name}}}" for name in names),
+                f" with {{{required}}}" * bool(required),
+            )
+            raise ValueError(f"expected a text{with_required} and no fields but {expected}; got {text!r}")
         return text
 
     return AfterValidator(check)

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
-from string import Formatter
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, RunConfig, Section, Seed, Share
+from biphasic.config.base import (
+    Address,
+    Count,
+    KeyProblems,
+    LocalPath,
+    Name,
+    Positive,
+    RunConfig,
+    Section,
+    Seed,
+    Share,
+    template,
+)
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import LoggingConfig, OptimizerConfig
 
@@ -58,7 +69,7 @@ class ClassificationConfig(_ScoredConfig):
     """Classify a text or a pair of texts: mean pooling, EuroBERT's two-layer head, cross-entropy."""
 
     kind: Literal["classification"]
-    text: str = "{text}"
+    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
     metric: Literal["accuracy", "f1"] = "accuracy"
     """Metric that selects the learning rate. `f1` is the F1 of the second label."""
@@ -74,7 +85,7 @@ class QuestionAnsweringConfig(_ScoredConfig):
     """Find the span of a context that answers a question: cross-entropy of its start and end, exact match and token F1."""
 
     kind: Literal["question_answering"]
-    text: str = "{question}{separator}"
+    text: Annotated[str, template("question", "separator", required="question")] = "{question}{separator}"
     """Template of the text before the context. `{separator}` is the tokenizer's separator token, or else its EOS token."""
     stride: Count = 128
     """Number of tokens by which neighbouring windows of a long context overlap."""
@@ -153,10 +164,7 @@ class FinetuneConfig(RunConfig):
         if "lr" not in self.optimizer.model_fields_set and "optimizer" in self.model_fields_set:
             yield ["optimizer.lr"], "is missing: give the learning rate beside the other optimizer keys"
         task = self.task
-        if isinstance(task, ClassificationConfig):
-            yield from _template_problems(task.text, {"text", "text_pair"}, "text")
         if isinstance(task, QuestionAnsweringConfig):
-            yield from _template_problems(task.text, {"question", "separator"}, "question")
             if task.text.count("{separator}") > 1:
                 yield ["task.text"], "expected at most one {separator}; the context follows it"
             if task.unanswerable and task.validation is None:
@@ -175,15 +183,3 @@ class FinetuneConfig(RunConfig):
             yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end}); got {warmup}"
         elif warmup.resolve(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
             yield ["warmup", "max_duration"], f"expected less than max_duration ({end}); got {warmup}"
-
-
-def _template_problems(text: str, columns: set[str], required: str) -> KeyProblems:
-    """Check a template that names columns of the dataset in braces."""
-    try:
-        fields = {name for _, name, _, _ in Formatter().parse(text) if name is not None}
-    except ValueError as error:
-        yield ["task.text"], f"is no template ({error}); a literal brace is written twice"
-        return
-    names = ", ".join(f"{{{name}}}" for name in sorted(columns))
-    if fields - columns or required not in fields:
-        yield ["task.text"], f"expected a text with {{{required}}} and no fields but {names}; got {text!r}"

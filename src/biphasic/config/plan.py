@@ -249,10 +249,7 @@ def saved_checkpoints(config: PretrainConfig, start: int = 0, marked: Iterable[i
 def remaining_checkpoints(saved: list[int], kept: set[int], keep: int) -> list[int]:
     """Return which checkpoints are stored when those of the batches `saved` are complete, of which `kept` are never deleted.
 
-    Args:
-        saved: batches of the checkpoints, in order.
-        kept: batches whose checkpoints are never deleted.
-        keep: `checkpoint.keep`.
+    `keep` is `checkpoint.keep`.
     """
     return saved if keep < 0 else sorted(kept.intersection(saved).union(saved[-keep:]))
 

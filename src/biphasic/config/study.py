@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from string import Formatter
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -17,7 +16,9 @@ from biphasic.config.base import (
     Positive,
     Section,
     Share,
+    fields_of,
     flatten,
+    template,
     within,
 )
 from biphasic.storage import is_remote, join
@@ -28,8 +29,6 @@ SET_BY_THE_STUDY = ("job", "run_name", "output", "checkpoint.folder", "start_fro
 """Pretraining keys that the study sets for each model."""
 STAGE_FOLDERS = ("sweep", "evaluate")
 """Folders of the stages, beside those of the models."""
-PLACEHOLDERS = ("name", "file", "base", "overrides")
-"""What `executor.command` may contain in braces."""
 
 
 class LocalExecutor(Section):
@@ -54,7 +53,7 @@ class CommandExecutor(Section):
     """Submit each run that is ready with a command, for SkyPilot, Kubernetes and others."""
 
     kind: Literal["command"]
-    command: str
+    command: Annotated[str, template("name", "file", "base", "overrides")]
     """The command, split as a shell splits it. `{name}` is the model's name and `{file}` its resolved YAML on this machine;
     `{base}` and `{overrides}` give the same run to a machine that has only the repository: the path in the study's `base`,
     and `key=value` pairs, separated by spaces."""
@@ -177,16 +176,7 @@ class StudyConfig(JobConfig):
             yield [f"models.{name}.model.init_from"], f"can't be given beside {CONTINUES}, which sets it"
 
     def _command_problems(self, command: str) -> KeyProblems:
-        key = "executor.command"
-        try:
-            names = [name for _, name, _, _ in Formatter().parse(command) if name is not None]
-        except ValueError as error:
-            yield [key], f"has unmatched braces ({error}); write {{{{ and }}}} for braces themselves"
-            return
-        for name in names:
-            if name not in PLACEHOLDERS:
-                expected = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
-                yield [key], f"expected one of {expected}; got {{{name}}}"
+        key, names = "executor.command", fields_of(command)
         if not {"file", "overrides"} & set(names):
             yield [key], "names no run: expected {file}, or {base} and {overrides}"
         if ("base" in names) != ("overrides" in names):
