@@ -165,8 +165,8 @@ def finetune(name: str, family: str, data: Path, folder: Path, **changes: Any) -
     model = write_model(family, folder / family)
     config = config_of(name, data, model, folder, save_model=True, **{"max_duration": "40ba", **changes})
     run_folder = run(config)
-    trial = train_and_score(config)  # the same once more: trials are reproducible
-    return Finetuned(run_folder / "model", trial.model, trial.task)
+    _, model, task, _ = train_and_score(config)  # the same once more: trials are reproducible
+    return Finetuned(run_folder / "model", model, task)
 
 
 def softmax(logits: np.ndarray) -> np.ndarray:

@@ -99,7 +99,7 @@ def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
 
 def test_a_trial_s_model_is_freed(toy: Path, tmp_path: Path) -> None:
     """A sweep's worker runs hundreds."""
-    model = train_and_score(config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ba")).model
+    _, model, *_ = train_and_score(config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="2ba"))
     backbone = weakref.ref(model.encoder.backbone)
     del model
     gc.collect()

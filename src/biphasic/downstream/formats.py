@@ -46,18 +46,16 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
     tabs = False
     sentence: list[list[str]] = []
     with open_text(file) as lines:
-        for number, line in enumerate(lines, start=1):
-            # Words within a comment of a file with tabs are no columns.
-            tabs = "\t" in line if width is None else tabs
-            fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
-            if line.startswith("-DOCSTART-"):
-                continue
+        for number, line in enumerate(itertools.chain(lines, ["\n"]), start=1):
             if not line.strip():
                 if sentence:
                     yield _sentence(sentence, names)
                 sentence = []
                 continue
-            if line.startswith("# ") and len(fields) != width:
+            # Words within a comment of a file with tabs are no columns.
+            tabs = "\t" in line if width is None else tabs
+            fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
+            if line.startswith("-DOCSTART-") or (line.startswith("# ") and len(fields) != width):
                 continue
             width = width or len(fields)
             expected = max(width, 2) if names is None else len(names)
@@ -68,8 +66,6 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
                     f"{COLUMNS_EXAMPLE}; source.columns names them"
                 )
             sentence.append(fields)
-    if sentence:
-        yield _sentence(sentence, names)
 
 
 def _sentence(lines: list[list[str]], names: Sequence[str] | None) -> dict[str, list[str]]:

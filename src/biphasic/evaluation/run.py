@@ -70,9 +70,7 @@ def run(config: EvaluateConfig) -> Path:
     _print(f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}")
     cache = EmbeddingCache(Path(config.cache), config.cache_limit)
     systems = [_model(config, cache), *_baselines(config, cache)]
-    records = []
-    for task in tasks:
-        records += _score_task(task, config.documents, systems, folder)
+    records = [record for task in tasks for record in _score_task(task, config.documents, systems, folder)]
     lines = score_table(records)
     if dist.get_global_rank() == 0:
         store = open_store(str(folder))
@@ -111,23 +109,22 @@ def _record(
     name = f"records/{key}.json"
     if (recorded := from_first_rank(lambda: _read_record(folder / name))) is not None:
         return recorded
-    mteb_task, start, is_first = load(), time.monotonic(), dist.get_global_rank() == 0
-    record: dict[str, Any] = {}
-    scores, result = [], None
-    if isinstance(system.model, Retriever) or is_first:  # BM25 runs on the first rank only
-        scores, result = score(system.model, mteb_task)
-    if is_first:
+    mteb_task, start, record = load(), time.monotonic(), dict[str, Any]()
+    is_first = dist.get_global_rank() == 0
+    # BM25 runs on the first rank only.
+    scored = score(system.model, mteb_task) if isinstance(system.model, Retriever) or is_first else None
+    if is_first and scored is not None:
         store = open_store(str(folder))
         results = folder if task.official and documents == "full" else folder / "local"
         cache = mteb.ResultCache(system.results or results)
-        cache.save_to_cache(result, system.model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
-        rows = [
-            {key: value for key, value in vars(split).items() if key not in ("by_query", "ranking")} for split in scores
-        ]
-        for split, row in zip(scores, rows, strict=True):
+        cache.save_to_cache(scored[1], system.model.mteb_model_meta, encode_kwargs=dict(system.settings))
+        rows = []
+        for split in scored[0]:
+            row = {name: value for name, value in vars(split).items() if name not in ("by_query", "ranking")}
             if split.ranking:
                 row["ranking"] = f"rankings/{key}-{split.subset}-{split.split}.run.gz"
                 store.write(row["ranking"], trec_run(split.ranking, "biphasic"))
+            rows.append(row)
         seconds = time.monotonic() - start
         about |= {"source": task.source, "settings": dict(system.settings)}
         record = {"system": system.name, "scores": rows, "about": about, "seconds": seconds}
@@ -140,7 +137,13 @@ def _record(
 
 def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
     model = config.model
-    path = _download_model(model.path, Path(config.cache) / "models")
+    folder = Path(config.cache) / "models"
+    if is_remote(model.path):
+        folder /= hashlib.sha256(model.path.encode()).hexdigest()[:16]  # different runs have equal checkpoint names
+    # Local rank 0 of each node downloads the model.
+    local = local_checkpoint(model.path, folder) if dist.get_local_rank() == 0 else ""
+    dist.barrier()
+    path = from_first_rank(lambda: local)
     encoder = load_encoder(path, model.trust_remote_code, model.revision)
     if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
         if model.pooling is None:
@@ -165,22 +168,13 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
 
 
 def _baselines(config: EvaluateConfig, cache: EmbeddingCache) -> list[ScoredSystem]:
-    folder = config.run_folder / "baselines"
+    folder, version = config.run_folder / "baselines", importlib.metadata.version("bm25s")
     random = Retriever(RandomEmbedder(), cache)
     baselines = {
-        "bm25": ScoredSystem("BM25", f"bm25s {importlib.metadata.version('bm25s')}", folder, bm25(), {}),
+        "bm25": ScoredSystem("BM25", f"bm25s {version}", folder, bm25(), {}),
         "random": ScoredSystem("random", RandomEmbedder.revision, folder, random, {}),
     }
     return [baselines[name] for name in config.baselines]
-
-
-def _download_model(path: str, folder: Path) -> str:
-    """Return the model's local path, after local rank 0 of each node has downloaded it."""
-    if is_remote(path):
-        folder /= hashlib.sha256(path.encode()).hexdigest()[:16]  # different runs have equal checkpoint names
-    local = local_checkpoint(path, folder) if dist.get_local_rank() == 0 else path
-    dist.barrier()
-    return from_first_rank(lambda: local)
 
 
 def _read_record(file: Path) -> dict[str, Any] | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import contextlib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +50,23 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
 
     Any system that mteb accepts can be scored, such as a `Retriever`, `bm25()` or a SentenceTransformer.
     """
+    by_query: dict[tuple[str, str], dict[str, Any]] = {}
+
+    def collect(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
+        by_query[hf_split, hf_subset] = {
+            "by_query": {query: values["ndcg_cut_10"] for query, values in scores.items()},
+            "ranking": {query: best_documents(documents) for query, documents in results.items()},
+            "queries": len(scores),
+            "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
+        }
+        return original(scores, qrels, results, hf_split, hf_subset)
+
     options: dict[str, Any] = {"cache": None, "co2_tracker": False, "show_progress_bar": False}
-    with _scores_by_query(task) as by_query:
+    with contextlib.ExitStack() as stack:
+        if isinstance(task, AbsTaskRetrieval):  # mteb keeps only the averages over the queries
+            original = require_form("mteb", task, "task_specific_scores", collect)
+            task.task_specific_scores = collect
+            stack.callback(delattr, task, "task_specific_scores")
         result = mteb.evaluate(system, task, overwrite_strategy="always", **options).task_results[0]
     rows = []
     for split, subsets in result.scores.items():
@@ -81,31 +96,6 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
         (values,), np.mean, n_resamples=10_000, batch=500, method="percentile", rng=seed
     ).confidence_interval
     return float(low), float(high)
-
-
-@contextmanager
-def _scores_by_query(task: Any) -> Iterator[dict[tuple[str, str], dict[str, Any]]]:
-    """Collect a retrieval task's scores for each query by split and subset, because mteb keeps only the averages."""
-    by_query: dict[tuple[str, str], dict[str, Any]] = {}
-    if not isinstance(task, AbsTaskRetrieval):
-        yield by_query
-        return
-
-    def collect(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
-        by_query[hf_split, hf_subset] = {
-            "by_query": {query: values["ndcg_cut_10"] for query, values in scores.items()},
-            "ranking": {query: best_documents(documents) for query, documents in results.items()},
-            "queries": len(scores),
-            "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
-        }
-        return original(scores, qrels, results, hf_split, hf_subset)
-
-    original = require_form("mteb", task, "task_specific_scores", collect)
-    task.task_specific_scores = collect
-    try:
-        yield by_query
-    finally:
-        del task.task_specific_scores
 
 
 def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:

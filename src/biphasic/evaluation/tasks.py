@@ -6,7 +6,7 @@ import copy
 import hashlib
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -170,16 +170,12 @@ def _local_only(cache: Path) -> Iterator[None]:
     from datasets import config
     from huggingface_hub import constants
 
-    settings = [
-        ("datasets", config, "HF_HUB_OFFLINE", True),
-        ("huggingface_hub", constants, "HF_HUB_OFFLINE", True),
-        ("datasets", config, "HF_DATASETS_CACHE", cache),
-    ]
-    originals = [require_form(*setting) for setting in settings]
-    try:
-        for _, module, name, value in settings:
+    with ExitStack() as stack:
+        for package, module, name, value in (
+            ("datasets", config, "HF_HUB_OFFLINE", True),
+            ("huggingface_hub", constants, "HF_HUB_OFFLINE", True),
+            ("datasets", config, "HF_DATASETS_CACHE", cache),
+        ):
+            stack.callback(setattr, module, name, require_form(package, module, name, value))
             setattr(module, name, value)
         yield
-    finally:
-        for (_, module, name, _), original in zip(settings, originals, strict=True):
-            setattr(module, name, original)

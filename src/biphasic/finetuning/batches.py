@@ -82,17 +82,21 @@ def count_steps(config: FinetuneConfig, examples: int) -> int:
     return max(min(per_epoch, in_batches(config, config.max_duration)), 1)
 
 
-def require_shorter_warmup(config: FinetuneConfig, steps: int) -> None:
-    """Refuse a warmup that is as long as the training of `steps` batches, in which the peak rate is never reached.
+def warmup_batches(config: FinetuneConfig, steps: int) -> int:
+    """Return the length of the warmup in a training of `steps` batches.
 
     Raises:
-        UserError: the warmup is too long.
+        UserError: the warmup is as long as the training, so the peak rate is never reached.
     """
-    if config.warmup.unit in ("ba", "sp") and in_batches(config, config.warmup) >= steps:
+    if config.warmup.unit in ("dur", "ep"):
+        share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
+        return int(Duration(share, "dur").resolve(Duration(steps, "ba")).value)
+    if (batches := in_batches(config, config.warmup)) >= steps:
         raise UserError(
             f"warmup: {config.warmup} is not shorter than the training of {steps:,} batches (one epoch, which "
             f"max_duration={config.max_duration} can't exceed): give a share, such as 0.1dur"
         )
+    return batches
 
 
 def in_batches(config: FinetuneConfig, duration: Duration) -> int:

@@ -47,16 +47,15 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
 def _add_data(job_plan: JobPlan, path: str, config: FinetuneConfig) -> None:
     try:
         if open_store(path).stat(TASK_RECORD) is None:
-            advice = "prepare it with biphasic tasks"
-            job_plan.missing.append(f"data {path}: there is no {TASK_RECORD}: {advice}")
+            job_plan.missing.append(f"data {path}: there is no {TASK_RECORD}: prepare it with biphasic tasks")
             return
         rows = TaskFolder(path, config.cache, config.task.kind).record["rows"]
     except (UserError, OSError) as error:
         job_plan.problems.append(first_line(error) if isinstance(error, OSError) else str(error))
         return
     counts = ", ".join(f"{table} {count:,}" for table, count in rows.items())
-    topic = "data" if path == config.task.data else f"scored on {path}"
-    job_plan.lines[topic] = f"{path}: {counts} rows" if topic == "data" else f"{counts} rows"
+    topic, source = ("data", f"{path}: ") if path == config.task.data else (f"scored on {path}", "")
+    job_plan.lines[topic] = f"{source}{counts} rows"
 
 
 def _add_cost(job_plan: JobPlan, config: FinetuneConfig) -> None:

@@ -51,24 +51,22 @@ def run(config: FinetuneConfig) -> Path:
         (folder / "metrics.jsonl").unlink(missing_ok=True)
     dist.barrier()
     _print(f"fine-tuning {config.model.path} on {config.task.name}: scores and {folder}")
-    finished = train_and_score(config)
-    trial, task = finished.result, finished.task
+    trial, model, task, files = train_and_score(config)
     for result in trial.results:
-        scores = {"validation": result.validation, "test": result.test}
-        parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores.items() if score is not None]
+        scores = (("validation", result.validation), ("test", result.test))
+        parts = [f"{split} {result.metric} {score:.4f}" for split, score in scores if score is not None]
         _print(f"{result.name}: {', '.join(parts)}")
     for warning in task.data.record.get("warnings", []):
         _print(f"WARNING: {config.task.name}: {warning}")
     if dist.get_global_rank() == 0:
         store = open_store(str(folder))
         if config.save_model:
-            _save(config, folder, trial, finished.model, task)
+            _save(config, folder, trial, model, task)
             store.write(f"model/{TASK_FILE}", json_bytes(describe_task(config, task)))
-        predictions = []
-        for file, content in finished.files.items():
-            predictions.append(f"predictions/{file}")
-            store.write(predictions[-1], content())
-        record = {"trial": name, "saved": config.save_model, **asdict(trial), "predictions": predictions}
+        predictions = {f"predictions/{file}": content for file, content in files.items()}
+        for file, content in predictions.items():
+            store.write(file, content())
+        record = {"trial": name, "saved": config.save_model, **asdict(trial), "predictions": list(predictions)}
         store.write(FINETUNING_FILE, json_bytes(record))
     dist.barrier()
     return folder
@@ -84,11 +82,8 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
         "Last loss": trial.about["loss"],
     }
     for result in trial.results:
-        rows[result.name] = ", ".join(
-            f"{metric} {value:.4f} ({split})"
-            for split, values in result.more.items()
-            for metric, value in values.items()
-        )
+        scores = [(split, *score) for split, values in result.more.items() for score in values.items()]
+        rows[result.name] = ", ".join(f"{metric} {value:.4f} ({split})" for split, metric, value in scores)
     names = task.data.record.get("label_names")
     if names:
         rows["Labels"] = ", ".join(names)

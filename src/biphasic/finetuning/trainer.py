@@ -19,7 +19,7 @@ from biphasic.config.durations import Duration
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.timeline import ScheduleConfig
 from biphasic.devices import rank_device
-from biphasic.finetuning.batches import GlobalBatches, count_steps, in_batches, require_shorter_warmup
+from biphasic.finetuning.batches import GlobalBatches, count_steps, warmup_batches
 from biphasic.finetuning.task import FinetuneTask, TaskBatch
 from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
@@ -68,9 +68,8 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
     reproducibility.seed_all(config.seed)
     examples = task.training_examples()
     steps = count_steps(config, len(examples["texts"]))
-    require_shorter_warmup(config, steps)
     batches = GlobalBatches(task, examples, config, steps, dist.get_global_rank(), dist.get_world_size())
-    trainer = _build_trainer(config, encoder, head, task, batches)
+    trainer = _build_trainer(config, FinetuneModel(encoder, head, task), batches)
     try:
         trainer.fit()
         trainer.close()
@@ -86,17 +85,10 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
     return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total")}
 
 
-def _build_trainer(
-    config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: FinetuneTask, batches: GlobalBatches
-) -> Trainer:
-    total = Duration(len(batches), "ba")
-    if config.warmup.unit in ("dur", "ep"):
-        share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
-        warmup = Duration(share, "dur").resolve(total)
-    else:
-        warmup = Duration(in_batches(config, config.warmup), "ba")
-    schedule = ScheduleConfig(warmup=warmup, decay=Duration(max(total.value - warmup.value, 0), "ba"))
-    model = FinetuneModel(encoder, head, task)
+def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: GlobalBatches) -> Trainer:
+    total, warmup = Duration(len(batches), "ba"), warmup_batches(config, len(batches))
+    decay = Duration(max(len(batches) - warmup, 0), "ba")
+    schedule = ScheduleConfig(warmup=Duration(warmup, "ba"), decay=decay)
     logging, optimizer, folder = config.logging, config.optimizer, config.run_folder
     destinations = loggers(logging, folder, config.run_name)
     anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
@@ -109,13 +101,13 @@ def _build_trainer(
         get_num_samples_in_batch=lambda batch: len(batch["row_ids"]),  # pyright: ignore
         get_num_tokens_in_batch=lambda batch: sum(sum(part["lengths"]) for part in batch.get("parts", [batch])),  # pyright: ignore
     )
-    trainer = Trainer(
+    return Trainer(
         model=model,
         run_name=config.run_name,
         seed=config.seed,
         train_dataloader=data,
         max_duration=str(total),
-        optimizers=build_optimizer(model, encoder.backbone, optimizer),
+        optimizers=build_optimizer(model, model.backbone, optimizer),
         algorithms=[
             WarmupStableDecay(schedule, total, optimizer.lr),
             GradientGuard(optimizer.clip_norm, optimizer.max_skipped_batches, anomalies, advice=""),
@@ -129,4 +121,3 @@ def _build_trainer(
         progress_bar=False,  # ours is one of the loggers
         auto_log_hparams=False,
     )
-    return trainer

@@ -10,7 +10,6 @@ import platform
 import socket
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from biphasic.config.load import dump
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.faults import COLLECTIVE_SECONDS
-from biphasic.finetuning.batches import count_steps, derive_seed, require_shorter_warmup
+from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialCost, TrialResult
@@ -39,6 +38,7 @@ _NOT_IN_NAME: dict[str, Any] = {
 }
 """Keys that don't affect the result, and paths, whose content is hashed instead."""
 _contents: dict[tuple[Any, ...], list[Any]] = {}
+"""Hashes of everything that a trial reads."""
 _VERSIONS = ("biphasic", "mosaicml", "torch", "transformers", "tokenizers")
 
 
@@ -53,11 +53,16 @@ def trial_name(config: FinetuneConfig) -> str:
     key = (config.model.model_dump_json(), task.model_dump_json(), config.cache, tuple(map(file_stamps, paths)))
     # Cached because thousands of trials in a sweep read the same files.
     if key not in _contents:
-        _contents[key] = _content(config)
+        family = build_task(config.model, task, config.cache)
+        _contents[key] = [
+            model_fingerprint(config.model.path, config.model.revision),
+            [family.text_tokenizer.fingerprint, family.text_tokenizer.max_length],
+            [[table, folder.content_hash(table)] for folder, table in family.tables()],
+            list(task.retrieval_sets),
+        ]
     settings = config.model_dump(mode="json", exclude=_NOT_IN_NAME)
-    return hashlib.sha256(json.dumps([RESULT_FORMAT, settings, _contents[key]], sort_keys=True).encode()).hexdigest()[
-        :24
-    ]
+    content = json.dumps([RESULT_FORMAT, settings, _contents[key]], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:24]
 
 
 def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
@@ -81,24 +86,18 @@ def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTa
     return FAMILIES[task.kind](task, text_tokenizer, cache)
 
 
-@dataclass(frozen=True)
-class FinishedTrial:
-    """A trial's result, and what it is made of."""
-
-    result: TrialResult
-    model: TrainedModel
-    task: FinetuneTask
-    files: dict[str, Callable[[], bytes]]
-    """Contents of the files with its predictions, by name."""
-
-
 def run_trial(config: FinetuneConfig) -> TrialResult:
     """Train and score a model like `train_and_score`, and return only the result."""
-    return train_and_score(config).result
+    return train_and_score(config)[0]
 
 
-def train_and_score(config: FinetuneConfig) -> FinishedTrial:
+def train_and_score(
+    config: FinetuneConfig,
+) -> tuple[TrialResult, TrainedModel, FinetuneTask, dict[str, Callable[[], bytes]]]:
     """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
+
+    Returns:
+        The result, the model, its task, and the contents of files with its predictions, by name.
 
     Raises:
         UserError: model or data can't be used, or the loss is NaN or Inf.
@@ -125,9 +124,8 @@ def train_and_score(config: FinetuneConfig) -> FinishedTrial:
         times.append(time.monotonic())
         weights = [*encoder.backbone.parameters(), *head.parameters()]
         if not all(bool(torch.isfinite(weight).all()) for weight in weights):
-            raise UserError(
-                "training: a weight is not a finite number after the last batch: a smaller optimizer.lr may help"
-            )
+            problem = "a weight is not a finite number after the last batch"
+            raise UserError(f"training: {problem}: a smaller optimizer.lr may help")
         model = TrainedModel(encoder, head, config.microbatch_tokens, config.precision == "amp_bf16")
         results, files = task.evaluate(model)
         times.append(time.monotonic())
@@ -144,7 +142,7 @@ def train_and_score(config: FinetuneConfig) -> FinishedTrial:
         "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
     }
     result = TrialResult(tuple(results), {**seconds, "total": times[-1] - times[0]}, about)
-    return FinishedTrial(result, model, task, files)
+    return result, model, task, files
 
 
 def estimate_cost(config: FinetuneConfig) -> TrialCost:
@@ -159,7 +157,7 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     tokens_each = min(characters / 4 / rows + special, task.max_length)
     steps = count_steps(config, max(rows, config.batch_size))
     if config.task.kind != "question_answering":  # a long context makes several examples
-        require_shorter_warmup(config, steps)
+        warmup_batches(config, steps)
     train_tokens = steps * config.batch_size * tokens_each
     architecture = _architecture(config.model)
     if architecture is None:
@@ -184,17 +182,6 @@ def _architecture(model: EncoderConfig) -> Architecture | None:
         return Architecture.from_hf_config(config)
     except AttributeError:
         return None
-
-
-def _content(config: FinetuneConfig) -> list[Any]:
-    """Return hashes of everything that a trial reads."""
-    task = build_task(config.model, config.task, config.cache)
-    return [
-        model_fingerprint(config.model.path, config.model.revision),
-        [task.text_tokenizer.fingerprint, task.text_tokenizer.max_length],
-        [[table, folder.content_hash(table)] for folder, table in task.tables()],
-        list(config.task.retrieval_sets),
-    ]
 
 
 @functools.lru_cache(maxsize=64)
