@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from biphasic.downstream.describe import describe_record, find_problem
 from biphasic.downstream.formats import as_bio
-from biphasic.downstream.prepare import prepare_task
+from biphasic.downstream.prepare import describe_record, find_problem, prepare_task
 from biphasic.errors import UserError
 from helpers.downstream_sets import jsonl, one_task, rows_of
 
@@ -233,7 +232,7 @@ def test_tables_without_a_header(tmp_path: Path, kind: str) -> None:
     path.write_text(f"0{separator}a\n")
     source = {"files": {"all": [str(path)]}, "columns": ["label", "number"]}
     from_zero = {**topics, "id_column": None, "source": source, "splits": {"test": "all"}}
-    with pytest.raises(UserError, match="row 1: its label '0' is none of 4"):
+    with pytest.raises(UserError, match="row 1: the label '0' is not one of 4"):
         prepare_task("it", one_task(tmp_path / "from 0", from_zero))
 
 
@@ -297,7 +296,7 @@ def test_a_plan_reads_the_first_rows(tmp_path: Path) -> None:
     path = jsonl(tmp_path / "rows.jsonl", [{"sentence": "t", "label": "good"}] * 200)
     task = {**TEXT, "source": {"files": {"all": [path]}}, "splits": {"test": "all"}}
     problem = find_problem("it", one_task(tmp_path, task))
-    assert problem == f"test: 100 of the first 100 rows can't be used: {path}, row 1: its label 'good' is none of 2"
+    assert problem == f"test: 100 of the first 100 rows can't be used: {path}, row 1: the label 'good' is not one of 2"
     unnamed = {**task, "label_names": None}
     problem = find_problem("it", one_task(tmp_path, unnamed))
     assert problem == f"{path}: the dataset doesn't name its labels: give label_names, in the order of their numbers"

@@ -11,8 +11,7 @@ import pytest
 from datasets import Dataset
 
 from biphasic.config.tasks import DatasetConfig
-from biphasic.downstream.describe import find_problem
-from biphasic.downstream.prepare import prepare_task
+from biphasic.downstream.prepare import find_problem, prepare_task
 from biphasic.downstream.tables import open_table
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
@@ -75,14 +74,14 @@ LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", 
 @pytest.mark.parametrize(
     ("task", "good", "bad", "why"),
     [
-        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [1, 2]}, "it has another number of labels than of tokens"),
-        (TOKENS, GOOD, {"tokens": [], "tags": []}, "it has no tokens"),
-        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "its label 5 is none of 5"),
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [1, 2]}, "the numbers of labels and tokens differ"),
+        (TOKENS, GOOD, {"tokens": [], "tags": []}, "there are no tokens"),
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "the label 5 is not one of 5"),
         (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
         (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "the answer's text is not at answer_start"),
-        (ASK, ASKED, {**ASKED, "question": None}, "its question is no text"),
-        (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "its label -1 is none of 2"),
-        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "its text is no text"),
+        (ASK, ASKED, {**ASKED, "question": None}, "the question is not a string"),
+        (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "the label -1 is not one of 2"),
+        (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "the text is not a string"),
     ],
 )
 def test_invalid_rows_are_left_out(
@@ -104,11 +103,11 @@ def test_invalid_rows_are_left_out(
 @pytest.mark.parametrize(
     ("table", "column", "values", "why"),
     [
-        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: its text is no text"),
-        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: its text is no text"),
-        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: one of its texts is no text"),
-        ("qrels", "score", [1, 1, None], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
-        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: its score is no whole number"),
+        ("queries", "text", ["a", "b", None], "queries: 1 of 3 .*row 3: the text is not a string"),
+        ("queries", "text", [1, 2, 3], "queries: 3 of 3 .*row 1: the text is not a string"),
+        ("corpus", "text", [1, 2, 3], "corpus: 3 of 3 .*row 1: the text is not a string"),
+        ("qrels", "score", [1, 1, None], "qrels/test: 1 of 3 .*row 3: the score is not an integer"),
+        ("qrels", "score", [1, 1, 0.5], "qrels/test: 1 of 3 .*row 3: the score is not an integer"),
     ],
 )
 def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str, values: list[Any], why: str) -> None:

@@ -42,9 +42,8 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.evaluation.squad import squad_scores
 from biphasic.export.finetuned import export_finetuned, export_form
 from biphasic.export.write import export_encoder
-from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.run import run
-from biphasic.finetuning.task import FinetuneTask
+from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TokenHead

@@ -17,8 +17,7 @@ from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import derive_seed
 from biphasic.finetuning.families import FAMILIES
-from biphasic.finetuning.inference import TrainedModel
-from biphasic.finetuning.task import PredictionTask
+from biphasic.finetuning.task import PredictionTask, TrainedModel
 from biphasic.finetuning.trainer import train
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead, initialize_head

@@ -173,7 +173,7 @@ def score_exported(folder: Path, name: str, toy: Path) -> float | None:
     from safetensors.torch import load_file
     from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
-    from biphasic.finetuning.inference import TrainedModel
+    from biphasic.finetuning.task import TrainedModel
     from biphasic.model.encoder import load_encoder
 
     config = config_of(name, toy / "tasks", folder, folder.parent)

@@ -204,7 +204,7 @@ def tasks(options: Namespace) -> int:
     from biphasic.config.tasks import TasksConfig
 
     config = load_job(TasksConfig, options.file, [text for text in options.rest if "=" in text])
-    from biphasic.downstream.describe import chosen_tasks, describe_plan, describe_record
+    from biphasic.downstream.prepare import chosen_tasks, describe_plan, describe_record
 
     names = chosen_tasks(config, [text for text in options.rest if "=" not in text])
     plan, refused = describe_plan(config, names)

@@ -66,7 +66,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
             options.draw.write_text(draw_study(config), encoding="utf-8")
         return 0
     if config.job == "tasks":
-        from biphasic.downstream.describe import describe_plan
+        from biphasic.downstream.prepare import describe_plan
 
         text, refused = describe_plan(config, list(config.tasks))
         print(config.model_dump_json(indent=2) if options.json else text)

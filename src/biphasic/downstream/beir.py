@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any
 
 from biphasic.config.tasks import QrelsConfig, RetrievalSet
-from biphasic.downstream.tables import InvalidRow, TableRow, UnusedRow
+from biphasic.downstream.tables import InvalidRow, TableRow, UnusedRow, require_strings
 from biphasic.downstream.writer import TaskWriter
 
 
@@ -42,8 +42,7 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
             raise UnusedRow("no document is relevant to it" if known else "no judgment in these splits")
         if str(id) in query_ids:
             raise UnusedRow("its id was read before")
-        if not isinstance(text, str):
-            raise InvalidRow("its text is no text")
+        require_strings("text", text)
         query_ids.add(str(id))
         return [{"_id": str(id), "text": text}]
 
@@ -52,8 +51,7 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
             raise UnusedRow("no judgment in these splits (judged_only)")
         if str(id) in document_ids:
             raise UnusedRow("its id was read before")
-        if not all(text is None or isinstance(text, str) for text in texts):  # a null is an empty text
-            raise InvalidRow("one of its texts is no text")
+        require_strings("text", *(text for text in texts if text is not None))  # a null is an empty text
         document_ids.add(str(id))
         return [{"_id": str(id), "title": "", "text": task.corpus.separator.join(filter(None, texts))}]
 
@@ -66,13 +64,13 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
     for split, rows in judgments.items():
         checked: list[TableRow | InvalidRow | UnusedRow] = []
         for number, row in enumerate(rows, start=1):
-            position = f"qrels of {split}, number {number}"
-            if isinstance(row, dict) and row["score"] < task.min_score:
-                row = UnusedRow(f"its score is below min_score ({task.min_score})")
-            elif isinstance(row, dict) and row["query-id"] not in query_ids:
-                row = InvalidRow("its query is not among the queries", position)
-            elif isinstance(row, dict) and row["corpus-id"] not in document_ids:
-                row = InvalidRow("its document is not in the corpus", position)
+            if isinstance(row, dict):
+                if row["score"] < task.min_score:
+                    row = UnusedRow(f"its score is below min_score ({task.min_score})")
+                elif row["query-id"] not in query_ids:
+                    row = InvalidRow("its query is not among the queries", f"qrels of {split}, number {number}")
+                elif row["corpus-id"] not in document_ids:
+                    row = InvalidRow("its document is not in the corpus", f"qrels of {split}, number {number}")
             checked.append(row)
         used = sum(not isinstance(row, UnusedRow) for row in checked)
         writer.write(f"qrels/{split}", "qrels", checked, used)
@@ -81,8 +79,7 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
 def _pair(query: Any, positive: Any, negatives: Any = None) -> list[TableRow]:
     """Return a query with one relevant document and its hard negatives, if any: a text or a list of texts."""
     hard_negatives = [negatives] if isinstance(negatives, str) else negatives or []
-    if not all(isinstance(text, str) for text in (query, positive, *hard_negatives)):
-        raise InvalidRow("one of its texts is no text")
+    require_strings("text", query, positive, *hard_negatives)
     return [{"query": query, "positive": positive, "negatives": hard_negatives}]
 
 
@@ -95,7 +92,7 @@ def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: A
     except (TypeError, ValueError):  # null, a text
         number = math.nan
     if not number.is_integer():
-        raise InvalidRow("its score is no whole number")
+        raise InvalidRow("the score is not an integer")
     documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
     return [{"query-id": str(query), "corpus-id": str(document), "score": int(number)} for document in documents]
 

@@ -1,4 +1,4 @@
-"""Write downstream datasets in the schemas of `writer.py`, one folder for each task.
+"""Plan and write downstream datasets in the schemas of `writer.py`, one folder for each task.
 
 Texts are stored unchanged; fine-tuning adds the prompts (`Premise: …`). `task.json` is written last, so a folder without
 it is incomplete; until then, `task.started` says that the tables are this program's.
@@ -6,19 +6,44 @@ it is incomplete; until then, `task.started` says that the tables are this progr
 
 from __future__ import annotations
 
+import glob
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-from biphasic.config.tasks import ClassificationSet, QuestionAnsweringSet, SupervisedSet, TasksConfig, TokensSet
+from biphasic.config.tasks import (
+    ClassificationSet,
+    DatasetConfig,
+    QuestionAnsweringSet,
+    RetrievalSet,
+    SupervisedSet,
+    TasksConfig,
+    TokensSet,
+    source_datasets,
+)
 from biphasic.downstream.beir import write_retrieval
 from biphasic.downstream.formats import as_bio
-from biphasic.downstream.tables import InvalidRow, Table, TableRow, labels_in_files
+from biphasic.downstream.tables import (
+    InvalidRow,
+    Rows,
+    Table,
+    TableRow,
+    file_patterns,
+    labels_in_files,
+    open_table,
+    require_strings,
+)
 from biphasic.downstream.writer import STARTED, TASK_RECORD, TaskWriter
 from biphasic.errors import UserError
 from biphasic.storage import first_line, join, json_bytes, open_store
+from biphasic.storage.hub import is_local_path, is_made_by_jobs
+
+_ROWS = 100
+"""Number of first rows of local data that a plan reads."""
 
 
 def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
@@ -112,12 +137,6 @@ def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable
     return rows
 
 
-def _require_text(value: Any, name: str) -> str:
-    if not isinstance(value, str):
-        raise InvalidRow(f"its {name} is no text")
-    return value
-
-
 def _label_names(table: Table, column: str, task: Any) -> list[str]:
     """Return the names of the labels, in the order of their numbers."""
     names, dataset_names = task.label_names, table.label_names(column)
@@ -140,15 +159,14 @@ def _label_number(label: Any, names: list[str] | None) -> int:
     if isinstance(number, str) and number.isdecimal() and not any(name.isdecimal() for name in names):
         number = int(number)
     if not isinstance(number, int) or not 0 <= number < len(names):
-        raise InvalidRow(f"its label {label!r} is none of {len(names)}")
+        raise InvalidRow(f"the label {label!r} is not one of {len(names)}")
     return number
 
 
 def _write_classification(writer: TaskWriter, task: ClassificationSet) -> None:
     def make(text: Any, label: Any, pair: Any = None) -> TableRow:
-        second = None if task.text_pair_column is None else _require_text(pair, "second text")
-        first = _require_text(text, "text")
-        return {"text": first, "text_pair": second, "label": _label_number(label, writer.label_names)}
+        require_strings("text", text, *([pair] if task.text_pair_column else []))
+        return {"text": text, "text_pair": pair, "label": _label_number(label, writer.label_names)}
 
     columns = [task.text_column, task.label_column, *filter(None, [task.text_pair_column])]
     _write_splits(writer, task, columns, make, task.label_column)
@@ -160,23 +178,25 @@ def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
             labels = as_bio(labels)
         numbers = [_label_number(label, writer.label_names) for label in labels or []]
         if not tokens:
-            raise InvalidRow("it has no tokens")
+            raise InvalidRow("there are no tokens")
         if len(tokens) != len(numbers):
-            raise InvalidRow("it has another number of labels than of tokens")
+            raise InvalidRow("the numbers of labels and tokens differ")
         names = [(writer.label_names or [])[number] for number in numbers]
         for before, name in itertools.pairwise(["O", *names]):
             # The names are in the wrong order, or the tags are not BIO.
             if name.startswith("I-") and before[2:] != name[2:]:
                 raise InvalidRow(f"{name} follows {before}")
-        return {"tokens": [_require_text(token, "token") for token in tokens], "labels": numbers}
+        require_strings("token", *tokens)
+        return {"tokens": tokens, "labels": numbers}
 
     _write_splits(writer, task, [task.tokens_column, task.labels_column], make, task.labels_column)
 
 
 def _write_question_answering(writer: TaskWriter, task: QuestionAnsweringSet) -> None:
     def make(question: Any, context: Any, answers: Any) -> TableRow:
-        texts = {"question": _require_text(question, "question"), "context": _require_text(context, "context")}
-        return {**texts, "answers": _answers(answers, context)}
+        require_strings("question", question)
+        require_strings("context", context)
+        return {"question": question, "context": context, "answers": _answers(answers, context)}
 
     _write_splits(writer, task, [task.question_column, task.context_column, "answers"], make)
 
@@ -189,9 +209,9 @@ def _answers(answers: Any, context: str) -> TableRow:
         texts = list(dict.fromkeys(answers))
         starts = [context.find(text) for text in texts]
     else:
-        raise InvalidRow("its answers are neither {text, answer_start} nor texts")
+        raise InvalidRow("the answers are neither {text, answer_start} nor texts")
     if len(texts) != len(starts):
-        raise InvalidRow("it has another number of answers than of answer_start")
+        raise InvalidRow("the numbers of answers and their answer_start differ")
     for text, start in zip(texts, starts, strict=True):
         if not text or start < 0 or context[start : start + len(text)] != text:
             raise InvalidRow("the answer's text is not at answer_start")
@@ -204,3 +224,99 @@ WRITERS: dict[str, Callable[[TaskWriter, Any], None]] = {
     "question_answering": _write_question_answering,
     "retrieval": write_retrieval,
 }
+
+
+def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
+    """Return the named tasks, or all tasks if none is named.
+
+    Raises:
+        UserError: a task is not in the YAML.
+    """
+    if unknown := [name for name in names if name not in config.tasks]:
+        raise UserError(f"no task {unknown[0]!r} (there are: {', '.join(config.tasks)})")
+    return names or list(config.tasks)
+
+
+def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
+    """Return what will be read and written, and whether something would stop a task.
+
+    Of local data the first rows are read. Datasets on the hub are looked up when they are prepared.
+    """
+    refused = False
+    lines = [f"{len(names)} tasks to {config.output}"]
+    for name in names:
+        task = config.tasks[name]
+        if isinstance(task, RetrievalSet):
+            splits = [*(["train"] if task.train else []), *(f"qrels/{split}" for split in task.qrels)]
+        else:
+            splits = list(task.splits)
+            if "train" in splits and "validation" not in splits:
+                splits.append(f"validation ({config.validation_fraction:.0%} of train)")
+        paths, sources = [], {}
+        for _, dataset, _ in source_datasets("", task):
+            read = [dataset.path] if dataset.path else file_patterns(dataset)
+            paths += read
+            sources[" ".join(filter(None, [", ".join(read), dataset.name, dataset.revision]))] = True
+        made = [path for path in paths if is_made_by_jobs(path)]
+        missing = [path for path in made if not glob.glob(os.path.expanduser(path), recursive=True)]
+        done = finished_record(name, config) is not None
+        state = f"{', finished already' if done else ''} [{task.license}]"
+        lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}")
+        if done:
+            continue
+        lines += [f"  MISSING      {path}: there is no such file or folder" for path in missing]
+        if not missing and (problem := find_problem(name, config)) is not None:
+            lines.append(f"  PROBLEM      {problem}")
+            refused = True
+    return "\n".join(lines), refused
+
+
+def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
+    """Return one line that describes a finished task."""
+    rows = ", ".join(f"{file} {count:,}" for file, count in record["rows"].items())
+    remarks = ""
+    for key, words in (("left_out", "left out"), ("not_used", "not used")):
+        counts = [f"{count:,} of {file} ({reason})"
+                  for file, reasons in record[key].items() for reason, count in reasons.items()]  # fmt: skip
+        remarks += f"; {words}: {', '.join(counts)}" if counts else ""
+    warnings = [f"\n  WARNING: {warning}" for warning in record["warnings"]]
+    return f"{name}: {rows} rows{remarks}; {path} [{record['license']}]{''.join(warnings)}"
+
+
+class _FirstRows:
+    """Reads the first rows of each table as `TaskWriter` does, and writes nothing."""
+
+    def __init__(self, name: str, config: TasksConfig):
+        self.name, self.config = name, config
+        self.label_names: list[str] | None = None
+
+    def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
+        """Return a table's first rows."""
+        return open_table(config, split, columns, _ROWS)
+
+    def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
+        """Refuse rows of which most can't be used. Judgments may name documents that are not among the first ones."""
+        checked = list(rows)
+        invalid = [row.args for row in checked if isinstance(row, InvalidRow)]
+        if schema != "qrels" and len(invalid) > len(checked) / 2:
+            kind, position = invalid[0]
+            raise UserError(
+                f"{name}: {len(invalid)} of the first {len(checked)} rows can't be used: {position}: {kind}"
+            )
+
+
+def find_problem(name: str, config: TasksConfig) -> str | None:
+    """Return what would stop the preparation of a task, as far as the first rows of its data show it; else None.
+
+    A task with data from the hub is not checked.
+    """
+    task, first_rows = config.tasks[name], _FirstRows(name, config)
+    paths = [dataset.path for _, dataset, _ in source_datasets("", task) if dataset.path is not None]
+    if not all(is_local_path(path) or Path(path).is_dir() for path in paths):
+        return None
+    try:
+        write: Any = WRITERS[task.kind]
+        write(first_rows, task)
+    except UserError as error:
+        return str(error)
+    return None

@@ -46,6 +46,12 @@ class UnusedRow(Exception):
 Rows = Iterable[TableRow | InvalidRow | UnusedRow]
 
 
+def require_strings(name: str, *values: Any) -> None:
+    """Refuse a row of which a value, described by `name`, is not a string."""
+    if not all(isinstance(value, str) for value in values):
+        raise InvalidRow(f"the {name} is not a string")
+
+
 @dataclass(frozen=True)
 class Table:
     """One split of a dataset, with the columns that are used."""

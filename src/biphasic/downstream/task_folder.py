@@ -60,14 +60,11 @@ class TaskFolder:
         """Return a hash of a table's file."""
         return self._open(table, cached_file_hash)
 
-    def rows(self, table: str) -> int:
-        """Return the number of rows in a table."""
-        return self._open(table, parquet.read_metadata).num_rows
-
-    def characters(self, table: str) -> int:
-        """Return the approximate number of characters in a table's texts: its bytes before compression."""
+    def size(self, table: str) -> tuple[int, int]:
+        """Return the number of rows of a table, and about the number of characters: its bytes before compression."""
         metadata = self._open(table, parquet.read_metadata)
-        return sum(metadata.row_group(number).total_byte_size for number in range(metadata.num_row_groups))
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        return metadata.num_rows, sum(group.total_byte_size for group in groups)
 
     def read(self, table: str, schema: str) -> dict[str, list[Any]]:
         """Return the columns of a table; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
@@ -75,14 +72,13 @@ class TaskFolder:
         Raises:
             UserError: the table is missing, lacks a column or has no rows.
         """
-        content = self._open(table, parquet.read_table)
-        for column in SCHEMAS[schema].names:
-            if column not in content.column_names:
-                existing = ", ".join(content.column_names)
-                raise UserError(f"{self.path}/{table}.parquet: has no column {column!r} (it has: {existing})")
+        content, columns = self._open(table, parquet.read_table), SCHEMAS[schema].names
+        if missing := [column for column in columns if column not in content.column_names]:
+            existing = ", ".join(content.column_names)
+            raise UserError(f"{self.path}/{table}.parquet: has no column {missing[0]!r} (it has: {existing})")
         if not content.num_rows:
             raise UserError(f"{self.path}/{table}.parquet: has no rows")
-        return {column: content[column].to_pylist() for column in SCHEMAS[schema].names}
+        return content.select(columns).to_pydict()
 
     def _open(self, table: str, read: Callable[[Path], Any]) -> Any:
         try:

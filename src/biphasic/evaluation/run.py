@@ -117,7 +117,7 @@ def _record(
         store = open_store(str(folder))
         results = folder if task.official and documents == "full" else folder / "local"
         cache = mteb.ResultCache(system.results or results)
-        cache.save_to_cache(scored[1], system.model.mteb_model_meta, encode_kwargs=dict(system.settings))
+        cache.save_to_cache(scored[1], system.model.mteb_model_meta, encode_kwargs=dict(system.settings))  # pyright: ignore[reportArgumentType]
         rows = []
         for split in scored[0]:
             row = {name: value for name, value in vars(split).items() if name not in ("by_query", "ranking")}

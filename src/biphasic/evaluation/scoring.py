@@ -50,11 +50,13 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
 
     Any system that mteb accepts can be scored, such as a `Retriever`, `bm25()` or a SentenceTransformer.
     """
-    by_query: dict[tuple[str, str], dict[str, Any]] = {}
+    retrieval: dict[tuple[str, str], dict[str, Any]] = {}  # by split and subset
 
     def collect(scores: Any, qrels: Any, results: Any, hf_split: str, hf_subset: str) -> dict[str, float]:
-        by_query[hf_split, hf_subset] = {
-            "by_query": {query: values["ndcg_cut_10"] for query, values in scores.items()},
+        ndcg = {query: values["ndcg_cut_10"] for query, values in scores.items()}
+        retrieval[hf_split, hf_subset] = {
+            "by_query": ndcg,
+            "interval": bootstrap_interval(list(ndcg.values())),
             "ranking": {query: best_documents(documents) for query, documents in results.items()},
             "queries": len(scores),
             "documents": len(task.dataset[hf_subset][hf_split]["corpus"]),
@@ -71,11 +73,10 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
     rows = []
     for split, subsets in result.scores.items():
         for values in map(dict[str, Any], subsets):
-            subset, extra = str(values["hf_subset"]), {}
-            if (split, subset) in by_query:
-                extra = {name: float(values[name]) for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100")}
-                extra |= by_query[split, subset]
-                extra["interval"] = bootstrap_interval(list(extra["by_query"].values()))
+            subset = str(values["hf_subset"])
+            extra = dict(retrieval.get((split, subset), {}))
+            if extra:
+                extra |= {name: float(values[name]) for name in ("ndcg_at_10", "mrr_at_10", "recall_at_100")}
             main = float(values["main_score"])
             rows.append(SplitScores(task.metadata.name, subset, split, task.metadata.main_score, main, **extra))
     return rows, result

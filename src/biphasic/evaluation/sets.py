@@ -142,8 +142,8 @@ def _task(name: str, content: Any, dataset: dict[str, Any], languages: Any, type
 
 
 def _require_none(where: str, problem: str, ids: Iterable[str]) -> None:
-    if found := sorted(ids):
-        raise UserError(f"retrieval set {where}: {len(found):,} {problem}, e.g. {found[0]}")
+    if listed := sorted(ids):
+        raise UserError(f"retrieval set {where}: {len(listed):,} {problem}, e.g. {listed[0]}")
 
 
 def _require_unique(where: str, part: str, ids: Iterable[str]) -> None:

@@ -17,8 +17,7 @@ from biphasic.downstream.tables import Table, open_table
 from biphasic.errors import UserError
 from biphasic.export.write import HEAD_FILE
 from biphasic.finetuning.families import FAMILIES
-from biphasic.finetuning.inference import TrainedModel
-from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask
+from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask, TrainedModel
 from biphasic.model.encoder import load_encoder
 from biphasic.storage import first_line
 
@@ -64,11 +63,7 @@ def read_task(folder: str) -> dict[str, Any] | None:
 
 
 def open_texts(file: str, kind: str) -> Table:
-    """Open a file of new text; see `open_table`.
-
-    Args:
-        file: Parquet, JSON lines, CSV, TSV, `.conll` and its kin, or SQuAD's JSON.
-        kind: the kind of task.
+    """Open a file of new text for a kind of task, in any of the formats of `open_table`.
 
     Raises:
         UserError: the file can't be read, or lacks a column.
@@ -78,16 +73,13 @@ def open_texts(file: str, kind: str) -> Table:
 
 def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
     """Yield the ids and columns of up to 100,000 rows at a time. Without a column `id` or `_id`, ids are row numbers."""
-    first = 0
-    for columns in table.rows.iter(_ROWS_AT_ONCE):
-        count = len(next(iter(columns.values())))
-        numbers = range(first, first + count)
+    for first in range(0, len(table), _ROWS_AT_ONCE):
+        columns = table.rows[first : first + _ROWS_AT_ONCE]
         for name in table.columns:
-            for number, value in zip(numbers, columns[name], strict=True):
-                if value is None:
-                    raise UserError(f"{table.source}: row {number} has no {name}")
+            if None in columns[name]:
+                raise UserError(f"{table.source}: row {first + columns[name].index(None)} has no {name}")
+        numbers = range(first, first + len(columns[table.columns[0]]))
         yield [str(name) for name in columns.get("id") or columns.get("_id") or numbers], columns
-        first += count
 
 
 def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, PredictionTask]:

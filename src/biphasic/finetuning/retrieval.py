@@ -18,8 +18,7 @@ from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.evaluation.search import Qrels, rank_documents, retrieval_scores, trec_run
-from biphasic.finetuning.inference import TrainedModel
-from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch
+from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments

@@ -17,9 +17,8 @@ from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned, export_form
 from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
-from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialResult
-from biphasic.finetuning.task import FinetuneTask
+from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score, trial_name
 from biphasic.storage import json_bytes, open_store
 

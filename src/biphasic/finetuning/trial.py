@@ -22,9 +22,8 @@ from biphasic.errors import UserError
 from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
 from biphasic.finetuning.families import FAMILIES
-from biphasic.finetuning.inference import TrainedModel
 from biphasic.finetuning.records import TrialCost, TrialResult
-from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask
+from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
 from biphasic.model.backbone import hf_config_from_json, load_hf_config
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
@@ -152,7 +151,7 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
         UserError: the model or the data is missing, or the warmup is too long for the data.
     """
     task = build_task(config.model, config.task, config.cache)
-    rows, characters = task.data.rows("train"), task.data.characters("train")
+    rows, characters = task.data.size("train")
     special = len(task.text_tokenizer.prefix) + len(task.text_tokenizer.suffix)
     tokens_each = min(characters / 4 / rows + special, task.max_length)
     steps = count_steps(config, max(rows, config.batch_size))
@@ -162,7 +161,7 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     architecture = _architecture(config.model)
     if architecture is None:
         return TrialCost(None, None, None, steps, train_tokens)
-    scored_tokens = sum(folder.characters(table) / 4 for folder, table in task.tables() if table != "train")
+    scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
     parameters = architecture.parameters - architecture.head_parameters
     forward = round(config.batch_size * tokens_each)
