@@ -6,7 +6,7 @@ import csv
 import glob
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,9 @@ class Table:
         """
         from tqdm import tqdm
 
-        rows = tqdm(self._values(), total=len(self), desc=self.source, unit="row", delay=5, disable=None)
+        batches = self.rows.select_columns(list(dict.fromkeys(self.columns))).iter(_BATCH_ROWS)
+        records = (row for batch in batches for row in zip(*(batch[name] for name in self.columns), strict=True))
+        rows = tqdm(records, total=len(self), desc=self.source, unit="row", delay=5, disable=None)
         for number, values in enumerate(rows, start=1):
             try:
                 yield from make(*values)
@@ -82,10 +84,6 @@ class Table:
                 yield InvalidRow(error.args[0], f"{self.source}, row {number}")
             except UnusedRow as error:
                 yield error
-
-    def _values(self) -> Iterator[tuple[Any, ...]]:
-        for batch in self.rows.select_columns(list(dict.fromkeys(self.columns))).iter(_BATCH_ROWS):
-            yield from zip(*(batch[column] for column in self.columns), strict=True)
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""

@@ -177,13 +177,11 @@ def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
     Raises:
         UserError: a document has no text.
     """
-    titles = columns.get("title") or [""] * len(columns["text"])
-    if not all(isinstance(text, str) for text in columns["text"]):
+    texts = columns["text"]
+    if not all(isinstance(text, str) for text in texts):
         raise UserError("the corpus has a document whose text is missing")
-    return [
-        f"{title} {text}".strip() if title else text.strip()
-        for title, text in zip(titles, columns["text"], strict=True)
-    ]
+    titles = columns.get("title") or [None] * len(texts)
+    return [f"{title or ''} {text}".strip() for title, text in zip(titles, texts, strict=True)]
 
 
 def _corpus_hash(corpus: Any) -> str:
