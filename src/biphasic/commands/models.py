@@ -217,8 +217,8 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
                 with partial.open("w", encoding="utf-8") as file:
                     for columns in groups:
                         for values in zip(*columns.values(), strict=True):
-                            line = json.dumps(dict(zip(columns, values, strict=True)), ensure_ascii=False)
-                            file.write(f"{line}\n")
+                            row = dict(zip(columns, values, strict=True))
+                            file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
                             rows += 1
             else:
                 writer = None

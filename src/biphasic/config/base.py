@@ -26,13 +26,7 @@ class Section(BaseModel):
     """
 
     model_config = ConfigDict(
-        extra="forbid",
-        strict=True,
-        frozen=True,
-        validate_default=False,
-        allow_inf_nan=False,
-        defer_build=True,
-        use_attribute_docstrings=True,
+        extra="forbid", strict=True, frozen=True, allow_inf_nan=False, defer_build=True, use_attribute_docstrings=True
     )
 
     def is_default(self, name: str) -> bool:

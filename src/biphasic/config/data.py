@@ -127,23 +127,27 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
         got = "neither" if data.mix is None else "both; `data.train: null` removes the value from `defaults:`"
         yield ["data.mix", "data.train"], f"{message}; got {got}"
         return
-    yield from _mix_problems(data, global_batch_size)
+    if data.mix is None and data.epoch_rows is not None:
+        yield ["data.epoch_rows", "data.mix"], "has no effect without data.mix"
+    elif data.epoch_rows is not None and data.epoch_rows < global_batch_size:
+        message = f"expected at least global_batch_size ({global_batch_size}); got {data.epoch_rows}"
+        yield ["data.epoch_rows", "global_batch_size"], message
+    if data.mix is not None and abs((total := sum(stream.proportion for stream in data.mix.values())) - 1) > 1e-6:
+        shares = " + ".join(f"{stream.proportion:g}" for stream in data.mix.values())
+        yield ["data.mix"], f"expected proportions that add up to 1; got {shares} = {total:g}"
     yield from _folder_problems(data)
     remote = [key for key, stream in data.streams.items() if stream.remote is not None]
     if not remote:
         where = "data.train.remote" if data.mix is None else "a remote in data.mix"
-        for name in ("cache_limit", "predownload", "download_retry", "download_timeout"):
-            # A YAML may set a limit for the case that its data.folder lies in a bucket.
-            if not data.is_default(name) and not (name == "cache_limit" and data.folder is not None):
-                yield [f"data.{name}", *data.streams], f"has no effect without {where}"
+        names = ["predownload", "download_retry", "download_timeout"]
+        # A YAML may set a limit for the case that its data.folder lies in a bucket.
+        names += ["cache_limit"] if data.folder is None else []
+        yield from data.require_defaults(names, "data", list(data.streams), f"has no effect without {where}")
     elif data.cache_limit is not None:
-        for key in data.streams:
-            if key not in remote:
-                # Streaming would delete shards even if it could not download them again.
-                yield (
-                    ["data.cache_limit", key],
-                    f"expected a remote for {key}, from which deleted shards can be downloaded again",
-                )
+        for key in data.streams.keys() - remote:
+            # Streaming would delete shards even if it could not download them again.
+            message = f"expected a remote for {key}, from which deleted shards can be downloaded again"
+            yield ["data.cache_limit", key], message
     if data.start_at.unit not in ("ba", "sp", "tok"):
         yield ["data.start_at"], f"expected a time in batches (ba), rows (sp) or tokens (tok); got {data.start_at}"
     if not data.shuffle:
@@ -160,20 +164,6 @@ def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:
         expanded = _split_of(folder.rstrip("/"), data.cache, split)
         if stream is not None and data.mix is None and stream.model_dump() != expanded:
             yield [f"data.{split}", "data.folder"], f"can't be given beside data.folder: {folder}{advice}"
-
-
-def _mix_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
-    if data.mix is None:
-        if data.epoch_rows is not None:
-            yield ["data.epoch_rows", "data.mix"], "has no effect without data.mix"
-        return
-    total = sum(stream.proportion for stream in data.mix.values())
-    if abs(total - 1) > 1e-6:
-        shares = " + ".join(f"{stream.proportion:g}" for stream in data.mix.values())
-        yield ["data.mix"], f"expected proportions that add up to 1; got {shares} = {total:g}"
-    if data.epoch_rows is not None and data.epoch_rows < global_batch_size:
-        message = f"expected at least global_batch_size ({global_batch_size}); got {data.epoch_rows}"
-        yield ["data.epoch_rows", "global_batch_size"], message
 
 
 def _folder_problems(data: DataConfig) -> KeyProblems:

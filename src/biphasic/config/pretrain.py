@@ -225,10 +225,8 @@ class PretrainConfig(RunConfig):
         if evaluation.interval is not None and not evaluation.interval.value:
             yield ["evaluation.interval"], f"expected a positive length; got {evaluation.interval}"
         if self.data.validation is None:
-            message = "has no effect without data.validation"
-            yield from evaluation.require_defaults(
-                type(evaluation).model_fields, "evaluation", ["data.validation"], message
-            )
+            names, message = type(evaluation).model_fields, "has no effect without data.validation"
+            yield from evaluation.require_defaults(names, "evaluation", ["data.validation"], message)
 
     def _parallelism_problems(self, ranks: int) -> KeyProblems:
         parallelism, architecture = self.parallelism, architecture_of(self.model)
@@ -261,9 +259,7 @@ class PretrainConfig(RunConfig):
         keys = [key for key, _ in flatten(self)]
         for index, name in enumerate(checkpoint.resume_overrides):
             if name == "max_duration":
-                message = (
-                    "has no effect: a restart may always change max_duration. Name the keys whose past would change"
-                )
+                message = "has no effect, as a restart may always change it: name the keys whose past would change"
                 yield [f"checkpoint.resume_overrides.{index}"], message
             # Datasets are compared by the hash of their index, under a key that ends in `.index` and is not in the YAML.
             if not any(f"{key}.".startswith(f"{name.removesuffix('.index')}.") for key in keys):

@@ -110,12 +110,12 @@ class ResolvedPhase:
 
 def resolve_phases(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[ResolvedPhase]:
     """Return the interval of each phase in a run of `max_duration`. Shares are converted to its unit."""
-    spans_so_far, start = [], START
+    spans, start = [], START
     for index, phase in enumerate(phases):
         end = max_duration if phase.until is None else phase.until.resolve(max_duration)
-        spans_so_far.append(ResolvedPhase(index, phase, start, end))
+        spans.append(ResolvedPhase(index, phase, start, end))
         start = end
-    return spans_so_far
+    return spans
 
 
 def phase_at(laid_out: list[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
