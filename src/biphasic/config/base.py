@@ -52,12 +52,14 @@ Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
-class _Size(ByteSize):
+class Bytes(ByteSize):
+    """A number of bytes."""
+
     byte_string_pattern = r"^\s*(\d*\.?\d+)\s*(\w+)?\s*$"  # pydantic's accepts any text after the unit
     byte_string_re = re.compile(byte_string_pattern, re.IGNORECASE)
 
 
-Size = Annotated[_Size, Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
+Size = Annotated[Bytes, Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
 """A number of bytes, as an integer or with a unit: `200gb` is 200 * 10**9, `200gib` is 200 * 2**30."""
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import KeyProblems, LocalPath, RunConfig, Size, distinct, matching
+from biphasic.config.base import Bytes, KeyProblems, LocalPath, RunConfig, Size, distinct, matching
 from biphasic.config.finetune import EncoderConfig
 
 PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
@@ -32,7 +32,7 @@ class EvaluateConfig(RunConfig):
     job: Literal["evaluate"]  # pyright: ignore[reportIncompatibleVariableOverride]
     cache: LocalPath = "runs/cache"
     """Local folder for embeddings and downloads from buckets, shared by all runs."""
-    cache_limit: Size = 100 * 10**9
+    cache_limit: Size = Bytes(100 * 10**9)
     """Maximum size of the cached embeddings, such as 100gb. The least recently used are deleted first."""
     model: EvaluatedModel
     """The encoder to score."""

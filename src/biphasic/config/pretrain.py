@@ -259,7 +259,7 @@ class PretrainConfig(RunConfig):
         keys = [key for key, _ in flatten(self)]
         for index, name in enumerate(checkpoint.resume_overrides):
             if name == "max_duration":
-                message = "has no effect, as a restart may always change it: name the keys whose past would change"
+                message = "has no effect: a restart may always change max_duration; name the keys whose past changes"
                 yield [f"checkpoint.resume_overrides.{index}"], message
             # Datasets are compared by the hash of their index, under a key that ends in `.index` and is not in the YAML.
             if not any(f"{key}.".startswith(f"{name.removesuffix('.index')}.") for key in keys):
