@@ -44,9 +44,6 @@ _ENDED = "ended in the middle of a step without a message: it was killed or abor
 def run_rank(job: Callable[[], int]) -> int:
     """Run one rank's part of a job. If a rank fails, end all ranks together.
 
-    Args:
-        job: function that returns an exit status or raises an exception.
-
     Returns:
         The job's exit status; 1 if it failed or a bucket is unavailable, 2 if something must be changed first, 75 if it was
         preempted, 130 after Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault and is not
@@ -76,7 +73,11 @@ def run_rank(job: Callable[[], int]) -> int:
     finally:
         if _ranks is not None:
             _ranks.stop()
-        _flush_stdout()
+        try:
+            sys.stdout.flush()
+        except BrokenPipeError:
+            # Python flushes once more when it ends, and would show the error.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _is_read(stream: TextIO) -> bool:
@@ -84,15 +85,6 @@ def _is_read(stream: TextIO) -> bool:
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
-
-
-def _flush_stdout() -> None:
-    """Flush the standard output. Discard it if its reader has closed the pipe."""
-    try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # Python flushes once more when it ends, and would show the error.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager
@@ -116,7 +108,7 @@ def close_on_fault(close: Callable[[str], None]) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Fault:
-    """Why a rank failed. `lost` means that it could not reach other ranks, so that the cause is a fault elsewhere."""
+    """Why a rank failed. `lost` means that it could not reach other ranks, because of a fault elsewhere."""
 
     rank: int
     node: int
@@ -126,20 +118,19 @@ class _Fault:
 
     @classmethod
     def of(cls, error: BaseException) -> _Fault:
-        rank, node = int(os.environ.get("RANK", "0")), int(os.environ.get("NODE_RANK", "0"))
+        status, text, lost = FAILED, f"{type(error).__name__}: {first_line(error)}", False
         if is_lost_rank(error):
-            text = f"another rank, or its machine, {_ENDED}"
-            return cls(rank, node, FAILED, text, lost=True)
-        if "EADDRINUSE" in str(error) and "MASTER_PORT" in os.environ:
-            text = f"MASTER_PORT {os.environ['MASTER_PORT']} is in use by another program: start again"
-            return cls(rank, node, FAILED, text, lost=True)
-        if isinstance(error, ConfigError | UserError):
-            return cls(rank, node, FAILED if isinstance(error, Unavailable) else REFUSED, str(error))
+            text, lost = f"another rank, or its machine, {_ENDED}", True
+        elif "EADDRINUSE" in str(error) and "MASTER_PORT" in os.environ:
+            text, lost = f"MASTER_PORT {os.environ['MASTER_PORT']} is in use by another program: start again", True
+        elif isinstance(error, ConfigError | UserError):
+            status, text = FAILED if isinstance(error, Unavailable) else REFUSED, str(error)
         # Composer's handler of SIGINT exits with this status.
-        if isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == INTERRUPTED):
-            return cls(rank, node, INTERRUPTED, "interrupted with Ctrl-C (SIGINT), without saving")
-        text = first_line(error) if isinstance(error, Preempted) else f"{type(error).__name__}: {first_line(error)}"
-        return cls(rank, node, FAILED, text)
+        elif isinstance(error, KeyboardInterrupt) or (isinstance(error, SystemExit) and error.code == INTERRUPTED):
+            status, text = INTERRUPTED, "interrupted with Ctrl-C (SIGINT), without saving"
+        elif isinstance(error, Preempted):
+            text = first_line(error)
+        return cls(int(os.environ.get("RANK", "0")), int(os.environ.get("NODE_RANK", "0")), status, text, lost)
 
     @property
     def line(self) -> str:
@@ -178,7 +169,8 @@ class _Ranks:
         """Stop the listening thread."""
         with self._lock:
             self._stopped = not self._listener_ends_process
-        self._wait_for_listener()
+        if self._listener_ends_process:
+            Event().wait()
         self._wake.set()
         self._thread.join(_POLL_SECONDS)
 
@@ -187,7 +179,8 @@ class _Ranks:
         with self._lock:
             if self._own is None and not self._listener_ends_process:
                 self._error, self._own = error, _Fault.of(error)
-        self._wait_for_listener()
+        if self._listener_ends_process:
+            Event().wait()
         assert self._own is not None
         self._shorten_waits_on_sigterm()
         self._wake.set()
@@ -198,17 +191,12 @@ class _Ranks:
     def end(self, error: Exception) -> int:
         """Wait for the other ranks, show the error unless another rank shows it, and return the exit status."""
         self.report(error)
-        self._shorten_waits_on_sigterm()
         self._closed.set()
         if self._first_known.is_set():
             self._all_done.wait(_CLOSE_SECONDS)
         # Before the process ends, Python restores a signal's default handler unless the signal is ignored.
         _handle_sigterm(signal.SIG_IGN)
         return self._show()
-
-    def _wait_for_listener(self) -> None:
-        if self._listener_ends_process:
-            Event().wait()
 
     def _shorten_waits_on_sigterm(self) -> None:
         """Stop waiting for other ranks soon after SIGTERM, because the launcher kills this rank 30 seconds later."""
@@ -260,10 +248,15 @@ class _Ranks:
             self._first = _Fault(**json.loads(store.compare_set(_FIRST_FAULT, "", json.dumps(asdict(self._own)))))
         assert self._first is not None
         self._first_known.set()
-        if self._listener_ends_process:
-            self._close(self._first)
-        else:
+        if self._own is not None:
             self._closed.wait()
+        else:
+            timer = Timer(_CLOSE_SECONDS, os._exit, [self._first.status])
+            timer.daemon = True
+            timer.start()
+            if self.close is not None:
+                with suppress(Exception):
+                    self.close(str(self._first))
         # A lost rank does not reach the barrier.
         count = self._count - self._first.lost
         _barrier(store, "closed", count)
@@ -279,17 +272,8 @@ class _Ranks:
         launcher kills them or NCCL's watchdog aborts them, and nobody would record why the job ended.
         """
         key = f"pid of {self._next}"
-        if not store.check([key]) or os.path.exists(f"/proc/{store.get(key).decode()}"):
-            return False
-        return not store.check([f"end of {self._next}"])
-
-    def _close(self, first: _Fault) -> None:
-        timer = Timer(_CLOSE_SECONDS, os._exit, [first.status])
-        timer.daemon = True
-        timer.start()
-        if self.close is not None:
-            with suppress(Exception):
-                self.close(str(first))
+        has_ended = store.check([key]) and not os.path.exists(f"/proc/{store.get(key).decode()}")
+        return has_ended and not store.check([f"end of {self._next}"])
 
     def _show(self) -> int:
         own, first = self._own, self._first or self._own

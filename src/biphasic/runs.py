@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
-
-import yaml
+from collections import Counter
 
 from biphasic.amounts import format_bytes
-from biphasic.checkpointing.manifest import StoredCheckpoint, batch_of, list_checkpoints
+from biphasic.checkpointing.manifest import batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
+from biphasic.checkpointing.start_rules import checkpoint_folder
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, join, open_store
+from biphasic.storage import Store, first_line, is_remote, join, open_store
 
 
 def print_report(folder: str) -> None:
     """Print the report about a run's folder, or about the folder or bucket prefix where it saves.
 
-    Raises:
-        UserError: the folder can't be read or contains no run.
+    Raises a UserError if the folder can't be read or contains no run.
     """
-    destination = checkpoint_destination(folder)
+    destination = checkpoint_folder(folder)
     try:
         print("\n".join(report(destination)))
     except (UserError, OSError) as error:
@@ -31,78 +28,56 @@ def print_report(folder: str) -> None:
         raise UserError(f"{destination}: can't be read ({first_line(error)})") from None
 
 
-def checkpoint_destination(folder: str) -> str:
-    """Return the folder or bucket prefix to which a run saves checkpoints; `folder` itself if it has no `config.yaml`."""
-    file = Path(folder) / "config.yaml"
-    if is_remote(folder) or not file.is_file():
-        return folder
-    section = yaml.safe_load(file.read_text(encoding="utf-8")).get("checkpoint") or {}
-    return section.get("folder") or join(folder, "checkpoints")
-
-
 def report(path: str) -> list[str]:
     """Return the lines about the checkpoints and attempts in a folder or a bucket prefix.
 
-    Raises:
-        UserError: the folder contains no run.
-        OSError: the folder can't be read.
+    Raises a UserError if the folder contains no run, and an OSError if it can't be read.
     """
     place = open_store(path)
     checkpoints, attempts = list_checkpoints(place), read_attempts(place)
     if not checkpoints and not attempts:
         raise UserError(f"{path}: no checkpoints and no attempts of a run are here")
-    sizes = {name: file.bytes for name, file in place.list().items()}
+    sizes = _sizes(place)
     lines = [path, "", f"{'batch':>10}  {'tokens':>16}  {'phase':6} {'bytes':>9}  checkpoint"]
-    lines += [_checkpoint_line(checkpoint, sizes) for checkpoint in reversed(checkpoints)]
+    for checkpoint in reversed(checkpoints):
+        tokens, phase, state = "", "", f"not usable: {checkpoint.fault}"
+        if checkpoint.manifest is not None:
+            record = checkpoint.manifest.run
+            tokens, phase = f"{record['tokens']:,}", record["phase"]
+            state = "complete, kept" if record.get("kept") else "complete"
+        size = format_bytes(sizes[checkpoint.batch])
+        lines.append(f"{checkpoint.batch:>10,}  {tokens:>16}  {phase:6} {size:>9}  {state}")
     lines += ["", "attempts"] if attempts else []
     for index, attempt in enumerate(attempts):
-        lines += _attempt_lines(index + 1, attempt)
+        start, ranks = attempt["from"] or {"batch": 0}, f"{attempt['ranks']} rank{'s' * (attempt['ranks'] > 1)}"
+        end = attempt.get("reason", "is running, or was killed and has not been started again")
+        lines += [
+            f"{index + 1:>3}  {attempt['since']}  process {attempt['pid']} on {attempt['host']}, {ranks}",
+            f"     batch {start['batch']:,} to {attempt['batch']:,}: {end}",
+        ]
         # An attempt that failed before it found its checkpoint has lost nothing.
         later = (start for after in attempts[index + 1 :] if (start := after["from"]) is not None)
         if (start := next(later, None)) is not None:
-            lines.append(f"     {_lost_tokens(attempt, start)}")
+            lost = max(attempt["tokens"] - start["tokens"], 0)
+            # A killed attempt may have trained up to 15 seconds after its last heartbeat.
+            least = "" if attempt.get("until") else "at least "
+            lines.append(f"     lost: {least}{lost:,} tokens" if lost or least else "     lost: nothing")
     return lines
 
 
 def _local_report(folder: str) -> list[str]:
     """Return the lines about local copies of checkpoints, for a bucket that can't be read."""
-    place = open_store(folder)
-    sizes = {name: file.bytes for name, file in place.list().items()}
-    batches = [checkpoint.batch for checkpoint in list_checkpoints(place)]
     lines = [
-        f"{batch:>10,}  {_batch_size(batch, sizes):>9}  on this machine; its manifest is in the bucket"
-        for batch in batches
+        f"{batch:>10,}  {format_bytes(size):>9}  on this machine; its manifest is in the bucket"
+        for batch, size in sorted(_sizes(open_store(folder)).items(), reverse=True)
     ]
     return [folder, "", *(lines or ["no checkpoints on this machine"]), ""]
 
 
-def _checkpoint_line(checkpoint: StoredCheckpoint, sizes: dict[str, int]) -> str:
-    if checkpoint.manifest is None:
-        size = _batch_size(checkpoint.batch, sizes)
-        return f"{checkpoint.batch:>10,}  {'':>16}  {'':6} {size:>9}  not usable: {checkpoint.fault}"
-    run = checkpoint.manifest.run
-    size = format_bytes(sum(size for size, _ in checkpoint.manifest.files.values()))
-    kept = ", kept" if run.get("kept") else ""
-    return f"{checkpoint.batch:>10,}  {run['tokens']:>16,}  {run['phase']:6} {size:>9}  complete{kept}"
-
-
-def _batch_size(batch: int, sizes: dict[str, int]) -> str:
-    """Format the total size of the files in a batch's checkpoint."""
-    return format_bytes(sum(size for name, size in sizes.items() if batch_of(name) == batch))
-
-
-def _attempt_lines(number: int, attempt: dict[str, Any]) -> list[str]:
-    start = attempt["from"] or {"batch": 0}
-    ranks = f"{attempt['ranks']} rank{'s' * (attempt['ranks'] > 1)}"
-    end = attempt.get("reason", "is running, or was killed and has not been started again")
-    return [
-        f"{number:>3}  {attempt['since']}  process {attempt['pid']} on {attempt['host']}, {ranks}",
-        f"     batch {start['batch']:,} to {attempt['batch']:,}: {end}",
-    ]
-
-
-def _lost_tokens(attempt: dict[str, Any], start: dict[str, Any]) -> str:
-    lost = max(attempt["tokens"] - start["tokens"], 0)
-    # A killed attempt may have trained up to 15 seconds after its last heartbeat.
-    least = "" if attempt.get("until") else "at least "
-    return f"lost: {least}{lost:,} tokens" if lost or least else "lost: nothing"
+def _sizes(folder: Store) -> Counter[int]:
+    """Return the total bytes of the files of each batch's checkpoint."""
+    sizes = Counter[int]()
+    for name, file in folder.list().items():
+        if (batch := batch_of(name)) is not None:
+            sizes[batch] += file.bytes
+    return sizes

@@ -14,19 +14,17 @@ import pytest
 
 from biphasic.checkpointing.manifest import (
     Manifest,
-    abandoned_files,
     batch_of,
-    batch_of_rank_manifest,
-    delete_checkpoint,
     list_checkpoints,
-    newest_batch,
+    manifest_batches,
     newest_complete,
     outdated_checkpoints,
     rank_manifest_name,
     rank_of,
+    read_manifest,
 )
-from biphasic.checkpointing.store import Uploader
-from biphasic.storage import Store, StoredFile, file_hash, open_store
+from biphasic.checkpointing.upload import Uploader
+from biphasic.storage import Store, file_hash, open_store
 from helpers.buckets import bucket_for, flip_a_bit
 
 
@@ -137,20 +135,24 @@ def test_checkpoints_are_downloaded_and_verified(s3: Path, tmp_path: Path, caplo
     assert not (here / "ep0-ba3" / "__0_0.distcp").exists()
 
 
+def uploader_of(folder: Path, keep: int) -> Uploader:
+    uploader = Uploader(folder, str(folder), keep)
+    uploader.close()
+    return uploader
+
+
 def test_outdated_checkpoints_lose_their_manifest_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for batch in (1, 2, 3, 4):
-        write_checkpoint(tmp_path, batch, sharded=True)
+    *_, newest, _ = (write_checkpoint(tmp_path, batch, sharded=True) for batch in (1, 2, 3, 4))
     (tmp_path / "ba4.json").unlink()
     place = open_store(str(tmp_path))
-    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 2, {})] == [1]
-    assert list(outdated_checkpoints(place, place.list(), -1, {})) == []
-    [old] = outdated_checkpoints(place, place.list(), 2, {})
-    delete_checkpoint(old, place)
+    assert outdated_checkpoints(place, place.list(), 2, {}) == {1}
+    assert outdated_checkpoints(place, place.list(), -1, {}) == set()
+    uploader_of(tmp_path, keep=2)._delete_old(place, newest)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["ba2.json", "ba3.json", "ep0-ba2", "ep0-ba3", "ep0-ba4"]
     removed: list[str] = []
     monkeypatch.setattr(type(place), "remove", lambda self, names: removed.extend(names))
-    delete_checkpoint(next(outdated_checkpoints(place, place.list(), 1, {})), place)
-    assert removed[0] == "ba2.json"
+    uploader_of(tmp_path, keep=1)._delete_old(place, newest)
+    assert removed == ["ba2.json", "ba2.json", "ep0-ba2/.metadata", "ep0-ba2/__0_0.distcp"]
 
 
 def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
@@ -159,8 +161,7 @@ def test_kept_checkpoints_are_never_outdated(tmp_path: Path) -> None:
         if batch == 2:
             (tmp_path / manifest.name).write_bytes(replace(manifest, run={**manifest.run, "kept": True}).to_bytes())
     place = open_store(str(tmp_path))
-    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 0, {})] == [3, 1]
-    assert [manifest.batch for manifest in outdated_checkpoints(place, place.list(), 1, {})] == [1]
+    assert outdated_checkpoints(place, place.list(), 1, {}) == {1}
 
 
 def test_a_checkpoint_that_cannot_be_read_is_not_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,40 +215,36 @@ def test_a_checkpoint_is_not_outdated_by_one_that_the_run_could_not_resume_from(
 
 def test_a_manifest_survives_writing_and_reading(tmp_path: Path) -> None:
     manifest = write_checkpoint(tmp_path, 5, sharded=True)
-    assert Manifest.from_bytes(manifest.to_bytes()) == manifest
+    assert read_manifest(open_store(str(tmp_path)), "ba5.json") == manifest
     assert json.loads(manifest.to_bytes())["run"] == {"name": "run", "tokens": 5, "writers": 1}
 
 
 @pytest.mark.parametrize(
-    ("name", "batch", "rank", "is_rank_manifest"),
+    ("name", "batch", "rank"),
     [
-        ("ba40.json", 40, 0, False),
-        ("ba40-rank3.pt", 40, 3, False),
-        ("ep2-ba40/__5_0.distcp", 40, 5, False),
-        ("ep2-ba40/.metadata", 40, 0, False),
-        ("ba40-validating-rank0.pt", 40, 0, False),
-        ("ep2-ba40-validating/__5_0.distcp", 40, 5, False),
-        ("ep2-ba40/__12_1.distcp", 40, 12, False),
-        (rank_manifest_name(40, 7), 40, 7, True),
-        ("ba40.json.bak", None, 0, False),
-        ("latest-rank0.pt", None, 0, False),
-        ("attempts/1.rank0.json", None, 0, False),
+        ("ba40.json", 40, 0),
+        ("ba40-rank3.pt", 40, 3),
+        ("ep2-ba40/__5_0.distcp", 40, 5),
+        ("ep2-ba40/.metadata", 40, 0),
+        ("ba40-validating-rank0.pt", 40, 0),
+        ("ep2-ba40-validating/__5_0.distcp", 40, 5),
+        ("ep2-ba40/__12_1.distcp", 40, 12),
+        (rank_manifest_name(40, 7), 40, 7),
+        ("ba40.json.bak", None, 0),
+        ("latest-rank0.pt", None, 0),
+        ("attempts/1.rank0.json", None, 0),
     ],
 )
-def test_a_file_s_name_tells_its_batch_and_rank(
-    name: str, batch: int | None, rank: int, is_rank_manifest: bool
-) -> None:
+def test_a_file_s_name_tells_its_batch_and_rank(name: str, batch: int | None, rank: int) -> None:
     assert (batch_of(name), rank_of(name)) == (batch, rank)
-    assert batch_of_rank_manifest(name) == (batch if is_rank_manifest else None)
 
 
-def test_files_without_a_manifest_are_abandoned_before_a_batch() -> None:
-    names = ["ba3-rank0.pt", "ba3.rank0.json", "ba4.json", "ba4-rank0.pt", "ba5-rank0.pt", "ba6-rank0.pt", "notes.txt"]
-    files = dict.fromkeys(names, StoredFile(1, "1"))
-    newest = Manifest(6, "ba6-rank0.pt", {}, {})
-    assert abandoned_files(files, newest) == ["ba3-rank0.pt", "ba3.rank0.json", "ba5-rank0.pt"]
-    replaced = ["ba6-validating-rank0.pt", "ep1-ba6-validating/"]
-    other = ["ba6.json", "ba6.rank0.json", "ba7-validating-rank0.pt"]
-    assert abandoned_files(files | dict.fromkeys([*replaced, *other]), newest)[3:] == replaced
-    assert newest_batch(files) == 4
-    assert newest_batch({name: file for name, file in files.items() if name != "ba4.json"}) == -1
+def test_files_without_a_manifest_are_deleted_before_a_batch(tmp_path: Path) -> None:
+    names = ["ba3-rank0.pt", "ba3.rank0.json", "ba4.json", "ba4-rank0.pt", "ba5-rank0.pt", "ba6-rank0.pt", "ba6.json"]
+    others = ["ba6.rank0.json", "ba7-validating-rank0.pt", "notes.txt"]
+    for name in (*names, *others, "ba6-validating-rank0.pt"):
+        (tmp_path / name).touch()
+    assert manifest_batches(open_store(str(tmp_path)).entries()) == [6, 4]
+    uploader_of(tmp_path, keep=-1)._delete_old(open_store(str(tmp_path)), Manifest(6, "ba6-rank0.pt", {}, {}))
+    gone = {"ba3-rank0.pt", "ba3.rank0.json", "ba5-rank0.pt"}
+    assert {path.name for path in tmp_path.iterdir()} == {*names, *others} - gone

@@ -13,15 +13,16 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Event
 from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
 
+from biphasic.checkpointing.fetch import find_resume_point
 from biphasic.checkpointing.manifest import Manifest, list_checkpoints, newest_complete
-from biphasic.checkpointing.resume import find_resume_point
 from biphasic.checkpointing.stopping import ProcessGroup
-from biphasic.checkpointing.store import RankManifests, Uploader, upload_files, write_missing_manifests
+from biphasic.checkpointing.upload import CheckpointUpload, Uploader, write_missing_manifests
 from biphasic.storage import file_hash, open_store
 from conftest import Write
 from helpers.buckets import bucket_for
@@ -29,7 +30,7 @@ from helpers.s3_proxy import Proxy
 from helpers.s3_server import serve_s3
 from helpers.tiny import config_of
 
-SAVES = 4
+SAVES, POLLS = 4, 3
 SIZES = [8, 32, pytest.param(128, marks=pytest.mark.slow), pytest.param(512, marks=pytest.mark.slow)]
 
 
@@ -53,17 +54,44 @@ def rank_manifest(folder: Path, batch: int, rank: int, ranks: int) -> Manifest:
     return Manifest(batch, f"ep0-ba{batch}", files, run)
 
 
+class FirstRankAlone(Event):
+    """Stands for the event that ends rank 0's waits: it asks `POLLS` times before the other ranks upload their parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.polls, self.may_others_start, self.are_others_done = 0, Event(), Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.polls += 1
+        if self.polls == POLLS:
+            self.may_others_start.set()
+            assert self.are_others_done.wait(500)
+        return self.is_set()
+
+
 def save(local: Path, place: str, batch: int, ranks: int) -> None:
     """All ranks upload their part. Rank 0 is the first, and waits for the others."""
+    waits = FirstRankAlone()
 
-    def run_rank(rank: int) -> None:
+    def start(rank: int) -> Uploader:
         uploader = Uploader(local / f"node{rank // 8}", place, 2, rank, range(rank // 8 * 8, rank // 8 * 8 + 8))
+        if rank == 0 and ranks > 1:
+            uploader._closing = waits
         uploader.add(rank_manifest(local / f"node{rank // 8}", batch, rank, ranks))
+        return uploader
+
+    def finish(uploader: Uploader) -> None:
         assert uploader.wait(500)
         uploader.close()
 
-    with ThreadPoolExecutor(17) as pool:
-        list(pool.map(run_rank, range(ranks)))
+    first = start(0)
+    if ranks > 1:
+        assert waits.may_others_start.wait(500)
+        with ThreadPoolExecutor(16) as pool:
+            list(pool.map(lambda rank: finish(start(rank)), range(1, ranks)))
+        waits.are_others_done.set()
+    finish(first)
+    assert waits.polls == (POLLS if ranks > 1 else 0)
 
 
 def since(proxy: Proxy, before: Counter[str]) -> Counter[str]:
@@ -86,11 +114,11 @@ def test_the_requests_of_a_save_grow_no_faster_than_the_ranks(
     assert len(open_store(place).list()) == 3 * (ranks + 2)
     # A file and a manifest each (rank 0: two files), and the checkpoint's manifest.
     assert used["PUT"] == 2 * ranks + 2
-    # Each rank asks for the size of its file, and whether the newest checkpoint, or the one before it, is complete.
-    assert used["HEAD"] <= 3 * ranks + 1
+    # The size of each file.
+    assert used["HEAD"] == ranks + 1
     assert used["LIST"] <= 8
-    # Manifests of the other ranks, and of a few checkpoints; and those for which rank 0 waited.
-    assert used["GET"] <= ranks + 8 + seconds / 0.2 + ranks / 4
+    # Manifests of the other ranks, and of the checkpoints; and one each time that rank 0 asked in vain.
+    assert used["GET"] <= ranks - 1 + SAVES + POLLS
     assert used["DELETE"] + used["DELETE MANY"] <= 4
     # Several ranks delete from one folder at the same time, and none takes that for a fault.
     assert "can't be stored" not in caplog.text
@@ -106,18 +134,18 @@ def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(
 
     def upload(batch: int, count: int) -> None:
         with ThreadPoolExecutor(16) as pool:
-            list(pool.map(lambda rank: upload_files(rank_manifest(local, batch, rank, ranks), rank, local, destination),
-                          range(count)))  # fmt: skip
+            list(pool.map(lambda rank: CheckpointUpload(rank_manifest(local, batch, rank, ranks)).upload(
+                rank, local, destination), range(count)))  # fmt: skip
 
     upload(1, ranks)
     before, start = proxy.requests.copy(), time.monotonic()
-    write_missing_manifests(destination)
+    write_missing_manifests(destination, destination.entries())
     used = since(proxy, before)
     print(f"\nstart, completes a checkpoint of {ranks} ranks: {dict(used)}, {time.monotonic() - start:.1f} s")
     assert used["GET"] <= ranks + 1 and used["LIST"] <= 2 and used["DELETE MANY"] == 1 and used["PUT"] == 1
     upload(2, ranks - 1)
     before, start = proxy.requests.copy(), time.monotonic()
-    write_missing_manifests(destination)
+    write_missing_manifests(destination, destination.entries())
     newest = newest_complete(destination, tmp_path / "other machine")
     used = since(proxy, before)
     print(f"start, the newest of {ranks} ranks is incomplete: {dict(used)}, {time.monotonic() - start:.1f} s")
@@ -129,15 +157,15 @@ def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(
 def test_a_failed_request_while_waiting_uploads_nothing_again(
     s3: Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, failures = RankManifests.read, [OSError("503 SlowDown"), OSError("503 SlowDown")]
+    read, failures = CheckpointUpload._read_rank_manifests, [OSError("503 SlowDown"), OSError("503 SlowDown")]
 
-    def fail_first(self: RankManifests, destination: Any) -> bool:
+    def fail_first(self: CheckpointUpload, destination: Any) -> bool:
         if failures:
             raise failures.pop()
         return read(self, destination)
 
-    monkeypatch.setattr(RankManifests, "read", fail_first)
-    monkeypatch.setattr("biphasic.checkpointing.store._FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(CheckpointUpload, "_read_rank_manifests", fail_first)
+    monkeypatch.setattr("biphasic.checkpointing.upload._FIRST_PAUSE", 0.1)
     place = f"s3://{bucket_for(s3, 'requests-again')}/run"
     before = proxy.requests.copy()
     save(tmp_path, place, 1, 1)
@@ -171,9 +199,9 @@ def test_a_start_finds_the_newest_of_10000_checkpoints(
     proxy = Proxy(port)
     try:
         monkeypatch.setenv("S3_ENDPOINT_URL", proxy.address)
-        config = config_of(write_yaml("run"))
+        config = config_of(write_yaml("run", checkpoint__folder="s3://large/run"))
         start = time.monotonic()
-        found = find_resume_point("s3://large/run", tmp_path / "local", config, ProcessGroup())
+        found = find_resume_point(config, ProcessGroup())
         seconds = time.monotonic() - start
         print(f"\nstart, 10,000 checkpoints (sharded: {sharded}): {dict(proxy.requests)}, {seconds:.1f} s")
         assert found is not None and found.batch == 10_000

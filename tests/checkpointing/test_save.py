@@ -16,12 +16,13 @@ import pytest
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
+from torch.distributed.checkpoint.staging import StagingOptions
 
 from biphasic.checkpointing import save
 from biphasic.checkpointing.manifest import Manifest, batch_of, list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.checkpointing.save import Saver, StagingBuffer
-from biphasic.checkpointing.store import Uploader
+from biphasic.checkpointing.upload import Uploader
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
 from biphasic.training.loggers import read_metrics
@@ -136,15 +137,16 @@ def test_pending_checkpoints_are_uploaded_by_the_next_start(
 def test_all_ranks_wait_for_the_last_upload(write_yaml: Write) -> None:
     """Longer than training's process group waits."""
     code = """
-import time, tiny
+import time
+from helpers import tiny
 from datetime import timedelta
 from composer.core import Callback
 from torch.distributed import set_timeout
-from biphasic.checkpointing.store import Uploader
+from biphasic.checkpointing.upload import Uploader
 upload = Uploader._upload
-def slow(self, one):
-    time.sleep(12 if one.manifest.batch == 12 else 0)
-    return upload(self, one)
+def slow(self, part):
+    time.sleep(12 if part.manifest.batch == 12 else 0)
+    return upload(self, part)
 Uploader._upload = slow
 class Impatient(Callback):
     def batch_end(self, state, logger):
@@ -328,7 +330,7 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
         for name in files:
             (folder / name).write_text("x")
     uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2))
-    uploader._delete_local_copies(5, Manifest(5, "ep0-ba5", {}, {}))
+    uploader._delete_local_copies(Manifest(5, "ep0-ba5", {}, {}))
     uploader.close()
     for old in ("ep0-ba3", "ep0-ba5-validating"):
         remaining = {path.name for path in (tmp_path / old).iterdir()} if (tmp_path / old).exists() else set()
@@ -336,20 +338,17 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
     assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files
 
 
-def saver_of(attempt: Any) -> Saver:
-    return Saver(attempt, SimpleNamespace(), lambda state, event: (False, False), lambda state: {}, 1.0)  # pyright: ignore
-
-
-def test_the_writer_uses_its_rank_s_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_uses_its_rank_s_gpu(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread's current GPU is 0."""
+    none: Any = SimpleNamespace()
+    config = config_of(write_yaml())
     used: list[tuple[int, str]] = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: used.append((device, current_thread().name)))
-    attempt = SimpleNamespace(local_folder=None, lock=None, stopping=None, destination="", resume=None)
-    saver_of(attempt)._writer.submit(int).result()
+    Saver(config, none, none, None, none, none)._writer.submit(int).result()
     assert used == []
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
-    saver_of(attempt)._writer.submit(int).result()
+    Saver(config, none, none, None, none, none)._writer.submit(int).result()
     assert used == [(3, "checkpoint-writer_0")]
 
 
@@ -368,29 +367,40 @@ def test_a_state_that_composer_has_offloaded_is_not_copied_again(monkeypatch: py
     content = state_of("cpu")
     for offloaded in (False, True):
         monkeypatch.setattr(torch.cuda, "is_available", lambda offloaded=offloaded: offloaded)
-        buffer = StagingBuffer()
-        copied = buffer.copy(content)["state"]
+        copied = StagingBuffer().copy(content)["state"]
         assert (copied["model"]["w"] is content["state"]["model"]["w"]) == offloaded
-        assert bool(buffer._buffers) != offloaded
         states = [state["optimizers"]["AdamW"] for state in (copied, content["state"])]
         assert (states[0]["state"]["w"]["exp_avg"] is states[1]["state"]["w"]["exp_avg"]) == offloaded
+        assert states[0]["state"]["w"]["exp_avg"].tolist() == [2.0] * 3
         assert states[0]["state"]["w"]["step"] is not states[1]["state"]["w"]["step"]
         assert states[0]["param_groups"] == states[1]["param_groups"]
         assert states[0]["param_groups"][0] is not states[1]["param_groups"][0]
         assert copied["timestamp"] == [1] and copied["timestamp"] is not content["state"]["timestamp"]
 
 
+def test_the_memory_of_a_copy_is_reused() -> None:
+    content, buffer = state_of("cpu"), StagingBuffer()
+    weight = content["state"]["model"]["w"]
+    first = buffer.copy(content)["state"]["model"]["w"]
+    weight += 1
+    assert first.tolist() == [1.0] * 3
+    second = buffer.copy(content)["state"]["model"]["w"]
+    assert second.tolist() == [2.0] * 3 and second.data_ptr() == first.data_ptr()
+
+
 def test_a_gpu_s_state_is_copied_to_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     """The meta device stands for a GPU."""
-    calls: list[bool] = []
+    options: list[StagingOptions] = []
 
-    def create(state: dict[str, Any], pin_memory: bool) -> dict[str, Any]:
-        calls.append(pin_memory)
-        return state
+    class Stager:
+        def __init__(self, given: StagingOptions):
+            options.append(given)
+
+        def stage(self, state: dict[str, Any]) -> dict[str, Any]:
+            return {"tensors": [torch.zeros(tensor.shape) for tensor in state["tensors"]]}
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(save, "_create_cpu_state_dict", create)
-    monkeypatch.setattr(save, "_copy_state_dict", lambda state, buffers, type_check: {"model": "copied"})
-    buffer = StagingBuffer()
-    assert [buffer.copy(state_of("meta"))["state"]["model"] for _ in range(2)] == ["copied"] * 2
-    assert calls == [True]  # the memory is reused
+    monkeypatch.setattr(save, "DefaultStager", Stager)
+    copied = StagingBuffer().copy(state_of("meta"))["state"]
+    assert options[0].use_pinned_memory and copied["model"]["w"].device.type == "cpu"
+    assert copied["optimizers"]["AdamW"]["state"]["w"]["exp_avg"].device.type == "cpu"

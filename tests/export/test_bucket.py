@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from biphasic.checkpointing.resume import local_checkpoint
+from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.commands import main
 from biphasic.errors import UserError
 from conftest import MakeBucket

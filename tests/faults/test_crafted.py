@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from biphasic.checkpointing.manifest import Manifest, newest_complete
-from biphasic.checkpointing.resume import local_checkpoint
+from biphasic.checkpointing.fetch import local_checkpoint
+from biphasic.checkpointing.manifest import Manifest, newest_complete, read_manifest
 from biphasic.checkpointing.run_lock import RunLock, process_id
-from biphasic.checkpointing.store import write_missing_manifests
+from biphasic.checkpointing.upload import write_missing_manifests
 from biphasic.commands import main
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.verify import verify
@@ -68,15 +68,15 @@ def test_a_manifest_that_names_other_files_is_refused(
     # A rank's part.
     open_store(place).remove(["ba9.json"])
     open_store(place).upload(folder / "ba9.json", "ba9.rank0.json")
-    assert write_missing_manifests(open_store(place)) == 0
+    assert write_missing_manifests(open_store(place), open_store(place).entries()) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"] and not Path("/tmp/escaped").exists()
 
 
 @pytest.mark.parametrize("path", ["../run", "/etc", "ep0-ba9/../.."])
 def test_a_manifest_whose_checkpoint_is_elsewhere_is_refused(path: str, tmp_path: Path) -> None:
-    manifest = write_crafted(tmp_path, 9, path=path)
+    write_crafted(tmp_path, 9, path=path)
     with pytest.raises(ValueError, match="which is not a file of its checkpoint"):
-        Manifest.from_bytes(manifest.to_bytes())
+        read_manifest(open_store(str(tmp_path)), "ba9.json")
 
 
 def test_a_checkpoint_isn_t_downloaded_through_a_link(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -7,8 +7,10 @@ from batch 12 on. If that point doesn't come, the run ends by itself.
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
 
-from biphasic.checkpointing import open_run, save, store
+from biphasic.checkpointing import save, upload
 from biphasic.storage import S3Store
 from helpers.tiny import add_callback
 
@@ -30,7 +32,6 @@ class SignalPoints(Callback):
     def __init__(self, point: str, number: int):
         self.kind, _, batch = point.partition(":")
         self.batch, self.number = int(batch), number
-        self.saver: save.Saver | None = None
         self.saving = -1
         """Batch of the checkpoint that is being written or uploaded."""
 
@@ -45,13 +46,13 @@ class SignalPoints(Callback):
 
     def batch_start(self, state: State, logger: Logger) -> None:
         batch, deadline = int(state.timestamp.batch), time.monotonic() + 20
-        saver = self.saver
-        assert saver is not None
+        [saver] = (callback for callback in state.callbacks if isinstance(callback, save.Saver))
         uploads = state.fsdp_sharded_state_dict_enabled or dist.get_global_rank() == 0
         while (
             uploads
             and saver._saved_batch == batch
-            and saver._uploader.completed < batch
+            and saver._writing is not None
+            and not (saver._writing.done() and not saver._uploader.pending)
             and time.monotonic() < deadline
         ):
             time.sleep(0.01)
@@ -69,12 +70,8 @@ class SignalPoints(Callback):
 
 def patch(point: str, number: int = signal.SIGKILL) -> None:
     points = SignalPoints(point, number)
-    build_saver, write = open_run.Run._saver, save.Saver._write
-    upload, delete, finish = S3Store.upload, store.delete_checkpoint, store.write_manifest
-
-    def build(*arguments: Any) -> save.Saver:
-        points.saver = build_saver(*arguments)
-        return points.saver
+    write, put = save.Saver._write, S3Store.upload
+    remove, finish = S3Store.remove, upload.write_manifest
 
     def write_checkpoint(self: save.Saver, *arguments: Any) -> None:
         points.saving = arguments[-1].batch
@@ -94,21 +91,22 @@ def patch(point: str, number: int = signal.SIGKILL) -> None:
             # A store may show an incomplete upload.
             half = file.with_name(".half")
             half.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-            upload(self, half, name)
+            put(self, half, name)
             points.signal_if("upload", points.saving)
-        upload(self, file, name)
+        put(self, file, name)
 
     def write_manifest(manifest: Any, destination: Any) -> None:
         points.signal_if("manifest", manifest.batch)
         finish(manifest, destination)
 
-    def delete_checkpoint(old: Any, destination: Any) -> None:
-        if points.kind == "delete" and points.saving >= points.batch:
-            destination.remove([old.name])
+    def remove_files(self: Any, names: Iterable[str]) -> None:
+        names = list(names)
+        remove(self, names)
+        # The manifest of an outdated checkpoint is deleted before its files.
+        if any(re.fullmatch(r"ba\d+\.json", name) for name in names) and points.saving >= points.batch:
             points.signal_if("delete", points.saving)
-        delete(old, destination)
 
-    open_run.Run._saver, save.Saver._write = build, write_checkpoint
+    save.Saver._write = write_checkpoint
     save.ShardWriter = Writer  # pyright: ignore
-    S3Store.upload, store.write_manifest, store.delete_checkpoint = upload_file, write_manifest, delete_checkpoint
+    S3Store.upload, S3Store.remove, upload.write_manifest = upload_file, remove_files, write_manifest
     add_callback(points)

@@ -80,7 +80,12 @@ def test_commands_for_slurm(
 def trained(study: StudyConfig, name: str, *batches: int) -> RunState:
     """The state of a run with these checkpoints."""
     config, newest = expand(study)[name], max(batches)
-    counts = {"rows": 16 * newest, "tokens": 4096 * newest, "last_batch": [newest - 1, 16 * (newest - 1), 4096, 0]}
+    counts = {
+        "rows": 16 * newest,
+        "tokens": 4096 * newest,
+        "epochs": 0,
+        "last_batch": [newest - 1, 16 * (newest - 1), 4096, 0],
+    }
     content = {"name": name, "config": config.model_dump(mode="json"), "overridden": [], **counts}
     return RunState(frozenset(batches), Manifest(newest, f"ba{newest}-rank0.pt", {}, content))
 

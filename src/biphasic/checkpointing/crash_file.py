@@ -11,27 +11,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
-_MESSAGE = "Fatal Python error: "
-
 
 class CrashFile:
     """File to which Python writes the stacks of this rank's threads if SIGABRT, SIGSEGV or SIGBUS ends the process.
 
     Nothing is written if Python's `faulthandler` is enabled already, such as by PYTHONFAULTHANDLER=1.
-
-    Args:
-        folder: folder of the files, on this machine.
-        attempt: name of the attempt.
-        rank: global rank.
     """
 
     def __init__(self, folder: Path, attempt: str, rank: int):
-        self._folder, self._attempt = folder, attempt
+        self._path, self._attempt = folder / f"{attempt}-rank{rank}.txt", attempt
         self._file: TextIO | None = None
-        if not faulthandler.is_enabled():
-            with suppress(OSError):  # such as a full disk, on which a run may still resume
+        with suppress(OSError):  # such as a full disk, on which a run may still resume
+            if not faulthandler.is_enabled():
                 folder.mkdir(parents=True, exist_ok=True)
-                self._file = (folder / f"{attempt}-rank{rank}.txt").open("w")
+                self._file = self._path.open("w")
                 faulthandler.enable(self._file)
 
     def remove(self) -> list[str]:
@@ -40,9 +33,9 @@ class CrashFile:
             faulthandler.disable()
             self._file.close()
             with suppress(OSError):
-                Path(self._file.name).unlink(missing_ok=True)
-                self._folder.rmdir()  # if it is empty
-        return read_crashes(self._folder, self._attempt)
+                self._path.unlink()
+                self._path.parent.rmdir()  # if it is empty
+        return read_crashes(self._path.parent, self._attempt)
 
 
 def read_crashes(folder: Path, attempt: str) -> list[str]:
@@ -50,10 +43,9 @@ def read_crashes(folder: Path, attempt: str) -> list[str]:
     lines = []
     for path in sorted(folder.glob(f"{attempt}-rank*.txt")):
         with suppress(OSError):
-            message = path.read_text(errors="replace").partition("\n")[0]
-            if message:
+            if message := path.read_text(errors="replace").partition("\n")[0]:
                 rank = path.stem.rpartition("-rank")[2]
-                lines.append(f"rank {rank}: {message.removeprefix(_MESSAGE)} ({path})")
+                lines.append(f"rank {rank}: {message.removeprefix('Fatal Python error: ')} ({path})")
     return lines
 
 

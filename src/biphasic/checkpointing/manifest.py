@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -25,6 +25,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass as checked_dataclass
 
+from biphasic.config.durations import TrainingProgress
+from biphasic.config.plan import remaining_checkpoints
 from biphasic.storage import Store, StoredFile, file_hash, first_line, is_inside, json_bytes
 
 _NAMES = re.compile(r"^(?:ep\d+-)?ba(\d+)(?:\.json$|\.rank\d+\.json$|(?:-validating)?(?:-rank\d+\.pt$|/))")
@@ -35,10 +37,6 @@ _log = logging.getLogger(__name__)
 
 Entries = Mapping[str, StoredFile | None]
 """The names in a folder, with or without those in its subfolders (`Store.list`, `Store.entries`)."""
-
-
-class ForeignFileError(ValueError):
-    """A manifest names a file that is not in its checkpoint, such as `../x`."""
 
 
 @checked_dataclass(frozen=True)
@@ -66,34 +64,40 @@ class Manifest:
         return manifest_name(self.batch)
 
     @property
-    def is_within_validation(self) -> bool:
-        """Whether the run was stopped within the validation that follows the batch."""
-        return "-validating" in self.path
-
-    @property
     def size(self) -> int:
         """Size of all files in bytes."""
         return sum(size for size, _ in self.files.values())
+
+    @property
+    def progress(self) -> TrainingProgress:
+        """What has been trained at the checkpoint."""
+        return TrainingProgress(self.batch, *(self.run[name] for name in ("rows", "tokens", "epochs")))
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest's file (JSON)."""
         return json_bytes(asdict(self))
 
-    @staticmethod
-    def from_bytes(content: bytes) -> Manifest:
-        """Parse the content of a manifest's file.
 
-        Raises:
-            ForeignFileError: it names a file that is not in its checkpoint, which must not be written or deleted.
-            ValueError: it is not a manifest.
-        """
+def read_manifest(folder: Store, name: str) -> Manifest:
+    """Read the file `name`: the manifest of a checkpoint or of a rank's part.
+
+    Raises:
+        ValueError: it is not that manifest, or names a file outside its checkpoint, which must not be written or deleted.
+        OSError: it can't be read.
+    """
+    content = folder.read(name)
+    try:
         manifest = TypeAdapter(Manifest).validate_json(content)
-        for name in (manifest.path, *manifest.files):
-            # The path of a sharded checkpoint is a folder.
-            batches = (batch_of(name), batch_of(f"{name}/") if name == manifest.path else None)
-            if not is_inside(name) or manifest.batch not in batches:
-                raise ForeignFileError(f"names {name!r}, which is not a file of its checkpoint")
-        return manifest
+    except ValueError:
+        raise ValueError(f"{name} is not a manifest") from None
+    if manifest.batch != batch_of(name):
+        raise ValueError(f"{name} is the manifest of batch {manifest.batch}")
+    for file in (manifest.path, *manifest.files):
+        # The path of a sharded checkpoint is a folder.
+        batches = (batch_of(file), batch_of(f"{file}/") if file == manifest.path else None)
+        if not is_inside(file) or manifest.batch not in batches:
+            raise ValueError(f"{name} names {file!r}, which is not a file of its checkpoint")
+    return manifest
 
 
 @dataclass(frozen=True)
@@ -103,12 +107,8 @@ class StoredCheckpoint:
     batch: int
     manifest: Manifest | None
     fault: str | None = None
-
-
-def checkpoint_path(batch: int, epoch: int, sharded: bool, validating: bool) -> str:
-    """Return the path of a checkpoint, relative to its folder: a file, or a folder if it is sharded."""
-    name = f"ba{batch}-validating" if validating else f"ba{batch}"
-    return f"ep{epoch}-{name}" if sharded else f"{name}-rank0.pt"
+    error: OSError | None = None
+    """The error because of which it can't be read; it may be undamaged."""
 
 
 def manifest_name(batch: int) -> str:
@@ -127,124 +127,92 @@ def batch_of(name: str) -> int | None:
     return None if match is None else int(match[1])
 
 
-def batch_of_rank_manifest(name: str) -> int | None:
-    """Return the batch that a rank's manifest belongs to; None for all other files."""
-    return batch_of(name) if ".rank" in name and name.endswith(".json") else None
-
-
 def rank_of(name: str) -> int:
     """Return the rank that writes a checkpoint file; 0 for files without a rank in their name."""
     match = _RANKS.search(name)
     return 0 if match is None else int(next(number for number in match.groups() if number is not None))
 
 
-def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
-    """List all checkpoints in a folder, newest first. File sizes are checked; hashes are not.
-
-    Raises:
-        OSError: the folder can't be listed.
-    """
-    # With the subfolders, whose files would otherwise be listed for each checkpoint.
-    entries = folder.list()
-    return [_inspect(folder, entries, batch) for batch in _batches(entries)]
-
-
-def newest_first(folder: Store) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints in a folder like `list_checkpoints`, but read each one only when it is reached.
-
-    Raises:
-        OSError: the folder can't be listed, or a checkpoint can't be read. An older one must not take its place: the next
-            attempt to read it may succeed.
-    """
-    yield from _newest_first(folder, folder.entries())
-
-
-def newest_batch(files: Entries) -> int:
-    """Return the batch of the newest manifest; -1 if there is none."""
-    batches = (batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch))
-    return max(batches, default=-1)
-
-
-def _newest_first(folder: Store, entries: Entries) -> Iterator[StoredCheckpoint]:
-    for batch in _batches(entries):
-        yield _read(folder, entries, batch)
-
-
-def _batches(entries: Entries) -> list[int]:
-    """Return the batches of all checkpoints, newest first."""
+def batches_of(entries: Entries) -> list[int]:
+    """Return the batches of all checkpoints, also of incomplete ones, newest first."""
     return sorted({batch for name in entries if (batch := batch_of(name)) is not None}, reverse=True)
 
 
+def manifest_batches(entries: Entries) -> list[int]:
+    """Return the batches of the checkpoints that have a manifest, newest first."""
+    return [batch for batch in batches_of(entries) if manifest_name(batch) in entries]
+
+
+def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
+    """List all checkpoints in a folder, newest first. File sizes are checked; hashes are not.
+
+    Raises an OSError if the folder can't be listed.
+    """
+    # With the subfolders, whose files would otherwise be listed for each checkpoint.
+    entries = folder.list()
+    return [_inspect(folder, entries, batch) for batch in batches_of(entries)]
+
+
+def newest_first(folder: Store, entries: Entries | None = None) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints in a folder like `list_checkpoints`, but read each one only when it is reached.
+
+    `entries` are the folder's, if they have been listed already. Raises an OSError if the folder can't be listed, or a
+    checkpoint can't be read. An older one must not take its place: the next attempt to read it may succeed.
+    """
+    entries = folder.entries() if entries is None else entries
+    for batch in batches_of(entries):
+        checkpoint = _inspect(folder, entries, batch)
+        if checkpoint.error is not None:
+            raise type(checkpoint.error)(checkpoint.fault) from checkpoint.error
+        yield checkpoint
+
+
 def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
-    try:
-        return _read(folder, entries, batch)
-    except OSError as error:
-        return StoredCheckpoint(batch, None, first_line(error))
-
-
-def _read(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     name = manifest_name(batch)
     if name not in entries:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
     try:
-        manifest = Manifest.from_bytes(folder.read(name))
+        manifest = read_manifest(folder, name)
+        fault = missing_file(manifest, folder, entries)
     except ValueError as error:
-        return StoredCheckpoint(batch, None, not_a_manifest_message(name, error))
+        return StoredCheckpoint(batch, None, str(error))
     except FileNotFoundError:
         return StoredCheckpoint(batch, None, f"{name} is missing")
     except OSError as error:
-        raise type(error)(f"{name} can't be read ({first_line(error)})") from error
-    if manifest.batch != batch:
-        return StoredCheckpoint(batch, None, f"{name} is the manifest of batch {manifest.batch}")
-    try:
-        files = files_beside(manifest, folder, entries)
-    except OSError as error:
-        raise type(error)(f"{manifest.path} can't be listed ({first_line(error)})") from error
+        return StoredCheckpoint(batch, None, f"{name} can't be read ({first_line(error)})", error)
+    return StoredCheckpoint(batch, None if fault else manifest, fault)
+
+
+def missing_file(manifest: Manifest, folder: Store, entries: Entries) -> str | None:
+    """Return a message about a file of a checkpoint that is missing or has another size, or None.
+
+    `entries` are the folder's; the files of a sharded checkpoint are listed if they are not among them.
+    """
+    if not manifest.files.keys() <= entries.keys():
+        is_file = manifest.path in manifest.files
+        entries = {manifest.path: folder.stat(manifest.path)} if is_file else folder.list(manifest.path)
     for file, (size, _) in manifest.files.items():
-        stored = files.get(file)
+        stored = entries.get(file)
         if stored is None:
-            return StoredCheckpoint(batch, None, f"{file} is missing")
+            return f"{file} is missing"
         if stored.bytes != size:
-            return StoredCheckpoint(batch, None, f"{file} has {stored.bytes:,} bytes instead of {size:,}")
-    return StoredCheckpoint(batch, manifest)
-
-
-def files_beside(manifest: Manifest, folder: Store, entries: Entries) -> Entries:
-    """Return a checkpoint's stored files: the folder's entries, or a list of its subfolder if it is sharded."""
-    return entries if manifest.files.keys() <= entries.keys() else folder.list(manifest.path)
-
-
-def not_a_manifest_message(name: str, error: ValueError) -> str:
-    """Return the message about a file that `Manifest.from_bytes` has refused."""
-    return f"{name} {error}" if isinstance(error, ForeignFileError) else f"{name} is not a manifest"
+            return f"{file} has {stored.bytes:,} bytes instead of {size:,}"
+    return None
 
 
 def newest_complete(
-    source: Store,
-    local_folder: Path,
-    reject: Callable[[Manifest], str | None] = lambda _: None,
-    entries: Entries | None = None,
+    source: Store, local_folder: Path, checkpoints: Iterable[StoredCheckpoint] | None = None
 ) -> Manifest | None:
-    """Find the newest complete checkpoint and download its files.
+    """Find the newest complete checkpoint of a run's folder, and download its files to `local_folder`.
 
-    Incomplete, damaged and rejected checkpoints are skipped with a warning that gives the reason.
-
-    Args:
-        source: store that the run saves to.
-        local_folder: folder to download to. A file with the right hash is not downloaded again.
-        reject: returns why a checkpoint must not be used, or None.
-        entries: the source's entries, if they have been listed already.
-
-    Returns:
-        The manifest (Composer loads `local_folder / manifest.path`), or None if there is no such checkpoint.
-
-    Raises:
-        OSError: the source can't be listed, or a checkpoint can't be read or downloaded. It may be undamaged.
+    Incomplete and damaged checkpoints are skipped with a warning that gives the reason. `checkpoints` are those to choose
+    from, newest first; by default all. Returns the manifest (Composer loads `local_folder / manifest.path`), or None. Raises
+    an OSError if the source can't be listed, or if a checkpoint, which may be undamaged, can't be read or downloaded.
     """
-    for checkpoint in _newest_first(source, source.entries() if entries is None else entries):
+    for checkpoint in newest_first(source) if checkpoints is None else checkpoints:
         fault = checkpoint.fault
         if checkpoint.manifest is not None:
-            fault = reject(checkpoint.manifest) or download_files(checkpoint.manifest, source, local_folder)
+            fault = download_files(checkpoint.manifest, source, local_folder)
             if fault is None:
                 return checkpoint.manifest
         _log.warning("checkpoint ba%d in %s is skipped: %s", checkpoint.batch, source.root, fault)
@@ -254,11 +222,7 @@ def newest_complete(
 def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str | None:
     """Download a checkpoint's files unless they exist, and check their hashes.
 
-    Returns:
-        None, or a message that names the file that is damaged or missing.
-
-    Raises:
-        OSError: a file can't be read or written.
+    Returns None, or a message that names a damaged or missing file. Raises an OSError if a file can't be read or written.
     """
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
         for fault in pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files):
@@ -269,68 +233,51 @@ def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str
 
 
 def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) -> str | None:
-    file, (size, hash_) = local_folder / name, manifest.files[name]
+    file = local_folder / name
+
+    def is_intact() -> bool:
+        size, hash_ = manifest.files[name]
+        return file.is_file() and file.stat().st_size == size and file_hash(file) == hash_
+
     if not file.parent.resolve().is_relative_to(local_folder.resolve()):
         return f"{name} would be outside {local_folder}: {file.parent} is a link"
-    if file.is_file() and file.stat().st_size == size and file_hash(file) == hash_:
+    if is_intact():
         return None
-    if Path(source.root).resolve() == local_folder.resolve():
-        return f"{name} is damaged: its hash is not the manifest's" if file.is_file() else f"{name} is missing"
+    is_local = Path(source.root).resolve() == local_folder.resolve()
     try:
-        source.download(name, file)
+        if not is_local:
+            source.download(name, file)
+            if is_intact():
+                return None
+            file.unlink()
+        elif not file.is_file():
+            raise FileNotFoundError(name)
     except FileNotFoundError:
         return f"{name} is missing"
     except OSError as error:
         raise type(error)(f"{name} can't be copied to {local_folder} ({first_line(error)})") from error
-    if file.stat().st_size != size or file_hash(file) != hash_:
-        file.unlink()
-        return f"{name} is damaged: its hash is not the manifest's"
-    return None
+    return f"{name} is damaged: its hash is not the manifest's"
 
 
-def delete_checkpoint(manifest: Manifest, folder: Store) -> None:
-    """Delete a checkpoint. The manifest is deleted first, so a partly deleted checkpoint counts as incomplete."""
-    folder.remove([manifest.name])
-    folder.remove(manifest.files)
+def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile]) -> set[int]:
+    """Return the batches of the complete checkpoints that `remaining_checkpoints` leaves out.
 
-
-def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile]) -> Iterator[Manifest]:
-    """Yield complete checkpoints older than the newest `keep`, except those marked as kept; none if `keep` < 0.
-
-    Args:
-        folder: store that the run saves to.
-        entries: its entries.
-        keep: number of newest checkpoints to keep.
-        kept: manifests of checkpoints that are marked as kept, as far as earlier calls have read them, by name. Others are
-            added, so that each is read once.
+    `kept` holds the manifests, by name, of checkpoints that are marked as kept. The call adds those that it reads, so that
+    each is read once.
     """
-    if keep < 0:
-        return
-    complete = 0
-    for batch in _batches(entries):
+    complete = list[int]()
+    for batch in manifest_batches(entries) if keep >= 0 else ():
         name = manifest_name(batch)
-        stored = entries.get(name)
-        if stored is not None and kept.get(name) == stored:
-            complete += 1
-            continue
-        manifest = _inspect(folder, entries, batch).manifest
-        if manifest is None:
-            continue
-        complete += 1
-        if stored is not None and manifest.run.get("kept"):
-            kept[name] = stored
-        elif complete > keep:
-            yield manifest
-
-
-def abandoned_files(entries: Entries, newest: Manifest) -> list[str]:
-    """Return files and folders without a manifest, left by an earlier attempt, of the newest or an older checkpoint."""
-    return [
-        name
-        for name in entries
-        if (batch := batch_of(name)) is not None
-        and ((batch < newest.batch and manifest_name(batch) not in entries) or is_replaced(name, newest))
-    ]
+        stored = entries[name]
+        if stored is not None and kept.get(name) != stored:
+            manifest = _inspect(folder, entries, batch).manifest
+            if manifest is None:
+                continue
+            if manifest.run.get("kept"):
+                kept[name] = stored
+        complete.append(batch)
+    marked = {batch for batch in complete if kept.get(manifest_name(batch)) == entries[manifest_name(batch)]}
+    return set(complete).difference(remaining_checkpoints(sorted(complete), marked, keep))
 
 
 def is_replaced(name: str, manifest: Manifest) -> bool:

@@ -6,17 +6,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import astuple
+from datetime import timedelta
+from typing import Any
 
 from composer import Trainer
 from composer.core import Callback, State
 from composer.utils import dist, reproducibility
 
-from biphasic.checkpointing.attempt import Attempt, start_attempt
-from biphasic.checkpointing.resume import fetch_branch_point, fetch_initial_weights
-from biphasic.checkpointing.save import PhaseTracker, Saver
-from biphasic.checkpointing.schedule import checkpoint_schedule, progress_after_batch
-from biphasic.checkpointing.start import BranchPoint, overridden_keys, require_same_data, require_same_past
-from biphasic.checkpointing.store import Uploader
+from biphasic.checkpointing.crash_file import CrashFile, read_crashes, remove_empty_files
+from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
+from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.run_lock import RunLock
+from biphasic.checkpointing.save import Saver
+from biphasic.checkpointing.schedule import progress_after_batch
+from biphasic.checkpointing.start_rules import overridden_keys, require_same_data, require_same_past
+from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+from biphasic.checkpointing.upload import Uploader
 from biphasic.config.durations import TrainingProgress
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
@@ -25,137 +30,158 @@ from biphasic.errors import UserError
 from biphasic.faults import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.model.checkpoint import require_safe_checkpoint
 
+_DOWNLOAD_TIMEOUT = timedelta(hours=2)
+"""Long enough to download a large checkpoint from a slow bucket."""
+
 
 class Run:
-    """An open run.
-
-    Args:
-        config: the run's configuration.
-        attempt: this start of the run.
+    """A run, from taking its lock (`start`) to releasing it (`close`).
 
     Attributes:
         checkpoint: local path of the checkpoint to load: the run's newest one, or another run's (`start_from`); None if the
             run starts with its initial weights.
         callbacks: callbacks that save checkpoints and stop the run.
-        trainer: the run's Trainer, once it trains.
     """
 
-    def __init__(self, config: PretrainConfig, attempt: Attempt):
-        self._config, self._attempt = config, attempt
-        self._branch_point: BranchPoint | None = None
-        self._history: dict[str, object] = {"indexes": {}, "overridden": []}
-        self.trainer: Trainer | None = None
+    def __init__(self, config: PretrainConfig):
+        self._config = config
         self._opened = time.monotonic()
+        self._lock, self._ranks = RunLock(config.checkpoint_destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
+        self._stopping = StopCoordinator(config.checkpoint.upload_timeout)
+        self._stopping.install_handlers()
+        self._resume: Manifest | None = None
+        self._branch_point: tuple[str, Manifest] | None = None
+        self._crash_file: CrashFile | None = None
+        self._recorded: dict[str, Any] = {"name": config.run_name, "indexes": {}, "overridden": []}
+        """The entries of manifests that are the same for each checkpoint."""
+        self._trainer: Trainer | None = None
+        self.checkpoint: str | None = None
+        self.callbacks: list[Callback] = []
+
+    def start(self) -> None:
+        """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
+        config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
+        attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
+        # How the ranks of a killed attempt ended, from the files of all nodes. Also without a killed attempt, so that no
+        # rank creates its file while another one removes empty ones.
+        lines = []
+        if ranks.local_rank == 0:
+            lines = read_crashes(crashes, killed["attempt"]) if killed is not None else []
+            remove_empty_files(crashes)
+        lines = list(dict.fromkeys(line for node in ranks.all_gather(lines) for line in node))
+        if lines:
+            self._lock.explain_killed(", ".join(lines))
+        self._resume = find_resume_point(config, ranks)
+        self._lock.record_start(*((self._resume.batch, self._resume.run["tokens"]) if self._resume else (0, 0)))
+        self._crash_file = CrashFile(crashes, attempt, ranks.rank)
         self.checkpoint = self._starting_checkpoint()
+        # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
+        self._recorded |= {"attempt": attempt, "config": ranks.broadcast(config.model_dump(mode="json"))}
+        config.local_checkpoints.mkdir(parents=True, exist_ok=True)
+        first = ranks.rank - ranks.local_rank
+        local_ranks = range(first, first + dist.get_local_world_size())
+        destination, keep = config.checkpoint_destination, config.checkpoint.keep
+        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks)
+        self._saver = Saver(config, self._lock, self._stopping, self._resume, uploader, self._describe)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
-        self.callbacks: list[Callback] = [self._saver(), attempt.stopping]
-        if dist.get_global_rank() == 0:
+        self.callbacks = [self._saver, self._stopping]
+        if ranks.rank == 0:
             config.run_folder.mkdir(parents=True, exist_ok=True)
             (config.run_folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         dist.barrier()
 
+    def close(self, reason: str) -> None:
+        """Stop the callbacks' threads, restore the signal handlers, release the lock and record why the attempt ended."""
+        if self._trainer is not None:
+            # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
+            self._trainer.engine.close()
+        self._stopping.restore_handlers()
+        crashes = self._crash_file.remove() if self._crash_file is not None else []
+        self._lock.release(": ".join([reason if self._crash_file else f"could not start: {reason}", *crashes]))
+
     @property
     def is_stopping(self) -> bool:
         """Whether the run stops after this batch."""
-        return self._attempt.stopping.reason is not None
+        return self._stopping.reason is not None
 
     def say(self, text: str) -> None:
         """Print a line, with the run's name, on rank 0."""
-        if dist.get_global_rank() == 0:
+        if self._ranks.rank == 0:
             print(f"{self._config.run_name}: {text}", flush=True)
 
-    def fetch_initial_weights(self) -> str:
+    def fetch_initial_weights(self, path: str) -> str:
         """Return the local path of `model.init_from`, after downloading it if it is in a bucket."""
-        return fetch_initial_weights(self._config, self._attempt.ranks)
+        local_paths, folder = list[str](), self._config.run_folder / "init"
+        self._ranks.once_per_machine(lambda: local_paths.append(local_checkpoint(path, folder)))
+        return self._ranks.broadcast(local_paths[0] if local_paths else None)
 
     def check_rows(self, indexes: dict[str, str]) -> None:
         """Check that the run reads the rows that its checkpoint was trained on, and has the same past.
 
-        Args:
-            indexes: hash of each training stream's index, by key.
-
-        Raises:
-            UserError: rows or configuration differ.
+        `indexes` holds the hash of each training stream's index, by key. Raises a UserError if rows or configuration differ.
         """
-        self._history["indexes"] = indexes
-        resume = self._attempt.resume
-        if resume is not None:
-            require_same_past(resume, self._config, indexes)
-            self._history["overridden"] = overridden_keys(resume, self._config, indexes)
+        self._recorded["indexes"] = indexes
+        if self._resume is not None:
+            require_same_past(self._resume, self._config, indexes)
+            self._recorded["overridden"] = overridden_keys(self._resume, self._config, indexes)
         elif self._branch_point is not None:
-            require_same_data(self._branch_point, indexes)
+            require_same_data(*self._branch_point, indexes)
 
     def train(self, trainer: Trainer) -> None:
         """Train to the run's end, after repeating the validation within which the run was stopped, if it was."""
-        self.trainer, config, resume = trainer, self._config, self._attempt.resume
+        self._trainer, config, resume = trainer, self._config, self._resume
         batch, end = int(trainer.state.timestamp.batch), config.max_duration
         length = f"of {int(end.value):,}" if end.unit == "ba" else f"(length: {end})"
-        origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}" if resume is not None else (
-            f"starting at batch {batch:,} {length}"
-        )  # fmt: skip
+        origin = f"starting at batch {batch:,} {length}"
+        if resume is not None:
+            origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}"
         self.say(f"{origin}, {time.monotonic() - self._opened:.1f} s")
-        repeats = resume is not None and resume.is_within_validation and config.data.validation is not None
+        is_over = progress_after_batch(trainer.state).reached(end)
+        repeats = resume is not None and "-validating" in resume.path and config.data.validation is not None
         if repeats:
-            self._repeat_validation(trainer)
-        if progress_after_batch(trainer.state).reached(end):
+            self.say("repeating the validation in which the run was stopped")
+            trainer.eval()
+            self._saver.save_after_validation(trainer.state, trainer.logger)
+            if is_over:
+                self._saver.fit_end(trainer.state, trainer.logger)
+        if is_over:
             self.say(f"already trained to {end}" + "; nothing to do" * (not repeats))
         else:
             trainer.fit()
         trainer.close()
 
-    def _repeat_validation(self, trainer: Trainer) -> None:
-        """Repeat a validation, and save its losses."""
-        self.say("repeating the validation in which the run was stopped")
-        trainer.eval()
-        [saver] = (callback for callback in trainer.state.callbacks if isinstance(callback, Saver))
-        saver.save_after_validation(trainer.state, trainer.logger)
-        if progress_after_batch(trainer.state).reached(self._config.max_duration):
-            saver.fit_end(trainer.state, trainer.logger)
-
     def _starting_checkpoint(self) -> str | None:
-        attempt, config = self._attempt, self._config
-        if attempt.resume is not None:
+        config, resume = self._config, self._resume
+        if resume is not None:
             if not config.checkpoint.autoresume:
                 raise UserError(
-                    f"{attempt.destination} holds checkpoints (the newest: {attempt.resume.path}) and checkpoint.autoresume "
-                    "is false: choose another run_name, or remove them"
+                    f"{config.checkpoint_destination} holds checkpoints (the newest: {resume.path}) and "
+                    "checkpoint.autoresume is false: choose another run_name, or remove them"
                 )
-            path = str(attempt.local_folder / attempt.resume.path)
+            path = str(config.local_checkpoints / resume.path)
         elif config.start_from is not None:
-            self._branch_point, path = fetch_branch_point(config, attempt.ranks)
-            batch, tokens = self._branch_point.manifest.batch, self._branch_point.manifest.run["tokens"]
-            attempt.lock.record_start(batch, tokens)
-            self.say(f"starts from batch {batch}, {self._branch_point.path}")
+            place, manifest, path = fetch_branch_point(config.start_from, config, self._ranks)
+            self._branch_point = place, manifest
+            self._lock.record_start(manifest.batch, manifest.run["tokens"])
+            self.say(f"starts from batch {manifest.batch}, {place}")
         else:
             return None
         require_safe_checkpoint(path)
         return path
 
-    def _saver(self) -> Saver:
-        config, attempt = self._config, self._attempt
-        rank, local_rank = dist.get_global_rank(), dist.get_local_rank()
-        attempt.local_folder.mkdir(parents=True, exist_ok=True)
-        # Rank 0's, because paths may differ between nodes, and the ranks' manifests are compared.
-        recorded = attempt.ranks.broadcast(config.model_dump(mode="json"))
-
-        def describe(state: State) -> dict[str, object]:
-            [tracker] = (algorithm for algorithm in state.algorithms if isinstance(algorithm, PhaseTracker))
-            return {
-                "name": config.run_name,
-                "attempt": attempt.name,
-                "config": recorded,
-                **self._history,
-                "phase": tracker.phase_name,
-                "tokens": int(state.timestamp.token),
-                "rows": int(state.timestamp.sample),
-                "epochs": int(state.timestamp.epoch),
-                "last_batch": list(astuple(tracker.last_batch or TrainingProgress(0, 0, 0, 0))),
-                "ranks": dist.get_world_size(),
-            }
-
-        local_ranks = range(rank - local_rank, rank - local_rank + dist.get_local_world_size())
-        uploader = Uploader(attempt.local_folder, attempt.destination, config.checkpoint.keep, rank, local_ranks)
-        return Saver(attempt, uploader, checkpoint_schedule(config), describe, config.checkpoint.upload_timeout)
+    def _describe(self, state: State) -> dict[str, object]:
+        """Return the `run` entries of a checkpoint's manifest."""
+        # The algorithm that knows the phase of the last batch, and when that batch began (None before the first one).
+        tracker: Any = next(algorithm for algorithm in state.algorithms if hasattr(algorithm, "phase_name"))
+        return {
+            **self._recorded,
+            "phase": tracker.phase_name,
+            "tokens": int(state.timestamp.token),
+            "rows": int(state.timestamp.sample),
+            "epochs": int(state.timestamp.epoch),
+            "last_batch": list(astuple(tracker.last_batch or TrainingProgress(0, 0, 0, 0))),
+            "ranks": self._ranks.size,
+        }
 
 
 @contextmanager
@@ -170,17 +196,9 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
     if config.compute.deterministic:
         reproducibility.configure_deterministic_mode()  # before CUDA is initialized
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
-    attempt = start_attempt(config)
-    run = None
-
-    def close(reason: str) -> None:
-        # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
-        if run is not None and run.trainer is not None:
-            run.trainer.engine.close()
-        attempt.end(reason)
-
-    with close_on_fault(close):
-        run = Run(config, attempt)
+    run = Run(config)
+    with close_on_fault(run.close):
+        run.start()
         reproducibility.seed_all(config.seed)
         yield run
-    attempt.end("finished")
+    run.close("finished")

@@ -16,7 +16,7 @@ from threading import Event, Thread
 from typing import Any
 
 from biphasic.errors import UserError
-from biphasic.storage import Store, first_line, json_bytes, open_store, user_error
+from biphasic.storage import Store, first_line, json_bytes, open_store, user_errors
 
 LOCK_FILE = "lock.json"
 ATTEMPTS, CLAIMS = "attempts", "claims"
@@ -30,30 +30,27 @@ class RunLock:
     """A lock on the folder that a run saves to.
 
     The lock is a small file with a heartbeat. It expires after `LEASE_SECONDS` without a heartbeat, or as soon as its
-    process, if it ran on this machine, no longer exists. Clocks of different machines are never compared. Each attempt also
-    has a file in `attempts/` with its start, its progress and the reason why it ended.
+    process, if it ran on this machine, no longer exists. Clocks of different machines are never compared. Each attempt has a
+    file in `attempts/` with its start, its progress and the reason why it ended.
 
     Before it writes the lock, each start writes a claim of its own in `claims/` and lists all claims. Of two starts at the
     same moment, at least the one that wrote its claim last sees the other's. The later name withdraws its claim and waits;
     the earlier one waits until it has. So only one of them writes the lock, on any store whose listings show each finished
     write. A conditional write would need an SDK for each kind of store, and some S3 servers ignore its condition.
 
-    Args:
-        destination: folder or bucket prefix to lock.
-        key: YAML key of the destination, for messages.
-        alternative: YAML key to change in order to run beside the lock's holder, for messages.
+    Messages name the YAML key of the destination (`key`), and the one to change in order to run beside the lock's holder
+    (`alternative`).
 
     Attributes:
         lost: None, or a message that names who took the lock after this process could not write its heartbeat.
-        killed: name of the attempt whose expired lock this process took; None if there was none.
+        killed: record of the attempt whose expired lock this process took; None if there was none.
     """
 
     def __init__(self, destination: str, key: str = "checkpoint.folder", alternative: str = "run_name"):
         self._destination = destination
         self._name, self._alternative = f"{key} {destination}", alternative
         self.lost: str | None = None
-        self.killed: str | None = None
-        self._previous: dict[str, Any] = {}
+        self.killed: dict[str, Any] | None = None
         self._record: dict[str, Any] | None = None
         self._closing = Event()
         self._thread: Thread | None = None
@@ -61,29 +58,22 @@ class RunLock:
     def acquire(self, ranks: int) -> str:
         """Acquire the lock and return the attempt's name.
 
-        Raises:
-            UserError: another run holds the lock, or the folder can't be written.
+        Raises a UserError if another run holds the lock, or the folder can't be written.
         """
         # Microseconds: the names sort by time, and a short run ends and starts again within a second.
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}"
         record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),
                   "since": _now(), "ranks": ranks, "beat": 0, "batch": 0, "tokens": 0, "from": None}  # fmt: skip
-        try:
+        with user_errors(f"{self._name}: can't be read and written"):
             folder = open_store(self._destination)
             try:
-                taken, previous = False, None
-                while not taken:
-                    taken, previous = self._take_lock(folder, record)
+                previous = self._take_lock(folder, record)
             finally:
                 folder.remove([_claim(name)])
             if previous is not None:
-                self.killed = previous["attempt"]
-                self._previous = {**previous, "until": None, "reason": KILLED}
-                _write_attempt(folder, self._previous)
+                self.killed = {**previous, "until": None, "reason": KILLED}
+                _write_attempt(folder, self.killed)
             _write_attempt(folder, record)
-        except OSError as error:
-            message = f"{self._name}: can't be read and written ({first_line(error)})"
-            raise user_error(message, error) from error
         self._record = record
         self._thread = Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
         self._thread.start()
@@ -91,9 +81,10 @@ class RunLock:
 
     def explain_killed(self, cause: str) -> None:
         """Add to the record of the attempt `killed` how its ranks ended."""
-        with suppress(OSError):
-            record = {**self._previous, "reason": f"{KILLED}: {cause}"}
-            _write_attempt(open_store(self._destination), record)
+        if self.killed is not None:
+            with suppress(OSError):
+                record = {**self.killed, "reason": f"{KILLED}: {cause}"}
+                _write_attempt(open_store(self._destination), record)
 
     def record_start(self, batch: int, tokens: int) -> None:
         """Record the checkpoint that the attempt resumes from."""
@@ -140,37 +131,35 @@ class RunLock:
             except Exception as error:
                 _log.debug("no heartbeat in %s: %s", self._destination, first_line(error))
 
-    def _take_lock(self, folder: Store, record: dict[str, Any]) -> tuple[bool, dict[str, Any] | None]:
-        """Write the lock, unless another start has an earlier claim.
-
-        Returns:
-            Whether the lock was written. If not, the other start has ended without it. Then the expired lock that was found.
-        """
-        name, previous = record["attempt"], _read_lock(folder)
-        if previous is not None:
-            previous = self._wait_until_expired(folder, previous)
-        folder.write(_claim(name), json_bytes(record))
-        for other in _other_claims(folder, name):
-            withdraws = other["attempt"] < name
-            if withdraws:
-                folder.remove([_claim(name)])
-            self._wait_for_claim(folder, other)
-            if withdraws:
-                return False, previous
-        current = _read_lock(folder)
-        if current is not None and current != previous:
-            raise UserError(self._held_message(current))
-        folder.write(LOCK_FILE, json_bytes(record))
-        return True, previous
-
-    def _wait_until_expired(self, folder: Store, previous: dict[str, Any]) -> dict[str, Any] | None:
-        """Return the expired lock, or None if its owner has released it."""
-        if (alive := is_alive_here(previous["process"])) is not None:
-            if alive:
-                raise UserError(self._held_message(previous))
+    def _take_lock(self, folder: Store, record: dict[str, Any]) -> dict[str, Any] | None:
+        """Write the lock once no other start claims it. Return the expired lock that it replaces, if there was one."""
+        claim = _claim(record["attempt"])
+        while True:
+            previous = self._expired_lock(folder)
+            folder.write(claim, json_bytes(record))
+            others = _other_claims(folder, record["attempt"])
+            if others and others[0]["attempt"] < record["attempt"]:
+                folder.remove([claim])
+                self._wait_for_claim(folder, others[0])
+                continue
+            for other in others:
+                self._wait_for_claim(folder, other)
+            current = _read_lock(folder)
+            if current is not None and current != previous:
+                raise UserError(self._held_message(current))
+            folder.write(LOCK_FILE, json_bytes(record))
             return previous
-        message = f"{self._destination} is locked by {_owner(previous)}; waiting {LEASE_SECONDS:.0f} s for a heartbeat"
-        print(message, flush=True)
+
+    def _expired_lock(self, folder: Store) -> dict[str, Any] | None:
+        """Return the lock in the folder once it has expired; None if there is none, or its owner has released it."""
+        previous = _read_lock(folder)
+        alive = False if previous is None else is_alive_here(previous["process"])
+        if previous is None or alive is False:
+            return previous
+        if alive:
+            raise UserError(self._held_message(previous))
+        waiting = f"waiting {LEASE_SECONDS:.0f} s for a heartbeat"
+        print(f"{self._destination} is locked by {_owner(previous)}; {waiting}", flush=True)
         for _ in _polls():
             current = _read_lock(folder)
             if current is None:
@@ -180,11 +169,7 @@ class RunLock:
         return previous
 
     def _wait_for_claim(self, folder: Store, claim: dict[str, Any]) -> None:
-        """Wait until another start's claim is gone, or remove it if its process has ended.
-
-        Raises:
-            UserError: the other start has taken the lock.
-        """
+        """Wait until another start's claim is gone, or remove it if its process has ended."""
         print(f"{self._destination}: {_owner(claim)}, starts at the same moment; waiting for it", flush=True)
         for _ in _polls():
             if is_alive_here(claim["process"]) is False:
@@ -205,17 +190,11 @@ def read_attempts(folder: Store) -> list[dict[str, Any]]:
     """Return the records of all attempts, oldest first.
 
     Keys: `attempt`, `host`, `pid`, `since`, `ranks`, `from`, `batch`, `tokens`; of an ended attempt also `until` and
-    `reason`.
-
-    Raises:
-        OSError: the folder can't be read.
+    `reason`. Raises an OSError if the folder can't be read.
     """
     records = [json.loads(folder.read(name)) for name in folder.list(ATTEMPTS) if name.endswith(".json")]
-    lock = _read_lock(folder)
-    return [
-        {**record, **lock} if lock is not None and lock["attempt"] == record["attempt"] else record
-        for record in records
-    ]
+    lock = _read_lock(folder) or {"attempt": None}
+    return [record | lock if record["attempt"] == lock["attempt"] else record for record in records]
 
 
 def _write_attempt(folder: Store, record: dict[str, Any]) -> None:
@@ -228,15 +207,14 @@ def _now() -> str:
 
 def _read_lock(folder: Store) -> dict[str, Any] | None:
     try:
-        lock = json.loads(folder.read(LOCK_FILE))
+        content = folder.read(LOCK_FILE)
     except FileNotFoundError:
         return None
-    except ValueError:
-        lock = None
-    required = ("attempt", "host", "pid", "process", "since", "beat")
-    if not isinstance(lock, dict) or any(name not in lock for name in required):
-        raise UserError(f"{folder.root}/{LOCK_FILE}: is not a run's lock; remove it if no run writes there")
-    return lock
+    with suppress(ValueError):
+        lock = json.loads(content)
+        if isinstance(lock, dict) and lock.keys() >= {"attempt", "host", "pid", "process", "since", "beat"}:
+            return lock
+    raise UserError(f"{folder.root}/{LOCK_FILE}: is not a run's lock; remove it if no run writes there")
 
 
 def _claim(attempt: str) -> str:
@@ -247,9 +225,10 @@ def _other_claims(folder: Store, own: str) -> list[dict[str, Any]]:
     """Return the claims of other starts, earliest name first."""
     claims = []
     for name in folder.list(CLAIMS):
-        with suppress(FileNotFoundError):  # withdrawn since it was listed
-            claims.append(json.loads(folder.read(name)))
-    return [claim for claim in claims if claim["attempt"] != own]
+        if name != _claim(own):
+            with suppress(FileNotFoundError):  # withdrawn since it was listed
+                claims.append(json.loads(folder.read(name)))
+    return claims
 
 
 def _polls() -> Iterator[None]:

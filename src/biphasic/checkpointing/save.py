@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import torch
 from composer.core import Callback, Event, State
 from composer.loggers import Logger
-from composer.utils import dist, reproducibility
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
+from composer.utils import create_interval_scheduler, dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import save as save_shards
+from torch.utils._pytree import tree_leaves
 
 from biphasic.amounts import format_bytes
-from biphasic.checkpointing.attempt import Attempt
-from biphasic.checkpointing.manifest import Manifest, checkpoint_path, rank_manifest_name
-from biphasic.checkpointing.schedule import SaveDecision
-from biphasic.checkpointing.stopping import ProcessGroup
-from biphasic.checkpointing.store import Uploader
-from biphasic.config.durations import TrainingProgress
+from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
+from biphasic.checkpointing.run_lock import RunLock
+from biphasic.checkpointing.schedule import elapsed, progress_after_batch
+from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+from biphasic.checkpointing.upload import Uploader
+from biphasic.config.plan import branch_points
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import Preempted, UserError
 from biphasic.storage import atomic_path, file_hash, first_line, open_store
 
@@ -52,45 +54,24 @@ class ShardWriter(FileSystemWriter):
 class StagingBuffer:
     """Copies the training state to host memory, and reuses that memory for the next copy.
 
-    With a GPU the memory is pinned, which makes the copy several times as fast. PyTorch's own stager rejects
-    types that Composer's state contains, and allocates new memory each time. A sharded model's state isn't copied from
-    a GPU, because Composer has already copied it to new host memory (`StateDictOptions.cpu_offload`).
+    With a GPU the memory is pinned, which makes the copy several times as fast. A sharded model's tensors aren't copied from
+    a GPU, because Composer has already copied them to new host memory (`StateDictOptions.cpu_offload`). Only scalars are,
+    since an optimizer may count its steps in host memory.
     """
 
     def __init__(self) -> None:
-        self._buffers: dict[str, Any] = {}
-        self._shapes: Any = None
+        options = {"use_shared_memory": False, "use_async_staging": False, "use_non_blocking_copy": False}
+        self._stager: Any = DefaultStager(StagingOptions(use_pinned_memory=torch.cuda.is_available(), **options))
 
     def copy(self, content: dict[str, Any]) -> dict[str, Any]:
         """Copy a Composer checkpoint's content (`state` and `rng`). The next call overwrites the copy."""
-        state: dict[str, Any] = content["state"]
-        large = {name: state[name] for name in _LARGE if name in state}
-        if torch.cuda.is_available() and all(tensor.device.type == "cpu" for tensor in _tensors(large)):
-            copied = _copy_scalars(large)
+        leaves = tree_leaves([content["state"].get(name) for name in _LARGE])
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if torch.cuda.is_available() and all(tensor.device.type == "cpu" for tensor in tensors):
+            copies = [tensor if tensor.dim() else tensor.clone() for tensor in tensors]
         else:
-            copied = self._copy_tensors(large)
-        small = {name: value for name, value in state.items() if name not in _LARGE}
-        rest = {name: value for name, value in content.items() if name != "state"}
-        return {"state": {**copied, **copy.deepcopy(small)}, **copy.deepcopy(rest)}
-
-    def _copy_tensors(self, large: dict[str, Any]) -> dict[str, Any]:
-        shapes = _shapes(large)
-        if shapes != self._shapes:
-            self._buffers = _create_cpu_state_dict(large, pin_memory=torch.cuda.is_available())
-            self._shapes = shapes
-        return _copy_state_dict(large, self._buffers, type_check=False)
-
-
-@runtime_checkable
-class PhaseTracker(Protocol):
-    """The algorithm that knows the phase of the last batch, and when that batch began (None before the first one)."""
-
-    last_batch: TrainingProgress | None
-
-    @property
-    def phase_name(self) -> str:
-        """Name of the last batch's phase."""
-        ...
+            copies = self._stager.stage({"tensors": tensors})["tensors"]
+        return copy.deepcopy(content, {id(tensor): copied for tensor, copied in zip(tensors, copies, strict=True)})
 
 
 class Saver(Callback):
@@ -98,28 +79,27 @@ class Saver(Callback):
 
     Checkpoints have Composer's names and content, so any Composer Trainer can load them. Training waits while the state is
     copied to host memory. One thread then writes the copy to disk, using a separate process group if it is sharded, and
-    another thread uploads the files (`biphasic.checkpointing.store`). A checkpoint is complete once it has a manifest.
+    another thread uploads the files (`biphasic.checkpointing.upload`). A checkpoint is complete once it has a manifest.
 
-    Args:
-        attempt: this start of the run.
-        uploader: uploads files from the attempt's local folder.
-        decide: returns whether to save now (`biphasic.checkpointing.schedule`).
-        describe: returns the `run` entries of the manifest.
-        upload_timeout: seconds to wait for uploads at the end of training.
+    `resume` is the manifest of the checkpoint that the run resumed from, if it did. `describe` returns the `run` entries of
+    a new manifest.
     """
 
     def __init__(
         self,
-        attempt: Attempt,
+        config: PretrainConfig,
+        lock: RunLock,
+        stopping: StopCoordinator,
+        resume: Manifest | None,
         uploader: Uploader,
-        decide: Callable[[State, Event], SaveDecision],
         describe: Callable[[State], dict[str, Any]],
-        upload_timeout: float,
     ):
-        self._local_folder, self._lock, self._stopping = attempt.local_folder, attempt.lock, attempt.stopping
-        self._destination = attempt.destination
-        self._uploader, self._decide, self._describe = uploader, decide, describe
-        self._upload_timeout = upload_timeout
+        self._lock, self._stopping, self._resume = lock, stopping, resume
+        self._uploader, self._describe = uploader, describe
+        self._local_folder, self._destination = config.local_checkpoints, config.checkpoint_destination
+        self._upload_timeout = config.checkpoint.upload_timeout
+        self._at_interval = create_interval_scheduler(str(config.checkpoint.interval))
+        self._branch_points = branch_points(config)
         self._group = ProcessGroup().group
         # PyTorch's writer synchronizes with the thread's current GPU. That would be GPU 0, where each rank would then open
         # a context of half a gigabyte.
@@ -127,8 +107,7 @@ class Saver(Callback):
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer", initializer=use_gpu)
         self._writing: Future[None] | None = None
         self._fault: str | None = None
-        self._resume = attempt.resume
-        self._saved_batch = None if attempt.resume is None else attempt.resume.batch
+        self._saved_batch = None if resume is None else resume.batch
         self._buffer = StagingBuffer()
 
     def batch_end(self, state: State, logger: Logger) -> None:
@@ -158,15 +137,9 @@ class Saver(Callback):
     def fit_end(self, state: State, logger: Logger) -> None:
         """Wait until all ranks have uploaded the last checkpoint, longer than training's process group would wait.
 
-        Raises:
-            UserError: a checkpoint can't be written or uploaded. Files that were written stay in the local folder.
+        Raises a UserError if a checkpoint can't be written or uploaded. Files that were written stay in the local folder.
         """
-        fault = None
-        try:
-            self._finish()
-        except UserError as error:
-            fault = error
-        self._stopping.ranks.raise_first(fault)
+        self._stopping.ranks.on_all_ranks(self._finish)
 
     def close(self, state: State, logger: Logger) -> None:
         """Stop the background threads."""
@@ -175,9 +148,16 @@ class Saver(Callback):
         self._uploader.close()
 
     def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
-        decision = self._decide(state, event)
-        if decision.save and self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, decision.keep)
+        keep = self._is_branch_point(state)
+        if (keep or self._at_interval(state, event)) and self._saved_batch != int(state.timestamp.batch):
+            self._save(state, logger, keep)
+
+    def _is_branch_point(self, state: State) -> bool:
+        """Return whether the last batch reached a point where other runs may start."""
+        if state.previous_timestamp is None:
+            return False
+        before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
+        return any(now.reached(point) and not before.reached(point) for point in self._branch_points)
 
     def _stop_if_requested(self, state: State, logger: Logger, validating: bool = False) -> None:
         stopping = self._stopping
@@ -187,11 +167,18 @@ class Saver(Callback):
             self._wait_for_writer()
             raise UserError(stopping.reason)
         if self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, self._decide(state, Event.BATCH_CHECKPOINT).keep, validating)
+            self._save(state, logger, self._is_branch_point(state), validating)
         self._wait_for_writer()
         fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
         stopping.ranks.raise_first(fault)
-        self._report_slow_uploads(stopping.reason)
+        # The machine may be switched off before the last upload ends.
+        if not self._uploader.wait(min(_QUIET_SECONDS, self._upload_timeout)):
+            pending = ", ".join(f"{part.path} ({format_bytes(part.size)})" for part in self._uploader.pending)
+            print(
+                f"{stopping.reason}: saved on this machine, but not yet in {self._destination}: {pending}; "
+                f"waiting up to {self._upload_timeout:.0f} s (checkpoint.upload_timeout)",
+                flush=True,
+            )
         result = "saved"
         try:
             self._finish()
@@ -203,16 +190,6 @@ class Saver(Callback):
         self._lock.release(reason)
         stopping.ranks.barrier()
         raise Preempted(reason)
-
-    def _report_slow_uploads(self, reason: str) -> None:
-        """Print what is not uploaded yet after some seconds: the machine may be switched off before the upload ends."""
-        if not self._uploader.wait(min(_QUIET_SECONDS, self._upload_timeout)):
-            pending = [f"{part.path} ({format_bytes(part.size)})" for part in self._uploader.pending]
-            print(
-                f"{reason}: saved on this machine, but not yet in {self._destination}: {', '.join(pending)}; "
-                f"waiting up to {self._upload_timeout:.0f} s (checkpoint.upload_timeout)",
-                flush=True,
-            )
 
     def _wait_for_writer(self) -> None:
         if self._writing is not None:
@@ -236,21 +213,19 @@ class Saver(Callback):
         batch = self._saved_batch = int(state.timestamp.batch)
         sharded, rank = state.fsdp_sharded_state_dict_enabled, dist.get_global_rank()
         content = {"state": state.state_dict(), "rng": reproducibility.get_rng_state()}
-        if sharded and rank:
+        if rank:
             content.pop("rng")
-        path = checkpoint_path(batch, int(state.timestamp.epoch), sharded, validating)
+        name = f"ba{batch}-validating" if validating else f"ba{batch}"
+        path = f"ep{int(state.timestamp.epoch)}-{name}" if sharded else f"{name}-rank0.pt"
         run = {**self._describe(state), "kept": kept, "writers": dist.get_world_size() if sharded else 1}
         if sharded or rank == 0:
-            write = self._write_sharded if sharded else self._write_monolithic
-            manifest = Manifest(batch, path, {}, run)
-            self._writing = self._writer.submit(self._write, write, self._buffer.copy(content), manifest)
+            self._writing = self._writer.submit(self._write, self._buffer.copy(content), Manifest(batch, path, {}, run))
         blocked = time.perf_counter() - start
         logger.log_metrics({"checkpoint/blocked_seconds": blocked, "checkpoint/waited_seconds": waited})
 
-    def _write(
-        self, write: Callable[[dict[str, Any], Path], list[Path]], content: dict[str, Any], manifest: Manifest
-    ) -> None:
+    def _write(self, content: dict[str, Any], manifest: Manifest) -> None:
         """Write this rank's files and queue them for upload. Runs in the writer's thread."""
+        write = self._write_monolithic if manifest.path.endswith(".pt") else self._write_sharded
         try:
             files = {
                 path.relative_to(self._local_folder).as_posix(): (path.stat().st_size, file_hash(path))
@@ -293,28 +268,3 @@ def _cause(error: BaseException) -> BaseException:
     while behind is not None and not isinstance(behind, OSError):
         behind = behind.__cause__ or behind.__context__
     return behind or error
-
-
-def _shapes(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return tuple(value.shape), value.dtype
-    if isinstance(value, dict):
-        return {key: _shapes(child) for key, child in value.items()}
-    return [_shapes(child) for child in value] if isinstance(value, list | tuple) else None
-
-
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, dict | list | tuple):
-        for child in value.values() if isinstance(value, dict) else value:
-            yield from _tensors(child)
-
-
-def _copy_scalars(value: Any) -> Any:
-    """Copy everything but tensors with dimensions. An optimizer may count its steps in host memory."""
-    if isinstance(value, torch.Tensor) and value.dim():
-        return value
-    if isinstance(value, dict):
-        return {key: _copy_scalars(child) for key, child in value.items()}
-    return [_copy_scalars(child) for child in value] if isinstance(value, list) else copy.deepcopy(value)

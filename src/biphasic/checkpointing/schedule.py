@@ -1,16 +1,14 @@
-"""Decide after each batch whether to validate, and whether to save a checkpoint and keep it."""
+"""The progress of a run after a batch, and whether to validate then."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from composer.core import Event, State, Timestamp
-from composer.utils import create_interval_scheduler
 
 from biphasic.config.durations import TrainingProgress
-from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
 
 
@@ -19,42 +17,12 @@ def elapsed(time: Timestamp) -> TrainingProgress:
     return TrainingProgress(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
 
-class SaveDecision(NamedTuple):
-    """Whether a checkpoint is saved after a batch.
-
-    Attributes:
-        save: whether to save it.
-        keep: whether it is never deleted, so that other runs can start from it.
-    """
-
-    save: bool
-    keep: bool
-
-
-def checkpoint_schedule(config: PretrainConfig) -> Callable[[State, Event], SaveDecision]:
-    """Return a function of Composer's state and event that decides whether to save a checkpoint."""
-    at_interval = create_interval_scheduler(str(config.checkpoint.interval))
-    points = branch_points(config)
-
-    def decide(state: State, event: Event) -> SaveDecision:
-        if state.previous_timestamp is None:
-            return SaveDecision(save=False, keep=False)
-        before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
-        keep = any(now.reached(point) and not before.reached(point) for point in points)
-        return SaveDecision(save=at_interval(state, event) or keep, keep=keep)
-
-    return decide
-
-
 def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool]) -> Callable[[State, Event], bool]:
     """Return a function of Composer's state and event: whether to validate now.
 
     It validates at each interval and after the last batch, always before the batch's checkpoint, which then has the losses.
     Composer's own scheduler validates once more at the end of training, after the last checkpoint.
-
-    Args:
-        config: the run's configuration.
-        is_stopping: whether the run stops after this batch, without a validation.
+    A run that stops after the batch (`is_stopping`) doesn't validate.
     """
     end = config.max_duration
     every = (config.evaluation.interval or end).resolve(end)

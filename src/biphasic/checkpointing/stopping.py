@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed
@@ -23,15 +23,14 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0
 """Time during which a repeated signal is ignored: one to a process group arrives twice, because the launcher forwards it."""
 _TIMEOUT = timedelta(minutes=30)
+T = TypeVar("T")
 _CONTINUE, _PREEMPTED, _FAULT = range(3)
 
 
 class ProcessGroup:
     """A gloo process group of all ranks for collectives on CPU tensors, separate from the training's process group.
 
-    Args:
-        timeout: how long a rank waits for the others. It is longer than in training, because one rank may be downloading a
-            checkpoint.
+    A rank may wait for the others longer than in training (`timeout`), because one may be downloading a checkpoint.
     """
 
     def __init__(self, timeout: timedelta = _TIMEOUT):
@@ -65,24 +64,29 @@ class ProcessGroup:
         return values[0]
 
     def raise_first(self, fault: UserError | None) -> None:
-        """Raise on all ranks if any rank has a fault.
-
-        Raises:
-            UserError: the fault of the lowest rank that has one.
-        """
+        """Raise the fault of the lowest rank that has one, on all ranks."""
         for first in self.all_gather(fault):
             if first is not None:
                 raise first
 
+    def on_all_ranks(self, action: Callable[[], object]) -> None:
+        """Run a function. A UserError on any rank is raised on all of them."""
+        fault = None
+        try:
+            action()
+        except UserError as error:
+            fault = error
+        self.raise_first(fault)
+
     def once_per_machine(self, action: Callable[[], object]) -> None:
         """Run a function on local rank 0 of each node while all ranks wait. A UserError on any node is raised on all."""
-        fault = None
-        if self.local_rank == 0:
-            try:
-                action()
-            except UserError as error:
-                fault = error
-        self.raise_first(fault)
+        self.on_all_ranks(action if self.local_rank == 0 else lambda: None)
+
+    def on_first_rank(self, action: Callable[[], T]) -> T:
+        """Run a function on rank 0 while all ranks wait. Return its value, or raise its UserError, on all ranks."""
+        values = list[T]()
+        self.on_all_ranks(lambda: values.append(action()) if self.rank == 0 else None)
+        return self.broadcast(values[0] if values else None)
 
     def barrier(self) -> None:
         """Wait until all ranks have called this."""
@@ -95,9 +99,6 @@ class StopCoordinator(Callback):
     After a first signal the run finishes the batch, saves and uploads a checkpoint, and stops. A second signal more than
     three seconds later ends the process at once with status 128 + signal number. Data loader processes ignore the signals
     until the run closes, because they may still be needed to finish the batch.
-
-    Args:
-        upload_timeout: seconds that a rank may wait for its uploads while the others wait for it.
 
     Attributes:
         reason: why the run stops; None while it doesn't.

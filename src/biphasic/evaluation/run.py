@@ -19,7 +19,7 @@ import torch
 from composer.utils import dist
 
 from biphasic.amounts import format_seconds
-from biphasic.checkpointing.resume import local_checkpoint
+from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.devices import rank_device, require_precision, supports_bf16
 from biphasic.errors import UserError

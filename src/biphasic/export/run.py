@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 import yaml
 
-from biphasic.checkpointing.resume import local_checkpoint
+from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer

@@ -18,7 +18,7 @@ from typing import Any
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage.filesystems import ATTEMPTS, CONNECT_SECONDS, READ_SECONDS, endpoint, filesystem, region
 from biphasic.storage.local import atomic_path
-from biphasic.storage.paths import StoredFile, UnreachableError, require_inside
+from biphasic.storage.paths import StoredFile, UnreachableError, first_line, require_inside
 
 _KEYS_PER_REQUEST = 1000
 _UNSUPPORTED = (400, 405, 411, 501)
@@ -326,6 +326,15 @@ def is_unreachable(error: BaseException | None) -> bool:
 def user_error(message: str, error: BaseException | None) -> UserError:
     """Return the error to show after a failed operation: `Unavailable` if a bucket can't be reached for now."""
     return Unavailable(message) if is_unreachable(error) else UserError(message)
+
+
+@contextmanager
+def user_errors(message: str) -> Iterator[None]:
+    """Raise the block's OSErrors as UserErrors: `message`, and the error's first line in parentheses."""
+    try:
+        yield
+    except OSError as error:
+        raise user_error(f"{message} ({first_line(error)})", error) from error
 
 
 @contextmanager

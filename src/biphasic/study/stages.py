@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from biphasic.checkpointing.manifest import Manifest, manifest_name
+from biphasic.checkpointing.manifest import manifest_name, read_manifest
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump, load_job
 from biphasic.config.study import StudyConfig
@@ -87,7 +87,7 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     for model in new[:limit]:
         place = study.checkpoints_of(model.run)
         if model.name not in configs:  # of a run's end the newest checkpoint in its folder is exported
-            place = join(place, Manifest.from_bytes(open_store(place).read(manifest_name(model.batch))).path)
+            place = join(place, read_manifest(open_store(place), manifest_name(model.batch)).path)
         export_checkpoint(place, encoder_folder(study, model.name), name=model.name)
     _print_waiting("not trained yet", [name for name, model in models.items() if model not in trained])
     return 0

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from biphasic.checkpointing.manifest import Manifest, batch_of, manifest_name, not_a_manifest_message
-from biphasic.checkpointing.start import past_differences
-from biphasic.config.durations import TrainingProgress
+from biphasic.checkpointing.manifest import Manifest, manifest_batches, manifest_name, read_manifest
+from biphasic.checkpointing.start_rules import past_differences
 from biphasic.config.history import is_overridden
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
-from biphasic.storage import first_line, open_store
+from biphasic.storage import open_store, user_errors
 from biphasic.study.tree import StudyRun
 
 
@@ -30,10 +29,7 @@ class RunState:
 
     def is_done(self, config: PretrainConfig) -> bool:
         """Return whether the newest checkpoint is the end of the run."""
-        if self.newest is None:
-            return False
-        elapsed = TrainingProgress(self.newest.batch, self.newest.run["rows"], self.newest.run["tokens"], 0)
-        return elapsed.reached(config.max_duration)
+        return self.newest is not None and self.newest.progress.reached(config.max_duration)
 
     def drift(self, config: PretrainConfig) -> list[str]:
         """Return a line for each key in which a run's checkpoints differ from what it would train now.
@@ -64,18 +60,13 @@ def read_states(study: StudyConfig) -> dict[str, RunState]:
 
 def _read_state(place: str) -> RunState:
     try:
-        store = open_store(place)
-        files = store.entries()
-        batches = {batch for name in files if (batch := batch_of(name)) is not None and name == manifest_name(batch)}
-        content = store.read(manifest_name(max(batches))) if batches else None
-    except OSError as error:
-        raise UserError(f"folder {place}: can't be read ({first_line(error)})") from None
-    if content is None:
-        return RunState()
-    try:
-        return RunState(frozenset(batches), Manifest.from_bytes(content))
+        with user_errors(f"folder {place}: can't be read"):
+            store = open_store(place)
+            batches = manifest_batches(store.entries())
+            newest = read_manifest(store, manifest_name(batches[0])) if batches else None
     except ValueError as error:
-        raise UserError(f"{place}: {not_a_manifest_message(manifest_name(max(batches)), error)}") from None
+        raise UserError(f"{place}: {error}") from None
+    return RunState(frozenset(batches), newest)
 
 
 def is_ready(run: StudyRun, configs: Mapping[str, PretrainConfig], states: Mapping[str, RunState]) -> bool:

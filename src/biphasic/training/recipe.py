@@ -141,7 +141,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tuple[LanguageModel, Strategy]:
     section = config.model
     if section.init_from is not None:
-        section = section.model_copy(update={"init_from": run.fetch_initial_weights()})
+        section = section.model_copy(update={"init_from": run.fetch_initial_weights(section.init_from)})
     arguments = (section, config.data.sequence_length, config.seed, tokenizer.vocab_size)
     size = architecture_of(config.model)
     if size is None:

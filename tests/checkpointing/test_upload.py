@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from biphasic.checkpointing.manifest import Manifest, list_checkpoints
-from biphasic.checkpointing.store import Uploader, upload_files, write_missing_manifests
+from biphasic.checkpointing.upload import CheckpointUpload, Uploader, write_missing_manifests
 from biphasic.storage import file_hash, open_store
 
 
@@ -22,7 +22,7 @@ def rank_manifest(folder: Path, rank: int, attempt: str) -> Manifest:
 
 def test_rank_0_waits_for_the_same_attempt_s_files(tmp_path: Path) -> None:
     local, destination = tmp_path / "local", tmp_path / "destination"
-    upload_files(rank_manifest(local, 1, "earlier"), 1, local, open_store(str(destination)))
+    CheckpointUpload(rank_manifest(local, 1, "earlier")).upload(1, local, open_store(str(destination)))
     first, second = (Uploader(local, str(destination), -1, rank, range(2)) for rank in range(2))
     first.add(rank_manifest(local, 0, "current"))
     assert not first.wait(0.6)
@@ -42,7 +42,7 @@ def test_rank_0_waits_for_the_same_attempt_s_files(tmp_path: Path) -> None:
 def test_the_next_start_completes_what_all_ranks_have_uploaded(tmp_path: Path, attempts: tuple[str, str]) -> None:
     local, destination = tmp_path / "local", open_store(str(tmp_path / "destination"))
     for rank, attempt in enumerate(attempts):
-        upload_files(rank_manifest(local, rank, attempt), rank, local, destination)
-    write_missing_manifests(destination)
+        CheckpointUpload(rank_manifest(local, rank, attempt)).upload(rank, local, destination)
+    write_missing_manifests(destination, destination.entries())
     [checkpoint] = list_checkpoints(destination)
     assert (checkpoint.manifest is not None) == (attempts[0] == attempts[1])

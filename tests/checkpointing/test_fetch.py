@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
-from biphasic.checkpointing.resume import (
+from biphasic.checkpointing.fetch import (
     fetch_branch_point,
-    fetch_initial_weights,
     find_resume_point,
     local_checkpoint,
 )
+from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
+from biphasic.checkpointing.open_run import Run
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
@@ -41,7 +41,7 @@ def write_checkpoint(folder: Path, batch: int, config: PretrainConfig, *, comple
 
 
 def resume_point(config: PretrainConfig) -> Manifest | None:
-    return find_resume_point(config.checkpoint_destination, config.local_checkpoints, config, ProcessGroup())
+    return find_resume_point(config, ProcessGroup())
 
 
 def test_a_run_resumes_from_its_own_newest_checkpoint(write_yaml: Write) -> None:
@@ -94,8 +94,8 @@ def test_a_branch_starts_from_another_run_s_checkpoint(s3: Path, write_yaml: Wri
         config = config_of(
             write_yaml("branch", max_duration="30ba", objective__phases=phases, schedule={}, start_from=str(start_from))
         )
-        point, path = fetch_branch_point(config, ProcessGroup())
-        return point.path, path.removeprefix(str(config.run_folder))
+        place, _, path = fetch_branch_point(str(start_from), config, ProcessGroup())
+        return place, path.removeprefix(str(config.run_folder))
 
     local = str(folder / "ba8-rank0.pt")
     assert branch(folder) == (local, local)
@@ -113,14 +113,11 @@ def test_initial_weights_come_from_a_folder_or_a_bucket(s3: Path, write_yaml: Wr
     config = config_of(write_yaml("made"))
     write_checkpoint(config.local_checkpoints, 4, config)
     address = upload(config.local_checkpoints, bucket_for(s3, "initial"), "made")
-
-    def weights(path: str) -> str:
-        model = config.model.model_copy(update={"init_from": path})
-        return fetch_initial_weights(config.model_copy(update={"model": model}), ProcessGroup())
-
-    assert weights("org/model") == "org/model"
-    assert weights(str(config.local_checkpoints)) == str(config.local_checkpoints / "ba4-rank0.pt")
-    assert weights(address) == str(config.run_folder / "init" / "ba4-rank0.pt")
+    run = Run(config)
+    assert run.fetch_initial_weights("org/model") == "org/model"
+    assert run.fetch_initial_weights(str(config.local_checkpoints)) == str(config.local_checkpoints / "ba4-rank0.pt")
+    assert run.fetch_initial_weights(address) == str(config.run_folder / "init" / "ba4-rank0.pt")
+    run.close("finished")
 
 
 def test_one_checkpoint_or_the_newest_of_a_bucket(s3: Path, write_yaml: Write, tmp_path: Path) -> None:

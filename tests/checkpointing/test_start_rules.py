@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from biphasic.checkpointing.manifest import Manifest
-from biphasic.checkpointing.start import (
-    BranchPoint,
+from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, read_manifest
+from biphasic.checkpointing.start_rules import (
     find_branch_point,
-    other_run_message,
     overridden_keys,
+    own_checkpoints,
     plan_start,
     recorded_config,
     require_same_data,
@@ -24,6 +23,7 @@ from biphasic.checkpointing.start import (
 )
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
+from biphasic.storage import open_store
 from conftest import Write
 from helpers.tiny import ROOT, config_of
 
@@ -49,7 +49,7 @@ def write_manifests(config: PretrainConfig, *batches: int, folder: Path | None =
 
 
 def branch_point(path: Path | str, config: PretrainConfig) -> int:
-    return find_branch_point(str(path), config).manifest.batch
+    return find_branch_point(str(path), config)[1].batch
 
 
 def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> None:
@@ -124,23 +124,24 @@ def test_a_configuration_of_another_version_is_refused(write_yaml: Write) -> Non
     folder = write_manifests(config, 4)
     content = json.loads((folder / "ba4.json").read_text())
     content["run"]["config"]["schedule"]["decay_from"] = None
+    (folder / "ba4.json").write_text(json.dumps(content))
     with pytest.raises(
         UserError, match=r"^ba4.json: the run's configuration can't be read \(config.schedule.decay_from: "
     ):
-        recorded_config(Manifest.from_bytes(json.dumps(content).encode()))
+        recorded_config(read_manifest(open_store(str(folder)), "ba4.json"))
 
 
 @pytest.mark.parametrize("name", ["1b_biphasic", "210m_mlm", "quickstart"])
 def test_a_recorded_configuration_reads_back(name: str, tmp_path: Path) -> None:
     config = config_of(ROOT / "yamls" / f"{name}.yaml")
     folder = write_manifests(config, 4, folder=tmp_path)
-    assert recorded_config(Manifest.from_bytes((folder / "ba4.json").read_bytes())) == config
+    assert recorded_config(read_manifest(open_store(str(folder)), "ba4.json")) == config
 
 
 def test_overrides_let_the_past_differ(write_yaml: Write) -> None:
     config = config_of(write_yaml())
     folder = write_manifests(config, 4)
-    manifest = Manifest.from_bytes((folder / "ba4.json").read_bytes())
+    manifest = read_manifest(open_store(str(folder)), "ba4.json")
     phases = [{"name": "clm", "until": "2ba"}, {"name": "mlm"}]
     for key, value, override in [
         ("objective__phases", phases, "objective"),
@@ -160,7 +161,7 @@ def test_overrides_let_the_past_differ(write_yaml: Write) -> None:
 def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
     """Keys that hold for every batch, and the index of each stream."""
     folder = write_manifests(config_of(write_yaml()), 4)
-    manifest = Manifest.from_bytes((folder / "ba4.json").read_bytes())
+    manifest = read_manifest(open_store(str(folder)), "ba4.json")
     changed = config_of(write_yaml(seed=8, data__shuffle_block_size=9))
     with pytest.raises(UserError) as refused:
         require_same_past(manifest, changed, {"data.mix.more.index": "y"})
@@ -177,16 +178,19 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
     manifest.run["overridden"] = ["precision"]
     assert overridden_keys(manifest, changed, {"data.train.index": "x"}) == [*keys[:1], "precision", "seed"]
     assert overridden_keys(manifest, changed, {"data.train.index": "y"})[1] == "data.train.index"
-    point = BranchPoint("runs/one", manifest)
-    require_same_data(point, {"data.train.index": "x"})
+    path = "runs/one/ba4-rank0.pt"
+    require_same_data(path, manifest, {"data.train.index": "x"})
     message = "start_from: runs/one/ba4-rank0.pt was trained on other rows: data.train.index is 'x' there, 'y' here"
     with pytest.raises(UserError, match=f"^{message}$"):
-        require_same_data(point, {"data.train.index": "y"})
+        require_same_data(path, manifest, {"data.train.index": "y"})
     # Either the name or the configuration makes it the same run.
-    assert other_run_message(manifest, changed) is None
-    named = changed.model_copy(update={"run_name": "named"})
-    assert other_run_message(manifest, named) == "it is of another run, run"
-    assert other_run_message(manifest, recorded_config(manifest).model_copy(update={"run_name": "named"})) is None
+    stored = StoredCheckpoint(4, manifest)
+    for config in (changed, recorded_config(manifest).model_copy(update={"run_name": "named"})):
+        assert list(own_checkpoints([stored], config)) == [stored]
+    checkpoints = own_checkpoints([stored], changed.model_copy(update={"run_name": "named"}))
+    assert next(checkpoints) == StoredCheckpoint(4, None, "it is of another run, run")
+    with pytest.raises(UserError, match="holds the checkpoints of another run, run: choose another folder"):
+        next(checkpoints)
 
 
 def test_a_share_that_moves_is_explained(write_yaml: Write) -> None:
@@ -197,7 +201,7 @@ def test_a_share_that_moves_is_explained(write_yaml: Write) -> None:
 
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
     folder = write_manifests(config_of(write_yaml(max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)
-    manifest = Manifest.from_bytes((folder / "ba15.json").read_bytes())
+    manifest = read_manifest(open_store(str(folder)), "ba15.json")
     start = "  objective.phases.0.until: 10ba (0.5dur of 20ba) until now, "
     explained = " (a share moves when max_duration changes: write the first as it was)"
     assert lines(max_duration="24ba", objective__phases=phases) == [

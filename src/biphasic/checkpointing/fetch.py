@@ -1,0 +1,144 @@
+"""Find the checkpoint that a run starts from, the same one on all ranks, and download checkpoints."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from biphasic.checkpointing.manifest import (
+    Manifest,
+    batch_of,
+    download_files,
+    list_checkpoints,
+    manifest_batches,
+    manifest_name,
+    newest_complete,
+    newest_first,
+    read_manifest,
+)
+from biphasic.checkpointing.run_lock import LOCK_FILE
+from biphasic.checkpointing.start_rules import (
+    batch_in_path,
+    checkpoint_folder,
+    find_branch_point,
+    own_checkpoints,
+)
+from biphasic.checkpointing.stopping import ProcessGroup
+from biphasic.checkpointing.upload import upload_pending, write_missing_manifests
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import UserError
+from biphasic.model.checkpoint import is_checkpoint
+from biphasic.storage import Store, StoredFile, first_line, is_remote, join, open_store, user_error, user_errors
+
+
+def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest | None:
+    """Find the newest complete checkpoint of a run, and download it to every node's `config.local_checkpoints`.
+
+    What earlier attempts have left to upload on any node is uploaded first. Other runs' checkpoints are skipped. Returns
+    None if the run has none. Raises a UserError if the destination can't be read from every node, or holds only other runs'.
+    """
+    destination, local_folder = config.checkpoint_destination, config.local_checkpoints
+    place, entries, uploads = f"checkpoint.folder {destination}", dict[str, StoredFile | None](), list[int]()
+
+    def list_destination() -> int:
+        nonlocal entries
+        # Listed once, by one rank: in a bucket of many checkpoints it takes seconds.
+        with user_errors(f"{place}: can't be reached"):
+            entries = open_store(destination).entries()
+        return next(iter(manifest_batches(entries)), -1)
+
+    newest = ranks.on_first_rank(list_destination)
+
+    def upload() -> None:
+        with user_errors(f"{place}: can't be reached"):
+            store = open_store(destination)
+            # A machine that can't reach the bucket shows it now, not at its first upload.
+            store.stat(LOCK_FILE)
+            uploads.append(upload_pending(local_folder, store, newest))
+
+    if is_remote(destination):
+        ranks.once_per_machine(upload)
+    has_changed = ranks.maximum(sum(uploads)) > 0
+
+    def find() -> Manifest | None:
+        folder = open_store(destination)
+        with user_errors(f"{place}: can't be read"):
+            current = folder.entries() if has_changed else entries
+            if write_missing_manifests(folder, current):
+                current = folder.entries()
+            return newest_complete(folder, local_folder, own_checkpoints(newest_first(folder, current), config))
+
+    manifest = ranks.on_first_rank(find)
+
+    def download() -> None:
+        if manifest is None or ranks.rank == 0:
+            return
+        message = f"{place}: rank {ranks.rank} can't get {manifest.path}"
+        with user_errors(message):
+            fault = download_files(manifest, open_store(destination), local_folder)
+        if fault is not None:
+            raise UserError(
+                f"{message} ({fault}); with several machines it has to be a bucket, or a folder that all of them see"
+            )
+
+    ranks.once_per_machine(download)
+    return manifest
+
+
+def fetch_branch_point(path: str, config: PretrainConfig, ranks: ProcessGroup) -> tuple[str, Manifest, str]:
+    """Find the checkpoint that `start_from` (`path`) leads to. Return its path or URL, its manifest and its local path.
+
+    It is used in place if it is local. One in a bucket is downloaded to `from` in the run's folder while all ranks wait.
+    Raises a UserError if there is no complete checkpoint whose past is this run's own, or if it is damaged.
+    """
+    folder, manifest = ranks.on_first_rank(lambda: find_branch_point(path, config))
+    place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)
+    ranks.once_per_machine(lambda: _download(place, manifest, open_store(folder), local_folder))
+    return place, manifest, str(local_folder / manifest.path)
+
+
+def local_checkpoint(path: str, local_folder: Path) -> str:
+    """Return the local path of a checkpoint, downloading it if necessary. For a single process.
+
+    `path` is a local path or URL of a checkpoint (`ba18000-rank0.pt` or `ep0-ba18000`), or of a folder that a run saves to,
+    whose newest complete checkpoint is used. Other local paths and hub ids are returned unchanged. Raises a UserError if
+    there is no complete checkpoint, or if it is damaged or can't be read.
+    """
+    if not is_remote(path):
+        if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).entries()):
+            return path
+        return _newest_in(path, Path(path))
+    batch = batch_in_path(path)
+    if batch is None:
+        return _newest_in(path, local_folder)
+    name, folder = manifest_name(batch), open_store(checkpoint_folder(path))
+    try:
+        manifest = read_manifest(folder, name)
+    except ValueError as error:
+        raise UserError(_unusable(path, str(error))) from None
+    except OSError as error:
+        raise user_error(_unusable(path, f"{first_line(error)}; its manifest is {name}"), error) from None
+    if path.rstrip("/").rpartition("/")[2] != manifest.path:
+        raise UserError(_unusable(path, f"{name} is the manifest of {manifest.path}"))
+    _download(path, manifest, folder, local_folder)
+    return str(local_folder / manifest.path)
+
+
+def _newest_in(path: str, local_folder: Path) -> str:
+    folder = open_store(path)
+    with user_errors(f"checkpoint {path}: can't be used"):
+        manifest = newest_complete(folder, local_folder)
+        if manifest is None:
+            faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
+            raise UserError(_unusable(path, "; ".join(["it holds no complete checkpoint", *faults[:1]])))
+    return str(local_folder / manifest.path)
+
+
+def _download(path: str, manifest: Manifest, folder: Store, local_folder: Path) -> None:
+    with user_errors(f"checkpoint {path}: can't be used"):
+        fault = download_files(manifest, folder, local_folder)
+    if fault is not None:
+        raise UserError(_unusable(path, fault))
+
+
+def _unusable(path: str, reason: str) -> str:
+    return f"checkpoint {path}: can't be used ({reason})"

@@ -1,0 +1,225 @@
+"""Decide which checkpoint a run may start from: its own newest one, or one of another run that has the same past.
+
+Nothing here imports torch, so that `--plan` can say where a run will start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+import yaml
+from pydantic import ValidationError
+
+from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
+from biphasic.config.durations import TrainingProgress
+from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden
+from biphasic.config.plan import StartPlan
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import UserError
+from biphasic.storage import first_line, is_remote, join, open_store, user_errors
+
+
+def recorded_config(manifest: Manifest) -> PretrainConfig:
+    """Return the configuration with which a checkpoint was trained.
+
+    Raises a UserError if it can't be read, for example because another version wrote it.
+    """
+    try:
+        return PretrainConfig.model_validate(manifest.run.get("config"))
+    except ValidationError as error:
+        fault = error.errors()[0]
+        where = ".".join(str(part) for part in ("config", *fault["loc"]))
+        raise UserError(f"{manifest.name}: the run's configuration can't be read ({where}: {fault['msg']})") from None
+
+
+def past_differences(manifest: Manifest, config: PretrainConfig, overrides: Sequence[str] = ()) -> list[Difference]:
+    """Return how a checkpoint's past differs from the beginning of a run: nothing if the run may start from it.
+
+    `overrides` are keys and sections that may differ. Raises a UserError if the checkpoint's configuration can't be read.
+    """
+    recorded = recorded_config(manifest)
+    constants = list(constant_differences(recorded, config, overrides))
+    if constants:
+        return constants
+    difference = first_difference(recorded, config, overrides)
+    return [] if difference is None or not difference.is_past(_last_batch(manifest)) else [difference]
+
+
+def _last_batch(manifest: Manifest) -> TrainingProgress:
+    """Return when the checkpoint's last batch began."""
+    return TrainingProgress(*manifest.run["last_batch"])
+
+
+def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainConfig) -> Iterator[StoredCheckpoint]:
+    """Yield the checkpoints in a run's folder; those of other runs without their manifests, as they can't be used.
+
+    A checkpoint is of another run if that has another name and another configuration. A common past is not enough: the run
+    would write into the other run's folder. Raises a UserError at the end if one of them is of another run: this run has no
+    usable checkpoint there.
+    """
+    other = None
+    for checkpoint in checkpoints:
+        if checkpoint.manifest is not None and not _is_own(checkpoint.manifest, config):
+            name = checkpoint.manifest.run["name"]
+            other = other or name
+            checkpoint = StoredCheckpoint(checkpoint.batch, None, f"it is of another run, {name}")
+        yield checkpoint
+    if other is not None:
+        raise UserError(
+            f"checkpoint.folder {config.checkpoint_destination}: holds the checkpoints of another run, {other}: choose "
+            "another folder, or set run_name to that run's name, so that the configurations are compared"
+        )
+
+
+def _is_own(manifest: Manifest, config: PretrainConfig) -> bool:
+    try:
+        return manifest.run["name"] == config.run_name or first_difference(recorded_config(manifest), config) is None
+    except UserError:
+        return False
+
+
+def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> None:
+    """Check that a run may resume from its own checkpoint: a restart may change the future, but not the past.
+
+    `checkpoint.resume_overrides` names what may differ. `indexes` holds the hash of each training stream's index, by key.
+    Raises a UserError if something that affects the trained batches has changed, or the run would end before the checkpoint.
+    """
+    overrides = config.checkpoint.resume_overrides
+    lines = {difference.key: _describe(difference) for difference in past_differences(manifest, config, overrides)}
+    for key, old, new in _changed_indexes(manifest, indexes):
+        if not is_overridden(key, overrides):
+            lines[key] = f"{key}: {old!r} until now, {new!r} here"
+    if lines:
+        raise UserError(
+            f"{config.run_name}: its checkpoint {manifest.path} was trained with another configuration:\n  "
+            + "\n  ".join(lines.values())
+            + "\nchange that back, choose another run_name (start_from takes what the two share), or let it differ: "
+            f"checkpoint.resume_overrides=[{', '.join(lines)}]"
+        )
+    if _last_batch(manifest).reached(config.max_duration):
+        raise UserError(
+            f"max_duration: {config.max_duration} ends before {config.run_name}'s checkpoint {manifest.path}: choose at "
+            "least that length, or another run_name"
+        )
+
+
+def overridden_keys(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> list[str]:
+    """Return the keys that a run has changed on the way, by `checkpoint.resume_overrides`, if it resumes from a checkpoint.
+
+    The checkpoints of such a run hold its last configuration, which isn't that of its past.
+    """
+    keys = {difference.key for difference in past_differences(manifest, config)}
+    return sorted({*manifest.run["overridden"], *keys, *(key for key, _, _ in _changed_indexes(manifest, indexes))})
+
+
+def require_same_data(path: str, manifest: Manifest, indexes: dict[str, str]) -> None:
+    """Raise a UserError if the index of a training stream is not the one that the other run has read."""
+    for key, old, new in _changed_indexes(manifest, indexes):
+        raise UserError(f"start_from: {path} was trained on other rows: {key} is {old!r} there, {new!r} here")
+
+
+def _changed_indexes(manifest: Manifest, indexes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
+    recorded = manifest.run["indexes"]
+    for key in sorted(recorded.keys() | indexes.keys()):
+        if recorded.get(key) != indexes.get(key):
+            yield key, recorded.get(key, "nothing"), indexes.get(key, "nothing")
+
+
+def _describe(difference: Difference) -> str:
+    since = f", from batch {difference.batch} on" if difference.batch else ""
+    if "dur of " in difference.first and "dur of " in difference.second:
+        since += " (a share moves when max_duration changes: write the first as it was)"
+    return f"{difference.key}: {difference.first} until now, {difference.second} here{since}"
+
+
+def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]:
+    """Find the newest complete checkpoint of another run whose past is this run's own past.
+
+    `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it. Returns
+    that folder or prefix, and the checkpoint's manifest. Raises a UserError if there is none, which says where the runs part
+    and which checkpoints there are.
+    """
+    folder, batch = checkpoint_folder(path), batch_in_path(path)
+    complete, unusable, difference = list[str](), list[str](), None
+    with user_errors(f"start_from: {path}: can't be read"):
+        for checkpoint in newest_first(open_store(folder)):
+            manifest, name = checkpoint.manifest, f"ba{checkpoint.batch}"
+            if batch is not None and checkpoint.batch != batch:
+                continue
+            if manifest is None:
+                unusable.append(f"{name} ({checkpoint.fault})")
+            elif keys := ", ".join(manifest.run["overridden"]):
+                unusable.append(f"{name} (that run has changed {keys} on the way, by resume_overrides)")
+            else:
+                differences = past_differences(manifest, config)
+                if not differences and not manifest.progress.reached(config.max_duration):
+                    return folder, manifest
+                complete.append(name)
+                difference = difference or next(iter(differences), None)
+    if difference is not None:
+        reason = (
+            f"no checkpoint there is part of this run, since the two part at batch {difference.batch}: {difference.key} is "
+            f"{difference.first} there, {difference.second} here. Complete checkpoints there: {_shortened(complete)}"
+            + (f"; not usable: {_shortened(unusable)}" if unusable else "")
+        )
+    elif complete:
+        reason = f"this run ends ({config.max_duration}) before or at every checkpoint there: {_shortened(complete)}"
+    elif unusable:
+        reason = f"no usable checkpoint there ({_shortened(unusable)})"
+    else:
+        missing = "it holds no checkpoint" if batch is None else f"there is no {manifest_name(batch)}"
+        reason = f"{missing}; expected a complete checkpoint"
+    raise UserError(f"start_from: {path}: {reason}")
+
+
+def _shortened(names: list[str]) -> str:
+    """Join names; of many, only the first three and the last."""
+    return ", ".join(names if len(names) <= 5 else [*names[:3], "…", names[-1]])
+
+
+def batch_in_path(path: str) -> int | None:
+    """Return the batch of a checkpoint from its path or URL; None if the path is not that of one checkpoint."""
+    name = path.rstrip("/").rpartition("/")[2]
+    return batch_of(name if name.endswith(".pt") else f"{name}/")
+
+
+def checkpoint_folder(path: str) -> str:
+    """Return the folder or bucket prefix that holds a run's checkpoints.
+
+    `path` is a run's folder, whose `config.yaml` says where it saves, that folder or prefix, or one checkpoint in it.
+    """
+    if batch_in_path(path) is not None:
+        return path.rstrip("/").rpartition("/")[0] or "."
+    if is_remote(path):
+        return path
+    config, local = Path(path) / "config.yaml", join(path, "checkpoints")
+    if config.is_file():
+        section = yaml.safe_load(config.read_text(encoding="utf-8")).get("checkpoint") or {}
+        return section.get("folder") or local
+    return local if Path(local).is_dir() else path
+
+
+def plan_start(config: PretrainConfig) -> StartPlan:
+    """Say where a run would start now, from the manifests alone. Files' hashes and the data are compared when it starts."""
+    destination = config.checkpoint_destination
+    try:
+        # Reads a manifest only when it is reached.
+        checkpoints = own_checkpoints(newest_first(open_store(destination)), config)
+        own = next((checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest is not None), None)
+        if own is not None:
+            require_same_past(own, config, own.run["indexes"])
+            return StartPlan(own.batch, join(destination, own.path), "its own newest checkpoint")
+    except OSError as error:
+        return StartPlan(problem=f"checkpoint.folder {destination}: can't be read ({first_line(error)})")
+    except UserError as error:
+        return StartPlan(problem=str(error), refused=True)
+    try:
+        if config.start_from is not None:
+            folder, manifest = find_branch_point(config.start_from, config)
+            path, name = join(folder, manifest.path), manifest.run["name"]
+            return StartPlan(manifest.batch, path, f"of {name}, by start_from")
+    except UserError as error:
+        return StartPlan(problem=str(error))
+    weights = "new weights" if config.model.init_from is None else f"the weights of {config.model.init_from}"
+    return StartPlan(0, None, weights)

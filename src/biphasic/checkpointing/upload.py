@@ -1,0 +1,265 @@
+"""Upload checkpoints in the background, write their manifests, and delete outdated checkpoints."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
+
+from biphasic.amounts import format_seconds
+from biphasic.checkpointing.manifest import (
+    Entries,
+    Manifest,
+    batch_of,
+    is_replaced,
+    manifest_batches,
+    manifest_name,
+    missing_file,
+    outdated_checkpoints,
+    rank_manifest_name,
+    rank_of,
+    read_manifest,
+)
+from biphasic.storage import Store, StoredFile, first_line, is_remote, open_store
+
+_POLL_SECONDS = 0.25
+_READERS = 8
+"""Number of ranks' manifests that are read at the same time."""
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
+_CLOSE_SECONDS = 30.0
+_log = logging.getLogger(__name__)
+
+
+class CheckpointUpload:
+    """Upload of one rank's part of a checkpoint, of which `manifest` is the rank's.
+
+    After an error, each step continues where it stopped.
+    """
+
+    def __init__(self, manifest: Manifest):
+        self.manifest = manifest
+        self._is_complete = False
+        self._uploaded: set[str] = set()
+        self._files = dict(manifest.files)
+        self._unread = list(range(1, manifest.run["writers"]))
+
+    def upload(self, rank: int, local_folder: Path, destination: Store) -> None:
+        """Upload the rank's files, compare their sizes, and upload the rank's manifest.
+
+        Raises an OSError if an upload failed or is incomplete.
+        """
+        for name, (size, _) in self.manifest.files.items():
+            if name in self._uploaded:
+                continue
+            destination.upload(local_folder / name, name)
+            stored = destination.stat(name)
+            if stored is None or stored.bytes != size:
+                raise OSError(f"{name} arrived with {stored.bytes if stored else 0:,} bytes instead of {size:,}")
+            self._uploaded.add(name)
+        name = rank_manifest_name(self.manifest.batch, rank)
+        if name not in self._uploaded:
+            destination.write(name, self.manifest.to_bytes())
+            self._uploaded.add(name)
+
+    def complete(self, destination: Store) -> bool:
+        """Write the checkpoint's manifest if all ranks have uploaded their parts. Return whether it is complete.
+
+        It is called for rank 0's part. Raises an OSError if the destination can't be reached.
+        """
+        if not self._is_complete and self._read_rank_manifests(destination):
+            manifest = replace(self.manifest, files=dict(sorted(self._files.items())))
+            if missing_file(manifest, destination, {}) is None:
+                write_manifest(manifest, destination)
+                self._is_complete = True
+        return self._is_complete
+
+    def _read_rank_manifests(self, destination: Store) -> bool:
+        """Read the ranks' manifests that were uploaded since the last call. Return whether all have been read.
+
+        The first one is read alone, so that waiting for it costs one request each time.
+        """
+        count = 1
+        with ThreadPoolExecutor(_READERS) as pool:
+            while self._unread:
+                ranks = self._unread[:count]
+                manifests = list(pool.map(lambda rank: self._read_rank_manifest(destination, rank), ranks))
+                for rank, manifest in zip(ranks, manifests, strict=True):
+                    if manifest is not None:
+                        self._files |= manifest.files
+                        self._unread.remove(rank)
+                if None in manifests:
+                    return False
+                count = _READERS
+        return True
+
+    def _read_rank_manifest(self, destination: Store, rank: int) -> Manifest | None:
+        with suppress(FileNotFoundError, ValueError):
+            manifest = read_manifest(destination, rank_manifest_name(self.manifest.batch, rank))
+            # A rank manifest of this name may be from an earlier attempt.
+            return manifest if manifest.run == self.manifest.run else None
+        return None
+
+
+class Uploader:
+    """Uploads this rank's checkpoint files in a background thread, oldest first. Rank 0 then writes the manifest.
+
+    Ranks don't wait for each other during training: each rank uploads a manifest of its own files, and rank 0's background
+    thread waits for these manifests. If the destination can't be reached, uploads are retried with growing pauses.
+
+    `destination` is the node's `local_folder`, or the bucket prefix that the run saves to. The newest `keep` checkpoints are
+    kept there, besides those marked as kept; negative: all. `local_ranks` are the ranks on this node, in order. `pending`
+    holds the checkpoints that are not uploaded yet.
+    """
+
+    def __init__(self, local_folder: Path, destination: str, keep: int, rank: int = 0, local_ranks: range = range(1)):
+        self._local_folder, self._destination, self._keep = local_folder, destination, keep
+        self._rank, self._local_ranks = rank, local_ranks
+        self.pending: list[Manifest] = []
+        self._kept: dict[str, StoredFile] = {}
+        self._queue: SimpleQueue[Manifest | None] = SimpleQueue()
+        self._closing = Event()
+        self._thread = Thread(target=self._work, name="checkpoint-uploads", daemon=True)
+        self._thread.start()
+
+    def add(self, manifest: Manifest) -> None:
+        """Queue this rank's files of a checkpoint."""
+        self.pending.append(manifest)
+        self._queue.put(manifest)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait up to `timeout` seconds for pending uploads. Return whether all are done."""
+        end = time.monotonic() + timeout
+        while self.pending and self._thread.is_alive() and time.monotonic() < end:
+            time.sleep(0.01)
+        return not self.pending
+
+    def close(self) -> None:
+        """Finish the current upload, without waiting for other ranks or for a destination that can't be reached."""
+        self._closing.set()
+        self._queue.put(None)
+        self._thread.join(_CLOSE_SECONDS)
+
+    def _work(self) -> None:
+        """Upload until the run ends."""
+        while (manifest := self._queue.get()) is not None and self._upload_with_retries(CheckpointUpload(manifest)):
+            self.pending.remove(manifest)
+
+    def _upload_with_retries(self, upload: CheckpointUpload) -> bool:
+        """Return False if the run ended before the upload was done."""
+        start, pause, path = time.monotonic(), 0.0, upload.manifest.path
+        while True:
+            try:
+                is_done = self._upload(upload)
+            except Exception as error:
+                # Each bucket SDK has its own exceptions. On any of them training continues and the local files stay.
+                if not pause:
+                    message = "checkpoint %s can't be stored in %s (%s); training continues, and the upload is retried"
+                    _log.warning(message, path, self._destination, first_line(error))
+                pause = min(max(2 * pause, _FIRST_PAUSE), _LONGEST_PAUSE) * random.uniform(0.7, 1.0)
+                if self._closing.wait(pause):
+                    return False
+                continue
+            if pause:
+                waited = format_seconds(time.monotonic() - start)
+                _log.warning("checkpoint %s is stored in %s after %s", path, self._destination, waited)
+            return is_done
+
+    def _upload(self, upload: CheckpointUpload) -> bool:
+        """Return False if the run ended before all ranks had uploaded their files."""
+        manifest, destination = upload.manifest, open_store(self._destination)
+        upload.upload(self._rank, self._local_folder, destination)
+        if self._rank == 0:
+            while not upload.complete(destination):
+                if self._closing.wait(_POLL_SECONDS):
+                    message = "checkpoint %s is incomplete: the run ended before all ranks had uploaded their files"
+                    _log.warning(message, manifest.path)
+                    return False
+            self._delete_old(destination, manifest)
+        if is_remote(self._destination):
+            self._delete_local_copies(manifest)
+        return True
+
+    def _delete_old(self, destination: Store, newest: Manifest) -> None:
+        """Delete outdated checkpoints, and files that earlier attempts have left without a manifest.
+
+        Checkpoints newer than the newest one stay: an earlier attempt saved them, and this one could not use them.
+        """
+        entries = {name: file for name, file in destination.entries().items() if (batch_of(name) or 0) <= newest.batch}
+        outdated = outdated_checkpoints(destination, entries, self._keep, self._kept)
+        # The manifests first, so a partly deleted checkpoint counts as incomplete.
+        destination.remove(manifest_name(batch) for batch in outdated)
+        complete, files = {newest.batch, *manifest_batches(entries)} - outdated, list[str]()
+        for name in entries:
+            if batch_of(name) not in {None, *complete} or is_replaced(name, newest):
+                files += destination.list(name.rstrip("/")) if name.endswith("/") else [name]
+        destination.remove(files)
+
+    def _delete_local_copies(self, uploaded: Manifest) -> None:
+        """Delete local files of checkpoints that are older than the uploaded one, or that it replaces.
+
+        Each rank deletes its own files. Local rank 0 also deletes downloaded files of ranks on other nodes.
+        """
+        local_folder = open_store(str(self._local_folder))
+        pending = {name for manifest in list(self.pending) for name in manifest.files}
+        is_first = self._rank == self._local_ranks[0]
+        old = [
+            name
+            for name in local_folder.list()
+            if (batch := batch_of(name)) is not None
+            and (batch < uploaded.batch or is_replaced(name, uploaded))
+            and name not in pending
+            and (rank_of(name) == self._rank or (is_first and rank_of(name) not in self._local_ranks))
+        ]
+        local_folder.remove([*old, rank_manifest_name(uploaded.batch, self._rank)])
+
+
+def write_manifest(manifest: Manifest, destination: Store) -> None:
+    """Write a checkpoint's manifest and delete the ranks' manifests."""
+    destination.write(manifest.name, manifest.to_bytes())
+    destination.remove(rank_manifest_name(manifest.batch, rank) for rank in range(manifest.run["writers"]))
+
+
+def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int:
+    """Upload the ranks' parts that an earlier attempt wrote to the local folder but did not upload. Return their number.
+
+    `uploaded` is the batch of the newest complete checkpoint at the destination; older ones are not uploaded. Raises an
+    OSError if the destination can't be reached.
+    """
+    local, count = open_store(str(local_folder)), 0
+    entries = local.entries()
+    for rank, manifest in _pending_parts(local, entries):
+        if manifest.batch > uploaded and missing_file(manifest, local, entries) is None:
+            message = "checkpoint %s was not stored in %s when the last attempt ended; it is stored now"
+            _log.warning(message, manifest.path, destination.root)
+            CheckpointUpload(manifest).upload(rank, local_folder, destination)
+            count += 1
+    return count
+
+
+def write_missing_manifests(destination: Store, entries: Entries) -> int:
+    """Write missing manifests of checkpoints that all ranks have uploaded, and return their number.
+
+    `entries` are those of `destination`, the store that the run saves to. Raises an OSError if it can't be reached.
+    """
+    count = 0
+    # Rank 0's manifest tells how many ranks there are.
+    for _, first in _pending_parts(destination, {name: entries[name] for name in entries if rank_of(name) == 0}):
+        if all(rank_manifest_name(first.batch, rank) in entries for rank in range(first.run["writers"])):
+            count += CheckpointUpload(first).complete(destination)
+    return count
+
+
+def _pending_parts(folder: Store, entries: Entries) -> Iterator[tuple[int, Manifest]]:
+    """Yield the rank and the manifest of each rank's part of a checkpoint that has no manifest."""
+    complete = manifest_batches(entries)
+    for name in entries:
+        if ".rank" in name and batch_of(name) not in {None, *complete}:
+            with suppress(ValueError):
+                yield rank_of(name), read_manifest(folder, name)
