@@ -41,7 +41,7 @@ class CrashFile:
 def read_crashes(folder: Path, attempt: str) -> list[str]:
     """Return a line for each rank of an attempt that a signal ended, such as `rank 1: Aborted (FILE)`."""
     lines = []
-    for path in sorted(folder.glob(f"{attempt}-rank*.txt")):
+    for path in _files(folder, f"{attempt}-rank*.txt"):
         with suppress(OSError):
             if message := path.read_text(errors="replace").partition("\n")[0]:
                 rank = path.stem.rpartition("-rank")[2]
@@ -51,7 +51,13 @@ def read_crashes(folder: Path, attempt: str) -> list[str]:
 
 def remove_empty_files(folder: Path) -> None:
     """Remove the files of earlier attempts' ranks that ended in another way, such as by SIGKILL."""
-    for path in folder.glob("*-rank*.txt"):
+    for path in _files(folder, "*-rank*.txt"):
         with suppress(OSError):
             if not path.stat().st_size:
                 path.unlink()
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    with suppress(FileNotFoundError):  # another rank may remove the folder, once it is empty, while it is listed
+        return sorted(folder.glob(pattern))
+    return []
