@@ -38,10 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointUpload:
-    """Upload of one rank's part of a checkpoint, of which `manifest` is the rank's.
-
-    After an error, each step continues where it stopped.
-    """
+    """Uploads one rank's part of a checkpoint, the files in its manifest. A step that failed continues when repeated."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
