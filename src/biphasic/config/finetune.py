@@ -116,7 +116,7 @@ class RetrievalConfig(_TaskConfig):
 
     @property
     def retrieval_sets(self) -> dict[str, str]:
-        """See `_TaskConfig`."""
+        """Retrieval datasets to score on by their names in tables: `scored_on`, or the task's own set."""
         return {self.name: self.data} if self.scored_on is None else dict(self.scored_on)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
@@ -146,8 +145,10 @@ class StudyConfig(JobConfig):
         if not isinstance(self.base_file, str | None):
             yield ["base.defaults"], f"expected the path of a pretraining YAML; got {self.base_file!r}"
         for key, keys in (("base", self.base_keys), *((f"models.{name}", keys) for name, keys in self.models.items())):
-            for name, at in _set_by_the_study(keys):
-                yield [f"{key}.{at}"], f"expected a key that the study doesn't set itself; it sets {name}"
+            for at, _ in flatten(keys):
+                for name in SET_BY_THE_STUDY:
+                    if within(at, name):
+                        yield [f"{key}.{at}"], f"expected a key that the study doesn't set itself; it sets {name}"
         if CONTINUES in self.base_keys:
             yield [f"base.{CONTINUES}"], "is a key of a model, not of base"
         for name in self.models:
@@ -183,11 +184,3 @@ class StudyConfig(JobConfig):
             yield [key], "expected both {base} and {overrides}, or neither"
         elif "base" in names and self.base_file is None:
             yield [key, "base"], "{base} needs a file in `base`, which has only keys"
-
-
-def _set_by_the_study(keys: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield each key that the study sets and that is also in `keys`, and where it is there."""
-    for key, _ in flatten(keys):
-        for name in SET_BY_THE_STUDY:
-            if within(key, name):
-                yield name, key
