@@ -79,7 +79,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.downstream.writer import SCHEMAS
     from biphasic.export.write import export_encoder
-    from biphasic.model.initialization import from_hf_config, llama_config
+    from biphasic.model.language_model import from_hf_config, llama_config
 
     (folder / "set").mkdir(parents=True)
     for number, (split, count) in enumerate((("train", shape.steps * 32), ("validation", validation), ("test", test))):

@@ -20,7 +20,7 @@ import biphasic
 from biphasic.config.architecture import PRESETS
 from biphasic.devices import rank_device, require_precision, set_allocators, supports_bf16
 from biphasic.errors import UserError
-from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.model.language_model import from_hf_config, llama_config
 
 SOURCES = [*Path(next(iter(biphasic.__path__))).rglob("*.py")]
 

@@ -25,8 +25,7 @@ from biphasic.export.finetuned import export_finetuned, require_exportable
 from biphasic.export.write import export_encoder
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.heads import TextHead, TokenHead
-from biphasic.model.initialization import from_hf_config, llama_config
-from biphasic.model.language_model import LanguageModel
+from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 from helpers.decoders import FAMILIES, TEXTS, decoder, packed, padded

@@ -35,7 +35,7 @@ from biphasic.export.finetuned import export_finetuned
 from biphasic.export.onnx import export_onnx
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from helpers.exports import export_language_model
 from helpers.tiny import LENGTH, WORDS
 

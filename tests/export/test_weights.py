@@ -20,7 +20,7 @@ from biphasic.export import write as write_module
 from biphasic.export.write import Weights, write_weights
 from biphasic.model.checkpoint import read_record, read_weights, weight_shapes
 from biphasic.model.encoder import load_encoder
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from conftest import Write
 from helpers.exports import export_language_model
 from helpers.stored_checkpoints import checkpoint_of, network

@@ -47,7 +47,7 @@ from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TokenHead
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 from helpers import cls_tokenizers

@@ -40,7 +40,7 @@ from biphasic.finetuning.trial import run_trial
 from biphasic.model import attention
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, length_batches, load_encoder, load_text_tokenizer
-from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import SentenceSettings, mean_pool
 from biphasic.model.segments import Segments, padding_groups

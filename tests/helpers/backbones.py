@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 from transformers import AutoConfig
 
 from biphasic.model.forward import packed_forward
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
 
 TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text")

@@ -9,8 +9,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from biphasic.model.forward import packed_forward
-from biphasic.model.initialization import from_hf_config
-from biphasic.model.language_model import LanguageModel
+from biphasic.model.language_model import LanguageModel, from_hf_config
 from biphasic.model.segments import Segments
 from helpers.backbones import SMALL
 from helpers.tiny import LENGTH, PAD, WORDS

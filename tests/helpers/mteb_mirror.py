@@ -13,7 +13,7 @@ from transformers import LlamaConfig
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.export.write import export_encoder
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from helpers.downstream_sets import TEXT, card, write_split
 from helpers.tiny import LENGTH, WORDS, write_tokenizer
 

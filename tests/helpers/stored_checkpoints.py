@@ -14,8 +14,7 @@ from transformers import LlamaConfig
 
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.save import ShardWriter
-from biphasic.model.initialization import from_hf_config
-from biphasic.model.language_model import LanguageModel
+from biphasic.model.language_model import LanguageModel, from_hf_config
 from biphasic.storage import file_hash
 from helpers.backbones import SMALL
 from helpers.tiny import LENGTH, WORDS

@@ -14,7 +14,7 @@ from biphasic.config.tasks import TasksConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.prepare import prepare_task
 from biphasic.export.write import export_encoder
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from helpers.downstream_sets import ANSWERS, card, write_split
 from helpers.tiny import WORDS
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import LlamaConfig
 
 from biphasic.errors import UserError
-from biphasic.model.fingerprint import model_fingerprint
+from biphasic.model.backbone import model_fingerprint
 
 
 def test_a_hub_model_s_fingerprint_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from biphasic.model import losses
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from biphasic.model.losses import IGNORE, cross_entropy_sum
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets

@@ -22,7 +22,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export.write import export_encoder
 from biphasic.model.encoder import load_encoder
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 from helpers import cls_tokenizers

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.model import layers
 from biphasic.model.forward import packed_forward
-from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.model.segments import Segments
 from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
 from helpers.backbones import backbone

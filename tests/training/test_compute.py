@@ -17,7 +17,7 @@ from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
 from biphasic.model import attention, auto_microbatch, layers
 from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
-from biphasic.model.initialization import from_hf_config, llama_config
+from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.training import compute, recipe
 from biphasic.training.compute import configure_compute
 from biphasic.training.step import PreparedBatch

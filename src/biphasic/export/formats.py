@@ -24,7 +24,7 @@ from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.backbone import BIDIRECTIONAL_CODE
 from biphasic.model.forward import packed_forward
-from biphasic.model.initialization import from_hf_config
+from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
 from biphasic.storage import first_line
 

@@ -24,10 +24,9 @@ from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.records import TrialCost, TrialResult
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
-from biphasic.model.backbone import hf_config_from_json, load_hf_config
+from biphasic.model.backbone import file_stamps, hf_config_from_json, load_hf_config, model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
-from biphasic.model.fingerprint import file_stamps, model_fingerprint
 from biphasic.model.heads import initialize_head
 from biphasic.quiet import progress_bars
 

@@ -15,11 +15,10 @@ from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_
 from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
-from biphasic.model.initialization import from_hf_config, llama_config
-from biphasic.model.language_model import LanguageModel
+from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
 from biphasic.model.packing_probe import packing_problem
 from biphasic.quiet import without_warnings
-from biphasic.storage import first_line, is_remote
+from biphasic.storage import cached_file_hash, first_line, is_remote
 from biphasic.storage.hub import why_missing
 
 if TYPE_CHECKING:
@@ -30,6 +29,7 @@ BIDIRECTIONAL = "bidirectional_"
 """Prefix that exports of decoder families add to the family's model type."""
 BIDIRECTIONAL_CODE = "bidirectional.BidirectionalConfig"
 """Configuration class in the config.json of an export of a decoder family."""
+_FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", ".metadata", "*.py")
 
 
 def build_language_model(
@@ -241,3 +241,29 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
         message = "model %s: config.json has no place for %d of its weights, e.g. %s"
         _log.warning(message, path, len(unused), min(unused))
     return network
+
+
+def model_fingerprint(path: str, revision: str | None) -> str:
+    """Return the hashes of a model's files; for a model on the hub, the commit.
+
+    Raises:
+        UserError: the model doesn't exist.
+    """
+    local = Path(path)
+    if local.is_file():
+        return cached_file_hash(local)
+    if not local.is_dir():
+        from huggingface_hub import hf_hub_download
+
+        load_hf_config(path, revision)
+        # The hub's cache stores a commit's files in a folder that is named after the commit.
+        return Path(hf_hub_download(path, "config.json", revision=revision)).parent.name
+    files = sorted({file for pattern in _FINGERPRINTED for file in local.glob(pattern) if file.is_file()})
+    return "-".join(cached_file_hash(file) for file in files)
+
+
+def file_stamps(path: str) -> tuple[Any, ...]:
+    """Return name, size and modification time of a file or of a folder's entries, as a key for caches of their content."""
+    local = Path(path)
+    files = sorted(local.iterdir()) if local.is_dir() else [local] if local.is_file() else []
+    return tuple((file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])

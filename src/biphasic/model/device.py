@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 # TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16 and in fp32 without tensor cores, which is
-# PyTorch's default. The first name that a device's name contains counts, so the longer names come first.
+# PyTorch's default. The first pattern that a device's name contains counts, so the longer names come first.
 #
 # Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. Hopper: the
 # H100, H200, GH200 and H800 data sheets (an NVL card has 1,671, a PCIe card 1,513, SXM 1,979, with sparsity). Blackwell: the
@@ -13,47 +15,39 @@ import torch
 # 5,000 with sparsity, and 80). RTX PRO 6000: 4 times its fp32 rate (126; Server Edition 120, Max-Q 110), where GeForce cards
 # of the same generation have 2 times. RTX 6000 Ada: 1,457 in fp8 with sparsity, and 91.1 in fp32. An AMD MI250X has half of
 # its data sheet's, because a device is one of its two dies.
-_PEAKS = (
-    ("H200 NVL", 835.5, 60.0),
-    ("H200", 989.4, 66.9),
-    ("H100 PCIe", 756.0, 51.2),
-    ("H100 NVL", 835.5, 60.0),
-    ("H100", 989.4, 66.9),
-    ("GH200", 989.4, 66.9),
-    ("H800 PCIe", 756.0, 51.2),
-    ("H800", 989.4, 66.9),
-    ("GB300", 2500.0, 80.0),
-    ("B300", 2250.0, 75.0),
-    ("GB200", 2500.0, 80.0),
-    ("B200", 2250.0, 75.0),
-    ("A100", 312.0, 19.5),
-    ("A800", 312.0, 19.5),
-    ("A10G", 70.0, 35.0),
-    ("A10", 125.0, 31.2),
-    ("L40S", 362.0, 91.6),
-    ("L40", 181.0, 90.5),
-    ("L4", 121.0, 30.3),
-    ("RTX PRO 6000 Blackwell Server", 480.0, 120.0),
-    ("RTX PRO 6000 Blackwell Max-Q", 440.0, 110.0),
-    ("RTX PRO 6000 Blackwell", 503.8, 126.0),
-    ("RTX 6000 Ada", 364.2, 91.1),
-    ("RTX 5090", 209.5, 104.8),
-    ("RTX 4090", 165.2, 82.6),
-    ("RTX 3090", 71.0, 35.6),
-    ("RTX A6000", 154.8, 38.7),
-    ("MI300X", 1307.4, 163.4),
-    ("MI250X", 191.5, 47.9),
-)
+_PEAKS = {
+    "H200 NVL|H100 NVL": (835.5, 60.0),
+    "H100 PCIe|H800 PCIe": (756.0, 51.2),
+    "H200|H100|H800": (989.4, 66.9),
+    "GB300": (2500.0, 80.0),
+    "B300": (2250.0, 75.0),
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "A100|A800": (312.0, 19.5),
+    "A10G": (70.0, 35.0),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+    "RTX PRO 6000 Blackwell Server": (480.0, 120.0),
+    "RTX PRO 6000 Blackwell Max-Q": (440.0, 110.0),
+    "RTX PRO 6000 Blackwell": (503.8, 126.0),
+    "RTX 6000 Ada": (364.2, 91.1),
+    "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "RTX A6000": (154.8, 38.7),
+    "MI300X": (1307.4, 163.4),
+    "MI250X": (191.5, 47.9),
+}
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a GPU; None for an unknown one.
+    """Return the peak FLOP/s of a GPU, by its name from `torch.cuda.get_device_name`, with operands of the given dtype.
 
-    Args:
-        name: device name from `torch.cuda.get_device_name`.
-        dtype: dtype of the operands.
+    None for an unknown GPU.
     """
-    for known, half, single in _PEAKS:
-        if known.lower() in name.lower():
+    for pattern, (half, single) in _PEAKS.items():
+        if re.search(pattern, name, re.IGNORECASE):
             return 1e12 * (single if dtype == torch.float32 else half)
     return None

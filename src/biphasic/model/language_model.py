@@ -1,17 +1,24 @@
-"""Define the language model: a backbone with a head, which computes the loss of tokens, causal or bidirectional."""
+"""Define the language model: a backbone with a head, which computes the loss of tokens, causal or bidirectional.
+
+Imports torch and transformers only, so that benchmarks/gpu.py runs without other packages.
+"""
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from biphasic.config.architecture import Architecture
+from biphasic.model import attention
 from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_sum
 from biphasic.model.segments import Segments
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class LanguageModel(nn.Module):
@@ -62,9 +69,7 @@ class LanguageModel(nn.Module):
 
     def architecture(self) -> Architecture:
         """Return the model's dimensions, from which FLOPs and bytes are computed."""
-        tied = self.lm_head.weight is self.backbone.get_input_embeddings().weight  # pyright: ignore[reportCallIssue]
-        size = Architecture.from_hf_config(self.config)
-        return replace(size, vocab_size=self.lm_head.weight.shape[0], tied=tied)
+        return Architecture.from_hf_config(self.config)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         """Return whether FSDP wraps a module separately: true for decoder layers. Composer calls this."""
@@ -84,3 +89,49 @@ class LanguageModel(nn.Module):
         if tied:
             self.lm_head.weight = embedding.weight
         embedding.num_embeddings = self.lm_head.out_features = self.config.vocab_size = vocab_size
+
+
+def llama_config(size: Architecture, positions: int, **settings: float) -> PretrainedConfig:
+    """Build the Hugging Face configuration of a Llama with these dimensions, for rows of up to `positions` tokens.
+
+    `settings` replace the defaults of `rms_norm_eps`, `rope_theta` and `initializer_range`.
+    """
+    from transformers import LlamaConfig
+
+    values: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "initializer_range": 0.02, **settings}
+    # transformers gives the padding token's embedding no gradient, and initializes it with zeros (see `LanguageModel`).
+    values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    return LlamaConfig(
+        vocab_size=size.vocab_size,
+        hidden_size=size.hidden,
+        intermediate_size=size.ffn,
+        num_hidden_layers=size.layers,
+        num_attention_heads=size.heads,
+        num_key_value_heads=size.kv_heads,
+        head_dim=size.head_dim,
+        max_position_embeddings=positions,
+        tie_word_embeddings=size.tied,
+        **values,
+    )
+
+
+def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = None) -> LanguageModel:
+    """Build a network with new weights in fp32, drawn from a normal distribution with std `initializer_range`.
+
+    Args:
+        hf_config: configuration of the backbone.
+        seed: random seed for the weights. Different device types draw different weights from it.
+        device: device to draw the weights on. Default: CPU. `meta` allocates no weights.
+    """
+    attention.register()
+    from transformers import AutoModel
+
+    forked = [torch.cuda.current_device()] if device == "cuda" else []
+    with torch.random.fork_rng(devices=forked), torch.device(device) if device else nullcontext():
+        torch.manual_seed(seed)
+        backbone = AutoModel.from_config(hf_config, attn_implementation=attention.ATTENTION_NAME, dtype=torch.float32)
+        lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=False)
+        nn.init.normal_(lm_head.weight, std=hf_config.initializer_range)
+    if hf_config.tie_word_embeddings:
+        lm_head.weight = backbone.get_input_embeddings().weight
+    return LanguageModel(backbone, lm_head)
