@@ -139,7 +139,7 @@ def test_sentence_transformers(name: str, model: LanguageModel, tokenizer: Token
     embeddings = encoder.encode(texts, convert_to_tensor=True)
     assert (embeddings - expected).abs().max() <= (OTHERS if name in FAMILIES else HIDDEN)
     loaded = load_encoder(str(out))
-    assert (loaded.prompts["query"], loaded.max_length) == ("w1 ", 9)
+    assert (loaded.text_tokenizer.settings.prompts["query"], loaded.text_tokenizer.max_length) == ("w1 ", 9)
     torch.testing.assert_close(loaded.embed(ids), expected, atol=1e-5, rtol=1e-4)
 
 

@@ -166,15 +166,15 @@ def test_flex_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.Monk
     torch._dynamo.reset()
     counter, compile_ = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend=counter))
-    flex._compiled.cache_clear()
+    flex.compiled_flex_attention.cache_clear()
     generator, frames = torch.Generator().manual_seed(0), list[int]()
     for tokens in range(300, 1500, 100):
         segments = Segments.of((tokens - 40, 40), torch.device("cpu"))
         query, key, value = (torch.randn((1, heads, tokens, 16), generator=generator) for heads in (4, 2, 2))
-        output = flex._compiled()(query, key, value, None, flex.block_mask(segments, True, 0), 0.25, True)
+        output = flex.compiled_flex_attention()(query, key, value, None, flex.block_mask(segments, True, 0), 0.25, True)
         assert output.shape == query.shape
         frames.append(counter.frame_count)
-    flex._compiled.cache_clear()
+    flex.compiled_flex_attention.cache_clear()
     assert len(frames) == 12 and set(frames) == {frames[0]}
 
 

@@ -13,17 +13,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.flex import block_mask, flex
+from biphasic.model.flex import block_mask, compiled_flex_attention, softcapped
 from biphasic.model.kernels import GQA_OPTIONS, avoid_plans, head_dim
 from biphasic.model.segments import Segments, visibility_mask
 
 ATTENTION_NAME = "biphasic"
-BACKENDS = ("varlen", "flash2", "flex", "sdpa")
-"""`varlen`: PyTorch's variable-length kernels (cuDNN, FlashAttention 2; FlashAttention 3 or 4 where one is installed).
-`flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention of segments of similar length."""
 
 
 class NotPackedError(ValueError):
@@ -178,11 +176,10 @@ class AttentionOptions(NamedTuple):
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    q, k, v = _flat(query, key, value)
     # cuDNN's causal kernels require the same tensor object for queries and keys.
     cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     output = varlen_attn(
-        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        *_flat(query, key, value), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         scale=options.scale, window_size=options.window_size, **GQA_OPTIONS,
     )  # fmt: skip
     assert isinstance(output, Tensor)
@@ -192,10 +189,9 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, optio
 def _flash2(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
-    q, k, v = _flat(query, key, value)
     max_seqlen = segments.max_seqlen
     return flash_attn_varlen_func(
-        q, k, v, cu_seqlens_q=segments.cu_seqlens,
+        *_flat(query, key, value), cu_seqlens_q=segments.cu_seqlens,
         # Another tensor object, because passing the same one twice breaks a compiled layer's graph (flash-attn 2.8).
         cu_seqlens_k=segments.cu_seqlens.view(-1), max_seqlen_q=max_seqlen, max_seqlen_k=max_seqlen,
         dropout_p=options.dropout, softmax_scale=options.scale, causal=options.causal, window_size=options.window_size,
@@ -213,7 +209,12 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
     mask = segments.block_masks.get(options.window)
     if mask is None:
         mask = segments.block_masks[options.window] = block_mask(segments, options.causal, options.window)
-    return flex(query, key, value, mask, options.scale, options.softcap).transpose(1, 2)
+    # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
+    call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else compiled_flex_attention()
+    score_mod = None if options.softcap is None else softcapped(options.softcap)
+    output = call(query, key, value, score_mod, mask, options.scale, query.shape[1] != key.shape[1])
+    assert isinstance(output, Tensor)
+    return output.transpose(1, 2)
 
 
 # Not compiled, because it would be recompiled for every batch: segment lengths differ.
@@ -270,6 +271,10 @@ def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, op
     return F.dropout(weights, options.dropout) @ value
 
 
-BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = dict(zip(BACKENDS, (_varlen, _flash2, _flex, _sdpa), strict=True))
-"""The function of each backend. It takes query, key and value ([1, heads or kv_heads, tokens, head_dim]), `Segments` and
-`AttentionOptions`, and returns [1, tokens, heads, head_dim]."""
+BACKEND_FUNCTIONS: dict[str, Callable[..., Any]] = {"varlen": _varlen, "flash2": _flash2, "flex": _flex, "sdpa": _sdpa}
+"""`varlen`: PyTorch's variable-length kernels (cuDNN, FlashAttention 2; FlashAttention 3 or 4 where one is installed).
+`flash2`: the flash-attn package. `flex`: FlexAttention. `sdpa`: dense attention of segments of similar length.
+
+Each takes query, key and value as `attention` does, `Segments` and `AttentionOptions`, and returns [1, tokens, heads,
+head_dim]."""
+BACKENDS = tuple(BACKEND_FUNCTIONS)

@@ -51,7 +51,7 @@ def build_language_model(
             `rope_theta` can't be changed, or `vocabulary` is larger than a new model's `vocab_size`.
     """
     if config.init_from is not None:
-        model = _load(
+        model = load_language_model(
             config.init_from, config.trust_remote_code, None, config.rope_theta, config.max_position_embeddings
         )
         positions = getattr(model.config, "max_position_embeddings", None)
@@ -80,7 +80,13 @@ def build_language_model(
     return from_hf_config(hf_config, seed, "meta" if on_meta else None)
 
 
-def load_language_model(path: str, trust_remote_code: bool = False, revision: str | None = None) -> LanguageModel:
+def load_language_model(
+    path: str,
+    trust_remote_code: bool = False,
+    revision: str | None = None,
+    rope_theta: float | None = None,
+    max_position_embeddings: int | None = None,
+) -> LanguageModel:
     """Load a backbone with its language-model head, on the CPU in fp32.
 
     Args:
@@ -88,21 +94,13 @@ def load_language_model(path: str, trust_remote_code: bool = False, revision: st
             folder, or a hub id.
         trust_remote_code: allow the model to run its own Python files.
         revision: branch, tag or commit of a hub id.
+        rope_theta: base of the rotary positions. Default: the model's own.
+        max_position_embeddings: number of positions that the model is for. Default: the model's own.
 
     Raises:
-        UserError: the model can't be loaded or used.
+        UserError: the model can't be loaded or used, or its positions have a scaling or several bases, which one
+            `rope_theta` can't replace.
     """
-    return _load(path, trust_remote_code, revision)
-
-
-def _load(
-    path: str,
-    trust_remote_code: bool,
-    revision: str | None,
-    rope_theta: float | None = None,
-    max_position_embeddings: int | None = None,
-) -> LanguageModel:
-    """Load a model as `load_language_model` does, with other positions than its configuration's if they are given."""
     if is_checkpoint(path):
         hf_config = hf_config_from_json(read_record(path)["backbone"])
         _set_positions(path, hf_config, rope_theta, max_position_embeddings)
@@ -131,11 +129,6 @@ def _load(
 
 
 def _set_positions(path: str, hf_config: Any, rope_theta: float | None, max_position_embeddings: int | None) -> None:
-    """Change the positions in a loaded model's configuration, to train it on longer rows. None keeps the model's own.
-
-    Raises:
-        UserError: the model's rotary positions have a scaling or several bases, which one `rope_theta` can't replace.
-    """
     if max_position_embeddings is not None:
         hf_config.max_position_embeddings = max_position_embeddings
     if rope_theta is None:
@@ -172,8 +165,8 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
         reason = reason.replace("no such folder", "no such checkpoint or folder")
         raise UserError(f"model {path}: can't be loaded ({reason})")
     try:
-        content = _config_content(path, revision)
-        if not _is_decoder_export(content):
+        content = config_content(path, revision)
+        if not is_decoder_export(content):
             if trust_remote_code and (own := content.get("auto_map")):
                 _log_own_code(path, ", ".join(sorted(map(str, own.values()))))
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -191,21 +184,15 @@ def _log_own_code(path: str, classes: str) -> None:
     _log.warning("model %s: runs its own Python code (%s), since trust_remote_code is true", path, classes)
 
 
-def is_decoder_export(path: str, revision: str | None = None) -> bool:
-    """Return whether a folder or hub id is an export of a decoder family.
-
-    Packed attention makes such a network bidirectional without running the code in the folder.
-    """
-    return _is_decoder_export(_config_content(path, revision))
-
-
-def _config_content(path: str, revision: str | None) -> dict[str, Any]:
+def config_content(path: str, revision: str | None = None) -> dict[str, Any]:
+    """Return the content of a folder's or hub id's config.json."""
     from transformers import PretrainedConfig
 
     return PretrainedConfig.get_config_dict(path, revision=revision)[0]
 
 
-def _is_decoder_export(content: dict[str, Any]) -> bool:
+def is_decoder_export(content: dict[str, Any]) -> bool:
+    """Return whether a config.json is of an export of a decoder family, whose code in the folder isn't needed here."""
     # Both are checked, because other models may have a model type with this prefix too.
     code = str((content.get("auto_map") or {}).get("AutoConfig"))
     return str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)

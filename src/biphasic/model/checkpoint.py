@@ -52,7 +52,7 @@ def read_record(path: str) -> dict[str, Any]:
     Raises:
         UserError: the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
     """
-    _require_checkpoint(path)
+    require_safe_checkpoint(path)
     with _reported_errors(path):
         return json.loads(_read_state(Path(path), {"state.callbacks"})["callbacks"]["RunRecord"]["record"])
 
@@ -70,7 +70,7 @@ def read_weights(path: str, names: Iterable[str] | None = None) -> dict[str, Ten
         UserError: as `read_record`.
     """
     if names is None:
-        _require_checkpoint(path)
+        require_safe_checkpoint(path)
         keys = {"state.model"}
     else:
         names = list(names)
@@ -91,7 +91,7 @@ def weight_shapes(path: str) -> dict[str, Tensor]:
         return {name: torch.empty_like(weight, device="meta") for name, weight in read_weights(path).items()}
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    _require_checkpoint(path)
+    require_safe_checkpoint(path)
     with _reported_errors(path):
         prefix = f"{_SHARDED_PREFIX}{_PREFIX}"
         shapes = {
@@ -111,8 +111,10 @@ def require_safe_checkpoint(path: str) -> None:
     whose index and small values are pickles.
 
     Raises:
-        UserError: the checkpoint contains other objects, or can't be read.
+        UserError: the checkpoint is missing, contains other objects, or can't be read.
     """
+    if not is_checkpoint(path):
+        raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
     local = Path(path)
     try:
         names = _sharded_globals(local) if local.is_dir() else _unsafe_globals(local)
@@ -122,12 +124,6 @@ def require_safe_checkpoint(path: str) -> None:
         raise UserError(
             f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"
         )
-
-
-def _require_checkpoint(path: str) -> None:
-    if not is_checkpoint(path):
-        raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
-    require_safe_checkpoint(path)
 
 
 @contextmanager

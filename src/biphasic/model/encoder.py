@@ -16,6 +16,7 @@ from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model import attention
 from biphasic.model.backbone import (
+    config_content,
     is_decoder_export,
     load_hf_config,
     load_language_model,
@@ -43,7 +44,6 @@ class TextTokenizer:
     """Converts texts to token ids for an encoder, with its special tokens.
 
     Attributes:
-        tokenizer: splits a text into tokens.
         max_length: maximum number of tokens of the encoder, including special tokens.
         settings: the model's sentence-transformers settings.
         prefix: special tokens before a text, such as BERT's [CLS]; none for models trained by Biphasic.
@@ -95,8 +95,6 @@ class Encoder:
     """A bidirectional network and its tokenizer.
 
     Attributes:
-        backbone: the network.
-        text_tokenizer: converts texts to token ids.
         is_own_family: whether the network is of an encoder family (BERT) or has code of its own. Exports then keep its
             format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
         pooling: pooling of hidden states. Default: that of the model's files, or the mean, as in Biphasic's fine-tuning.
@@ -175,6 +173,8 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
     if is_checkpoint(path):
         run = yaml.safe_load(read_record(path)["config"])
         return TextTokenizer(load_tokenizer(run["tokenizer"]), run["data"]["sequence_length"])
+    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
+
     config = load_hf_config(path, revision, trust_remote_code)
     positions: int = config.max_position_embeddings
     tokenizer = load_tokenizer(path, revision)
@@ -182,17 +182,11 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
     # The configuration may include reserved positions (RoBERTa); the tokenizer's limit, if there is one, doesn't.
     limit = int(tokenizer.settings.get("model_max_length") or positions)
     if limit >= positions:
-        limit = positions - _reserved_positions(config)
+        limit = positions
+        if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
+            with torch.device("meta"):
+                limit -= reserved_positions(AutoModel.from_config(config))
     return TextTokenizer(tokenizer, settings.max_length or limit, settings, *tokenizer.prefix_and_suffix())
-
-
-def _reserved_positions(config: Any) -> int:
-    from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
-
-    if type(config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        return 0
-    with torch.device("meta"):
-        return reserved_positions(AutoModel.from_config(config))
 
 
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
@@ -212,9 +206,9 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
     config = load_hf_config(path, revision, trust_remote_code)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
-    is_own_family = False
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
-    if is_decoder_export(path, revision) or (config.model_type == "eurobert" and not own_code):
+    is_own_family = False
+    if is_decoder_export(config_content(path, revision)) or (config.model_type == "eurobert" and not own_code):
         options = {"revision": revision, "attn_implementation": attention.ATTENTION_NAME}
         backbone = load_network(AutoModel, path, config, **options)
         backbone.get_input_embeddings().padding_idx = None  # as in `LanguageModel`

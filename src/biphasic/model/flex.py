@@ -59,7 +59,9 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @functools.cache
-def _softcapped(softcap: float) -> Callable[..., Tensor]:
+def softcapped(softcap: float) -> Callable[..., Tensor]:
+    """Return the function that bounds FlexAttention's scores by tanh. One function a value, so that it compiles once."""
+
     def score_mod(score: Tensor, *_: Any) -> Tensor:
         return softcap * torch.tanh(score / softcap)
 
@@ -67,16 +69,7 @@ def _softcapped(softcap: float) -> Callable[..., Tensor]:
 
 
 @functools.cache
-def _compiled() -> Callable[..., Any]:
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Return FlexAttention compiled for any number of tokens."""
     # With static shapes, the form without a kernel would run after eight token counts, and keep all scores in memory.
     return torch.compile(flex_attention, dynamic=True)
-
-
-def flex(query: Tensor, key: Tensor, value: Tensor, mask: BlockMask, scale: float, softcap: float | None) -> Tensor:
-    """Compute attention under a block mask. Shapes and options are those of `biphasic.model.attention.attention`."""
-    # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
-    call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else _compiled()
-    score_mod = None if softcap is None else _softcapped(softcap)
-    output = call(query, key, value, score_mod, mask, scale, query.shape[1] != key.shape[1])
-    assert isinstance(output, Tensor)
-    return output

@@ -5,7 +5,8 @@ Neither changes parameter names or, apart from rounding, results.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -32,16 +33,9 @@ def compile_layers(backbone: Any) -> None:
         module.forward = torch.compile(module.forward, dynamic=False)
 
 
-class _RecomputedForward:
-    """A layer's forward function that, in training, stores only its inputs and is run again in the backward pass."""
-
-    def __init__(self, layer: nn.Module):
-        self.layer, self.forward = layer, layer.forward
-
-    def __call__(self, *inputs: Any, **named: Any) -> Any:
-        if not self.layer.training:
-            return self.forward(*inputs, **named)
-        return checkpoint(self.forward, *inputs, use_reentrant=False, **named)
+def _recomputed_forward(layer: nn.Module, forward: Callable[..., Any], *inputs: Any, **named: Any) -> Any:
+    """Run a layer's forward function. In training, store only its inputs, and run it again in the backward pass."""
+    return checkpoint(forward, *inputs, use_reentrant=False, **named) if layer.training else forward(*inputs, **named)
 
 
 def recompute_layers(backbone: Any, indices: Iterable[int]) -> None:
@@ -51,9 +45,10 @@ def recompute_layers(backbone: Any, indices: Iterable[int]) -> None:
     gradient checkpointing would be compiled with the layer, and each recomputed layer would need its own compilation.
     """
     for index in indices:
-        backbone.layers[index].forward = _RecomputedForward(backbone.layers[index])
+        layer = backbone.layers[index]
+        layer.forward = functools.partial(_recomputed_forward, layer, layer.forward)
 
 
 def recomputed_layers(backbone: Any) -> int:
     """Return the number of layers that are recomputed in the backward pass."""
-    return sum(isinstance(layer.forward, _RecomputedForward) for layer in backbone.layers)
+    return sum(getattr(layer.forward, "func", None) is _recomputed_forward for layer in backbone.layers)

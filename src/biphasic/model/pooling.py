@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +18,6 @@ from biphasic.config.evaluate import PoolingMode
 from biphasic.errors import UserError
 from biphasic.model.segments import Segments
 from biphasic.storage import first_line
-
-_ROLES = ("query", "document")
-"""Roles for which sentence-transformers gives every model a prompt, empty by default."""
 
 
 def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
@@ -84,7 +82,6 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
     Raises:
         UserError: a file is missing or damaged, the files are inconsistent, or a setting isn't supported.
     """
-
     read = functools.partial(_json, path, revision)
     content, transformer = read("config_sentence_transformers.json") or {}, read("sentence_bert_config.json") or {}
     prompts = {name: text for name, text in (content.get("prompts") or {}).items() if text is not None}
@@ -92,16 +89,11 @@ def read_sentence_settings(path: str, revision: str | None = None) -> SentenceSe
     if similarity not in ("cosine", "dot"):
         raise UserError(f"model {path}: compares embeddings by {similarity}; only cosine and dot are supported")
     default = content.get("default_prompt_name")
-    if default not in (None, *_ROLES, *prompts):
+    # sentence-transformers gives every model prompts for queries and documents, empty by default.
+    if default not in (None, "query", "document", *prompts):
         raise UserError(f"model {path}: names {default!r} as its default prompt, but has none of that name")
-    return SentenceSettings(
-        prompts=prompts,
-        default_prompt=default,
-        max_length=transformer.get("max_seq_length"),
-        lowercase=bool(transformer.get("do_lower_case")),
-        pooling=_pooling(path, read, prompts),
-        similarity=similarity,
-    )
+    max_length, lowercase = transformer.get("max_seq_length"), bool(transformer.get("do_lower_case"))
+    return SentenceSettings(prompts, default, max_length, lowercase, _pooling(path, read, prompts), similarity)
 
 
 def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> Pooling | None:
@@ -109,8 +101,7 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
     if modules is None:
         return None
     kinds = [str(module.get("type")).rpartition(".")[2] for module in modules]
-    others = [kind for kind in kinds if kind not in ("Transformer", "Pooling", "Normalize")]
-    if others or kinds[:2] != ["Transformer", "Pooling"] or modules[0].get("path"):
+    if kinds[:2] != ["Transformer", "Pooling"] or set(kinds[2:]) - {"Normalize"} or modules[0].get("path"):
         raise UserError(
             f"model {path}: its modules.json has {', '.join(kinds)}; supported are a Transformer in the folder itself, "
             "then Pooling, then at most Normalize"
@@ -120,17 +111,16 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
     if content is None:
         raise UserError(f"model {path}: its modules.json names {name}, which is missing: copy the complete folder")
     # Before version 6, each mode had a flag, such as pooling_mode_cls_token and pooling_mode_mean_tokens.
-    flags = [key.removeprefix("pooling_mode_") for key, on in content.items() if key.startswith("pooling_mode_") and on]
-    named = content.get("pooling_mode") or [flag.removesuffix("_tokens").removesuffix("_token") for flag in flags]
-    modes = [named] if isinstance(named, str) else list(named)
-    known: dict[str, PoolingMode] = {mode: mode for mode in get_args(PoolingMode)}
+    flags = [re.fullmatch(r"pooling_mode_(\w+?)(_tokens?)?", key) for key, on in content.items() if on]
+    named = content.get("pooling_mode") or [flag[1] for flag in flags if flag]
+    modes, known = [named] if isinstance(named, str) else list(named), get_args(PoolingMode)
     if len(modes) != 1 or modes[0] not in known:
         raise UserError(
             f"model {path}: {name} pools by {' and '.join(modes) or 'nothing'}; expected one of {', '.join(known)}"
         )
     if content.get("include_prompt") is False and any(prompts.values()):
         raise UserError(f"model {path}: {name} leaves prompts out of the pooling, which isn't supported")
-    return Pooling(known[modes[0]], "Normalize" in kinds)
+    return Pooling(modes[0], "Normalize" in kinds)
 
 
 def _json(path: str, revision: str | None, name: str) -> Any:
