@@ -15,20 +15,9 @@ from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model import attention
-from biphasic.model.backbone import (
-    config_content,
-    is_decoder_export,
-    load_hf_config,
-    load_language_model,
-    load_network,
-)
+from biphasic.model.backbone import config_content, is_decoder_export, load_hf_config, load_language_model, load_network
 from biphasic.model.checkpoint import is_checkpoint, read_record
-from biphasic.model.forward import (
-    packed_encoder_forward,
-    packed_forward,
-    padded_forward,
-    reserved_positions,
-)
+from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward, reserved_positions
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments

@@ -52,10 +52,7 @@ def select_kernels(hf_config: Any, requested: str = "auto") -> str:
 
     Args:
         hf_config: the backbone's Hugging Face configuration.
-        requested: `auto`, or a key of `KERNELS`.
-
-    Returns:
-        Name of the kernels that ran.
+        requested: `auto`, or a key of `KERNELS`. The name of the kernels that ran is returned.
 
     Raises:
         UserError: the requested kernels can't be used, or with `auto` none can.

@@ -50,7 +50,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             part, part_targets = hidden[start : start + chunk].to(dtype), targets[start : start + chunk, None]
             logits = part @ cast.T
             if grad_hidden is None or grad_weight is None:
-                total += _loss(logits, part_targets, softcap)
+                total -= _softcapped(logits, softcap).log_softmax(1).gather(1, part_targets).sum()
                 continue
             loss, grad = loss_and_gradient(logits, part_targets, softcap)
             del logits
@@ -87,10 +87,6 @@ def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     """Return a chunk's logits in fp32, softcapped in place if they are fp32 already."""
     logits = logits.float()
     return logits if softcap is None else logits.div_(softcap).tanh_().mul_(softcap)
-
-
-def _loss(logits: Tensor, targets: Tensor, softcap: float | None) -> Tensor:
-    return -_softcapped(logits, softcap).log_softmax(1).gather(1, targets).sum()
 
 
 def _loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:

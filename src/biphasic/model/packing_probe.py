@@ -24,17 +24,15 @@ when other tokens change."""
 
 @torch.no_grad()
 def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
-    """Check on two short segments, causal and bidirectional, which hidden states change with one token.
+    """Return why a backbone can't compute packed segments, for an error message; None if there is no problem.
 
-    This detects families whose layers don't call the registered attention function, leak between segments, or can't be made
-    causal or bidirectional (convolutions, state spaces).
+    Two short segments, causal and bidirectional, show which hidden states change with one token. This detects families whose
+    layers don't call the registered attention function, leak between segments, or can't be made causal or bidirectional
+    (convolutions, state spaces).
 
     Args:
         backbone: a Hugging Face base model, in evaluation mode, whose attention is `biphasic`.
         decoder: whether the family's own forward is causal. If so, its hidden states are compared too, segment by segment.
-
-    Returns:
-        A description of the problem, for an error message; None if there is no problem.
     """
     vocabulary = _vocabulary(backbone)
     tokens = torch.arange(1, 2 * _LENGTH + 1) * 7 % vocabulary
@@ -99,13 +97,10 @@ def switch_to_packed_attention(encoder: Any) -> bool:
     """Let an encoder of transformers (BERT) attend to packed segments, if its family's attention can be replaced.
 
     Its packed hidden states are compared with its own padded ones, of texts that are longer than its sliding window. If they
-    differ, the encoder keeps its own attention.
+    differ, the encoder keeps its own attention, and False is returned.
 
     Args:
         encoder: a Hugging Face encoder without pooler, in evaluation mode, on the CPU in fp32.
-
-    Returns:
-        Whether the encoder now takes packed segments, with `packed_encoder_forward`.
     """
     own_attention = encoder.config._attn_implementation
     try:

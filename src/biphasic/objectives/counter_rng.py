@@ -14,13 +14,11 @@ from torch import Tensor
 BITS = 32
 """Number of bits in each random integer."""
 _GOLDEN = 0x9E3779B97F4A7C15
-_FACTORS = (0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-_WORD = 1 << 64
 
 
 def _signed(number: int) -> int:
-    number %= _WORD
-    return number - _WORD if number >= _WORD // 2 else number
+    """Return the number modulo 2**64, as an int64."""
+    return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
 def _shift(x: Tensor, by: int) -> Tensor:
@@ -29,8 +27,8 @@ def _shift(x: Tensor, by: int) -> Tensor:
 
 
 def _mix(x: Tensor) -> Tensor:
-    x = (x ^ _shift(x, 30)) * _signed(_FACTORS[0])
-    x = (x ^ _shift(x, 27)) * _signed(_FACTORS[1])
+    x = (x ^ _shift(x, 30)) * _signed(0xBF58476D1CE4E5B9)
+    x = (x ^ _shift(x, 27)) * _signed(0x94D049BB133111EB)
     return x ^ _shift(x, 31)
 
 
