@@ -116,14 +116,9 @@ def attention_arguments(
 
 
 def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dtype, training: bool) -> str:
-    """Return the requested backend, or with `auto` the first available one that supports the model's options.
+    """Return the requested one of `BACKENDS`, or with `auto` the first available one that supports the model's options.
 
-    Args:
-        hf_config: the backbone's Hugging Face configuration.
-        requested: `auto`, or one of `BACKENDS`.
-        device: device type of the tokens.
-        dtype: dtype of queries, keys and values.
-        training: whether the backbone is in training mode, in which it drops attention weights.
+    `device` and `dtype` are those of `attention_arguments`. In training mode, the model drops attention weights.
     """
     if requested != "auto":
         return requested

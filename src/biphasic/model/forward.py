@@ -46,7 +46,7 @@ def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> 
         encoder: a Hugging Face encoder (BERT, RoBERTa, ModernBERT) for which
             `biphasic.model.packing_probe.switch_to_packed_attention` returned true.
         tokens: int64 [tokens].
-        segments: segments of the tokens. Tokens attend within a segment, and positions restart at each segment.
+        segments: as in `packed_forward`.
     """
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(encoder.parameters()).dtype

@@ -48,11 +48,12 @@ def select_kernels(hf_config: Any, requested: str = "auto") -> str:
     """Let PyTorch's variable-length attention use the requested kernels, for training on packed rows of fixed length.
 
     Kernels are first tried on a small forward and backward pass, because packages may be broken, and some kernels are
-    generated only when they are first used. With `auto`, those that fail are skipped with a warning.
+    generated only when they are first used. With `auto`, those that fail are skipped with a warning. Returns the name of the
+    kernels that ran.
 
     Args:
         hf_config: the backbone's Hugging Face configuration.
-        requested: `auto`, or a key of `KERNELS`. The name of the kernels that ran is returned.
+        requested: `auto`, or a key of `KERNELS`.
 
     Raises:
         UserError: the requested kernels can't be used, or with `auto` none can.

@@ -99,7 +99,7 @@ def llama_config(size: Architecture, positions: int, **settings: float) -> Pretr
     from transformers import LlamaConfig
 
     values: dict[str, Any] = {"rms_norm_eps": 1e-5, "rope_theta": 10_000.0, "initializer_range": 0.02, **settings}
-    # transformers gives the padding token's embedding no gradient, and initializes it with zeros (see `LanguageModel`).
+    # transformers initializes the padding token's embedding with zeros.
     values |= dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
     return LlamaConfig(
         vocab_size=size.vocab_size,
