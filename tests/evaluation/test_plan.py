@@ -23,7 +23,7 @@ def test_tasks_by_name(tmp_path: Path) -> None:
     assert job_plan.lines["tasks"] == "3: MSMARCO, NQ, MultiLongDocRetrieval"
     assert job_plan.lines["documents"] == "complete corpora and judged documents"
     [problem] = plan_of("quick", f"model.path={tmp_path}", "benchmarks=[]", "tasks=[MSMARKO]").problems
-    assert problem.startswith("tasks: mteb has none of this name: ")
+    assert problem.startswith("tasks: mteb has no task of this name: ")
 
 
 def test_what_is_missing() -> None:

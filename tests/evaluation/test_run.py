@@ -312,16 +312,16 @@ def test_bad_input_is_refused_in_one_line(
     tokenizer["model"]["vocab"] |= {f"more{at}": WORDS + at for at in range(40)}
     (wrong / "tokenizer.json").write_text(json.dumps(tokenizer))
     for changes, message in (
-        ({"tasks": ["MSMARC"]}, r"tasks: mteb has none of this name: .*MSMARCO"),
-        ({"benchmarks": ["NanoBIER"]}, r"benchmarks: mteb has none of this name: .*NanoBEIR"),
-        ({"tasks": ["NQ"], "splits": {"NQ": ["train"]}}, r"splits\.NQ: train is none of test"),
+        ({"tasks": ["MSMARC"]}, r"tasks: mteb has no task of this name: .*MSMARCO"),
+        ({"benchmarks": ["NanoBIER"]}, r"benchmarks: mteb has no benchmark of this name: .*NanoBEIR"),
+        ({"tasks": ["NQ"], "splits": {"NQ": ["train"]}}, r"splits\.NQ: train is not one of test"),
         (
             {"benchmarks": ["NanoBEIR"], "splits": {"NanoNQRetrieval": ["test"]}},
-            r"splits\.NanoNQRetrieval: test is none of train",
+            r"splits\.NanoNQRetrieval: test is not one of train",
         ),
         (
             {"tasks": ["MultiLongDocRetrieval"], "subsets": {"MultiLongDocRetrieval": ["eng"]}},
-            "eng is none of ar, de, en",
+            "eng is not one of ar, de, en",
         ),
         ({"tasks": ["NQ"], "mirror": str(tmp_path)}, r"mirror .*: has no mteb/nq; download it .* hf download"),
         ({"sets": ["nowhere"]}, r"sets: nowhere: there is no such folder"),

@@ -255,7 +255,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "qrels for an unknown query": (
         broken(qrels=judged(("q8", "d1", 1))),
-        r"my-set: 1 judgments name queries that.* q8$",
+        r"my-set: 1 judged queries are missing.* q8$",
     ),
     "document twice": (broken([*CORPUS, CORPUS[1]]), r"my-set: the corpus has an id twice, e\.g\. d2$"),
     "query twice": (broken(queries=[*QUERIES, QUERIES[0]]), r"my-set: the queries have an id twice, e\.g\. q1$"),

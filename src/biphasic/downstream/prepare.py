@@ -90,7 +90,7 @@ def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
         record = json.loads(store.read(TASK_RECORD))
         recorded = record["settings"]
     except (ValueError, LookupError, TypeError):
-        raise UserError(f"{path}/{TASK_RECORD} is no record of a task; choose another output") from None
+        raise UserError(f"{path}/{TASK_RECORD} is not a task's record; choose another output") from None
     if recorded != settings:
         keys = ", ".join(sorted(key for key in {*recorded, *settings} if recorded.get(key) != settings.get(key)))
         raise UserError(f"{path} was made with other settings ({keys} differ): remove it, or choose another output")

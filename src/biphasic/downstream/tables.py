@@ -40,7 +40,7 @@ class InvalidRow(Exception):
 
 
 class UnusedRow(Exception):
-    """A row without a fault that these splits don't use. Its argument is the reason (for counting)."""
+    """A row without a fault that these splits don't use. Its first argument is the reason (for counting)."""
 
 
 Rows = Iterable[TableRow | InvalidRow | UnusedRow]
@@ -80,10 +80,8 @@ class Table:
         for number, values in enumerate(rows, start=1):
             try:
                 yield from make(*values)
-            except InvalidRow as error:
-                yield InvalidRow(error.args[0], f"{self.source}, row {number}")
-            except UnusedRow as error:
-                yield error
+            except (InvalidRow, UnusedRow) as error:
+                yield type(error)(error.args[0], f"{self.source}, row {number}")
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""

@@ -53,7 +53,7 @@ class TaskFolder:
         """
         names = self.record.get("label_names")
         if not names:
-            raise UserError(f"{self.path}/{TASK_RECORD}: names no labels; make it again with `biphasic tasks`")
+            raise UserError(f"{self.path}/{TASK_RECORD}: has no label names; prepare it again with `biphasic tasks`")
         return list(names)
 
     def content_hash(self, table: str) -> str:

@@ -35,7 +35,7 @@ def plan_evaluation(config: EvaluateConfig) -> JobPlan:
             lines["read from"] = config.mirror or "the hub, unless they are folders of this machine"
     searched = {"full": "complete corpora", "judged": "judged documents"}
     lines["documents"] = " and ".join(searched[part] for part in config.documents)
-    lines["beside"] = ", ".join(config.baselines) or "no baselines"
+    lines["baselines"] = ", ".join(config.baselines) or "none"
     lines["cache"] = f"{config.cache}: embeddings, at most {format_bytes(config.cache_limit)}"
     lines["writes"] = f"{config.run_folder}: scores.md, scores.json, results/, records/"
     return job_plan

@@ -65,7 +65,7 @@ def retrieval_task(
             raise UserError(f"retrieval set {name}: the {part} is empty")
     _require_unique(name, "corpus has", corpus["id"])
     judged = {query for split in qrels.values() for query in split}
-    _require_none(name, "judgments name queries that aren't there", judged - queries.keys())
+    _require_none(name, "judged queries are missing", judged - queries.keys())
     _require_none(name, "queries have no judgments (qrels)", queries.keys() - judged)
     chosen, ids = {split: qrels[split] for split in only or qrels}, set(corpus["id"])
     graded = [

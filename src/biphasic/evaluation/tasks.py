@@ -55,7 +55,7 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     names = sorted({*tasks, *sets})
     for key in ("subsets", "splits"):
         if unknown := [name for name in getattr(config, key) if name not in names]:
-            raise UserError(f"{key}.{unknown[0]}: is none of the tasks ({', '.join(names)})")
+            raise UserError(f"{key}.{unknown[0]}: is not one of the tasks ({', '.join(names)})")
     if taken := [name for name in sets if name in tasks]:
         raise UserError(f"sets: {taken[0]} is the name of one of mteb's tasks: rename the folder")
     return [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()] + [
@@ -70,7 +70,7 @@ def _from_mteb(key: str, get: Callable[[str], Any], name: str) -> Any:
             return get(name)
     except KeyError as error:
         reason = str(error.args[0]).removeprefix("KeyError: ")
-        raise UserError(f"{key}: mteb has none of this name: {reason}") from None
+        raise UserError(f"{key}: mteb has no {key.removesuffix('s')} of this name: {reason}") from None
 
 
 def _choose(name: str, task: Any, config: EvaluateConfig) -> Any:
@@ -80,7 +80,7 @@ def _choose(name: str, task: Any, config: EvaluateConfig) -> Any:
         return task
     for key, chosen, known in (("subsets", subsets, task.hf_subsets), ("splits", splits, task.eval_splits)):
         if unknown := [value for value in chosen or () if value not in known]:
-            raise UserError(f"{key}.{name}: {unknown[0]} is none of {', '.join(known)}")
+            raise UserError(f"{key}.{name}: {unknown[0]} is not one of {', '.join(known)}")
     if isinstance(task, AbsTaskAggregate):
         raise UserError(f"{name}: is made of other tasks ({len(task.metadata.tasks)}): name these to choose among them")
     task = copy.copy(task)  # mteb's benchmarks keep their tasks
