@@ -116,7 +116,7 @@ def rank(node: int, number: int, **changes: Any) -> dict[str, Any]:
         ({"device": "A100, 42 GB"}, "node 2 (node2): device is A100, 42 GB, the others have H100, 85 GB"),
         ({"versions": "torch 2.6.0, CUDA 12.6"}, "node 2 (node2): versions is torch 2.6.0, CUDA 12.6, the others"),
         ({"clock": 1042.0}, "node 2 (node2): its clock differs from the others' by +42 s"),
-        ({"node_bandwidth": 20.0}, "node 2: its ranks all-reduce among themselves at 20 GB/s, the median node at 300"),
+        ({"node_bandwidth": 20.0}, "node 2 (node2): its ranks all-reduce among themselves at 20 GB/s, the median"),
         ({"faults": ["no bucket"]}, "node 2 (node2): no bucket"),
     ],
 )  # fmt: skip

@@ -7,9 +7,9 @@ import json
 import os
 import shutil
 import socket
+import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -104,10 +104,9 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
     facts["versions"] = f"torch {torch.__version__}, CUDA {cuda or 'none'}"
     facts["node_bandwidth"], facts["bandwidth"] = _bandwidths(on_gpu)
     if dist.get_local_rank() == 0 and isinstance(config, PretrainConfig):
-        checks: list[Callable[[PretrainConfig], str]] = [_bucket, _disk, _data]
-        for check in checks:
+        for name, check_node in (("bucket", _bucket), ("disk", _disk), ("data", _data)):
             try:
-                facts[check.__name__.lstrip("_")] = check(config)
+                facts[name] = check_node(config)
             except (UserError, OSError) as error:
                 facts["faults"].append(str(error) if isinstance(error, UserError) else first_line(error))
                 facts["unavailable"] += isinstance(error, Unavailable)
@@ -116,36 +115,35 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
 
 def find_faults(all_facts: list[RankFacts]) -> list[str]:
     """Return a line for each fault of a node, and for each difference between nodes."""
-    faults = [f"node {facts['node']} ({facts['host']}): {fault}" for facts in all_facts for fault in facts["faults"]]
-    for name in ("device", "versions"):
-        faults += _differing(all_facts, name)
-    median_clock = _median([facts["clock"] for facts in all_facts])
-    for facts in all_facts:
-        skew = facts["clock"] - median_clock
-        if abs(skew) > _MAX_CLOCK_SKEW:
-            faults.append(
-                f"node {facts['node']} ({facts['host']}): its clock differs from the others' by {skew:+.0f} s"
-            )
+    usual = {name: Counter(facts[name] for facts in all_facts).most_common(1)[0][0] for name in ("device", "versions")}
+    clock = statistics.median_high(facts["clock"] for facts in all_facts)
     bandwidths = {facts["node"]: facts["node_bandwidth"] for facts in all_facts if facts["node_bandwidth"]}
-    if len(bandwidths) > 1:
-        median = _median(list(bandwidths.values()))
-        for node, bandwidth in bandwidths.items():
-            if bandwidth < _MIN_BANDWIDTH_SHARE * median:
-                message = (
-                    f"its ranks all-reduce among themselves at {bandwidth:.3g} GB/s, the median node at {median:.3g}"
-                )
-                faults.append(f"node {node}: {message}")
+    bandwidth = statistics.median_high(bandwidths.values()) if bandwidths else 0.0
+    faults = []
+    for facts in all_facts:
+        messages = list(facts["faults"])
+        messages += [
+            f"{name} is {facts[name]}, the others have {value}" for name, value in usual.items() if facts[name] != value
+        ]
+        if abs(skew := facts["clock"] - clock) > _MAX_CLOCK_SKEW:
+            messages.append(f"its clock differs from the others' by {skew:+.0f} s")
+        own = bandwidths.get(facts["node"], bandwidth)  # one number a node, although each of its ranks has measured one
+        if own < _MIN_BANDWIDTH_SHARE * bandwidth:
+            messages.append(
+                f"its ranks all-reduce among themselves at {own:.3g} GB/s, the median node at {bandwidth:.3g}"
+            )
+        faults += [f"node {facts['node']} ({facts['host']}): {message}" for message in messages]
     return list(dict.fromkeys(faults))
 
 
 def report(all_facts: list[RankFacts], faults: list[str]) -> list[str]:
     """Return the lines of the printed report."""
     lines = []
-    for node in sorted({facts["node"] for facts in all_facts}):
-        ranks = [facts for facts in all_facts if facts["node"] == node]
-        first = ranks[0]
+    ranks = Counter(facts["node"] for facts in all_facts)
+    firsts = {facts["node"]: facts for facts in reversed(all_facts)}
+    for node, first in sorted(firsts.items()):
         bandwidth = f", {first['node_bandwidth']:.3g} GB/s among them" if first["node_bandwidth"] else ""
-        lines.append(f"node {node}: {first['host']}, {len(ranks)} x {first['device']}{bandwidth}; {first['versions']}")
+        lines.append(f"node {node}: {first['host']}, {ranks[node]} x {first['device']}{bandwidth}; {first['versions']}")
         lines += [f"    {first[name]}" for name in ("bucket", "disk", "data") if first.get(name)]
     bandwidths = [facts["bandwidth"] for facts in all_facts if facts["bandwidth"]]
     if bandwidths:
@@ -153,17 +151,6 @@ def report(all_facts: list[RankFacts], faults: list[str]) -> list[str]:
     lines += [f"FAULT {fault}" for fault in faults]
     lines.append(f"{len(faults)} faults: nothing was started" if faults else "no faults")
     return lines
-
-
-def _median(values: list[float]) -> float:
-    return sorted(values)[len(values) // 2]
-
-
-def _differing(all_facts: list[RankFacts], name: str) -> Iterator[str]:
-    usual, _ = Counter(facts[name] for facts in all_facts).most_common(1)[0]
-    for facts in all_facts:
-        if facts[name] != usual:
-            yield f"node {facts['node']} ({facts['host']}): {name} is {facts[name]}, the others have {usual}"
 
 
 def _bandwidths(on_gpu: bool) -> tuple[float, float]:
