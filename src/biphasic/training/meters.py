@@ -23,7 +23,7 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass
 class _StepTotals:
-    """Step durations in seconds, and the tokens and FLOPs of these steps."""
+    """Step durations in seconds, the seconds waited for data, and the tokens and FLOPs of these steps."""
 
     seconds: list[float] = field(default_factory=list)
     waiting: float = 0.0
@@ -38,10 +38,6 @@ class _StepTotals:
         self.flops += flops[0]
         self.hardware_flops += flops[1]
 
-    @property
-    def waiting_share(self) -> float:
-        return self.waiting / max(sum(self.seconds), 1e-9)
-
     def percentile(self, percent: int) -> float:
         ordered = sorted(self.seconds)
         return ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
@@ -53,6 +49,10 @@ class _StepTotals:
         if peak is not None:
             rates |= {"mfu": self.flops / seconds / peak, "hfu": self.hardware_flops / seconds / peak}
         return rates
+
+
+def _waiting_share(*totals: _StepTotals) -> float:
+    return sum(total.waiting for total in totals) / max(sum(sum(total.seconds) for total in totals), 1e-9)
 
 
 class Meters(Callback):
@@ -91,19 +91,11 @@ class Meters(Callback):
         self.size, self.recomputed, self.window, self.max_wait_share = size, recomputed, window, max_wait_share
         gpu = torch.cuda.is_available()
         self.peak = peak_flops(torch.cuda.get_device_name(), precision) if gpu else None
-        self._reset()
-
-    def _reset(self) -> None:
         self._totals: dict[str, _StepTotals] = {}
         self._window_totals = _StepTotals()
-        self._step_start = 0.0
-        self._waiting = 0.0
+        self._step_start = self._waiting = 0.0
         self._flops = (0.0, 0.0)
         self._first_step_done = False
-
-    def fit_start(self, state: State, logger: Logger) -> None:
-        """Reset all totals."""
-        self._reset()
 
     def before_dataloader(self, state: State, logger: Logger) -> None:
         """Record the start of a step."""
@@ -140,7 +132,7 @@ class Meters(Callback):
             self._end_window(logger)
 
     def _end_window(self, logger: Logger) -> None:
-        share = self._window_totals.waiting_share
+        share = _waiting_share(self._window_totals)
         rates = {f"throughput/{name}": value for name, value in self._window_totals.rates(self.peak).items()}
         logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
         if share > self.max_wait_share and dist.get_global_rank() == 0:
@@ -166,8 +158,7 @@ class Meters(Callback):
             times = ", ".join(f"{value:.3g} s (p{percent})" for percent, value in percentiles.items())
             lines.append(f"{objective}: {rates['tokens_per_second']:,.0f} tokens/s{mfu}; {len(totals.seconds):,} steps: "
                          f"{times}")  # fmt: skip
-        waiting = sum(totals.waiting for totals in self._totals.values())
-        share = waiting / max(sum(sum(totals.seconds) for totals in self._totals.values()), 1e-9)
+        share = _waiting_share(*self._totals.values())
         logger.log_metrics({"data/wait_share_total": share, "memory/peak_bytes": peak_memory()})
         lines.append(
             f"waited for data: {share:.1%} of the training steps' time; peak memory {format_bytes(peak_memory())}"
