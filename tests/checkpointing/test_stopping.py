@@ -172,7 +172,6 @@ def test_a_repeated_validation_has_the_measured_microbatch(write_yaml: Write, tm
     path = validated(write_yaml, tmp_path, "stopped", microbatch_size="auto")
     path.write_text(path.read_text().replace("batch_size: 2\n", "batch_size: 8\n"))
     code = """
-from biphasic.model import auto_microbatch
 from biphasic.training import compute, recipe, step
 rows = []
 fill, forward = compute.AutoMicrobatch._largest_batch, step.PretrainModel.eval_forward
@@ -186,8 +185,8 @@ compute.AutoMicrobatch._largest_batch = record
 step.PretrainModel.eval_forward = report
 compute._circumstances = lambda config: {}
 compute._missing_optimizer_state = lambda state: 1.0
-auto_microbatch.available_bytes = lambda: 10.0
-auto_microbatch.peak_bytes = lambda work: work() or 2.0 * rows[-1]
+compute.available_bytes = lambda: 10.0
+compute.peak_bytes = lambda work: work() or 2.0 * rows[-1]
 recipe.has_gpu = lambda: True
 """
     stopped = launch(path, code=code + SIGNAL_IN_VALIDATION.format(batch=7).replace("== 3", "== 1"))

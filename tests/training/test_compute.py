@@ -15,11 +15,11 @@ from composer.loggers import Logger
 from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
-from biphasic.model import attention, auto_microbatch, layers
-from biphasic.model.auto_microbatch import even_microbatch, find_microbatch, largest_microbatch
+from biphasic.model import attention, layers
+from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.training import compute, recipe
-from biphasic.training.compute import configure_compute
+from biphasic.training.compute import configure_compute, find_microbatch
 from biphasic.training.step import PreparedBatch
 from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
@@ -158,18 +158,18 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
-    monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
-    monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * measured[-1])
+    monkeypatch.setattr(compute, "available_bytes", lambda: 10.0)
+    monkeypatch.setattr(compute, "peak_bytes", lambda work: work() or 2.0 * measured[-1])
 
     def find(**circumstances: int) -> int:
-        file = tmp_path / auto_microbatch.MICROBATCH_FILE
+        file = tmp_path / compute.MICROBATCH_FILE
         return find_microbatch(measured.append, 12, 1.0, False, file, circumstances)
 
     assert find(length=8) == 4
     first = len(measured)
     assert find(length=8) == 4 and len(measured) == first
     assert find(length=9) == 4 and len(measured) == 2 * first
-    (tmp_path / auto_microbatch.MICROBATCH_FILE).write_text('{"circumstances"')
+    (tmp_path / compute.MICROBATCH_FILE).write_text('{"circumstances"')
     assert find(length=9) == 4 and len(measured) == 3 * first
 
 
@@ -177,8 +177,8 @@ def measure_by_formula(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None
     """Memory is a formula instead of a GPU's: four rows fit. `rows` are those measured, the last one at the end."""
     monkeypatch.setattr(compute, "_circumstances", lambda config: {})
     monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
-    monkeypatch.setattr(auto_microbatch, "available_bytes", lambda: 10.0)
-    monkeypatch.setattr(auto_microbatch, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
+    monkeypatch.setattr(compute, "available_bytes", lambda: 10.0)
+    monkeypatch.setattr(compute, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
     monkeypatch.setattr(recipe, "has_gpu", lambda: True)
 
 

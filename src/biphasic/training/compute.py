@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,10 +18,13 @@ from biphasic.config.pretrain import ComputeConfig, PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model import layers as decoder_layers
-from biphasic.model.auto_microbatch import MICROBATCH_FILE, as_in_training, find_microbatch
+from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
+from biphasic.storage import atomic_path
 from biphasic.training.step import PreparedBatch
+
+MICROBATCH_FILE = "microbatch.json"
 
 
 def configure_compute(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
@@ -94,16 +100,25 @@ class AutoMicrobatch(Algorithm):
             evaluator.device_eval_microbatch_size = rows
 
     def _train(self, state: State, rows: int) -> None:
+        """Run two forward and backward passes, and restore the modules' modes and the RNG states.
+
+        A backbone that transformers has loaded is in evaluation mode, in which no layer is recomputed. Dropout draws random
+        numbers, and later ones must not depend on whether a stored result was used.
+        """
         model = state.model
+        modes = [(module, module.training) for module in model.modules()]
         # These passes need no gradient synchronization between DDP ranks.
         context = model.no_sync if isinstance(model, DistributedDataParallel) else torch.enable_grad
         try:
-            with context(), as_in_training(model):
+            with context(), torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else []):
+                model.train()
                 for _ in range(2):  # the second pass adds to existing gradients
                     with get_precision_context(state.precision, state.precision_config):
                         total, _ = model(self._largest_batch(state, rows))
                     total.backward()
         finally:
+            for module, training in modes:
+                module.training = training
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
@@ -123,6 +138,56 @@ class AutoMicrobatch(Algorithm):
             mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
             rows_per_rank=rows,
         )
+
+
+def find_microbatch(
+    train: Callable[[int], object], rows: int, reserved: float, sharded: bool, file: Path, circumstances: dict[str, Any]
+) -> int:
+    """Return the microbatch size in rows, the same on all ranks, that fits every GPU and splits a rank's batch evenly.
+
+    Args:
+        train: runs forward and backward passes over the given number of rows, and clears the gradients.
+        rows: number of rows in a rank's batch.
+        reserved: bytes that training allocates later, such as the optimizer state.
+        sharded: whether ranks wait for each other in `train`.
+        file: file that stores the result.
+        circumstances: settings that affect the result. A stored result is used only if they are equal.
+
+    Raises:
+        UserError: not even one row fits, or a sharded rank ran out of memory.
+    """
+    first_rank = dist.get_global_rank() == 0
+    fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if first_rank else 0))
+    if fitting:
+        return even_microbatch(rows, fitting)
+
+    def measure(count: int) -> float | None:
+        peak = peak_bytes(lambda: train(count))
+        if peak is None and sharded:
+            # The other ranks are waiting in a collective for this rank.
+            raise UserError(f"microbatch_size: auto: {count} rows didn't fit; set a number")
+        peaks = dist.all_gather_object(peak)
+        return None if None in peaks else max(peaks)
+
+    if first_rank:
+        print(f"microbatch_size: auto: measuring how many of {rows} rows fit the GPU (a minute or two, once)")
+    fitting = largest_microbatch(measure, rows, min(dist.all_gather_object(available_bytes() - reserved)))
+    size = even_microbatch(rows, fitting)
+    if first_rank:
+        print(f"microbatch_size: auto: {fitting} rows fit, batches are cut into microbatches of {size}")
+        with atomic_path(file) as partial:
+            content = json.dumps({"circumstances": circumstances, "rows": fitting}, indent=1)
+            partial.write_text(content + "\n", encoding="utf-8")
+    return size
+
+
+def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:
+    """Return the stored number of rows that fit; 0 if none is stored for these circumstances."""
+    try:
+        record = json.loads(file.read_text(encoding="utf-8"))
+        return int(record["rows"]) if record["circumstances"] == circumstances else 0
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
 
 
 def _missing_optimizer_state(state: State) -> float:
