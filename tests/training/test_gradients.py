@@ -77,7 +77,7 @@ def test_a_batch_is_skipped(write_yaml: Write, spoil: Any) -> None:
     assert all(torch.equal(weight, after[name]) for name, weight in before.items())
     assert not all(torch.equal(weight, after[name]) for name, weight in weights(folder, 5).items())
     spoil({3, 9}, float("inf"))
-    with pytest.raises(UserError, match=r"^batch 9: .* not a finite number \(1 were skipped before\)"):
+    with pytest.raises(UserError, match=r"^batch 9: .* not a finite number \(1 skipped before\)"):
         train(config_of(write_yaml("once", optimizer__max_skipped_batches=1)))
 
 

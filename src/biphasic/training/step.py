@@ -377,7 +377,7 @@ class GradientGuard(Algorithm):
             optimizer.zero_grad(set_to_none=True)
         row_ids = self.anomalies.write(state, {"what": "not finite", "of": quantity, "norm": str(norm)})
         if self.skipped > self.max_skipped:
-            before = f" ({self.max_skipped} were skipped before)" if self.max_skipped else ""
+            before = f" ({self.max_skipped} skipped before)" if self.max_skipped else ""
             raise UserError(
                 f"batch {int(state.timestamp.batch)}: the {quantity} is not a finite number{before}; the weights are as "
                 f"they were before it. Its rows are in {self.anomalies.file} (the first: {row_ids[0]}). {self.advice}"
