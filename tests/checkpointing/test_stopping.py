@@ -39,7 +39,10 @@ def assert_stopped_and_saved(output: str, name: str, destination: str, folder: P
 
 
 def test_sigterm_to_all_processes_repeats_no_batch(s3: Path, write_yaml: Write) -> None:
-    """Composer's launcher, its rank and the loader process receive the signal, as when a machine shuts down."""
+    """Composer's launcher, its rank and the loader process receive the signal, as when a machine shuts down.
+
+    The stopped run doesn't import `helpers.tiny`, which replaces parts of Streaming, so its teardown is the shipped one.
+    """
     keys: dict[str, Any] = {"max_duration": "80ba", "checkpoint__interval": "1000ba", "data__num_workers": 1}
     uninterrupted = train_alone(write_yaml("uninterrupted", **keys))
     destination = f"s3://{bucket_for(s3, 'stopping-sigterm')}/run"

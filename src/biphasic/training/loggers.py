@@ -108,27 +108,14 @@ class JSONLLogger(LoggerDestination):
                 continue
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write the batch's line."""
-        self._write(state)
-
-    def eval_after_all(self, state: State, logger: Logger) -> None:
-        """Write the validation metrics, under the last trained batch."""
-        self._write(state)
-
-    def eval_standalone_end(self, state: State, logger: Logger) -> None:
-        """The same, for a validation that `Trainer.eval` has repeated."""
-        self._write(state)
-
-    def fit_end(self, state: State, logger: Logger) -> None:
-        """Write the run's totals."""
-        self._write(state)
-
-    def _write(self, state: State) -> None:
+        """Write the collected metrics under the last trained batch: its own, those of a validation, or totals."""
         if self.file is not None and self.pending:
             when = {"batch": state.timestamp.batch.value, "tokens": state.timestamp.token.value, "time": time.time()}
             self.file.write(json.dumps({**when, **self.pending}) + "\n")
             self.file.flush()
         self.pending = {}
+
+    eval_after_all = eval_standalone_end = fit_end = batch_end  # standalone: `Trainer.eval` has repeated a validation
 
     def post_close(self) -> None:
         """Close the file."""
