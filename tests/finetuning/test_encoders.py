@@ -252,7 +252,7 @@ def test_a_fine_tuned_model_loads_again(tmp_path: Path, toy: Path) -> None:
     encoder.backbone.eval()
     prompts = encoder.text_tokenizer.settings.prompts
     assert prompts == {"query": "w0 ", "document": ""}
-    ids = encoder.tokenize(["w3 w4"], prompts["query"])
+    ids = encoder.tokenize([prompts["query"] + "w3 w4"])
     reference = SentenceTransformer(str(folder), device="cpu").encode(["w3 w4"], prompt_name="query")
     torch.testing.assert_close(encoder.embed(ids), torch.tensor(reference), atol=1e-5, rtol=1e-4)
 

@@ -78,7 +78,7 @@ def change(file: Path, **changes: Any) -> None:
 def embeddings(folder: Path, texts: Sequence[str] = TEXTS, prompt: str = "") -> np.ndarray:
     encoder = load_encoder(str(folder))
     encoder.backbone.eval()
-    return encoder.embed(encoder.tokenize(texts, prompt)).numpy()
+    return encoder.embed(encoder.tokenize([prompt + text for text in texts])).numpy()
 
 
 def reference(folder: Path, **settings: Any) -> np.ndarray:

@@ -171,10 +171,11 @@ class AttentionOptions(NamedTuple):
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
+    q, k, v = _flat(query, key, value)
     # cuDNN's causal kernels require the same tensor object for queries and keys.
     cu_seqlens, max_seqlen = segments.cu_seqlens, segments.max_seqlen
     output = varlen_attn(
-        *_flat(query, key, value), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
+        q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen,
         scale=options.scale, window_size=options.window_size, **GQA_OPTIONS,
     )  # fmt: skip
     assert isinstance(output, Tensor)

@@ -111,9 +111,9 @@ class Encoder:
         """Whether the network takes packed segments, without padding."""
         return self.backbone.config._attn_implementation == attention.ATTENTION_NAME  # pyright: ignore
 
-    def tokenize(self, texts: Sequence[str], prompt: str = "") -> list[list[int]]:
-        """Return the token ids of prompt and text, at most `max_length`. An empty text is one end-of-text token."""
-        return list(self.text_tokenizer.tokenize([prompt + text for text in texts], self.text_tokenizer.max_length))
+    def tokenize(self, texts: Sequence[str]) -> list[list[int]]:
+        """Return the token ids of each text, at most `max_length`. An empty text is one end-of-text token."""
+        return list(self.text_tokenizer.tokenize(texts, self.text_tokenizer.max_length))
 
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
         """Compute bidirectional hidden states of concatenated texts, from int64 [tokens] to [tokens, width]."""

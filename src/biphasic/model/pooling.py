@@ -113,7 +113,8 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
     # Before version 6, each mode had a flag, such as pooling_mode_cls_token and pooling_mode_mean_tokens.
     flags = [re.fullmatch(r"pooling_mode_(\w+?)(_tokens?)?", key) for key, on in content.items() if on]
     named = content.get("pooling_mode") or [flag[1] for flag in flags if flag]
-    modes, known = [named] if isinstance(named, str) else list(named), get_args(PoolingMode)
+    modes: list[Any] = [named] if isinstance(named, str) else list(named)
+    known = get_args(PoolingMode)
     if len(modes) != 1 or modes[0] not in known:
         raise UserError(
             f"model {path}: {name} pools by {' and '.join(modes) or 'nothing'}; expected one of {', '.join(known)}"
