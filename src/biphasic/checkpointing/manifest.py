@@ -144,10 +144,7 @@ def manifest_batches(entries: Entries) -> list[int]:
 
 
 def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
-    """List all checkpoints in a folder, newest first. File sizes are checked; hashes are not.
-
-    Raises an OSError if the folder can't be listed.
-    """
+    """List all checkpoints in a folder, newest first. The sizes of their files are checked; hashes are not."""
     # With the subfolders, whose files would otherwise be listed for each checkpoint.
     entries = folder.list()
     return [_inspect(folder, entries, batch) for batch in batches_of(entries)]

@@ -48,10 +48,7 @@ class CheckpointUpload:
         self._unread = list(range(1, manifest.run["writers"]))
 
     def upload(self, rank: int, local_folder: Path, destination: Store) -> None:
-        """Upload the rank's files, compare their sizes, and upload the rank's manifest.
-
-        Raises an OSError if an upload failed or is incomplete.
-        """
+        """Upload the rank's files and manifest. Raises an OSError if an upload fails or a stored file has another size."""
         for name, (size, _) in self.manifest.files.items():
             if name in self._uploaded:
                 continue
@@ -144,7 +141,6 @@ class Uploader:
         self._thread.join(_CLOSE_SECONDS)
 
     def _work(self) -> None:
-        """Upload until the run ends."""
         while (manifest := self._queue.get()) is not None and self._upload_with_retries(CheckpointUpload(manifest)):
             self.pending.remove(manifest)
 
