@@ -78,7 +78,8 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     from biphasic.config.architecture import Architecture
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.downstream.writer import SCHEMAS
-    from biphasic.export.write import export_encoder
+    from biphasic.export.formats import choose_format
+    from biphasic.export.write import Weights, write_folder
     from biphasic.model.language_model import from_hf_config, llama_config
 
     (folder / "set").mkdir(parents=True)
@@ -103,7 +104,8 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     heads = shape.width // 32
     size = Architecture(len(vocabulary), shape.width, 2 * shape.width, shape.layers, heads, heads, 32, False)
     encoder = from_hf_config(llama_config(size, shape.longest), seed=0).backbone
-    export_encoder(encoder, load_tokenizer(str(folder / "tokenizer")), folder / "llama", "card")
+    loaded, weights = load_tokenizer(str(folder / "tokenizer")), Weights.in_memory(encoder.state_dict())
+    write_folder(choose_format(encoder.config, loaded), "model", weights, loaded, folder / "llama", "card")
     torch.manual_seed(0)
     bert = BertConfig(
         vocab_size=len(vocabulary), hidden_size=shape.width, num_hidden_layers=shape.layers,

@@ -14,13 +14,12 @@ from biphasic.config.load import dump
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export.card import model_name, pretrained_card
-from biphasic.export.write import export_encoder
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
 from conftest import Write
-from helpers.exports import export_language_model
+from helpers.exports import export_encoder, export_language_model
 from helpers.stored_checkpoints import checkpoint_of, network
 from helpers.tiny import EOS, LENGTH, MASK, PAD, config_of, train
 

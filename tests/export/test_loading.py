@@ -22,14 +22,13 @@ from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import write
 from biphasic.export.finetuned import export_finetuned, require_exportable
-from biphasic.export.write import export_encoder
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
 from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 from helpers.decoders import FAMILIES, TEXTS, decoder, packed, padded
-from helpers.exports import export_language_model
+from helpers.exports import export_encoder, export_language_model
 from helpers.tiny import LENGTH, MASK, WORDS
 
 FAST = ("210m", "tied", "mistral", "gemma2")

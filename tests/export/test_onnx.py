@@ -21,12 +21,12 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export import onnx as module
 from biphasic.export.onnx import GRAPH, WEIGHTS, export_onnx
-from biphasic.export.write import export_encoder
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.pooling import Pooling
 from biphasic.model.segments import Segments
 from conftest import Write
+from helpers.exports import export_encoder
 from helpers.tiny import LENGTH, WORDS, config_of, train
 
 

@@ -41,7 +41,6 @@ from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.evaluation.squad import squad_scores
 from biphasic.export.finetuned import export_finetuned, export_form
-from biphasic.export.write import export_encoder
 from biphasic.finetuning.run import run
 from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score
@@ -52,6 +51,7 @@ from biphasic.model.pooling import mean_pool
 from biphasic.model.segments import Segments
 from helpers import cls_tokenizers
 from helpers.cls_tokenizers import SPECIAL
+from helpers.exports import export_encoder
 from helpers.toy_sets import config_of
 
 SIZES: dict[str, Any] = {"vocab_size": 300, "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48,

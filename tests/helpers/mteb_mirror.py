@@ -12,9 +12,9 @@ from transformers import LlamaConfig
 
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.export.write import export_encoder
 from biphasic.model.language_model import from_hf_config
 from helpers.downstream_sets import TEXT, card, write_split
+from helpers.exports import export_encoder
 from helpers.tiny import LENGTH, WORDS, write_tokenizer
 
 QUERIES, DOCUMENTS = 30, 150

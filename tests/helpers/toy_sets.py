@@ -13,9 +13,9 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.tasks import TasksConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.prepare import prepare_task
-from biphasic.export.write import export_encoder
 from biphasic.model.language_model import from_hf_config
 from helpers.downstream_sets import ANSWERS, card, write_split
+from helpers.exports import export_encoder
 from helpers.tiny import WORDS
 
 TEXT, NUMBER = Value("string"), Value("int32")

@@ -20,13 +20,13 @@ from transformers import BertConfig, BertModel, LlamaConfig
 from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export.write import export_encoder
 from biphasic.model.encoder import load_encoder
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
 from helpers import cls_tokenizers
 from helpers.cls_tokenizers import SPECIAL
+from helpers.exports import export_encoder
 from helpers.tiny import WORDS, write_tokenizer
 
 MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)

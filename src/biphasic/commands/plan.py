@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import time
+from dataclasses import asdict
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
@@ -50,16 +52,16 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         UserError: the plan can't be made, or an option does not fit the job.
     """
     if config.job == "sweep":
-        from biphasic.sweep.plan import as_json, describe_plan, plan_sweep
+        from biphasic.sweep.plan import describe_plan, plan_sweep
 
         sweep_plan = plan_sweep(config)
-        print(as_json(sweep_plan) if options.json else describe_plan(sweep_plan))
+        print(json.dumps(asdict(sweep_plan), indent=2) if options.json else describe_plan(sweep_plan))
         return 0
     if config.job == "study":
-        from biphasic.study.plan import as_json, describe_plan, plan_study
+        from biphasic.study.plan import describe_plan, plan_study
 
         study_plan = plan_study(config)
-        print(as_json(study_plan) if options.json else describe_plan(study_plan, config.cost))
+        print(json.dumps(asdict(study_plan), indent=2) if options.json else describe_plan(study_plan, config.cost))
         if options.draw:
             from biphasic.study.draw import draw_study
 

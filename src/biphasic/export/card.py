@@ -284,10 +284,8 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
         rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"
         revisions = [(source["path"], source.get("revision")) for source in _hub_sources(data)]
-        if revisions:
-            texts = [
-                f"{path} {commit}" if commit else f"{path}, newest at the conversion" for path, commit in revisions
-            ]
+        texts = [f"{path} {commit}" if commit else f"{path}, newest at the conversion" for path, commit in revisions]
+        if texts:
             rows["Data revision"] = ", ".join(texts)
         rows["Tokenizer"] = f"sha256 {data['tokenizer_sha256']}"
     return rows

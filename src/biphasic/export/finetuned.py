@@ -90,8 +90,6 @@ def export_finetuned(
     transformers' class with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
 
     Args:
-        encoder: the trained encoder.
-        head: its head.
         label_names: a classifier's label names, in the order of the label ids.
         out: the folder, which is written atomically and replaces an earlier export.
         card: the text of README.md.
@@ -102,7 +100,7 @@ def export_finetuned(
         UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
     """
     backbone: Any = encoder.backbone
-    tokenizer = encoder.tokenizer
+    tokenizer, stored_head = encoder.tokenizer, head.state_dict()
     settings = SentenceSettings(prompts, max_length=max_length, lowercase=encoder.text_tokenizer.settings.lowercase)
     if encoder.is_own_family:
         require_free(out, True)
@@ -112,19 +110,17 @@ def export_finetuned(
         def fill(folder: Path) -> None:
             network.save_pretrained(folder)
             replace(tokenizer, settings={**tokenizer.settings, "model_max_length": max_length}).save(folder)
-            write_shared_files(folder, encoder.width, settings, card, head.state_dict())
+            write_shared_files(folder, encoder.width, settings, card, stored_head)
 
         write_atomically(out, fill)
         return
     fmt = choose_format(backbone.config, tokenizer)
-    kind: Kind = "model"
-    weights = backbone.state_dict()
-    if label_names is not None and type(head) in _KINDS:
-        kind = _KINDS[type(head)]
-        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
+    kind, weights = _KINDS.get(type(head), "model") if label_names is not None else "model", backbone.state_dict()
+    if kind != "model":
+        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **stored_head}
         _set_labels(fmt.config, label_names)
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
-    options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
+    options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": stored_head}
     write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, card, settings, **options)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.export.folder import CARD_FILE, EXPORT_FILE
-from biphasic.export.formats import Format, Kind, choose_format
+from biphasic.export.formats import Format, Kind
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
@@ -128,24 +128,6 @@ def _cast(weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[st
         for name, weight in weights.read(portion).items():
             cast[name] = weight.to(dtype).contiguous()
     return cast
-
-
-def export_encoder(
-    backbone: nn.Module,
-    tokenizer: Tokenizer,
-    out: Path,
-    card: str,
-    *,
-    prompts: dict[str, str] | None = None,
-    max_length: int | None = None,
-    dtype: torch.dtype = torch.float32,
-    force: bool = False,
-) -> None:
-    """Export an encoder in memory, without a head. Arguments and errors are as for `write_folder` and `SentenceSettings`."""
-    settings = SentenceSettings(prompts or {}, max_length=max_length)
-    weights = Weights.in_memory(backbone.state_dict())
-    fmt = choose_format(backbone.config, tokenizer)
-    write_folder(fmt, "model", weights, tokenizer, out, card, settings, dtype=dtype, force=force)
 
 
 def write_folder(

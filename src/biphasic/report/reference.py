@@ -16,7 +16,7 @@ from biphasic.errors import UserError
 from biphasic.report.formatting import format_interval, format_points, format_signed
 from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
 from biphasic.report.scores import ScoreTable, differences
-from biphasic.report.study_models import facets_of_name
+from biphasic.report.study_models import facets_of_models
 from biphasic.storage import first_line, open_store
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv")
@@ -107,10 +107,10 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     orders = differences(table, list(combinations(models, 2)), table.groups)
     names = {"difference": "measured", "first": "first_measured", "second": "second_measured"}
     orders = orders[orders.seeds > 0].rename(columns=names)
+    published = reference[["measured_model", "group", "model", "published"]]
     for side in ("first", "second"):
-        published = reference[["measured_model", "group", "model", "published"]]
-        published = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
-        orders = orders.merge(published, on=[f"{side}_measured", "group"])
+        named = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
+        orders = orders.merge(named, on=[f"{side}_measured", "group"])
     orders["published"] = orders.first_score - orders.second_score
     worse = orders.published < 0
     orders.loc[worse, ["published", "measured"]] *= -1
@@ -123,13 +123,7 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
 
 
 def comparison_files(path: str, reference: pd.DataFrame, table: ScoreTable) -> dict[str, bytes]:
-    """Return the files of a comparison by name.
-
-    Args:
-        path: the reference's file, as shown.
-        reference: the published scores.
-        table: the measured scores.
-    """
+    """Return the files by name of a comparison with the published scores, which are from the file `path`."""
     scores, orders = compare_scores(reference, table), compare_orders(reference, table)
     page = markdown_page([f"# Against {escape(path)}", "", *_scores_section(scores), *_orders_section(orders)])
     contents = page, csv_table(scores.drop(columns="text")), csv_table(orders)
@@ -199,8 +193,5 @@ def _shown_name(model: str, measured: str) -> str:
 
 def _same_budget(first: str, second: str) -> bool:
     """Return whether two models have the same size and number of steps by their names."""
-    try:
-        facets, other = facets_of_name(first), facets_of_name(second)
-    except UserError:
-        return False
-    return (facets.size, facets.steps) == (other.size, other.steps)
+    facets, _ = facets_of_models([first, second], {})
+    return len(facets) == 2 and len({(model.size, model.steps) for model in facets.values()}) == 1

@@ -39,20 +39,18 @@ def write_report(
     files |= dict.fromkeys(COMPARISON_FILES)
     if reference is not None and against is not None:
         files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]))
+    pages = [page.decode() for name, page in files.items() if name.endswith(".md") and page]
     # A sweep's differences and what follows can be long.
-    shown = (
-        page.decode().partition("\n## Differences")[0] for name, page in files.items() if name.endswith(".md") and page
-    )
-    print("\n".join(shown))
+    print("\n".join(page.partition("\n## Differences")[0] for page in pages))
     local = next((folder for folder in folders if not is_remote(folder)), "")
     folder = out or join(local, "report")
     target = open_store(folder)
     try:
         # A file without content may be there from an earlier report.
         target.remove([name for name, content in files.items() if content is None])
-        for name, content in files.items():
-            if content is not None:
-                target.write(name, content)
+        written = {name: content for name, content in files.items() if content is not None}
+        for name, content in written.items():
+            target.write(name, content)
     except OSError as error:
         raise UserError(f"{folder}: can't be written ({first_line(error)})") from None
-    print("\n".join(join(folder, name) for name, content in files.items() if content is not None))
+    print("\n".join(join(folder, name) for name in written))

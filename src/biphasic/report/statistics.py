@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -28,14 +28,9 @@ class Interval:
     mean: float
     half: float
     count: int
-
-
-@dataclass(frozen=True)
-class Difference(Interval):
-    """The mean of one model's scores minus another's, over the seeds that both have."""
-
-    p: float
-    """Two-sided p-value of the paired t-test; NaN for fewer than two seeds, and for equal differences other than 0."""
+    p: float = math.nan
+    """Of a difference, the two-sided p-value of the paired t-test; NaN for fewer than two seeds, and for equal differences
+    other than 0."""
 
 
 def intervals(groups: Any) -> pd.DataFrame:
@@ -52,32 +47,25 @@ def intervals(groups: Any) -> pd.DataFrame:
 
 
 def mean_interval(values: Sequence[float] | pd.Series) -> Interval:
-    """Return the mean and its 95% interval.
-
-    Raises:
-        ValueError: there are no values.
-    """
-    if not len(values):
-        raise ValueError("the mean of no values is undefined")
+    """Return the mean of at least one value and its 95% interval."""
     [(mean, half, count)] = intervals(pd.Series(values, dtype=float).groupby(lambda _: 0)).to_numpy()
     return Interval(float(mean), float(half), int(count))
 
 
-def paired_difference(first: pd.Series, second: pd.Series) -> Difference:
+def paired_difference(first: pd.Series, second: pd.Series) -> Interval:
     """Return the mean of `first` minus `second` over the seeds in both, which are their index.
 
     Differences that are all 0 have p = 1. Equal differences other than 0 have no p, because otherwise two or three seeds
     that happen to agree to the last digit would be the most significant result in the table.
     """
-    values, p = (first - second).dropna(), math.nan
+    values = (first - second).dropna()
     if not len(values):
-        return Difference(math.nan, math.nan, 0, p)
+        return Interval(math.nan, math.nan, 0)
     interval = mean_interval(values)
     if values.std() > ROUNDING:
-        p = float(stats.ttest_1samp(values, 0).pvalue)  # pyright: ignore[reportAttributeAccessIssue]
-    elif len(values) > 1 and abs(interval.mean) <= ROUNDING:
-        p = 1.0
-    return Difference(interval.mean, interval.half, interval.count, p)
+        test: Any = stats.ttest_1samp(values, 0)
+        return replace(interval, p=float(test.pvalue))
+    return replace(interval, p=1.0) if len(values) > 1 and abs(interval.mean) <= ROUNDING else interval
 
 
 def holm(p: pd.Series) -> pd.Series:

@@ -69,11 +69,7 @@ def is_study(folder: str) -> bool:
 
 
 def read_study(folders: Sequence[str]) -> Study:
-    """Read a study.
-
-    Args:
-        folders: the study's folder; or several, for example a bucket's prefix with its records and a local folder with
-            its logs.
+    """Read a study from its folder; or several, such as a bucket's prefix with its records and a local folder with its logs.
 
     Raises:
         UserError: a file can't be read or is in two of the folders, or two sweeps have scores of the same model on the same
@@ -96,11 +92,8 @@ def read_study(folders: Sequence[str]) -> Study:
             metrics = parse_metrics(_read(files, f"{run}/{METRICS_FILE}").decode(errors="replace"))
             losses += [loss_points(run, metrics, base_steps), loss_events(run, config, base_steps)]
     evaluations = list(_evaluations(files, {*models, *unplaced}, notes))
-    return Study(
-        models, unplaced, notes, scores,
-        pd.DataFrame(evaluations, columns=EVALUATION_COLUMNS),
-        pd.concat([loss_table([]), *losses], ignore_index=True),
-    )  # fmt: skip
+    table = pd.DataFrame(evaluations, columns=EVALUATION_COLUMNS)
+    return Study(models, unplaced, notes, scores, table, pd.concat([loss_table([]), *losses], ignore_index=True))
 
 
 def _files(folders: Sequence[str]) -> dict[str, Store]:
@@ -159,8 +152,8 @@ def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
         parts.append(scores[scores.score.notna()])
         for model, test_set in parts[-1][["model", "test_set"]].drop_duplicates().to_numpy():
             if (owner := owners.setdefault((model, test_set), folder)) != folder:
-                message = f"scores of {model} on {test_set} are also in {owner}: a study has them once"
-                raise UserError(f"{source.root}: {message}")
+                also = f"scores of {model} on {test_set} are also in {owner}"
+                raise UserError(f"{source.root}: {also}: a study has them once")
     return pd.concat(parts or [chosen_scores(trial_table(Grid((), (), (), (), {}, 0), {}))], ignore_index=True)
 
 

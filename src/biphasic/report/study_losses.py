@@ -36,12 +36,8 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
     """Return a run's losses in nats per predicted token, with `COLUMNS`. NaN and Inf are left out.
 
     A `training` loss is the mean over a window of batches, with half of its 95% interval over them; `step` is the mean of
-    the batches' steps. A `validation` loss is one validation's.
-
-    Args:
-        run: the run's name.
-        metrics: the metrics of each batch, from `parse_metrics`.
-        base_steps: steps of the model that the run continues.
+    the batches' steps. A `validation` loss is one validation's. `metrics` are those of each batch, from `parse_metrics`, and
+    `base_steps` the steps of the model that the run continues.
     """
     table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])
     width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)

@@ -76,9 +76,8 @@ def facets_of_name(name: str) -> Facets:
     for phase in _PHASE.finditer(phases):
         end = _steps(phase["end"])
         if end <= start:
-            raise UserError(
-                f"model {name}: {phase['end']} must be after {start:,} steps, as steps count from the start"
-            )
+            after = f"{phase['end']} must be after {start:,} steps, as steps count from the start"
+            raise UserError(f"model {name}: {after}")
         if phase["decayed"]:
             # What comes before belongs to the model that is continued.
             continued_from, base_steps = (size + phases[: phase.end()]).replace("-dec", "-"), end
@@ -96,12 +95,7 @@ def facets_of_name(name: str) -> Facets:
 
 
 def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> Facets:
-    """Return the facets of a run's final model, from the resolved configuration.
-
-    Args:
-        name: the run's name.
-        config: the configuration.
-        base: the model that the run continues, if its facets are known.
+    """Return the facets of a run's final model. `base` is the model that the run continues, if its facets are known.
 
     Raises:
         UserError: phases are not in batches, tokens or rows, or the size is not known.
@@ -112,8 +106,7 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
             raise UserError(f"model {name}: {duration} can't be given in steps before the data is read")
         return round(config.batch_shape.batches(duration))
 
-    init_from = config.model.init_from
-    base_steps = 0
+    init_from, base_steps = config.model.init_from, 0
     if base is not None:
         checkpoint = re.match(r"ba(\d+)", str(init_from).rpartition("/")[2])
         base_steps = base.base_steps + int(checkpoint[1]) if checkpoint else base.total_steps
@@ -136,14 +129,11 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
 def facets_of_models(
     names: list[str], configs: Mapping[str, PretrainConfig]
 ) -> tuple[dict[str, Facets], dict[str, str]]:
-    """Return the facets of the models, from configurations where there are any, otherwise from names.
+    """Return the models' facets, and the reason for each model of which nothing is known.
 
-    Args:
-        names: the models. `610m-mlm40-42k-5000` is a checkpoint of `610m-mlm40-42k` if that has a configuration.
-        configs: resolved configurations by run. A run continues another one if that is a folder of its `model.init_from`.
-
-    Returns:
-        The facets by model, and the reason for each model of which nothing is known.
+    Facets are those of the runs' resolved configurations where there are any, otherwise of names. `610m-mlm40-42k-5000` is a
+    checkpoint of `610m-mlm40-42k` if that has a configuration. A run continues another one if that is a folder of its
+    `model.init_from`.
     """
     bases = {name: [p for p in (config.model.init_from or "").split("/") if p in configs and p != name][-1:]
              for name, config in configs.items()}  # fmt: skip

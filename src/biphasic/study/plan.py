@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from biphasic.amounts import format_bytes
@@ -168,11 +167,6 @@ def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
         if plan.devices is not None and plan.shared.hours is not None:
             lines.append(f"  with {plan.devices:,} devices        {plan.shared.hours / plan.devices / 24:,.1f} days")
     return "\n".join([*lines, *(f"  WARNING {warning}" for warning in plan.warnings)])
-
-
-def as_json(plan: StudyPlan) -> str:
-    """Format the plan as JSON."""
-    return json.dumps(asdict(plan), indent=2)
 
 
 def _start(run: RunPlan) -> str:

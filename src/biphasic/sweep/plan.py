@@ -7,10 +7,9 @@ the device.
 from __future__ import annotations
 
 import itertools
-import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib import import_module
 from statistics import fmean
 from types import ModuleType
@@ -141,11 +140,6 @@ def describe_plan(plan: SweepPlan) -> str:
     if plan.faults is not None:
         text += ["it can't run yet:", *(f"  {line}" for line in plan.faults.splitlines())]
     return "\n".join(text)
-
-
-def as_json(plan: SweepPlan) -> str:
-    """Format the plan as JSON."""
-    return json.dumps(asdict(plan), indent=2)
 
 
 def _estimate(config: SweepConfig, functions: ModuleType, trial: FinetuneConfig) -> tuple[float | None, str]:
