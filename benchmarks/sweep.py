@@ -119,7 +119,7 @@ def run_bare_part(path: Path, part: int, parts: int, out: Path) -> None:
         head = task.build_head(encoder.width)
         initialize_head(head, 0.02, derive_seed("head", config.seed))
         examples = task.training_examples()
-        steps = count_steps(config, len(examples))
+        steps = count_steps(config, len(examples["texts"]))
         weights = [*encoder.backbone.parameters(), *head.parameters()]
         optimizer = torch.optim.AdamW(weights, lr=cell.lr, betas=(0.9, 0.95), eps=1e-5, weight_decay=0.1, fused=True)
         warmup, loss = max(round(steps * 0.1), 1), torch.zeros(())
