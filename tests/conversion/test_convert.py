@@ -99,7 +99,7 @@ def test_a_wide_vocabulary_is_stored_in_32_bits(config_for: Make, tmp_path: Path
     assert sum(int((row["tokens"] == 69_999).sum()) for row in rows) == 5
     # Reading unpacked the shards there; that is no fault.
     assert (tmp_path / "out" / "train" / record["units"][0] / "shard.00000.mds").exists()
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
 
 
 def test_the_same_text_gives_the_same_files(config_for: Make, tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_a_finished_conversion_is_left_as_it_is(
     assert {path: path.stat().st_mtime_ns for path in (tmp_path / "out").rglob("*")} == before
     # Killed after the record was written.
     (tmp_path / "out" / "conversion.started").write_text("{}")
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
     assert convert(config) == record
     assert not (tmp_path / "out" / "conversion.started").exists()
 
@@ -278,7 +278,8 @@ def problems_of(config: ConvertConfig, folder: Path, capsys: pytest.CaptureFixtu
         ("a.parquet", None, "a.parquet: has no column 'text' (it has: body); set text_column, id_column or filters; "
          "expected the columns text, id"),
         ("a.parquet", "PAR1", "a.parquet: is no complete Parquet file ("),
-        ("a.jsonl", "", "a.jsonl: is empty (0 bytes); mend it and run the same command again, or set on_bad_file: skip"),
+        ("a.jsonl", "", "a.jsonl: is empty (0 bytes); restore the file and run the same command again, "
+         "or set on_bad_file: skip"),
         ("a.jsonl.gz", "no gzip", "a.jsonl.gz: is damaged after line 0 ("),
         ("a.jsonl", "\n\n", "expected documents; the source's files hold none"),
         ("a.jsonl", '[\n{"id": 1, "text": "x"}]\n', "a.jsonl, line 1: is not JSON (Expecting value"),

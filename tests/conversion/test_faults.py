@@ -76,7 +76,7 @@ def test_a_damaged_file_does_not_stop_other_units(
         convert(config)
     first, second = str(error.value).splitlines()
     assert first.startswith(f"source {text}/2.parquet: is damaged after row ")
-    assert first.endswith("; mend it and run the same command again, or set on_bad_file: skip")
+    assert first.endswith("; restore the file and run the same command again, or set on_bad_file: skip")
     assert second == f"{tmp_path}/out: 5 of 6 work units are finished and kept; no dataset is published yet"
     with pytest.raises(UserError, match=r"1 work units are missing \(.*2\.parquet\)"):
         verify(str(tmp_path / "out"))
@@ -99,8 +99,8 @@ def test_a_damaged_file_can_be_skipped(
         assert record["documents"]["read"] == 4 * 2000 + rows
         assert rows > 500
         assert f"skipped: {message}" in capsys.readouterr().out
-        assert verify(str(tmp_path / "out"), progress=False).faults == []
-    with pytest.raises(UserError, match=r"4\.parquet: is empty \(0 bytes\); mend it"):
+        assert verify(str(tmp_path / "out")).faults == []
+    with pytest.raises(UserError, match=r"4\.parquet: is empty \(0 bytes\); restore the file"):
         convert(config_for(copy, output=str(tmp_path / "other"), **KEYS))
 
 
@@ -131,7 +131,9 @@ def test_odd_documents_are_skipped_and_counted(
 
 def test_odd_documents_can_stop_the_conversion(config_for: Make, tmp_path: Path) -> None:
     folder = odd_text(tmp_path / "odd")
-    with pytest.raises(UserError, match=r"odd\.parquet, row 2: has no text; mend it, or set on_bad_document: skip"):
+    with pytest.raises(
+        UserError, match=r"odd\.parquet, row 2: has no text; fix the file, or set on_bad_document: skip"
+    ):
         convert(config_for(folder, cluster=ALONE, on_bad_document="stop"))
     # Once they are allowed, the same output resumes.
     convert(config_for(folder, cluster=ALONE))
@@ -169,7 +171,7 @@ def test_a_full_disk(text: Path, undisturbed: Path, config_for: Make, small_disk
         convert(config)
     first, second = str(error.value).splitlines()
     assert first == (
-        f"output {small_disk}/out: can't be written (No space left on device); what is finished is kept; mend that, "
+        f"output {small_disk}/out: can't be written (No space left on device); finished work units are kept; fix the cause, "
         "and run the same command again"
     )
     assert " of 6 work units are finished and kept" in second
@@ -227,13 +229,13 @@ def test_an_output_bucket_that_becomes_unreachable(
         convert(config)
     first, second = str(error.value).splitlines()
     assert first.startswith("output s3://bucket/out: can't be written (")
-    assert first.endswith("what is finished is kept; mend that, and run the same command again")
+    assert first.endswith("finished work units are kept; fix the cause, and run the same command again")
     assert second == "s3://bucket/out: 3 of 6 work units are finished and kept; no dataset is published yet"
     monkeypatch.undo()
     monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
     server.start()
     convert(config)
-    assert verify("s3://bucket/out", progress=False).faults == []
+    assert verify("s3://bucket/out").faults == []
     assert same_bytes(server.root / "bucket" / "out", undisturbed)
 
 
@@ -255,7 +257,7 @@ def test_a_source_bucket_that_becomes_unreachable(
     monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")
     server.start()
     record = convert(config)
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
     expected = json.loads((undisturbed / "conversion.json").read_text())["splits"]["train"]
     assert record["splits"]["train"]["documents"] == expected["documents"]
 
@@ -326,7 +328,7 @@ def test_kills_at_random_moments_change_no_byte(
         process.kill()
     assert killed == kills
     assert same_bytes(tmp_path / "out", undisturbed)
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
 
 
 def test_a_unit_whose_workers_die_too_often_stops_the_conversion(text: Path, config_for: Make, tmp_path: Path) -> None:

@@ -136,7 +136,7 @@ def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: C
     assert (tmp_path / "tokenizer" / "tokenizer.json").read_bytes() == first
 
     record = convert(config)
-    assert verify(config.output, progress=False).faults == []
+    assert verify(config.output).faults == []
     table = pq.read_table(text / "documents.parquet", columns=["text", "id"]).to_pylist()
     for split, held_out in (("train", False), ("validation", True)):
         texts = [row["text"] for row in table if in_validation(document_number(row["id"]), FRACTION) == held_out]

@@ -69,7 +69,7 @@ def test_conversion_from_and_to_a_bucket(url: str, config_for: Make, tmp_path: P
     assert [file["path"] for file in record["source"]["files"]] == [f"{url}/text/a.parquet", f"{url}/text/more/b.jsonl"]
     log = open_store(f"{url}/deep/out").read("conversion.log").decode()
     assert log.count(" documents, ") == len(record["units"])
-    assert verify(f"{url}/deep/out", progress=False).faults == []
+    assert verify(f"{url}/deep/out").faults == []
     dataset = open_dataset(tmp_path / "cache", f"{url}/deep/out/train")
     assert len(dataset) == record["splits"]["train"]["rows"]
     assert dataset[0]["tokens"].shape == (64,)
@@ -129,7 +129,7 @@ def test_a_failed_conversion_has_no_index_and_resumes_after_the_repair(
         verify(f"{url}/out")
     put(bucket, "text/more/c.jsonl.gz", good)
     record = convert(config)
-    assert verify(f"{url}/out", progress=False).faults == []
+    assert verify(f"{url}/out").faults == []
     assert not (bucket / "out" / "conversion.started").exists()
     undisturbed = convert(config_for(f"{url}/text", output=f"{url}/two", **keys))
     assert record["splits"] == undisturbed["splits"]
@@ -159,12 +159,12 @@ def test_a_failing_upload_is_named(bucket: Path, config_for: Make) -> None:
     config = config_for(f"{url}/text", output=f"{url}/out", validation_fraction=0.5)
     put(bucket, "out/conversion.started", json_bytes(started(config)))
     (bucket / "out" / "validation").write_text("in the way")
-    with pytest.raises(UserError, match=r"output s3://.*/out: can't be written \(.*what is finished is kept"):
+    with pytest.raises(UserError, match=r"output s3://.*/out: can't be written \(.*finished work units are kept"):
         convert(config)
     assert not list((bucket / "out").rglob("index.json"))
     (bucket / "out" / "validation").unlink()
     convert(config)
-    assert verify(f"{url}/out", progress=False).faults == []
+    assert verify(f"{url}/out").faults == []
 
 
 def started(config: ConvertConfig) -> dict[str, Any]:

@@ -13,24 +13,31 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from biphasic.config.convert import FilesSource, FilterConfig, HubSource
-from biphasic.conversion.reading import DamagedFileError, Document, ReadOptions, Skipped, SourceFile, read_documents
+from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
+from biphasic.conversion.reading import DamagedFileError, Document, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
 from biphasic.errors import UserError
 from helpers.texts import Records, sentences, write_parquet
 
-OPTIONS = ReadOptions("text", "id")
 RECORDS = sentences(250)
+
+
+def options(text_files: str = "file", **keys: Any) -> ConvertConfig:
+    source = {"kind": "files", "paths": ["x"], "text_files": text_files}
+    return ConvertConfig.model_validate({"job": "convert", "source": source, "output": "x", "tokenizer": "x", **keys})
+
+
+OPTIONS = options()
 
 
 def source(*paths: Path | str) -> FilesSource:
     return FilesSource(kind="files", paths=[str(path) for path in paths])
 
 
-def read(*paths: Path | str, text: str = "text", id: str | None = "id", **options: Any) -> list[Document | Skipped]:
-    files, read_options = find_files(source(*paths)).files, ReadOptions(text, id, **options)
-    assert not [layout.fault for layout in inspect_files(files, read_options) if layout.fault]
-    return [entry for file in files for entry in read_documents(file, read_options)]
+def read(*paths: Path | str, text: str = "text", id: str | None = "id", **keys: Any) -> list[Document | Skipped]:
+    files, config = find_files(source(*paths)).files, options(text_column=text, id_column=id, **keys)
+    assert not [layout.fault for layout in inspect_files(files, config) if layout.fault]
+    return [entry for file in files for entry in read_documents(file, config)]
 
 
 def texts(entries: list[Document | Skipped]) -> list[str]:
@@ -215,7 +222,7 @@ def test_an_empty_file(tmp_path: Path, ending: str) -> None:
     write(tmp_path / "good.parquet", RECORDS)
     (tmp_path / f"x.{ending}").touch()
     good, empty = inspect_files(find_files(source(tmp_path)).files, OPTIONS)
-    assert (good.fault, empty.fault) == (None, "is empty (0 bytes)")
+    assert (good.fault, empty.fault) == (None, f"source {empty.file.path}: is empty (0 bytes)")
 
 
 @pytest.mark.parametrize("ending", ["jsonl.gz", "jsonl.zst", "csv.gz"])
@@ -227,7 +234,7 @@ def test_a_file_cut_short(tmp_path: Path, ending: str) -> None:
     with pytest.raises(DamagedFileError, match=rf"source .*a\.{ending}: is damaged after line \d+"):
         list(read_documents(source_file, OPTIONS))
     [layout] = inspect_files([source_file], OPTIONS)
-    assert str(layout.fault).startswith("is damaged after line 0")
+    assert str(layout.fault).startswith(f"source {file}: is damaged after line 0")
 
 
 def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
@@ -235,7 +242,7 @@ def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     [layout] = inspect_files(find_files(source(file)).files, OPTIONS)
     assert layout.fault is not None
-    assert layout.fault.startswith("is no complete Parquet file")
+    assert layout.fault.startswith(f"source {file}: is no complete Parquet file")
 
 
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
@@ -282,7 +289,7 @@ def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
 def test_a_text_that_is_too_long(tmp_path: Path) -> None:
     records = [{"id": "1", "text": "x" * 50}, {"id": "2", "text": "x" * 51}]
     for ending in ("parquet", "jsonl"):
-        entries = read(write(tmp_path / f"a.{ending}", records), max_characters=50)
+        entries = read(write(tmp_path / f"a.{ending}", records), max_text_characters=50)
         assert texts(entries) == ["x" * 50]
         assert skipped(entries)[0][0].endswith("2: its text has 51 characters, and max_text_characters is 50")
 
@@ -298,7 +305,7 @@ def test_filters(tmp_path: Path, ending: str) -> None:
     file = write(tmp_path / f"a.{ending}", records)
 
     def kept(*filters: dict[str, Any]) -> list[str]:
-        entries = read(file, filters=tuple(FilterConfig(**keys) for keys in filters))
+        entries = read(file, filters=list(filters))
         assert {entry.kind for entry in entries if isinstance(entry, Skipped)} <= {"filtered"}
         return texts(entries)
 
@@ -315,14 +322,14 @@ def test_filters(tmp_path: Path, ending: str) -> None:
 def test_csv_s_true_and_false(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text("text,copy\none,true\ntwo,False\nthree,\n")
     for value, expected in ((True, "one"), (False, "two")):
-        entries = read(tmp_path, id=None, filters=(FilterConfig(column="copy", any_of=[value]),))
+        entries = read(tmp_path, id=None, filters=[{"column": "copy", "any_of": [value]}])
         assert texts(entries) == [expected]
 
 
 def test_text_files_have_nothing_to_filter_by(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("One.\n")
     with pytest.raises(UserError, match=r"a\.txt: a text file has no columns to filter by; remove filters, or"):
-        read(tmp_path / "a.txt", filters=(FilterConfig(column="language", any_of=["en"]),))
+        read(tmp_path / "a.txt", filters=[{"column": "language", "any_of": ["en"]}])
 
 
 def test_csv_with_bad_rows(tmp_path: Path) -> None:

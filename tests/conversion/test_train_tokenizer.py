@@ -121,5 +121,6 @@ def test_an_earlier_tokenizer_is_kept(file: Path, tmp_path: Path, capsys: pytest
 def test_an_empty_file_is_named(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "text" / "x.jsonl").touch()
     assert main(["tokenizer", str(file), "--size", "300"]) == 2
-    assert capsys.readouterr().err.startswith(f"source {tmp_path / 'text' / 'x.jsonl'}: is empty (0 bytes); mend it")
+    fault = f"source {tmp_path / 'text' / 'x.jsonl'}: is empty (0 bytes); restore the file"
+    assert capsys.readouterr().err.startswith(fault)
     assert main(["tokenizer", str(file), "--size", "300", "on_bad_file=skip"]) == 0

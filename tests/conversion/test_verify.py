@@ -51,7 +51,7 @@ def output(converted: Path, tmp_path: Path) -> Path:
 
 
 def faults(output: Path) -> list[str]:
-    return verify(str(output), progress=False).faults
+    return verify(str(output)).faults
 
 
 def unit_of(output: Path) -> str:
@@ -104,7 +104,7 @@ def rewrite(output: Path, change: Change) -> None:
 
 
 def test_an_intact_conversion_has_no_faults(output: Path) -> None:
-    result = verify(str(output), progress=False)
+    result = verify(str(output))
     assert result.faults == []
     assert [line.split(":")[0] for line in result.summary] == ["train", "validation", "sources"]
     assert result.summary[-1] == "sources: 1 files, unchanged and their 200 documents were all read"
@@ -289,7 +289,7 @@ def test_a_unit_that_was_written_twice(output: Path, name: str) -> None:
             part["index_sha256"] = hashlib.sha256(index.read_bytes()).hexdigest()
 
     edit_record(output, edit)
-    [fault] = verify(str(output), sources=False, progress=False).faults
+    [fault] = verify(str(output), sources=False).faults
     assert fault.startswith("units/: ") and fault.endswith("text.parquet was converted twice")
 
 
@@ -314,22 +314,13 @@ def test_sources_that_changed(converted: Path, output: Path) -> None:
     before = text.stat()
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns + 1))
     assert faults(output) == [f"source {text}: has changed since"]
-    assert verify(str(output), sources=False, progress=False).faults == []
+    assert verify(str(output), sources=False).faults == []
     os.utime(text, ns=(before.st_atime_ns, before.st_mtime_ns))
     text.rename(text.with_suffix(".away"))
-    result = verify(str(output), progress=False)
+    result = verify(str(output))
     assert result.faults == []
     assert result.summary[-1].startswith(f"sources: not compared (source {text}: there is no such file")
     text.with_suffix(".away").rename(text)
-
-
-def test_units_are_converted_again_and_compared(output: Path) -> None:
-    result = verify(str(output), again=3, progress=False)
-    assert result.faults == []
-    assert result.summary[-1] == "work units: 1 of 1 converted again, with the same bytes"
-    rewrite(output, fill(7, 3))
-    [fault] = verify(str(output), again=1, progress=False).faults
-    assert fault.endswith("text.parquet): converted again it gives other bytes")
 
 
 def test_an_unfinished_conversion_names_what_is_missing(output: Path) -> None:
@@ -348,7 +339,7 @@ def test_many_shards_are_read_by_several_processes(output: Path, monkeypatch: py
     monkeypatch.setattr(verifying, "_WORTH_PROCESSES", 3)
     shard = shard_of(output, 2)
     shard.write_bytes(shard.read_bytes()[:-1])
-    result = verify(str(output), progress=False)
+    result = verify(str(output))
     assert [fault.partition(":")[0] for fault in result.faults] == [f"train/{unit_of(output)}/shard.00002.mds.zstd"]
     total = row_count(str(output / "train"))
     assert result.summary[0] == f"train: {total - rows:,} of {total:,} rows were read without fault"

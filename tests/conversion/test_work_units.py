@@ -18,7 +18,7 @@ from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion import convert as converting
 from biphasic.conversion import worker
-from biphasic.conversion.convert import convert, source_files
+from biphasic.conversion.convert import convert, inspect_sources
 from biphasic.conversion.merge import count_repeated
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.pool import UnitWorker
@@ -41,16 +41,16 @@ def file(name: str, size: int) -> SourceFile:
 
 
 def test_small_files_are_put_together_and_large_ones_divided() -> None:
-    files = [file(name, 1) for name in ("a", "b", "c", "d.parquet", "e.parquet", "f")]
+    a, b, c, d, e, f = (file(name, 1) for name in ("a", "b", "c", "d.parquet", "e.parquet", "f"))
     layouts = [
-        FileLayout((10,), (40,)),
-        FileLayout((10,), (50,)),
-        FileLayout((10,), (20,)),
-        FileLayout((1, 2, 3, 4), (60, 30, 20, 150)),
-        FileLayout(fault="is empty"),
-        FileLayout(),
+        FileLayout(a, (10,), (40,)),
+        FileLayout(b, (10,), (50,)),
+        FileLayout(c, (10,), (20,)),
+        FileLayout(d, (1, 2, 3, 4), (60, 30, 20, 150)),
+        FileLayout(e, fault="is empty"),
+        FileLayout(f),
     ]
-    units = plan_work_units(files, layouts, 100)
+    units = plan_work_units(layouts, 100)
     assert [[(part.path, part.row_groups) for part in unit.files] for unit in units] == [
         [("a", None), ("b", None)],
         [("c", None)],
@@ -62,8 +62,8 @@ def test_small_files_are_put_together_and_large_ones_divided() -> None:
     assert [unit.bytes for unit in units] == [90, 20, 90, 20, 150, 1]
     assert len({unit.name for unit in units}) == 6
     # A changed file keeps its unit's name, whatever other files there are.
-    changed = [SourceFile("f", 2, "v2")]
-    assert plan_work_units(changed, [FileLayout()], 100)[0].name == units[-1].name
+    changed = FileLayout(SourceFile("f", 2, "v2"))
+    assert plan_work_units([changed], 100)[0].name == units[-1].name
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +88,7 @@ def test_the_bytes_are_the_same_however_many_workers(many: Path, config_for: Mak
     log = (tmp_path / "both" / "conversion.log").read_text().splitlines()
     assert len(log) == len(both["units"])
     assert all(" tokens/s (" in line for line in log)
-    assert verify(str(tmp_path / "both"), progress=False).faults == []
+    assert verify(str(tmp_path / "both")).faults == []
 
 
 @pytest.mark.parametrize("kind", ["documents", "stream", "single"])
@@ -132,7 +132,7 @@ def test_a_file_that_changed_in_between_is_read_again(many: Path, config_for: Ma
     (text / "11.parquet").rename(tmp_path / "away")
     (text / "11.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(
-        UserError, match=r"11\.parquet: is no complete Parquet file .*; mend it and run the same command"
+        UserError, match=r"11\.parquet: is no complete Parquet file .*; restore the file and run the same command"
     ):
         convert(config)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "units").iterdir()}
@@ -162,7 +162,7 @@ def test_an_unfinished_output_with_other_settings_is_refused(
     assert len(list((tmp_path / "out" / "units").iterdir())) > 4
     # What doesn't change the bytes may change.
     record = convert(config_for(many, cluster={"workers": 1, "retries": 3}, on_bad_file="skip", **KEYS))
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
     assert len(record["units"]) > 4
 
 
@@ -197,7 +197,9 @@ def test_a_budget_of_tokens_is_met_exactly(many: Path, config_for: Make, tmp_pat
         used += 0 if held else length
     assert (train["documents"], validation["documents"]) == (taken, held_out)
     assert sum(len(segment) for segment in segments_in(tmp_path / "out" / "train")) == budget
-    assert verify(str(tmp_path / "out"), again=2, progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
+    again = convert(config.model_copy(update={"output": str(tmp_path / "again")}))
+    assert again["splits"] == record["splits"]
 
 
 def test_a_budget_does_not_depend_on_the_workers_or_on_interruptions(
@@ -238,7 +240,7 @@ def test_a_unit_stops_once_it_has_filled_the_budget(
     assert record["splits"]["train"]["tokens"] == 1000
     assert len(encoded) < 200
     monkeypatch.undo()
-    assert verify(str(tmp_path / "out"), again=1, progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
 
 
 @pytest.mark.parametrize("missing", [0, 1])
@@ -279,7 +281,7 @@ def test_one_document_a_row(config_for: Make, tmp_path: Path, longer: str) -> No
     rows = rows_in(tmp_path / "out" / "train")
     assert [row["lengths"].tolist() for row in rows] == [[length] for length in expected]
     assert record["splits"]["train"]["tokens"] == sum(expected)
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
+    assert verify(str(tmp_path / "out")).faults == []
 
 
 def test_a_very_long_text_is_tokenized_in_parts(config_for: Make, tmp_path: Path) -> None:
@@ -301,9 +303,8 @@ def test_special_tokens_in_a_text_stay_text_on_every_worker(config_for: Make, tm
     records = [{"id": str(at), "text": f"{at} the <|mask|> model <|eos|>"} for at in range(40)]
     config = config_for(records, cluster=ALONE)
     record = convert(config)
-    assert verify(str(tmp_path / "out"), progress=False).faults == []
-    files = source_files(config).files
-    [unit] = plan_work_units(files, [FileLayout()], config.unit_bytes)
+    assert verify(str(tmp_path / "out")).faults == []
+    [unit] = plan_work_units(inspect_sources(config)[1], config.unit_bytes)
     context = ConversionContext.of(
         config.model_copy(update={"output": str(tmp_path / "worker")}), load_tokenizer(config.tokenizer)
     )

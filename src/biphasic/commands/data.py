@@ -101,7 +101,7 @@ def convert(options: Namespace) -> int:
     from biphasic.config.load import load_job
 
     config = load_job(ConvertConfig, options.file, options.overrides)
-    from biphasic.conversion.describe import describe_record, plan_conversion
+    from biphasic.conversion.plan import describe_record, plan_conversion
 
     if options.plan:
         return print_job_plan(plan_conversion(config))
@@ -123,7 +123,6 @@ def convert(options: Namespace) -> int:
     argument("output", metavar="OUT", help="the conversion's folder or bucket prefix"),
     argument("--sample", type=count, default=0, metavar="N", help="print N rows as text"),
     argument("--split", default="train", help="split of the sample (default: train)"),
-    argument("--again", type=count, default=0, metavar="N", help="convert N work units again, and compare the bytes"),
     argument("--no-sources", action="store_true", help="don't compare with the files that were read"),
 )
 def verify(options: Namespace) -> int:
@@ -132,21 +131,20 @@ def verify(options: Namespace) -> int:
     The exit status is 0 without faults, 1 with faults, 2 if there is nothing to verify.
     """
     from biphasic.commands.next_step import after_conversion
-    from biphasic.conversion.output import require_record
     from biphasic.conversion.verify import verify
     from biphasic.data.mds_reader import read_rows, row_as_text
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.storage import join
 
     output, split = options.output, options.split
-    result = verify(output, sources=not options.no_sources, again=options.again)
+    result = verify(output, sources=not options.no_sources)
     for line in result.summary:
         print(line)
     for fault in result.faults:
         print(f"{output}: {fault}", file=sys.stderr)
     if result.faults:
         return 1
-    record = require_record(output)
+    record = result.record
     if options.sample:
         if split not in record["splits"]:
             raise UserError(f"{output}: has no split {split!r}; expected one of {', '.join(record['splits'])}")

@@ -82,7 +82,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
 
         return print_job_plan(plan_evaluation(config), options.json)
     if config.job == "convert":
-        from biphasic.conversion.describe import plan_conversion
+        from biphasic.conversion.plan import plan_conversion
 
         return print_job_plan(plan_conversion(config), options.json)
     run_plan, after = _pretraining_plan(config, options.ranks), ""

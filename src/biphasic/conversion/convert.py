@@ -19,7 +19,7 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
@@ -32,17 +32,15 @@ from biphasic.conversion.output import (
     require_same_settings,
     write_error_message,
 )
-from biphasic.conversion.pool import InlinePool, UnitResult, open_pool
-from biphasic.conversion.progress import Progress
-from biphasic.conversion.reading import ReadOptions, SourceFile
+from biphasic.conversion.pool import Job, open_pool
+from biphasic.conversion.progress import Progress, UnitResult
 from biphasic.conversion.sources import FileLayout, Sources, describe_unread, find_files, find_hub_files, inspect_files
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 
-Damaged = tuple[list[str], list[str]]
-_ADVICE = "mend it and run the same command again, or set on_bad_file: skip"
+_ADVICE = "restore the file and run the same command again, or set on_bad_file: skip"
 
 
 def convert(config: ConvertConfig) -> dict[str, Any]:
@@ -65,19 +63,18 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished
     sources = source_files(config)
-    files, commit = sources.files, sources.commit
-    if isinstance(config.source, HubSource) and commit not in (None, config.source.revision):
-        print(f"the hub dataset is read at this commit, which others can name too: source.revision: {commit}")
-    layouts = inspect_files(files, ReadOptions.from_config(config))
-    units = plan_work_units(files, layouts, config.unit_bytes)
-    damaged = damaged_files(config, files, layouts)
+    if isinstance(config.source, HubSource) and sources.commit not in (None, config.source.revision):
+        print(f"the hub dataset is read at this commit, which others can name too: source.revision: {sources.commit}")
+    layouts = inspect_files(sources.files, config)
+    units = plan_work_units(layouts, config.unit_bytes)
+    damaged = [layout.fault for layout in layouts if layout.fault]
     try:
-        with lock_output(context, units, commit) as output:
+        with lock_output(context, units, sources.commit) as output:
             if sources.unread:
                 output.log.add(line := f"not read: {describe_unread(sources.unread)}")
                 print(line)
             records = _Driver(context, units, damaged, output).run()
-            record = merge_records(context, records, sources, damaged[0], time.monotonic() - start)
+            record = merge_records(context, records, sources, damaged, time.monotonic() - start)
             publish(output, record, records, tokenizer)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
@@ -99,11 +96,22 @@ def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
     return find_hub_files(config.source.model_copy(update={"revision": commit or config.source.revision}))
 
 
-def damaged_files(config: ConvertConfig, files: list[SourceFile], layouts: list[FileLayout]) -> Damaged:
-    """Return a message for each file that can't be read; and those, with advice, that stop the conversion."""
-    pairs = zip(files, layouts, strict=True)
-    damaged = [f"source {file.path}: {layout.fault}" for file, layout in pairs if layout.fault]
-    return damaged, [f"{fault}; {_ADVICE}" for fault in damaged if config.on_bad_file == "stop"]
+def inspect_sources(config: ConvertConfig) -> tuple[Sources, list[FileLayout]]:
+    """Return the files of the YAML's `source:` and their layouts, for what only reads them.
+
+    Raises:
+        UserError: there is no usable file, or one can't be read and the YAML says to stop.
+    """
+    sources = source_files(config)
+    layouts = inspect_files(sources.files, config)
+    if faults := _stopping_faults(config, [layout.fault for layout in layouts if layout.fault]):
+        raise UserError("\n".join(faults))
+    return sources, layouts
+
+
+def _stopping_faults(config: ConvertConfig, damaged: list[str]) -> list[str]:
+    """Return the messages about damaged files, with advice, if they stop the conversion."""
+    return [f"{fault}; {_ADVICE}" for fault in damaged if config.on_bad_file == "stop"]
 
 
 class _Driver:
@@ -115,9 +123,10 @@ class _Driver:
     the end; a unit that was stopped at too many is converted once more.
     """
 
-    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: Damaged, output: LockedOutput):
-        self.context, self.units, self.output = context, units, output
-        self.damaged, self.faults = damaged
+    def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], output: LockedOutput):
+        self.context, self.units, self.output, self.damaged = context, units, output, damaged
+        self.faults = _stopping_faults(context.config, damaged)
+        self.stopping = False
         self.records: dict[str, UnitRecord] = {}
         self._position = {unit.name: position for position, unit in enumerate(units)}
         for unit in units:
@@ -133,48 +142,43 @@ class _Driver:
         Raises:
             UserError: lists all faults, one per line, after everything else has been converted.
         """
-        waiting = deque(unit for unit in self.units if unit.name not in self.records and self._remaining(unit) != 0)
         config = self.context.config
+        waiting = sum(unit.name not in self.records and self._remaining(unit) != 0 for unit in self.units)
         with (
             Progress(config, self.units, self.records, self.output.log.add) as progress,
-            open_pool(self.context, len(waiting), progress.add, progress.print_line) as pool,
+            open_pool(self.context, waiting, progress) as pool,
         ):
             for message in self.damaged:
                 progress.print_line(message)
-            self._convert_all(pool, waiting, progress)
+            for result in pool.convert_all(self._jobs()):
+                self._take(result, progress)
             selected, last = self._select()
             if last is not None and not self.faults:
-                pool.submit(last, self._remaining(last))
-                self._take(pool.next(), progress)
+                for result in pool.convert_all(iter([(last, self._remaining(last))])):
+                    self._take(result, progress)
                 selected, _ = self._select()
         if self.faults:
             count = f"{len(self.records)} of {len(self.units)} work units are finished and kept"
             raise UserError("\n".join([*self.faults, f"{config.output}: {count}; no dataset is published yet"]))
         return selected
 
-    def _convert_all(self, pool: InlinePool, waiting: deque[WorkUnit], progress: Progress) -> None:
-        running, stopping = 0, False
-        while True:
-            while waiting and running < pool.size and not stopping:
-                remaining = self._remaining(waiting[0])
-                if remaining == 0:
-                    waiting.clear()
-                    break
-                pool.submit(waiting.popleft(), remaining)
-                running += 1
-            if not running:
+    def _jobs(self) -> Iterator[Job]:
+        """Yield the units without a record, each with the tokens that remain when it is submitted."""
+        for unit in self.units:
+            remaining = self._remaining(unit)
+            if remaining == 0 or self.stopping:
                 return
-            stopping = self._take(pool.next(), progress) or stopping
-            running -= 1
+            if unit.name not in self.records:
+                yield unit, remaining
 
-    def _take(self, result: UnitResult, progress: Progress) -> bool:
-        """Keep a unit's record or its fault, and return whether the fault stops the conversion."""
+    def _take(self, result: UnitResult, progress: Progress) -> None:
+        """Keep a unit's record or its fault. A fault other than a damaged file's stops the conversion."""
         progress.finished(result)
         if result.record is not None:
             self.records[result.unit.name] = result.record
-            return False
+            return
         self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
-        return not result.damaged_file
+        self.stopping = self.stopping or not result.damaged_file
 
     def _remaining(self, unit: WorkUnit) -> int | None:
         """Return how many training tokens remain after the finished units before this one; None means no limit."""

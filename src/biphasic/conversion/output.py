@@ -172,7 +172,7 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
 
 def write_error_message(output: str, error: OSError) -> str:
     """Return the message about an output that can't be written."""
-    advice = "what is finished is kept; mend that, and run the same command again"
+    advice = "finished work units are kept; fix the cause, and run the same command again"
     return f"output {output}: can't be written ({first_line(error)}); {advice}"
 
 

@@ -1,13 +1,24 @@
-"""Show a conversion's progress bar, and log a line for each work unit."""
+"""Show a conversion's progress bar, log a line for each work unit, and describe the result."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.pool import UnitResult
+from biphasic.conversion.sources import describe_unread
 from biphasic.conversion.work_units import UnitRecord, WorkUnit
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """The result of a unit: a record or a fault. A damaged file does not stop the other units."""
+
+    unit: WorkUnit
+    record: UnitRecord | None = None
+    fault: str = ""
+    damaged_file: bool = False
 
 
 class Progress:
@@ -75,10 +86,8 @@ class Progress:
     def _estimate(self) -> int:
         """Estimate the tokens of all units from the text converted so far."""
         finished = [unit for unit in self.units if unit.name in self.records]
-        planned, read = (
-            sum(unit.bytes for unit in finished),
-            sum(self.records[unit.name]["text_bytes"] for unit in finished),
-        )
+        planned = sum(unit.bytes for unit in finished)
+        read = sum(self.records[unit.name]["text_bytes"] for unit in finished)
         text = sum(unit.bytes for unit in self.units) * (read / planned if planned and read else 1)
         tokens = round(text * self.tokens / max(self.bytes, 1))
         return tokens if self.config.max_tokens is None else min(tokens, self.config.max_tokens)
@@ -86,3 +95,29 @@ class Progress:
 
 def _tokens(record: dict[str, Any]) -> int:
     return sum(split["tokens"] for split in record["splits"].values())
+
+
+def describe_record(output: str, record: dict[str, Any]) -> str:
+    """Return the counts of a finished conversion's record as text."""
+    lines = [
+        f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens in {split['rows']:,} rows of "
+        f"{record['sequence_length']} ({100 * split['fill']:.2f}% filled), {len(split['shards'])} shards, "
+        f"{split['bytes'] / 1e6:,.1f} MB"
+        for name, split in record["splits"].items()
+    ]
+    documents = record["documents"]
+    remarks = [f"{documents['filtered']:,} left out by filters"] if documents["filtered"] else []
+    remarks += [f"{count:,} skipped ({kind})" for kind, count in documents["skipped"].items()]
+    remarks += [f"{documents['repeated']:,} with the id of an earlier one (kept)"] if documents["repeated"] else []
+    if remarks:
+        lines.append(f"documents: {documents['read']:,} read, {', '.join(remarks)}")
+    unread = record["source"]["unread"]
+    lines += [f"not read: {describe_unread(unread)}"] if unread else []
+    lines += [f"left out: {message}" for message in record["source"]["left_out"]]
+    tokens = max(sum(split["tokens"] for split in record["splits"].values()), 1)
+    stored = sum(split["bytes"] for split in record["splits"].values())
+    lines.append(
+        f"{stored / tokens:.2f} bytes stored a token, {record['text_bytes'] / tokens:.2f} bytes of text a token, "
+        f"{tokens / max(record['cpu_seconds'], 1e-9):,.0f} tokens/s a core"
+    )
+    return "\n".join([*lines, f"{output}: {record['seconds']:.1f} s"])

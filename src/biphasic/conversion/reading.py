@@ -48,33 +48,6 @@ FILTERED = "filtered"
 
 
 @dataclass(frozen=True)
-class ReadOptions:
-    """Options for reading files: columns, filters, a text's maximum characters, and what a document is in text files.
-
-    Without `id_column`, and where the column is null, NaN or empty, a document's id is a hash of its text.
-    """
-
-    text_column: str
-    id_column: str | None
-    filters: tuple[FilterConfig, ...] = ()
-    max_characters: int = 1 << 62
-    text_files: str = "file"
-
-    @staticmethod
-    def from_config(config: ConvertConfig) -> ReadOptions:
-        """Return the options that a `job: convert` YAML sets."""
-        text_files = config.source.text_files if isinstance(config.source, FilesSource) else "file"
-        filters = tuple(config.filters)
-        return ReadOptions(config.text_column, config.id_column, filters, config.max_text_characters, text_files)
-
-    @property
-    def columns(self) -> list[str]:
-        """Return the columns to read, each once."""
-        filtered = [filter.column for filter in self.filters]
-        return list(dict.fromkeys([self.text_column, *([self.id_column] if self.id_column else []), *filtered]))
-
-
-@dataclass(frozen=True)
 class SourceFile:
     """A file to read, or a part of a Parquet file if `row_groups` (start, end) is given; `end` is excluded.
 
@@ -87,8 +60,16 @@ class SourceFile:
     row_groups: tuple[int, int] | None = None
 
 
-def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+def columns(config: ConvertConfig) -> list[str]:
+    """Return the columns to read, each once."""
+    names = [config.text_column, config.id_column, *(condition.column for condition in config.filters)]
+    return [name for name in dict.fromkeys(names) if name is not None]
+
+
+def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
     """Yield the file's documents in order, and the entries that are skipped.
+
+    Without `id_column`, and where the column is null, NaN or empty, a document's id is a hash of its text.
 
     Raises:
         DamagedFileError: the file can't be read to its end. The message says how far it was read.
@@ -96,7 +77,7 @@ def read_documents(file: SourceFile, options: ReadOptions) -> Iterator[Document 
             more.
     """
     kind, readers = _kind(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
-    return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, options)
+    return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, config)
 
 
 def _kind(path: str) -> str:
@@ -104,75 +85,66 @@ def _kind(path: str) -> str:
     return path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
 
 
-def passes(values: dict[str, Any], filters: Sequence[FilterConfig]) -> bool:
-    """Return whether an entry's values pass all filters."""
-    for filter in filters:
-        value: Any = values[filter.column]
-        try:
-            in_range = value is not None and (filter.min is None or value >= filter.min)
-            in_range = in_range and (filter.max is None or value <= filter.max)  # pyright: ignore[reportOptionalOperand]
-        except TypeError:
-            raise UserError(f"filters: column {filter.column!r} holds {value!r}, which is no number") from None
-        allowed = (filter.any_of is None or value in filter.any_of) and value not in (filter.none_of or [])
-        if not (in_range and allowed):
-            return False
-    return True
+def _passes(value: Any, condition: FilterConfig) -> bool:
+    """Return whether a column's value passes a filter."""
+    low, high = condition.min, condition.max
+    try:
+        in_range = value is not None and (low is None or value >= low) and (high is None or value <= high)
+    except TypeError:
+        raise UserError(f"filters: column {condition.column!r} holds {value!r}, which is no number") from None
+    return (
+        in_range and (condition.any_of is None or value in condition.any_of) and value not in (condition.none_of or [])
+    )
 
 
-def missing_column_message(column: str, existing: Sequence[str], path: str, options: ReadOptions) -> str:
-    """Return the message about a column that a file lacks. It shows what the file should hold."""
+def missing_column(where: str, column: str, existing: Sequence[str], path: str, config: ConvertConfig) -> UserError:
+    """Return the error about a column that a file lacks. It shows what the file should hold."""
     # A JSON key can contain half of a surrogate pair, which can't be printed.
     names = ", ".join(sorted(existing)).encode("utf-8", "replace").decode()
-    advice = f"set text_column, id_column or filters; expected {_expected(path, options)}"
-    return f"has no column {column!r} (it has: {names}); {advice}"
+    advice = f"set text_column, id_column or filters; expected {_expected(path, config)}"
+    return UserError(f"source {where}: has no column {column!r} (it has: {names}); {advice}")
 
 
-def _expected(path: str, options: ReadOptions) -> str:
+def _expected(path: str, config: ConvertConfig) -> str:
     """Return what a file with columns should hold, with a line of it."""
     if (kind := _kind(path)) == "parquet":
-        return f"the columns {', '.join(options.columns)}"
+        return f"the columns {', '.join(columns(config))}"
     if kind in _DELIMITERS:
-        return f"{_DELIMITERS[kind].join(options.columns)} in the first line"
-    return f"a line such as {json.dumps(dict.fromkeys(options.columns, '…'), ensure_ascii=False)}"
+        return f"{_DELIMITERS[kind].join(columns(config))} in the first line"
+    return f"a line such as {json.dumps(dict.fromkeys(columns(config), '…'), ensure_ascii=False)}"
 
 
-def start_fault(file: SourceFile, options: ReadOptions) -> str | None:
-    """Return why a file's first entry (of a text file, its first line) can't be read, or None if it can.
-
-    Raises:
-        UserError: the file lacks a column, or the text is not a string.
-    """
-    is_text = _kind(file.path) in TEXT_KINDS and not options.filters
-    try:
-        next(iter(_lines(file) if is_text else read_documents(file, options)), None)
-    except DamagedFileError as error:
-        return str(error).removeprefix(f"source {file.path}").lstrip(":, ")
-    return None
+def read_start(file: SourceFile, config: ConvertConfig) -> None:
+    """Read a file's first entry, or a text file's first line. Raises what `read_documents` raises."""
+    is_text = _kind(file.path) in TEXT_KINDS and not config.filters
+    next(iter(_lines(file) if is_text else read_documents(file, config)), None)
 
 
-def _document(text: str | bytes | None, values: dict[str, Any], where: str, options: ReadOptions) -> Document | Skipped:
+def _document(
+    text: str | bytes | None, values: dict[str, Any], where: str, config: ConvertConfig
+) -> Document | Skipped:
     """Return the document of an entry, or why it is skipped. `text` is bytes if it is not UTF-8."""
-    if options.filters and not passes(values, options.filters):
+    if not all(_passes(values[condition.column], condition) for condition in config.filters):
         return Skipped(FILTERED, where, "")
     if isinstance(text, bytes):
         return Skipped("not UTF-8", where, "its text is not UTF-8")
     if not text:
         return Skipped("without text", where, "has no text")
-    if len(text) > options.max_characters:
-        limit = f"max_text_characters is {options.max_characters:,}"
+    if len(text) > config.max_text_characters:
+        limit = f"max_text_characters is {config.max_text_characters:,}"
         return Skipped("too long", where, f"its text has {len(text):,} characters, and {limit}")
-    id = None if options.id_column is None else values[options.id_column]
+    id = None if config.id_column is None else values.get(config.id_column)
     is_nan = id != id
     if id is not None and not is_nan and str(id).strip():
         return Document(str(id), text)
     return Document(hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest(), text)
 
 
-def _read_parquet(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    row = 0
+    row, names = 0, columns(config)
     try:
         system, path = filesystem(file.path)
         with system.open_input_file(path) as handle:
@@ -181,12 +153,11 @@ def _read_parquet(file: SourceFile, options: ReadOptions) -> Iterator[Document |
             row = sum(reader.metadata.row_group(group).num_rows for group in range(first))
             # Read one row group at a time, because with several pyarrow keeps in memory what it has read of each.
             for group in range(first, end):
-                for batch in reader.iter_batches(_BATCH_ROWS, [group], options.columns):
-                    columns = {name: _column_values(batch.column(name)) for name in options.columns}
-                    for index in range(batch.num_rows):
+                for batch in reader.iter_batches(_BATCH_ROWS, [group], names):
+                    for entry in zip(*(_column_values(batch.column(name)) for name in names), strict=True):
                         row += 1
-                        values = {name: column[index] for name, column in columns.items()}
-                        yield _document(values[options.text_column], values, f"{file.path}, row {row}", options)
+                        values = dict(zip(names, entry, strict=True))
+                        yield _document(values[config.text_column], values, f"{file.path}, row {row}", config)
     except (OSError, pa.ArrowException) as error:
         raise _read_error(file, f"row {row}", error) from error
 
@@ -212,10 +183,8 @@ def _column_values(column: Any) -> list[Any]:
     except UnicodeDecodeError:
         if pa.types.is_dictionary(column.type):
             column = column.dictionary_decode()
-        return [
-            None if value is None else _decode(value)
-            for value in column.cast(pa.large_binary(), safe=False).to_pylist()
-        ]
+        values = column.cast(pa.large_binary(), safe=False).to_pylist()
+        return [None if value is None else _decode(value) for value in values]
 
 
 def _decode(value: bytes) -> str | bytes:
@@ -247,41 +216,47 @@ def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
     return line.removeprefix(codecs.BOM_UTF8)
 
 
-def _read_jsonl(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+def _read_jsonl(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
     for number, line in enumerate(_lines(file), start=1):
         if line.strip():
-            yield _json_document(line, file.path, f"{file.path}, line {number}", options)
+            yield _json_document(line, file.path, f"{file.path}, line {number}", config)
 
 
-def _json_document(line: bytes, path: str, where: str, options: ReadOptions) -> Document | Skipped:
+def _json_document(line: bytes, path: str, where: str, config: ConvertConfig) -> Document | Skipped:
     try:
         values = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         return Skipped("not UTF-8", where, f"is not UTF-8 ({first_line(error)})")
     except (ValueError, RecursionError) as error:
-        return Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {_expected(path, options)}")
+        return Skipped("not JSON", where, f"is not JSON ({first_line(error)}); expected {_expected(path, config)}")
     if not isinstance(values, dict):
-        return Skipped("not JSON", where, f"is not JSON of the form {{{options.text_column!r}: …}}")
-    for column in options.columns:
+        return Skipped("not JSON", where, f"is not JSON of the form {{{config.text_column!r}: …}}")
+    for column in columns(config):
         if column not in values:
-            raise UserError(f"source {where}: {missing_column_message(column, list(values), path, options)}")
-    text = values[options.text_column]
+            raise missing_column(where, column, list(values), path, config)
+    text = values[config.text_column]
     if text is not None and not isinstance(text, str):
         kind = type(text).__name__
-        raise UserError(f"source {where}: column {options.text_column!r} holds {kind}, not text; set text_column")
+        raise UserError(f"source {where}: column {config.text_column!r} holds {kind}, not text; set text_column")
     if b"\\u" in line and text:
         # JSON can contain half of a surrogate pair, which UTF-8 can't encode.
         text = text.encode("utf-8", "replace").decode()
-    return _document(text, values, where, options)
+    return _document(text, values, where, config)
 
 
-def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
+def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
     # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
     lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
     csv.field_size_limit(sys.maxsize)
     rows = csv.reader(lines, delimiter=_DELIMITERS[_kind(file.path)], strict=True)
     header: list[str] | None = None
-    numbers = _number_columns(options.filters)
+    # A CSV file holds texts only, and filters may compare columns with numbers, true and false.
+    numbers = {
+        condition.column
+        for condition in config.filters
+        for value in (condition.min, condition.max, *(condition.any_of or []), *(condition.none_of or []))
+        if value is not None and not isinstance(value, str)
+    }
     while True:
         where = f"{file.path}, line {rows.line_num + 1}"
         try:
@@ -298,28 +273,18 @@ def _read_csv(file: SourceFile, options: ReadOptions) -> Iterator[Document | Ski
             continue
         if header is None:
             header = row
-            for column in options.columns:
+            for column in columns(config):
                 if column not in header:
-                    raise UserError(f"source {where}: {missing_column_message(column, header, file.path, options)}")
+                    raise missing_column(where, column, header, file.path, config)
         elif len(row) != len(header):
             fields = f"{len(row)} field{'s' * (len(row) != 1)}, and the header has {len(header)}"
             yield Skipped("not CSV", where, f"has {fields}")
         else:
             values: dict[str, Any] = dict(zip(header, row, strict=True))
-            text = values[options.text_column]
+            text = values[config.text_column]
             values |= {column: _scalar(values[column]) for column in numbers}
-            values |= {filter.column: None for filter in options.filters if values[filter.column] == ""}
-            yield _document(_utf8_or_bytes(text), values, where, options)
-
-
-def _number_columns(filters: Sequence[FilterConfig]) -> set[str]:
-    """Return the columns that filters compare with numbers or with true and false. A CSV file holds texts only."""
-    compared = [
-        (filter.column, value)
-        for filter in filters
-        for value in (filter.min, filter.max, *(filter.any_of or []), *(filter.none_of or []))
-    ]
-    return {column for column, value in compared if value is not None and not isinstance(value, str)}
+            values |= {condition.column: None for condition in config.filters if values[condition.column] == ""}
+            yield _document(_decode(text.encode("utf-8", "surrogateescape")), values, where, config)
 
 
 def _scalar(text: str) -> float | bool | str:
@@ -329,29 +294,21 @@ def _scalar(text: str) -> float | bool | str:
         return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def _utf8_or_bytes(text: str) -> str | bytes:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return text.encode("utf-8", "surrogateescape")
-    return text
-
-
-def _read_text(file: SourceFile, options: ReadOptions) -> Iterator[Document | Skipped]:
-    if options.filters:
+def _read_text(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
+    if config.filters:
         raise UserError(
             f"{file.path}: a text file has no columns to filter by; remove filters, or the file from source.paths"
         )
-    options = ReadOptions("text", None, max_characters=options.max_characters, text_files=options.text_files)
+    unit = config.source.text_files if isinstance(config.source, FilesSource) else "file"
     lines: list[bytes] = []
     start = 1
 
     def document() -> Document | Skipped:
-        return _document(_decode(b"".join(lines).strip(b"\r\n")), {}, f"{file.path}, line {start}", options)
+        return _document(_decode(b"".join(lines).strip(b"\r\n")), {}, f"{file.path}, line {start}", config)
 
     for number, line in enumerate(_lines(file), start=1):
-        blank = not line.strip() and options.text_files != "file"
-        if lines and (blank or options.text_files == "line"):
+        blank = not line.strip() and unit != "file"
+        if lines and (blank or unit == "line"):
             yield document()
             lines = []
         if not blank:

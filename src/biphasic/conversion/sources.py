@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import os
 import posixpath
 import re
@@ -10,20 +9,22 @@ from collections import Counter
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
-from biphasic.config.convert import FilesSource, HubSource
+from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.reading import (
     COMPRESSIONS,
     TEXT_KINDS,
-    ReadOptions,
+    DamagedFileError,
     SourceFile,
-    missing_column_message,
-    start_fault,
+    columns,
+    missing_column,
+    read_start,
 )
 from biphasic.errors import UserError
-from biphasic.storage import UNFINISHED_PREFIX, filesystem, first_line, is_remote, open_store
+from biphasic.storage import StoredFile, filesystem, first_line, is_remote, open_store
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _LINE_SUFFIXES = tuple(f".{kind}" for kind in ("jsonl", "csv", "tsv", *TEXT_KINDS))
@@ -44,11 +45,12 @@ class Sources:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """Number of rows and text bytes of each row group of a Parquet file; empty for other files.
+    """A file, with the number of rows and text bytes of each row group if it is a Parquet file.
 
     `fault` is the reason why the file can't be read at all.
     """
 
+    file: SourceFile
     rows: tuple[int, ...] = ()
     text_bytes: tuple[int, ...] = ()
     fault: str | None = None
@@ -65,20 +67,21 @@ def find_files(source: FilesSource) -> Sources:
     unread = set[str]()
     for path in source.paths:
         try:
-            matches = _bucket_files(path) if is_remote(path) else _local_files(path)
-        except OSError as error:
+            matches = _files_at(path.rstrip("/"))
+        except (OSError, ValueError) as error:  # a pattern such as `a**` is a ValueError
             raise UserError(f"source {path}: can't be read ({first_line(error)})") from None
-        hidden = {file.path for file in matches if Path(file.path).name.startswith(".")}
-        unread |= hidden
-        matches = [file for file in matches if file.path not in hidden]
-        if len(matches) == 1 and matches[0].path == path.rstrip("/") and not path.endswith(_SUFFIXES):
+        if list(matches) == [path.rstrip("/")] and not path.endswith(_SUFFIXES):
             raise UserError(f"source {path}: expected a file that ends in {suffixes}")
-        usable = {file.path: file for file in matches if file.path.endswith(_SUFFIXES)}
+        usable = {
+            name: SourceFile(name, file.bytes, file.version)
+            for name, file in matches.items()
+            if name.endswith(_SUFFIXES) and not posixpath.basename(name).startswith(".")
+        }
         if not usable:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
             raise UserError(f"source {path}: {message}")
         files |= usable
-        unread |= {file.path for file in matches if file.path not in usable}
+        unread |= matches.keys() - usable
     return Sources([file for _, file in sorted(files.items())], unread=dict(Counter(map(_suffix, sorted(unread)))))
 
 
@@ -96,87 +99,54 @@ def describe_unread(unread: Mapping[str, int]) -> str:
     return f"{sum(unread.values()):,} file{'s' * (sum(unread.values()) > 1)} ({', '.join(named)})"
 
 
-def _local_files(path: str) -> list[SourceFile]:
-    if _is_pattern(path):
-        _require_readable_folders(path)
-        names = sorted(glob.glob(path, recursive=True))
-    elif Path(path).is_dir():
-        return _files_below(path.rstrip("/"))
+def _files_at(path: str) -> dict[str, StoredFile]:
+    """Return the file at a path, the files of a folder and its subfolders, or those that match a pattern, by path."""
+    from fsspec.utils import glob_translate
+
+    is_pattern = any(character in path for character in "*?[")
+    folder = posixpath.dirname(re.split(r"[*?\[]", path)[0]) if is_pattern else path
+    if is_remote(path):
+        names = open_store(folder).list()
     else:
-        names = [path.rstrip("/")]
-    files = []
-    for name in names:
-        if (file := open_store(posixpath.dirname(name) or ".").stat(posixpath.basename(name))) is not None:
-            files.append(SourceFile(name, file.bytes, file.version))
+        names = _local_files(folder, path.removeprefix(folder).strip("/").split("/") if is_pattern else ["**", "*"])
+    files = {posixpath.join(folder, name): file for name, file in names.items()}
+    if is_pattern:
+        pattern = re.compile(glob_translate(path))
+        return {name: file for name, file in files.items() if pattern.fullmatch(name)}
+    parent, name = posixpath.split(path)
+    if not files and not parent.endswith(":/") and (file := open_store(parent or ".").stat(name)) is not None:
+        return {path: file}
     return files
 
 
-def _require_readable_folders(pattern: str) -> None:
-    """Check each folder whose names a pattern is compared with: `glob` leaves out what it can't read.
+def _local_files(folder: str, pattern: list[str]) -> dict[str, StoredFile]:
+    """Return the files below a folder, without folders that a pattern, split at `/`, can't match.
+
+    Each folder is read once: links are followed, which may form cycles. Hidden folders are left out.
 
     Raises:
         UserError: a folder can't be read.
     """
-    parts = pattern.split("/")
-    for level in range(1, len(parts)):
-        for folder in glob.glob("/".join([*parts[:level], ""]), recursive=True) if _is_pattern(parts[level]) else []:
-            try:
-                os.scandir(folder).close()
-            except OSError as error:
-                _unreadable(error)
-
-
-def _unreadable(error: OSError) -> NoReturn:
-    raise UserError(f"source {error.filename}: can't be read ({first_line(error)})") from None
-
-
-def _files_below(folder: str) -> list[SourceFile]:
-    """Return the files of a folder and its subfolders, each folder once. Links are followed, which may form cycles.
-
-    Raises:
-        UserError: a folder can't be read.
-    """
-    files, visited = [], set[str]()
-    for place, folders, names in os.walk(folder, onerror=_unreadable, followlinks=True):
+    files, visited, root = {}, set[str](), folder or "."
+    for place, folders, names in os.walk(root, onerror=_unreadable, followlinks=True) if Path(root).is_dir() else ():
+        below = [] if place == root else posixpath.relpath(place, root).split("/")
         if (real := os.path.realpath(place)) in visited:
             folders.clear()
             continue
         visited.add(real)
-        folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        if "**" not in pattern[: len(below) + 1]:
+            expected = pattern[len(below)] if len(below) + 1 < len(pattern) else ""
+            folders[:] = [name for name in folders if fnmatchcase(name, expected)]
         store = open_store(place)
         for name in names:
             if (file := store.stat(name)) is not None:
-                files.append(SourceFile(posixpath.join(place, name), file.bytes, file.version))
+                files["/".join([*below, name])] = file
     return files
 
 
-def _bucket_files(path: str) -> list[SourceFile]:
-    folder, pattern = path.rstrip("/"), re.compile(".*")
-    if _is_pattern(path):
-        folder, pattern = re.split(r"[*?\[]", path)[0].rpartition("/")[0], re.compile(_regex(path))
-    files = {posixpath.join(folder, name): file for name, file in open_store(folder).list().items()}
-    if not files and not _is_pattern(path):
-        parent, _, name = folder.rpartition("/")
-        file = None if parent.endswith("/") else open_store(parent).stat(name)
-        files = {} if file is None else {folder: file}
-    return [SourceFile(name, file.bytes, file.version) for name, file in files.items() if pattern.fullmatch(name)]
-
-
-def _is_pattern(path: str) -> bool:
-    return any(character in path for character in "*?[")
-
-
-def _regex(pattern: str) -> str:
-    """Return a glob pattern as a regular expression. `**/` matches any folders; `*` and `?` match within one folder."""
-    parts = re.split(r"(\*\*/|\*|\?|\[[^\]]*\])", pattern)
-    wildcards = {"**/": "(?:.*/)?", "*": "[^/]*", "?": "[^/]"}
-    return "".join(wildcards.get(part) or (_set(part) if part.startswith("[") else re.escape(part)) for part in parts)
-
-
-def _set(part: str) -> str:
-    """Return a glob pattern's set of characters as a regular expression: `[!a-c]` gives `[^/a-c]`."""
-    characters = part[1:-1].replace("\\", r"\\").replace("^", r"\^")
-    return f"[^/{characters[1:]}]" if characters.startswith("!") else f"[{characters}]"
+def _unreadable(error: OSError) -> NoReturn:
+    raise UserError(f"source {error.filename}: can't be read ({first_line(error)})") from None
 
 
 def find_hub_files(source: HubSource) -> Sources:
@@ -194,9 +164,10 @@ def find_hub_files(source: HubSource) -> Sources:
 
     name = source.path if source.name is None else f"{source.path}, {source.name}"
     try:
-        if is_local_path(source.path) and not Path(source.path).is_dir():
+        is_folder = Path(source.path).is_dir()
+        if is_local_path(source.path) and not is_folder:
             raise UserError(f"source {name}: there is no such folder")
-        commit = None if Path(source.path).is_dir() else hub_commit(source.path, source.revision)
+        commit = None if is_folder else hub_commit(source.path, source.revision)
         builder = datasets.load_dataset_builder(source.path, source.name, revision=commit)
         splits = dict(builder.config.data_files or {})
         if source.split not in splits:
@@ -233,7 +204,7 @@ def hub_commit(path: str, revision: str | None) -> str:
     return commit
 
 
-def inspect_files(files: list[SourceFile], options: ReadOptions, progress: bool = True) -> list[FileLayout]:
+def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLayout]:
     """Inspect files before the work begins, and return their layouts.
 
     Empty files, incomplete Parquet files and files whose start can't be read get a `fault`.
@@ -244,38 +215,42 @@ def inspect_files(files: list[SourceFile], options: ReadOptions, progress: bool 
     from tqdm import tqdm
 
     with ThreadPoolExecutor(_THREADS) as pool:
-        layouts = pool.map(lambda file: _inspect(file, options), files)
-        return list(
-            tqdm(layouts, "inspecting files", len(files), unit="file", disable=not progress or len(files) < 100)
-        )
+        layouts = pool.map(lambda file: _inspect(file, config), files)
+        return list(tqdm(layouts, "inspecting files", len(files), unit="file", disable=len(files) < 100))
 
 
-def _inspect(file: SourceFile, options: ReadOptions) -> FileLayout:
+def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
+    source = f"source {file.path}"
     if file.bytes == 0:
-        return FileLayout(fault="is empty (0 bytes)")
+        return FileLayout(file, fault=f"{source}: is empty (0 bytes)")
     if not file.path.endswith(".parquet"):
-        return FileLayout(fault=start_fault(file, options))
+        try:
+            read_start(file, config)
+        except DamagedFileError as error:
+            return FileLayout(file, fault=str(error))
+        return FileLayout(file)
     try:
         system, name = filesystem(file.path)
         with system.open_input_file(name) as handle:
             reader = pq.ParquetFile(handle)
             schema, metadata = reader.schema_arrow, reader.metadata
     except (OSError, pa.ArrowException) as error:
-        return FileLayout(fault=f"is no complete Parquet file ({first_line(error)})")
-    for column in options.columns:
+        return FileLayout(file, fault=f"{source}: is no complete Parquet file ({first_line(error)})")
+    for column in columns(config):
         if column not in schema.names:
-            raise UserError(f"source {file.path}: {missing_column_message(column, schema.names, file.path, options)}")
-    kind = schema.field(options.text_column).type
+            raise missing_column(file.path, column, schema.names, file.path, config)
+    kind = schema.field(config.text_column).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if not (pa.types.is_string(kind) or pa.types.is_large_string(kind) or pa.types.is_string_view(kind)):
-        raise UserError(f"source {file.path}: column {options.text_column!r} holds {kind}, not text; set text_column")
+        raise UserError(f"{source}: column {config.text_column!r} holds {kind}, not text; set text_column")
     groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
     paths = [metadata.schema.column(index).path for index in range(metadata.num_columns)]
-    text = paths.index(options.text_column)
+    text = paths.index(config.text_column)
     return FileLayout(
+        file,
         rows=tuple(group.num_rows for group in groups),
         text_bytes=tuple(group.column(text).total_uncompressed_size for group in groups),
     )

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.conversion.convert import damaged_files, source_files
+from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.packing import document_number, in_validation
-from biphasic.conversion.reading import Document, ReadOptions, SourceFile, read_documents
-from biphasic.conversion.sources import inspect_files
+from biphasic.conversion.reading import Document, SourceFile, read_documents
 from biphasic.errors import UserError
 
 SPECIAL_TOKENS = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
@@ -112,12 +111,7 @@ class _TrainingText:
 
     def __init__(self, config: ConvertConfig, max_bytes: int | None):
         self._config, self._max_bytes = config, max_bytes
-        self._options = ReadOptions.from_config(config)
-        files = source_files(config).files
-        layouts = inspect_files(files, self._options)
-        if faults := damaged_files(config, files, layouts)[1]:
-            raise UserError("\n".join(faults))
-        self._files = [file for file, layout in zip(files, layouts, strict=True) if layout.fault is None]
+        self._files = [layout.file for layout in inspect_sources(config)[1] if layout.fault is None]
         self.documents = self.bytes = 0
 
     def __iter__(self) -> Iterator[str]:
@@ -138,7 +132,7 @@ class _TrainingText:
     def _texts(self, file: SourceFile, limit: int | None) -> Iterator[tuple[str, int]]:
         """Yield a file's texts and their bytes, at most `limit` bytes."""
         total = 0
-        for document in read_documents(file, self._options):
+        for document in read_documents(file, self._config):
             if not isinstance(document, Document):
                 continue
             if in_validation(document_number(document.id), self._config.validation_fraction):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -20,12 +19,11 @@ from biphasic.conversion.convert import source_files
 from biphasic.conversion.merge import count_repeated, document_numbers
 from biphasic.conversion.output import CONVERSION_LOG, read_unit_records, require_record
 from biphasic.conversion.packing import mds_columns
-from biphasic.conversion.reading import ReadOptions, SourceFile
+from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.sources import describe_unread, inspect_files
-from biphasic.conversion.work_units import ConversionContext, WorkUnit, document_numbers_file, unit_record_file
-from biphasic.conversion.worker import HASH, convert_unit
+from biphasic.conversion.work_units import document_numbers_file, unit_record_file
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
-from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_inside, join, open_store
 from biphasic.workers.local import LocalWorkers
@@ -43,7 +41,7 @@ class Verification:
     summary: list[str] = field(default_factory=list)
 
 
-def verify(output: str, *, sources: bool = True, again: int = 0, progress: bool = True) -> Verification:
+def verify(output: str, *, sources: bool = True) -> Verification:
     """Read a finished conversion and compare it with its record.
 
     Checks the presence, bytes and hash of every file; the length, segments, padding and ids of each row; the counts of
@@ -53,27 +51,23 @@ def verify(output: str, *, sources: bool = True, again: int = 0, progress: bool 
     Args:
         output: folder or bucket prefix of the conversion.
         sources: whether to check that the source files are unchanged and have as many documents as were read.
-        again: number of work units to convert once more, to compare the bytes.
-        progress: whether to show progress bars.
 
     Raises:
         UserError: there is no finished conversion.
     """
-    verifier = _Verifier(output, progress)
-    tokenizer = verifier.load_tokenizer()
+    verifier = _Verifier(output)
+    verifier.check_tokenizer()
     for split in verifier.record["splits"]:
         verifier.check_split(split)
     verifier.check_documents()
     if sources:
         verifier.check_sources()
-    if again and tokenizer is not None:
-        verifier.convert_again(tokenizer, again)
     return verifier.result
 
 
 class _Verifier:
-    def __init__(self, output: str, progress: bool):
-        self.output, self.progress = output, progress
+    def __init__(self, output: str):
+        self.output = output
         self.record = require_record(output)
         for name in (*self.record["units"], *self.record["splits"]):
             if not is_inside(name):
@@ -83,15 +77,14 @@ class _Verifier:
         self.result = Verification()
         self.faults, self.summary = self.result.faults, self.result.summary
 
-    def load_tokenizer(self) -> Tokenizer | None:
+    def check_tokenizer(self) -> None:
         try:
             tokenizer = load_tokenizer(join(self.output, "tokenizer"))
         except (UserError, OSError) as error:
             self.faults.append(f"tokenizer/: can't be loaded ({first_line(error)})")
-            return None
+            return
         if tokenizer.sha256 != self.record["tokenizer"]["sha256"]:
             self.faults.append("tokenizer/: is not the tokenizer that the record names (another sha256)")
-        return tokenizer
 
     def check_split(self, split: str) -> None:
         from tqdm import tqdm
@@ -108,14 +101,12 @@ class _Verifier:
         listed = {shard["file"] for shard in expected["shards"]} | {INDEX}
         # Streaming unpacks the shards of a local dataset beside the compressed ones.
         listed |= {shard["raw_data"]["basename"] for shard in index["shards"]}
-        for name in sorted(self.sizes):
-            if name.startswith(f"{split}/") and name.removeprefix(f"{split}/") not in listed:
-                self.faults.append(f"{name}: is not in the record")
+        present = {name.removeprefix(f"{split}/") for name in self.sizes if name.startswith(f"{split}/")}
+        self.faults += [f"{split}/{name}: is not in the record" for name in sorted(present - listed)]
         if len(index["shards"]) != len(expected["shards"]):
             counted = f"{len(index['shards'])} shards, the record {len(expected['shards'])}"
             self.faults.append(f"{split}/{INDEX}: lists {counted}")
         folder = join(self.output, split)
-        present = {name.removeprefix(f"{split}/") for name in self.sizes if name.startswith(f"{split}/")}
         row_format = {key: self.record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
         shards = [
             _Shard(folder, entry, record, present & {record["file"], entry["raw_data"]["basename"]}, row_format)
@@ -124,7 +115,7 @@ class _Verifier:
         counts: Counter[str] = Counter()
         with _parallel_map(len(shards)) as parallel_map:
             checks = parallel_map(_check_shard, shards)
-            for fault, counted in tqdm(checks, f"{split} shards", len(shards), disable=not self.progress):
+            for fault, counted in tqdm(checks, f"{split} shards", len(shards)):
                 counts.update(counted)
                 self.faults += [f"{split}/{fault}"] if fault else []
         if any(fault.startswith(f"{split}/") for fault in self.faults):
@@ -167,7 +158,20 @@ class _Verifier:
                 f"documents/: names {documents:,} documents, {validation:,} for validation; the record {expected:,} and "
                 f"{expected_validation:,}"
             )
-        self.check_units()
+        try:
+            records = read_unit_records(self.store)
+        except UserError as error:
+            self.faults.append(str(error).removeprefix(join(self.output, "")))
+        else:
+            # A source may repeat documents, but no file or row group is in two units.
+            parts = Counter(
+                (file["path"], group)
+                for unit in units
+                for file in records[unit]["files"]
+                for group in (range(*file["row_groups"]) if file["row_groups"] else [None])
+            )
+            if twice := [path for (path, _), count in parts.items() if count > 1]:
+                self.faults.append(f"units/: {twice[0]} was converted twice")
         repeated, stated = count_repeated(document_numbers(self.store, units)), self.record["documents"]["repeated"]
         if repeated != stated:
             self.faults.append(
@@ -175,22 +179,6 @@ class _Verifier:
             )
         elif repeated:
             self.summary.append(f"documents: {repeated:,} have the id of an earlier one in the source, and are kept")
-
-    def check_units(self) -> None:
-        """Check that no file or row group was converted twice. A source may repeat documents, but units may not."""
-        try:
-            records = read_unit_records(self.store)
-        except UserError as error:
-            self.faults.append(str(error).removeprefix(join(self.output, "")))
-            return
-        parts = Counter(
-            (file["path"], group)
-            for unit in self.record["units"]
-            for file in records[unit]["files"]
-            for group in (range(*file["row_groups"]) if file["row_groups"] else [None])
-        )
-        if twice := [path for (path, _), count in parts.items() if count > 1]:
-            self.faults.append(f"units/: {twice[0]} was converted twice")
 
     def check_sources(self) -> None:
         """Check that the source files are unchanged and have as many documents as were read."""
@@ -205,7 +193,7 @@ class _Verifier:
                 count = f" ({len(changed)} files)" if changed[1:] else ""
                 self.faults.append(f"source {changed[0]}: {state}{count}")
                 return
-            layouts = inspect_files(files, ReadOptions.from_config(config), progress=False)
+            layouts = inspect_files(files, config)
         except UserError as error:
             self.summary.append(f"sources: not compared ({error})")
             return
@@ -218,32 +206,6 @@ class _Verifier:
         self.summary.append(f"sources: {len(files)} files, unchanged{counted}")
         if sources.unread:
             self.summary.append(f"not read: {describe_unread(sources.unread)}")
-
-    def convert_again(self, tokenizer: Tokenizer, count: int) -> None:
-        """Convert some units once more and compare their bytes with the stored ones."""
-        from tqdm import tqdm
-
-        units, different = self.record["units"], False
-        count = min(count, len(units))
-        chosen = [units[round(position * (len(units) - 1) / max(count - 1, 1))] for position in range(count)]
-        for name in tqdm(chosen, "converting again", unit="unit", disable=not self.progress):
-            record = json.loads(self.store.read(unit_record_file(name)))
-            files = [SourceFile(**{**file, "row_groups": file["row_groups"] and tuple(file["row_groups"])})
-                     for file in record["files"]]  # fmt: skip
-            with tempfile.TemporaryDirectory() as folder:
-                config = ConvertConfig.model_validate({**self.record["config"], "output": folder})
-                context, unit = ConversionContext.of(config, tokenizer), WorkUnit(name, tuple(files), 0)
-                converted = convert_unit(context, unit, record["stopped_at"], lambda *_: None)
-                numbers = open_store(folder).read(document_numbers_file(name))
-            hashes = {(split, f"{name}/{shard_file(shard)['basename']}"): shard_file(shard)["hashes"][HASH]
-                      for split, part in converted["splits"].items() for shard in part["shards"]}  # fmt: skip
-            expected = {(split, shard["file"]): shard["hash"] for split, part in self.record["splits"].items()
-                        for shard in part["shards"] if shard["file"].startswith(f"{name}/")}  # fmt: skip
-            if hashes != expected or numbers != self.store.read(document_numbers_file(name)):
-                different = True
-                self.faults.append(f"work unit {name} ({files[0].path}): converted again it gives other bytes")
-        if not different:
-            self.summary.append(f"work units: {count} of {len(units)} converted again, with the same bytes")
 
 
 @contextmanager
@@ -281,12 +243,8 @@ def _read_shard(shard: _Shard, counts: Counter[str]) -> str | None:
     """Read one shard, add it to the counts, and return its first fault, if any."""
     from streaming.base.hashing import get_hash
 
-    entry, expected, row_format, store = (
-        shard.index_entry,
-        shard.record_entry,
-        shard.row_format,
-        open_store(shard.folder),
-    )
+    entry, expected, row_format = shard.index_entry, shard.record_entry, shard.row_format
+    store = open_store(shard.folder)
     if expected["file"] not in shard.present:
         return "is missing"
     if (shard_file(entry)["basename"], entry["samples"]) != (expected["file"], expected["rows"]):

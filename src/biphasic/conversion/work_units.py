@@ -17,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig
@@ -85,7 +85,7 @@ class ConversionContext:
         return ConversionContext(config, tokenizer, hashlib.sha256(text.encode()).hexdigest())
 
 
-def plan_work_units(files: list[SourceFile], layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit]:
+def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit]:
     """Divide the readable files into units of about `unit_bytes` of text, in the files' order.
 
     All runs of a conversion plan the same units, because these depend only on the files and `unit_bytes`.
@@ -98,15 +98,15 @@ def plan_work_units(files: list[SourceFile], layouts: list[FileLayout], unit_byt
             units.append(WorkUnit.of((file for file, _ in group), sum(size for _, size in group)))
         small.clear()
 
-    for file, layout in zip(files, layouts, strict=True):
+    for layout in layouts:
+        file, sizes = layout.file, layout.text_bytes
         if layout.fault is not None:
             continue
-        sizes = layout.text_bytes
         size = sum(sizes) if sizes else file.bytes * (_COMPRESSION_RATIO if file.path.endswith(COMPRESSIONS) else 1)
         if size > unit_bytes and sizes:
             group_small_files()
             for group in groups_up_to(unit_bytes, range(len(sizes)), sizes.__getitem__):
-                part = SourceFile(file.path, file.bytes, file.version, (group[0], group[-1] + 1))
+                part = replace(file, row_groups=(group[0], group[-1] + 1))
                 units.append(WorkUnit.of([part], sum(sizes[number] for number in group)))
         else:
             small.append((file, size))

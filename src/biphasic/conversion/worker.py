@@ -27,7 +27,7 @@ from biphasic.conversion.packing import (
     padded,
     token_dtype,
 )
-from biphasic.conversion.reading import FILTERED, DamagedFileError, Document, ReadOptions, Skipped, read_documents
+from biphasic.conversion.reading import FILTERED, DamagedFileError, Document, Skipped, read_documents
 from biphasic.conversion.work_units import (
     ConversionContext,
     UnitRecord,
@@ -183,10 +183,9 @@ class _UnitConversion:
 
     def _documents(self) -> Iterator[Document]:
         """Yield the unit's documents, and count the entries that are skipped."""
-        options = ReadOptions.from_config(self.config)
         for file in self.unit.files:
             try:
-                for entry in read_documents(file, options):
+                for entry in read_documents(file, self.config):
                     self.read += 1
                     if isinstance(entry, Document):
                         yield entry
@@ -202,7 +201,7 @@ class _UnitConversion:
             self.filtered += 1
             return
         if self.config.on_bad_document == "stop":
-            raise UserError(f"source {entry.where}: {entry.reason}; mend it, or set on_bad_document: skip")
+            raise UserError(f"source {entry.where}: {entry.reason}; fix the file, or set on_bad_document: skip")
         self.skipped[entry.kind] += 1
         if len(self.examples) < _EXAMPLES:
             self.examples.append(f"{entry.where}: {entry.reason}")

@@ -1,0 +1,156 @@
+"""Plan a conversion: what it reads and writes, with an estimate from the list of files and a small sample of their text."""
+
+from __future__ import annotations
+
+import glob
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from biphasic.amounts import format_bytes, format_seconds
+from biphasic.config.convert import ConvertConfig, FilesSource
+from biphasic.config.plan import JobPlan
+from biphasic.conversion.convert import inspect_sources
+from biphasic.conversion.packing import token_dtype
+from biphasic.conversion.reading import FILTERED, Document, SourceFile, read_documents
+from biphasic.conversion.sources import FileLayout, describe_unread
+from biphasic.conversion.work_units import plan_work_units
+from biphasic.conversion.worker import boundary_tokens, encode_texts
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.errors import UserError
+from biphasic.storage import is_remote
+from biphasic.storage.hub import UNREACHABLE, is_made_by_jobs, why_missing
+from biphasic.workers.resources import available_cores
+
+_SAMPLES, _SAMPLE_DOCUMENTS = 8, 250
+_SCRATCH_SHARDS = 9
+"""Maximum number of shards on a worker's disk: the one being written, and those waiting for their upload."""
+
+
+def plan_conversion(config: ConvertConfig) -> JobPlan:
+    """Return what a conversion reads and writes, with an estimate of tokens, bytes, hours and peak disk.
+
+    The plan names sources and tokenizer that are not there or can't be used, instead of the estimate.
+    """
+    source, segments = config.source, config.segments
+    if isinstance(source, FilesSource):
+        text = f"files: {', '.join(source.paths)}"
+    else:
+        text = ", ".join(filter(None, ["hub dataset " + source.path, source.name, source.split, source.revision]))
+    ends = [name for name, added in (("BOS before", config.add_bos), ("EOS after", config.add_eos)) if added]
+    if segments.kind == "single":
+        cut = f"one document a row; longer ones {'cut off' if segments.longer == 'truncate' else 'in several rows'}"
+    elif segments.kind == "stream":
+        longest = config.sequence_length - segments.shortest
+        cut = f"documents joined, cut at random lengths of {segments.shortest} to {longest} tokens (seed {config.seed})"
+    else:
+        cut = f"a segment is a document; best-fit packing among {segments.window:,} waiting ones"
+    share = config.validation_fraction
+    splits = f"train/ and validation/ ({100 * share:g}% of documents, by id)" if share else "train/ only"
+    limit = "all documents" if config.max_tokens is None else f"until train/ has {config.max_tokens:,} tokens"
+    limit += f", {len(config.filters)} filter{'s' * (len(config.filters) > 1)}" if config.filters else ""
+    lines = {
+        "reads": f"{text} (column {config.text_column}), {limit}",
+        "tokenizer": f"{config.tokenizer}; {' and '.join(ends) or 'nothing added to'} each document",
+        "rows": f"{config.sequence_length} tokens: {2 * config.sequence_length:,} bytes before compression with up to "
+        f"65,536 words, else {4 * config.sequence_length:,}",
+        "segments": cut,
+        "writes": f"{config.output}: {splits}, tokenizer/, conversion.json; shards of {config.shard_bytes / 2**20:g} MiB, "
+        f"{config.compression or 'not compressed'}",
+    }
+    plan = JobPlan(config.output, config.job, lines)
+    for path in source.paths if isinstance(source, FilesSource) else ():
+        if not is_remote(path) and not glob.glob(path, recursive=True):
+            messages = plan.missing if is_made_by_jobs(path) else plan.problems
+            messages.append(f"source.paths {path}: there is no such file or folder")
+    sources_exist = not plan.missing and not plan.problems
+    if (reason := why_missing(config.tokenizer)) is not None:
+        messages = plan.missing if is_made_by_jobs(config.tokenizer) or UNREACHABLE in reason else plan.problems
+        messages.append(f"tokenizer {config.tokenizer}: {reason} (biphasic tokenizer trains one on your text)")
+    if sources_exist and (reason is None or isinstance(source, FilesSource)):
+        try:
+            _add_estimate(plan, config)
+        except UserError as error:
+            plan.problems += str(error).splitlines()
+    return plan
+
+
+def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
+    """Add the sources' files to a plan and, if nothing is missing, an estimate of tokens, bytes, time and disk use.
+
+    Inspects the sources, and reads and tokenizes a few hundred documents from each of up to eight places in them.
+
+    Raises:
+        UserError: the sources or the tokenizer can't be used, or the documents read include none.
+    """
+    import zstandard
+
+    sources, layouts = inspect_sources(config)
+    units = plan_work_units(layouts, config.unit_bytes)
+    readable = [layout for layout in layouts if layout.fault is None]
+    samples = [list(islice(read_documents(file, config), _SAMPLE_DOCUMENTS)) for file in _places(readable)]
+    skipped = [entry for entries in samples for entry in entries if not isinstance(entry, Document)]
+    sampled_texts = [[entry.text for entry in entries if isinstance(entry, Document)] for entries in samples]
+    bad = [entry for entry in skipped if entry.kind != FILTERED]
+    filtered = len(skipped) - len(bad)
+    if (not any(sampled_texts) and not filtered) or (bad and config.on_bad_document == "stop"):
+        reason = f" {bad[0].where}: {bad[0].reason}" if bad else ": expected documents; the source's files hold none"
+        raise UserError(f"source{reason}")
+    files, damaged = sources.files, [layout.fault for layout in layouts if layout.fault]
+    file_bytes = format_bytes(sum(file.bytes for file in files))
+    counted = all(layout.rows for layout in readable)
+    documents = f", {sum(sum(layout.rows) for layout in readable):,} documents" if counted else ""
+    plan.lines["files"] = f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units"
+    plan.lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
+    plan.lines |= {"left out": "; ".join(damaged)} if damaged else {}
+    if plan.missing or plan.problems:
+        return
+    tokenizer = load_tokenizer(config.tokenizer)
+    boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
+    texts = [text for part in sampled_texts for text in part]
+    encode_texts(tokenizer, texts[:10])
+    start = time.process_time()
+    encoded = [encode_texts(tokenizer, part) for part in sampled_texts]
+    seconds = max(time.process_time() - start, 1e-9)
+    size = sum(len(text.encode("utf-8", "surrogatepass")) for text in texts)
+    ids = sum(len(document) for part in encoded for document in part)
+    sampled_tokens = ids + boundary * len(texts)
+    # Each sample is compressed separately, as shards are.
+    dtype = token_dtype(tokenizer.vocab_size)
+    raw = [np.array([id for document in part for id in document], dtype).tobytes() for part in encoded]
+    raw_bytes = sum(len(content) for content in raw)
+    packed_bytes = sum(len(zstandard.compress(content)) for content in raw) if config.compression else raw_bytes
+
+    text_bytes = round(sum(unit.bytes for unit in units) * len(texts) / max(len(texts) + filtered, 1))
+    tokens = round(text_bytes * sampled_tokens / max(size, 1))
+    if config.max_tokens is not None and config.max_tokens < tokens:
+        text_bytes, tokens = round(text_bytes * config.max_tokens / tokens), config.max_tokens
+    core_seconds = tokens * seconds / max(sampled_tokens, 1)
+    workers = config.cluster.workers or available_cores()
+    stored_bytes = peak_bytes = round(tokens * packed_bytes / max(ids, 1))
+    disk = f"the disk of {Path(config.output)}"
+    if is_remote(config.output):
+        shard = round(config.shard_bytes * packed_bytes / max(raw_bytes, 1))
+        peak_bytes = min(workers, max(len(units), 1)) * _SCRATCH_SHARDS * shard
+        disk = "the disks of the workers together"
+    plan.lines |= {
+        "tokens": f"about {tokens:,}, of {format_bytes(text_bytes)} of text (from {len(texts):,} documents)",
+        "bytes": f"about {format_bytes(stored_bytes)} stored",
+        "time": f"about {format_seconds(core_seconds)} of one core's tokenizing at this machine's rate; "
+        f"{format_seconds(core_seconds / workers)} with {workers} workers",
+        "peak disk": f"about {format_bytes(peak_bytes)} on {disk}",
+    }
+
+
+def _places(layouts: list[FileLayout]) -> list[SourceFile]:
+    """Return up to eight evenly spaced places to sample: row groups of Parquet files, the beginnings of others."""
+    places = [
+        replace(layout.file, row_groups=None if group is None else (group, group + 1))
+        for layout in layouts
+        for group in (range(len(layout.rows)) if layout.rows else [None])
+    ]
+    positions = np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)
+    return [places[position] for position in np.unique(positions)]
