@@ -130,7 +130,7 @@ def test_a_folder_is_not_left_through_a_link(tmp_path: Path) -> None:
         with pytest.raises(OSError, match="is a link"):
             action()
     # A link in place of the file that a write begins with.
-    (store / f".unfinished-{socket.gethostname()}-ba1-rank0.pt").symlink_to(elsewhere / "file")
+    (store / f".unfinished-{os.getpid()}-{socket.gethostname()}-ba1-rank0.pt").symlink_to(elsewhere / "file")
     with atomic_path(store / "ba1-rank0.pt") as partial:
         partial.write_text("mine")
     assert (elsewhere / "file").read_text() == "theirs" and (store / "ba1-rank0.pt").read_text() == "mine"

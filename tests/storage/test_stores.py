@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -88,6 +90,30 @@ def test_two_machines_write_one_file_to_a_shared_folder(tmp_path: Path, monkeypa
             second.write_text("second")
         assert file.read_text() == "second"
     assert file.read_text() == "first" and list(tmp_path.iterdir()) == [file]
+
+
+def test_a_folder_is_replaced_as_a_whole(tmp_path: Path) -> None:
+    for content in ("first", "second"):
+        with atomic_path(tmp_path / "folder") as partial:
+            partial.mkdir()
+            (partial / content).write_text(content)
+        assert [path.name for path in (tmp_path / "folder").iterdir()] == [content]
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_the_next_write_removes_what_a_killed_process_left(tmp_path: Path) -> None:
+    code = (
+        "import os, sys; from pathlib import Path; from biphasic.storage import atomic_path\n"
+        "with atomic_path(Path(sys.argv[1])) as partial: partial.write_text('half'); os.kill(os.getpid(), 9)"
+    )
+    file = tmp_path / "file.txt"
+    subprocess.run([sys.executable, "-c", code, str(file)])
+    [left] = tmp_path.iterdir()
+    assert left.name.startswith(UNFINISHED_PREFIX)
+    with atomic_path(file) as outer:
+        outer.write_text("outer")
+        assert list(tmp_path.iterdir()) == [outer]
+    assert list(tmp_path.iterdir()) == [file]
 
 
 def test_unfinished_files_of_killed_processes_are_removed(tmp_path: Path) -> None:

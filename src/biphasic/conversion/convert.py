@@ -58,7 +58,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     context = ConversionContext.of(config, tokenizer)
     finished = read_record(config.output)
     if finished is not None:
-        require_same_settings(finished, context)
+        require_same_settings("a conversion", finished["config"], finished["tokenizer"]["sha256"], context)
         require_same_files(finished, config.output, source_files(config, finished["source"]["commit"]).files)
         print(f"{config.output}: already converted from the same text with the same settings; nothing to do")
         return finished

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
-import os
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
+from filelock import FileLock, Timeout
+
+from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
 from biphasic.errors import UserError
-from biphasic.storage import LocalStore, Store, first_line, is_remote, join, json_bytes, open_store
+from biphasic.storage import LOCK_FILE, LocalStore, Store, first_line, join, json_bytes, open_store
 
 CONVERSION_LOG = "conversion.log"
 _READERS = 32
@@ -61,10 +61,8 @@ def read_record(output: str) -> dict[str, Any] | None:
         return record
     others = [name for name in files if name != CONVERSION_LOG]
     if others and CONVERSION_STARTED not in files:
-        message = (
-            f"already holds files that do not belong to a conversion (e.g. {others[0]}): choose another, or remove them"
-        )
-        raise UserError(f"output {output} {message}")
+        message = f"already holds files that do not belong to a conversion (e.g. {others[0]})"
+        raise UserError(f"output {output} {message}: choose another, or remove them")
     return None
 
 
@@ -90,13 +88,27 @@ def require_record(output: str) -> dict[str, Any]:
     raise UserError(f"{output}: is an unfinished conversion: {state}; run `biphasic convert` again to finish it")
 
 
-def require_same_settings(record: dict[str, Any], context: ConversionContext) -> None:
-    """Check that a finished conversion has the requested settings.
+def require_same_settings(
+    kind: str, config: dict[str, Any], tokenizer: str, context: ConversionContext, *free_keys: str
+) -> None:
+    """Check that a conversion in the output has the requested settings.
+
+    Args:
+        kind: `a conversion` or `an unfinished conversion`.
+        config: configuration of the conversion in the output.
+        tokenizer: sha256 of its tokenizer.
+        context: the requested conversion.
+        free_keys: keys that may differ, in addition to `FREE_KEYS`.
 
     Raises:
         UserError: names the settings that differ.
     """
-    _require_same_settings("a conversion", record["config"], record["tokenizer"]["sha256"], context, FREE_KEYS)
+    current = context.config.model_dump(mode="json")
+    different = [key for key in current if key not in (*FREE_KEYS, *free_keys) and config.get(key) != current[key]]
+    different += ["tokenizer"] if tokenizer != context.tokenizer.sha256 else []
+    if different:
+        message = f"holds {kind} with other settings ({', '.join(different)})"
+        raise UserError(f"output {context.config.output} {message}: choose another output, or remove it")
 
 
 def require_same_files(record: dict[str, Any], output: str, files: list[SourceFile]) -> None:
@@ -113,17 +125,6 @@ def require_same_files(record: dict[str, Any], output: str, files: list[SourceFi
         raise UserError(f"output {output} {message}: choose another output, or remove it")
 
 
-def _require_same_settings(
-    kind: str, config: dict[str, Any], tokenizer: str, context: ConversionContext, free_keys: tuple[str, ...]
-) -> None:
-    current = context.config.model_dump(mode="json")
-    different = [key for key in current if key not in free_keys and config.get(key) != current[key]]
-    different += ["tokenizer"] if tokenizer != context.tokenizer.sha256 else []
-    if different:
-        message = f"holds {kind} with other settings ({', '.join(different)})"
-        raise UserError(f"output {context.config.output} {message}: choose another output, or remove it")
-
-
 @contextmanager
 def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str | None) -> Iterator[LockedOutput]:
     """Open an output for writing, and lock it for this process if it is a local folder.
@@ -137,16 +138,20 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
     """
     output = context.config.output
     store = open_store(output)
-    lock = None if is_remote(output) else _lock(output)
-    try:
+    with ExitStack() as stack:
         if isinstance(store, LocalStore):
+            try:
+                # The lock ends with the process, so a killed conversion does not leave one.
+                stack.enter_context(FileLock(Path(output) / LOCK_FILE, timeout=0))
+            except Timeout:
+                raise UserError(f"output {output}: another conversion is writing it at this moment") from None
             store.remove_unfinished()
+            # What dead workers leave behind.
+            stack.callback(store.remove_unfinished)
         if CONVERSION_STARTED in _sizes(store):
             started = _read_json(store, CONVERSION_STARTED)
-            free_keys = (*FREE_KEYS, "max_tokens")
-            _require_same_settings(
-                "an unfinished conversion", started["config"], started["tokenizer"], context, free_keys
-            )
+            kind = "an unfinished conversion"
+            require_same_settings(kind, started["config"], started["tokenizer"], context, "max_tokens")
             if (earlier := started["commit"]) != commit:
                 message = f"holds an unfinished conversion of the hub dataset's commit {earlier}; now it is {commit}"
                 raise UserError(f"output {output} {message}: set source.revision: {earlier} to finish it")
@@ -158,34 +163,14 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
         }
         store.write(CONVERSION_STARTED, json_bytes(started))
         log = Log(store)
-        try:
-            yield LockedOutput(store, read_unit_records(store), log)
-        finally:
-            log.flush()
-            if isinstance(store, LocalStore):
-                # Remove files that dead workers left behind.
-                store.remove_unfinished()
-    finally:
-        if lock is not None:
-            os.close(lock)
+        stack.callback(log.flush)
+        yield LockedOutput(store, read_unit_records(store), log)
 
 
 def write_error_message(output: str, error: OSError) -> str:
     """Return the message about an output that can't be written."""
     advice = "finished work units are kept; fix the cause, and run the same command again"
     return f"output {output}: can't be written ({first_line(error)}); {advice}"
-
-
-def _lock(output: str) -> int:
-    """Lock the folder. The lock ends with the process, so a killed conversion does not leave one."""
-    Path(output).mkdir(parents=True, exist_ok=True)
-    lock = os.open(output, os.O_RDONLY)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(lock)
-        raise UserError(f"output {output}: another conversion is writing it at this moment") from None
-    return lock
 
 
 def read_unit_records(store: Store) -> dict[str, UnitRecord]:

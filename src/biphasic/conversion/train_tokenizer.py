@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,6 +12,7 @@ from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.reading import Document, SourceFile, read_documents
 from biphasic.errors import UserError
+from biphasic.storage import atomic_path
 
 SPECIAL_TOKENS = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
 """The default special tokens by their role. MLM needs `mask`, conversion `eos` (or `bos`), and batches need `pad`."""
@@ -85,14 +85,10 @@ def train_tokenizer(
             "" if max_bytes is None else f" (the first of each file may be longer than --max-text, {max_bytes:,} bytes)"
         )
         raise UserError(f"source: no document of the training split has text{small}: a tokenizer can't be trained")
-    partial = folder.with_name(f".{folder.name}.partial")
     names = {f"{role}_token": token for role, token in special_tokens.items()}
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names
-    ).save_pretrained(partial)
-    if folder.exists():
-        shutil.rmtree(folder)
-    partial.rename(folder)
+    trained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names)
+    with atomic_path(folder) as partial:
+        trained.save_pretrained(partial)
     return TrainedTokenizer(folder, tokenizer.get_vocab_size(), text.documents, text.bytes)
 
 

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
-import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
 from biphasic.errors import UserError
-from biphasic.storage import UNFINISHED_PREFIX, first_line
+from biphasic.storage import atomic_path, first_line
 
 
 @dataclass(frozen=True)
@@ -62,16 +60,14 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
     text = json.dumps(key, sort_keys=True)
     entry = Path(folder) / "arrays" / hashlib.sha256(text.encode()).hexdigest()[:24]
     try:
-        with locked(entry):
+        with FileLock(f"{entry}.lock"):
             if not entry.is_dir():
-                partial = entry.with_name(f"{UNFINISHED_PREFIX}{entry.name}")
-                shutil.rmtree(partial, ignore_errors=True)
-                partial.mkdir()
-                for name, rows in make().items():
-                    np.save(partial / f"{name}.flat.npy", rows.flat)
-                    np.save(partial / f"{name}.ends.npy", rows.ends)
-                (partial / "key.json").write_text(text + "\n", encoding="utf-8")
-                partial.rename(entry)
+                with atomic_path(entry) as partial:
+                    partial.mkdir()
+                    for name, rows in make().items():
+                        np.save(partial / f"{name}.flat.npy", rows.flat)
+                        np.save(partial / f"{name}.ends.npy", rows.ends)
+                    (partial / "key.json").write_text(text + "\n", encoding="utf-8")
         names = [file.name.removesuffix(".ends.npy") for file in entry.glob("*.ends.npy")]
         return {name: Ragged(_load(entry / f"{name}.flat.npy"), _load(entry / f"{name}.ends.npy")) for name in names}
     except OSError as error:
@@ -83,12 +79,3 @@ def _load(file: Path) -> np.ndarray:
         return np.load(file, mmap_mode="r")
     except ValueError:  # an array without elements can't be mapped
         return np.load(file)
-
-
-@contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Let one process on this node at a time run the block. The lock ends with its process."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.with_name(f"{path.name}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from filelock import FileLock
 from pyarrow import parquet
 
-from biphasic.downstream.array_cache import locked
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import cached_file_hash, first_line, is_remote, join, open_store
@@ -98,7 +98,7 @@ class TaskFolder:
         if is_remote(self.path):
             digest = hashlib.sha256(f"{join(self.path, name)} {stored.version}".encode()).hexdigest()[:24]
             path = Path(self._cache) / "data" / f"{digest}.parquet"
-            with locked(path):
+            with FileLock(f"{path}.lock"):
                 if not path.is_file():
                     store.download(name, path)
         self._files[table] = path

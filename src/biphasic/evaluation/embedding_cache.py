@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 
-from biphasic.downstream.array_cache import locked
 from biphasic.errors import UserError
-from biphasic.storage import UNFINISHED_PREFIX, first_line
+from biphasic.storage import atomic_path, first_line
 
 
 class EmbeddingBlocks:
@@ -37,14 +37,10 @@ class EmbeddingBlocks:
         if embeddings.nbytes * (block + 1) > self._available:
             self.skipped_blocks += 1
             return
-        # Two evaluations may write the same block at the same time.
-        partial = self._folder / f"{UNFINISHED_PREFIX}{os.getpid()}-{block:06d}.npy"
         try:
-            with partial.open("wb") as file:
+            with atomic_path(self._file(block)) as partial, partial.open("wb") as file:
                 np.save(file, embeddings)
-            partial.replace(self._file(block))
         except OSError:  # for example, the disk is full; the evaluation doesn't need the file
-            partial.unlink(missing_ok=True)
             self.skipped_blocks += 1
 
     def _file(self, block: int) -> Path:
@@ -68,7 +64,7 @@ class EmbeddingCache:
         text = json.dumps(key, sort_keys=True)
         folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:24]
         try:
-            with locked(self._folder / "room"):
+            with FileLock(self._folder / "room.lock"):
                 folder.mkdir(exist_ok=True)
                 (folder / "key.json").write_text(text + "\n", encoding="utf-8")
                 os.utime(folder)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from biphasic.export.formats import Format, Kind
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
+from biphasic.storage import atomic_path
 
 HEAD_FILE = "head.safetensors"
 """File for a head that the format has no class for."""
@@ -203,20 +203,12 @@ def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
         UserError: the folder can't be written, or the disk is full.
     """
     out = out.resolve()
-    partial, earlier = (out.with_name(f".{out.name}.{suffix}") for suffix in ("partial", "earlier"))
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        fill(partial)
-        if out.exists():
-            shutil.rmtree(earlier, ignore_errors=True)
-            out.rename(earlier)
-        partial.rename(out)
-        shutil.rmtree(earlier, ignore_errors=True)
+        with atomic_path(out) as partial:
+            partial.mkdir()
+            fill(partial)
     except (OSError, SafetensorError) as error:
         raise UserError(f"{out} can't be written: {error}") from None
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
 
 
 def _remove_special_tokens(file: Path) -> None:

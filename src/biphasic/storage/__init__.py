@@ -9,7 +9,15 @@ from __future__ import annotations
 
 from biphasic.storage.buckets import ArrowStore, S3Store, is_unreachable, user_error, user_errors
 from biphasic.storage.filesystems import azure_account, filesystem
-from biphasic.storage.local import LocalStore, atomic_path, cached_file_hash, file_hash, parquet_bytes, write_parquet
+from biphasic.storage.local import (
+    LOCK_FILE,
+    LocalStore,
+    atomic_path,
+    cached_file_hash,
+    file_hash,
+    parquet_bytes,
+    write_parquet,
+)
 from biphasic.storage.paths import (
     UNFINISHED_PREFIX,
     StoredFile,
@@ -22,9 +30,9 @@ from biphasic.storage.paths import (
 )
 
 __all__ = [
-    "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account", "cached_file_hash",
-    "file_hash", "filesystem", "first_line", "is_inside", "is_remote", "is_unreachable", "join", "json_bytes", "open_store",
-    "parquet_bytes", "user_error", "user_errors", "write_parquet",
+    "LOCK_FILE", "UNFINISHED_PREFIX", "LocalStore", "Store", "StoredFile", "atomic_path", "azure_account",
+    "cached_file_hash", "file_hash", "filesystem", "first_line", "is_inside", "is_remote", "is_unreachable", "join",
+    "json_bytes", "open_store", "parquet_bytes", "user_error", "user_errors", "write_parquet",
 ]  # fmt: skip
 
 Store = LocalStore | S3Store | ArrowStore

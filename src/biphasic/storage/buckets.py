@@ -9,7 +9,7 @@ import re
 import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -33,6 +33,8 @@ _CONNECTIONS = 96
 class _BucketStore(ABC):
     """Base class of bucket stores. `move` uploads a file from a temporary folder and deletes the local file."""
 
+    _prefix: str
+
     @abstractmethod
     def upload(self, file: Path, name: str) -> None:
         """See `LocalStore`."""
@@ -45,6 +47,9 @@ class _BucketStore(ABC):
     def scratch(self) -> Path:
         """See `LocalStore`."""
         return Path(tempfile.mkdtemp(prefix="biphasic-"))
+
+    def _key(self, name: str) -> str:
+        return posixpath.join(self._prefix, require_inside(name))
 
 
 class S3Store(_BucketStore):
@@ -73,35 +78,30 @@ class S3Store(_BucketStore):
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
         """See `LocalStore`."""
-        prefix = self._key(below).rstrip("/")
-        files = {}
-        with _as_os_error():
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else ""
-            )
-            for page in pages:
-                for item in page.get("Contents", []):
-                    name = posixpath.relpath(item["Key"], self._prefix or ".")
-                    if not item["Key"].endswith("/"):
-                        files[name] = StoredFile(item["Size"], item["ETag"].strip('"'))
+        objects = (item for page in self._pages(self._key(below)) for item in page.get("Contents", []))
+        files = {
+            posixpath.relpath(item["Key"], self._prefix or "."): _stored_file(item)
+            for item in objects
+            if not item["Key"].endswith("/")
+        }
         return dict(sorted(files.items()))
 
     def entries(self) -> dict[str, StoredFile | None]:
         """See `LocalStore`. A subfolder counts as one object, however many it has: a request returns up to 1,000."""
-        prefix = self._key("").rstrip("/")
-        prefix = f"{prefix}/" if prefix else ""
-        found: dict[str, StoredFile | None] = {}
+        entries: dict[str, StoredFile | None] = {}
+        for page in self._pages(self._prefix, Delimiter="/"):
+            entries |= {item["Key"]: _stored_file(item) for item in page.get("Contents", [])}
+            entries |= {item["Prefix"]: None for item in page.get("CommonPrefixes", [])}
+        start = f"{self._prefix}/" if self._prefix else ""
+        return {key.removeprefix(start): file for key, file in sorted(entries.items()) if key != start}
+
+    def _pages(self, folder: str, **options: str) -> Iterator[dict[str, Any]]:
+        prefix = folder.rstrip("/")
+        pages = self._client.get_paginator("list_objects_v2").paginate(
+            Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "", **options
+        )
         with _as_os_error():
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._bucket, Prefix=prefix, Delimiter="/"
-            )
-            for page in pages:
-                for item in page.get("Contents", []):
-                    if item["Key"] != prefix:
-                        found[item["Key"].removeprefix(prefix)] = StoredFile(item["Size"], item["ETag"].strip('"'))
-                for item in page.get("CommonPrefixes", []):
-                    found[item["Prefix"].removeprefix(prefix)] = None
-        return dict(sorted(found.items()))
+            yield from pages
 
     def stat(self, name: str) -> StoredFile | None:
         """See `LocalStore`."""
@@ -167,9 +167,6 @@ class S3Store(_BucketStore):
         for key in keys:
             self._client.delete_object(Bucket=self._bucket, Key=key)
 
-    def _key(self, name: str) -> str:
-        return posixpath.join(self._prefix, require_inside(name))
-
 
 class ArrowStore(_BucketStore):
     """A prefix in any other bucket, accessed through pyarrow or fsspec.
@@ -185,29 +182,28 @@ class ArrowStore(_BucketStore):
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
         """See `LocalStore`."""
-        from pyarrow.fs import FileSelector, FileType
+        from pyarrow.fs import FileType
 
-        folder = self._key(below).rstrip("/")
-        with _arrow_as_os_error():
-            infos = self._system.get_file_info(FileSelector(folder, recursive=True, allow_not_found=True))
+        infos = self._infos(self._key(below).rstrip("/"), recursive=True)
         files = {posixpath.relpath(info.path, self._prefix): info for info in infos if info.type == FileType.File}
         if not files:
             self._require_bucket()
-        return {name: StoredFile(info.size, f"mtime:{info.mtime_ns}") for name, info in sorted(files.items())}
+        return {name: _described_file(info) for name, info in sorted(files.items())}
 
     def entries(self) -> dict[str, StoredFile | None]:
         """See `LocalStore`."""
-        from pyarrow.fs import FileSelector, FileType
+        from pyarrow.fs import FileType
 
-        found: dict[str, StoredFile | None] = {}
+        infos = self._infos(self._prefix, recursive=False)
+        entries = {f"{info.base_name}/": None for info in infos if info.type == FileType.Directory}
+        entries |= {info.base_name: _described_file(info) for info in infos if info.type == FileType.File}
+        return dict(sorted(entries.items()))
+
+    def _infos(self, folder: str, recursive: bool) -> Sequence[Any]:
+        from pyarrow.fs import FileSelector
+
         with _arrow_as_os_error():
-            infos = self._system.get_file_info(FileSelector(self._prefix, allow_not_found=True))
-        for info in infos:
-            if info.type == FileType.Directory:
-                found[f"{info.base_name}/"] = None
-            elif info.type == FileType.File:
-                found[info.base_name] = StoredFile(info.size, f"mtime:{info.mtime_ns}")
-        return dict(sorted(found.items()))
+            return self._system.get_file_info(FileSelector(folder, recursive=recursive, allow_not_found=True))
 
     def stat(self, name: str) -> StoredFile | None:
         """See `LocalStore`."""
@@ -215,7 +211,7 @@ class ArrowStore(_BucketStore):
 
         with _arrow_as_os_error():
             [info] = self._system.get_file_info([self._key(name)])
-        return StoredFile(info.size, f"mtime:{info.mtime_ns}") if info.type == FileType.File else None
+        return _described_file(info) if info.type == FileType.File else None
 
     def read(self, name: str) -> bytes:
         """See `LocalStore`."""
@@ -263,8 +259,15 @@ class ArrowStore(_BucketStore):
                 except FileNotFoundError as error:
                     raise FileNotFoundError(f"the bucket {path.partition('/')[0]} does not exist") from error
 
-    def _key(self, name: str) -> str:
-        return posixpath.join(self._prefix, require_inside(name))
+
+def _described_file(info: Any) -> StoredFile:
+    """Return pyarrow's description of an object."""
+    return StoredFile(info.size, f"mtime:{info.mtime_ns}")
+
+
+def _stored_file(item: dict[str, Any]) -> StoredFile:
+    """Return boto3's description of an object."""
+    return StoredFile(item["Size"], item["ETag"].strip('"'))
 
 
 @functools.cache

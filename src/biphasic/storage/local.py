@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 import shutil
 import socket
 import stat
@@ -15,6 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.storage.paths import UNFINISHED_PREFIX, StoredFile, require_inside
+
+LOCK_FILE = f"{UNFINISHED_PREFIX}lock"
+"""Name of a lock file in a store's folder. It is never listed or removed."""
 
 
 class LocalStore:
@@ -31,29 +35,29 @@ class LocalStore:
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`."""
-        found_files = {}
+        listed = {}
         for folder, folders, files in os.walk(self._path(below)):
             folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
             for name in sorted(files):
                 path = Path(folder) / name
                 if not name.startswith(UNFINISHED_PREFIX) and (file := _stat(path)) is not None:
-                    found_files[path.relative_to(self._folder).as_posix()] = file
-        return dict(sorted(found_files.items()))
+                    listed[path.relative_to(self._folder).as_posix()] = file
+        return dict(sorted(listed.items()))
 
     def entries(self) -> dict[str, StoredFile | None]:
         """Return the files directly in `root`, and its subfolders as `name/` with None, sorted by name."""
-        found: dict[str, StoredFile | None] = {}
+        entries: dict[str, StoredFile | None] = {}
         if not self._folder.is_dir():
-            return found
+            return entries
         with os.scandir(self._folder) as folder:
             for entry in folder:
                 if entry.name.startswith(UNFINISHED_PREFIX):
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    found[f"{entry.name}/"] = None
+                    entries[f"{entry.name}/"] = None
                 elif (file := self.stat(entry.name)) is not None:
-                    found[entry.name] = file
-        return dict(sorted(found.items()))
+                    entries[entry.name] = file
+        return dict(sorted(entries.items()))
 
     def stat(self, name: str) -> StoredFile | None:
         """Return a file's size and version, or None if it does not exist."""
@@ -66,24 +70,18 @@ class LocalStore:
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file."""
         path = self._own_path(name)
-        with _temporary_file(path.parent) as file:
-            try:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-                # A temporary file is readable only by its owner, so set the usual permissions.
-                os.chmod(file.name, 0o666 & ~_umask())
-                os.replace(file.name, path)
-            except BaseException:
-                Path(file.name).unlink(missing_ok=True)
-                raise
+        while True:
+            # Another process may remove the folder while it is empty.
+            with suppress(FileNotFoundError), atomic_path(path) as partial:
+                partial.write_bytes(content)
+                _sync(partial)
+                return
 
     def move(self, file: Path, name: str) -> None:
         """Move a file from a `scratch` folder into the store."""
         path = self._own_path(name)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with file.open("rb") as content:
-            os.fsync(content.fileno())
+        _sync(file)
         os.replace(file, path)
 
     def upload(self, file: Path, name: str) -> None:
@@ -117,7 +115,8 @@ class LocalStore:
     def remove_unfinished(self) -> None:
         """Remove unfinished files and folders that killed processes left."""
         for path in sorted(self._folder.rglob(f"{UNFINISHED_PREFIX}*")):
-            shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+            if path.name != LOCK_FILE:
+                _remove(path)
 
     def _path(self, name: str) -> Path:
         return self._folder / require_inside(name)
@@ -130,31 +129,45 @@ class LocalStore:
         return path
 
 
-def _temporary_file(folder: Path) -> Any:
-    """Create a file in a folder, which is created first, also if another process removes it while it is empty."""
-    while True:
-        folder.mkdir(parents=True, exist_ok=True)
-        with suppress(FileNotFoundError):
-            return tempfile.NamedTemporaryFile(dir=folder, prefix=UNFINISHED_PREFIX, delete=False)
-
-
 @contextmanager
-def atomic_path(file: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `file`. It is renamed to `file` at the end, or removed after an error.
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`, for a file or a folder that replaces `path` at the end.
 
-    Its name has the host's, because several machines may write the same file to a folder that they share. The host's next
-    attempt overwrites what a killed process left.
+    It is removed after an error. Its name has the process and the host, because several may write the same file, also to
+    a folder that machines share. What killed processes of this host left is removed.
     """
-    file.parent.mkdir(parents=True, exist_ok=True)
-    partial = file.with_name(f"{UNFINISHED_PREFIX}{socket.gethostname()}-{file.name}")
-    if partial.is_symlink():
-        # Left in a folder from elsewhere, it would lead to a file outside.
-        partial.unlink(missing_ok=True)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    name = re.compile(rf"{UNFINISHED_PREFIX}(\d+)-{re.escape(f'{socket.gethostname()}-{path.name}')}")
+    for other in os.listdir(path.parent):
+        if (match := name.fullmatch(other)) and not Path("/proc", match[1]).exists():
+            _remove(path.with_name(other))
+    partial = path.with_name(f"{UNFINISHED_PREFIX}{os.getpid()}-{socket.gethostname()}-{path.name}")
+    # Left in a folder from elsewhere, a link would lead to a file outside.
+    _remove(partial)
     try:
         yield partial
-        os.replace(partial, file)
+        if partial.is_dir() and path.exists():
+            earlier = partial.with_name(f"{partial.name}.earlier")
+            os.replace(path, earlier)
+            os.replace(partial, path)
+            _remove(earlier)
+        else:
+            os.replace(partial, path)
     finally:
-        partial.unlink(missing_ok=True)
+        _remove(partial)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(file: Path) -> None:
+    """Wait until a file's content is on the disk."""
+    with file.open("rb") as content:
+        os.fsync(content.fileno())
 
 
 def write_parquet(file: Path, columns: Mapping[str, Any], rows_per_group: int) -> None:
@@ -176,8 +189,7 @@ def parquet_bytes(columns: Mapping[str, Any], schema: Any = None, rows_per_group
 def _copy(source: Path, target: Path) -> None:
     with atomic_path(target) as partial:
         shutil.copyfile(source, partial)
-        with partial.open("rb") as content:
-            os.fsync(content.fileno())
+        _sync(partial)
 
 
 def file_hash(file: Path) -> str:
@@ -207,9 +219,3 @@ def _stat(path: Path) -> StoredFile | None:
     if not stat.S_ISREG(status.st_mode):
         return None
     return StoredFile(status.st_size, f"mtime:{status.st_mtime_ns}")
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
