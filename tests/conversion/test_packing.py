@@ -150,10 +150,9 @@ def test_two_pieces_that_fill_the_space_are_better_than_the_longest() -> None:
     assert [row.tokens.tolist() for tokens in texts for row in packer.add(tokens)] == [[0] * 5 + [1] * 5]
 
 
-@pytest.mark.parametrize(("truncate", "expected"), [(False, [[4], [4, 4, 1], [4, 4], []]), (True, [[4], [4], [4], []])])
-def test_each_document_in_rows_of_its_own(truncate: bool, expected: list[list[int]]) -> None:
-    packer = SinglePacker(4, truncate=truncate)
-    for count, lengths in zip((4, 9, 8, 0), expected, strict=True):
+def test_each_document_in_rows_of_its_own() -> None:
+    packer = SinglePacker(4)
+    for count, lengths in zip((4, 9, 8, 0), ([4], [4, 4, 1], [4, 4], []), strict=True):
         rows = packer.add(np.arange(count, dtype=np.uint16))
         check_rows(rows, 4)
         assert [row.lengths.tolist() for row in rows] == [[length] for length in lengths]

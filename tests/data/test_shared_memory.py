@@ -15,7 +15,6 @@ import pytest
 from streaming.base.constant import LOCALS
 from streaming.base.shared import SharedMemory, prefix
 
-from biphasic.data import shared_memory
 from biphasic.data.shared_memory import remove_stale_shared_memory
 from helpers.tiny import write_rows
 
@@ -126,23 +125,21 @@ def test_a_job_that_ends_leaves_nothing(start: Callable[..., Job]) -> None:
     assert not job.names() and not job.lock_file().exists()
 
 
-def test_a_number_is_not_used_again_at_once(start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch) -> None:
-    """A killed job's resource tracker may remove its names later."""
+def test_a_number_is_free_after_its_memory_was_removed(start: Callable[..., Job]) -> None:
     job = start()
     os.killpg(job.process.pid, signal.SIGKILL)
     job.process.wait()
 
     def is_removed() -> bool:
         remove_stale_shared_memory()
-        return bool(job.lock_file().read_bytes())
+        return not job.lock_file().exists()
 
     wait_until(is_removed)
-    assert start().number != job.number
-    # Another program has used the number meanwhile: its memory stays.
+    assert not job.names()
+    # Another program uses the number meanwhile: its memory stays.
     other = SharedMemory(prefix._get_path(job.number, "of_another"), True, 8, auto_cleanup=False)
-    monkeypatch.setattr(shared_memory, "_REUSE_SECONDS", -1.0)
-    remove_stale_shared_memory()
-    assert job.names() == {f"{job.number:06}_of_another"} and not job.lock_file().exists()
+    assert start().number != job.number
+    assert job.names() == {f"{job.number:06}_of_another"}
     other.cleanup()
 
 

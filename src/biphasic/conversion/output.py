@@ -145,6 +145,7 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
                 stack.enter_context(FileLock(Path(output) / LOCK_FILE, timeout=0))
             except Timeout:
                 raise UserError(f"output {output}: another conversion is writing it at this moment") from None
+            stack.callback((Path(output) / LOCK_FILE).unlink)
             store.remove_unfinished()
             # What dead workers leave behind.
             stack.callback(store.remove_unfinished)

@@ -83,8 +83,7 @@ class DocumentPacker(Packer):
     """
 
     def __init__(self, sequence_length: int, window: int):
-        self.sequence_length = sequence_length
-        self.window = window
+        self.sequence_length, self.window = sequence_length, window
         self._waiting: OrderedDict[int, Tokens] = OrderedDict()  # by number, oldest first
         self._by_length: list[deque[int]] = [deque() for _ in range(sequence_length)]  # piece numbers by length
         self._lengths: list[int] = []  # distinct lengths of waiting pieces, sorted
@@ -146,17 +145,15 @@ class DocumentPacker(Packer):
 
 
 class SinglePacker(Packer):
-    """Puts one document in a row. A longer document fills several rows, or with `truncate` keeps only its beginning."""
+    """Puts one document in a row. A longer document fills several rows."""
 
-    def __init__(self, sequence_length: int, *, truncate: bool):
+    def __init__(self, sequence_length: int):
         self.sequence_length = sequence_length
-        self.truncate = truncate
 
     def add(self, tokens: Tokens) -> list[Row]:
         """See `Packer`."""
         size = self.sequence_length
-        end = min(size, len(tokens)) if self.truncate else len(tokens)
-        return [_row([tokens[start : start + size]]) for start in range(0, end, size)]
+        return [_row([tokens[start : start + size]]) for start in range(0, len(tokens), size)]
 
 
 class StreamCutter(Packer):
@@ -168,12 +165,9 @@ class StreamCutter(Packer):
     """
 
     def __init__(self, sequence_length: int, shortest: int, seed: int):
-        self.sequence_length = sequence_length
-        self.shortest = shortest
-        self.seed = seed
+        self.sequence_length, self.shortest, self.seed = sequence_length, shortest, seed
         self._parts: list[Tokens] = []
-        self._length = 0
-        self._rows = 0
+        self._length = self._rows = 0
 
     def add(self, tokens: Tokens) -> list[Row]:
         """See `Packer`."""

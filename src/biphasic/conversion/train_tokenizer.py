@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -78,18 +79,17 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    text = _TrainingText(config, max_bytes)
-    tokenizer.train_from_iterator(text, trainer)
-    if not text.documents:
-        small = (
-            "" if max_bytes is None else f" (the first of each file may be longer than --max-text, {max_bytes:,} bytes)"
-        )
-        raise UserError(f"source: no document of the training split has text{small}: a tokenizer can't be trained")
+    files = [layout.file for layout in inspect_sources(config)[1] if layout.fault is None]
+    read: Counter[str] = Counter()
+    tokenizer.train_from_iterator(_training_text(config, files, max_bytes, read), trainer)
+    if not read["documents"]:
+        longer = f" (the first of each file may be longer than --max-text, {max_bytes:,} bytes)" if max_bytes else ""
+        raise UserError(f"source: no document of the training split has text{longer}: a tokenizer can't be trained")
     names = {f"{role}_token": token for role, token in special_tokens.items()}
     trained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names)
     with atomic_path(folder) as partial:
         trained.save_pretrained(partial)
-    return TrainedTokenizer(folder, tokenizer.get_vocab_size(), text.documents, text.bytes)
+    return TrainedTokenizer(folder, tokenizer.get_vocab_size(), read["documents"], read["bytes"])
 
 
 def _require_free(folder: Path, force: bool) -> None:
@@ -102,39 +102,26 @@ def _require_free(folder: Path, force: bool) -> None:
                         "add --force to replace it")  # fmt: skip
 
 
-class _TrainingText:
-    """The texts of the training split, and how much was read of them."""
+def _training_text(
+    config: ConvertConfig, files: list[SourceFile], max_bytes: int | None, read: Counter[str]
+) -> Iterator[str]:
+    """Yield the texts of the training split, and count them and their bytes."""
+    from tqdm import tqdm
 
-    def __init__(self, config: ConvertConfig, max_bytes: int | None):
-        self._config, self._max_bytes = config, max_bytes
-        self._files = [layout.file for layout in inspect_sources(config)[1] if layout.fault is None]
-        self.documents = self.bytes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        from tqdm import tqdm
-
-        stored, so_far = sum(file.bytes for file in self._files) or 1, 0
-        with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
-            for file in self._files:
-                # A file's share, and what the files before it left.
-                so_far += file.bytes
-                limit = None if self._max_bytes is None else self._max_bytes * so_far // stored - self.bytes
-                for text, size in self._texts(file, limit):
-                    self.documents += 1
-                    self.bytes += size
-                    progress.update(size)
-                    yield text
-
-    def _texts(self, file: SourceFile, limit: int | None) -> Iterator[tuple[str, int]]:
-        """Yield a file's texts and their bytes, at most `limit` bytes."""
-        total = 0
-        for document in read_documents(file, self._config):
-            if not isinstance(document, Document):
-                continue
-            if in_validation(document_number(document.id), self._config.validation_fraction):
-                continue
-            size = len(document.text.encode("utf-8", "surrogatepass"))
-            total += size
-            if limit is not None and total > limit:
-                return
-            yield document.text, size
+    stored, so_far = sum(file.bytes for file in files) or 1, 0
+    with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
+        for file in files:
+            # A file's share, and what the files before it left.
+            so_far += file.bytes
+            limit = None if max_bytes is None else max_bytes * so_far // stored
+            for document in read_documents(file, config):
+                if not isinstance(document, Document):
+                    continue
+                if in_validation(document_number(document.id), config.validation_fraction):
+                    continue
+                size = len(document.text.encode("utf-8", "surrogatepass"))
+                if limit is not None and read["bytes"] + size > limit:
+                    break
+                read.update(documents=1, bytes=size)
+                progress.update(size)
+                yield document.text

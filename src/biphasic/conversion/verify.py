@@ -8,7 +8,7 @@ import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,20 +25,12 @@ from biphasic.conversion.work_units import document_numbers_file, unit_record_fi
 from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_inside, join, open_store
+from biphasic.storage import Store, first_line, is_inside, join, open_store
 from biphasic.workers.local import LocalWorkers
 from biphasic.workers.resources import available_cores
 
 _WORTH_PROCESSES = 32
 """Minimum number of shards for which several processes are worth their start-up time."""
-
-
-@dataclass
-class Verification:
-    """The result of `verify`: one line for each fault, and one for each part that was read."""
-
-    faults: list[str] = field(default_factory=list)
-    summary: list[str] = field(default_factory=list)
 
 
 def verify(output: str, *, sources: bool = True) -> Verification:
@@ -55,29 +47,36 @@ def verify(output: str, *, sources: bool = True) -> Verification:
     Raises:
         UserError: there is no finished conversion.
     """
-    verifier = _Verifier(output)
-    verifier.check_tokenizer()
-    for split in verifier.record["splits"]:
-        verifier.check_split(split)
-    verifier.check_documents()
+    verification = Verification(output)
+    verification.check_tokenizer()
+    for split in verification.record["splits"]:
+        verification.check_split(split)
+    verification.check_documents()
     if sources:
-        verifier.check_sources()
-    return verifier.result
+        verification.check_sources()
+    return verification
 
 
-class _Verifier:
+class Verification:
+    """Checks of a conversion.
+
+    Attributes:
+        faults: one line for each fault.
+        summary: one line for each part that was read.
+    """
+
     def __init__(self, output: str):
-        self.output = output
-        self.record = require_record(output)
+        self.output, self.record = output, require_record(output)
+        self.faults: list[str] = []
+        self.summary: list[str] = []
         for name in (*self.record["units"], *self.record["splits"]):
             if not is_inside(name):
                 raise UserError(f"{join(output, CONVERSION_RECORD)}: names {name!r}, which leads out of its folder")
         self.store = open_store(output)
         self.sizes = {name: file.bytes for name, file in self.store.list().items()}
-        self.result = Verification()
-        self.faults, self.summary = self.result.faults, self.result.summary
 
     def check_tokenizer(self) -> None:
+        """Check that the tokenizer is the one that the record names."""
         try:
             tokenizer = load_tokenizer(join(self.output, "tokenizer"))
         except (UserError, OSError) as error:
@@ -87,6 +86,7 @@ class _Verifier:
             self.faults.append("tokenizer/: is not the tokenizer that the record names (another sha256)")
 
     def check_split(self, split: str) -> None:
+        """Check a split's index, files, rows and counts."""
         from tqdm import tqdm
 
         expected = self.record["splits"][split]
@@ -106,16 +106,14 @@ class _Verifier:
         if len(index["shards"]) != len(expected["shards"]):
             counted = f"{len(index['shards'])} shards, the record {len(expected['shards'])}"
             self.faults.append(f"{split}/{INDEX}: lists {counted}")
-        folder = join(self.output, split)
         row_format = {key: self.record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
-        shards = [
-            _Shard(folder, entry, record, present & {record["file"], entry["raw_data"]["basename"]}, row_format)
-            for entry, record in zip(index["shards"], expected["shards"], strict=False)
-        ]
+        check = partial(_check_shard, join(self.output, split), row_format)
+        unpacked = [entry["raw_data"]["basename"] in present for entry in index["shards"]]
+        shards = min(len(index["shards"]), len(expected["shards"]))
         counts: Counter[str] = Counter()
-        with _parallel_map(len(shards)) as parallel_map:
-            checks = parallel_map(_check_shard, shards)
-            for fault, counted in tqdm(checks, f"{split} shards", len(shards)):
+        with _parallel_map(shards) as parallel_map:
+            checks = parallel_map(check, index["shards"], expected["shards"], unpacked)
+            for fault, counted in tqdm(checks, f"{split} shards", shards):
                 counts.update(counted)
                 self.faults += [f"{split}/{fault}"] if fault else []
         if any(fault.startswith(f"{split}/") for fault in self.faults):
@@ -132,7 +130,7 @@ class _Verifier:
         self.summary.append(
             f"{split}: {counts['rows']:,} rows of {self.record['sequence_length']} ({self.record['dtype']}), "
             f"{counts['tokens']:,} tokens, {100 * fill:.2f}% filled, {expected['documents']:,} documents, "
-            f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
+            f"{counts['segments']:,} segments, {shards} shards, {counts['bytes'] / 1e6:,.1f} MB"
         )
 
     def check_documents(self) -> None:
@@ -218,38 +216,39 @@ def _parallel_map(count: int) -> Iterator[Any]:
         yield workers.start(0, 1, 0.0, processes=available_cores()).map
 
 
-@dataclass(frozen=True)
-class _Shard:
-    """A shard to read: its entries in the index and in the record, which of its files exist, and the rows' format."""
-
-    folder: str
-    index_entry: dict[str, Any]
-    record_entry: dict[str, Any]
-    present: set[str]
-    row_format: dict[str, Any]
+Entry = dict[str, Any]
 
 
-def _check_shard(shard: _Shard) -> tuple[str | None, Counter[str]]:
-    """Read one shard, and return its first fault, or its counts if there is none."""
+def _check_shard(
+    folder: str, row_format: Entry, entry: Entry, expected: Entry, is_unpacked: bool
+) -> tuple[str | None, Counter[str]]:
+    """Read one shard, and return its first fault, or its counts if there is none.
+
+    Args:
+        folder: folder or bucket prefix of the split.
+        row_format: the keys of the conversion's record that describe rows.
+        entry: the shard's entry in the index.
+        expected: the shard's entry in the record.
+        is_unpacked: whether an unpacked copy lies beside the shard.
+    """
     counts: Counter[str] = Counter()
     try:
-        fault = _read_shard(shard, counts)
+        fault = _read_shard(open_store(folder), row_format, entry, expected, is_unpacked, counts)
+    except FileNotFoundError:
+        fault = "is missing"
     except Exception as error:  # a damaged file can make the decoder raise anything
         fault = f"can't be decoded ({first_line(error)})"
-    return (f"{shard.record_entry['file']}: {fault}", Counter()) if fault else (None, counts)
+    return (f"{expected['file']}: {fault}", Counter()) if fault else (None, counts)
 
 
-def _read_shard(shard: _Shard, counts: Counter[str]) -> str | None:
-    """Read one shard, add it to the counts, and return its first fault, if any."""
+def _read_shard(
+    store: Store, row_format: Entry, entry: Entry, expected: Entry, is_unpacked: bool, counts: Counter[str]
+) -> str | None:
     from streaming.base.hashing import get_hash
 
-    entry, expected, row_format = shard.index_entry, shard.record_entry, shard.row_format
-    store = open_store(shard.folder)
-    if expected["file"] not in shard.present:
-        return "is missing"
+    content = store.read(expected["file"])
     if (shard_file(entry)["basename"], entry["samples"]) != (expected["file"], expected["rows"]):
         return "the index and the record disagree about it"
-    content = store.read(expected["file"])
     if len(content) != expected["bytes"]:
         return f"has {len(content):,} bytes instead of {expected['bytes']:,}"
     if get_hash(row_format["hash"], content) != expected["hash"]:
@@ -262,7 +261,7 @@ def _read_shard(shard: _Shard, counts: Counter[str]) -> str | None:
             return f"row {number}: {fault}"
     counts["bytes"] += len(content)
     raw = entry["raw_data"]
-    if raw["basename"] == expected["file"] or raw["basename"] not in shard.present:
+    if raw["basename"] == expected["file"] or not is_unpacked:
         return None
     # Streaming reads the unpacked copy of a local dataset.
     same = get_hash(row_format["hash"], store.read(raw["basename"])) == raw["hashes"][row_format["hash"]]

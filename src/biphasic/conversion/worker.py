@@ -16,7 +16,6 @@ import numpy as np
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.packing import (
     DocumentPacker,
-    Packer,
     Row,
     SinglePacker,
     StreamCutter,
@@ -105,18 +104,6 @@ def _parts(text: str) -> Iterator[str]:
     yield text[start:]
 
 
-def make_packer(config: ConvertConfig, unit: str, split: str) -> Packer:
-    """Return the packer for a split's documents, as the YAML's `segments:` says."""
-    segments, size = config.segments, config.sequence_length
-    if segments.kind == "stream":
-        text = f"cuts {config.seed} {unit} {split}"
-        seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
-        return StreamCutter(size, segments.shortest, seed)
-    if segments.kind == "single":
-        return SinglePacker(size, truncate=segments.longer == "truncate")
-    return DocumentPacker(size, segments.window)
-
-
 class _UnitConversion:
     """The state of a work unit's conversion."""
 
@@ -128,6 +115,7 @@ class _UnitConversion:
         self.examples: list[str] = []
         self.damaged: list[str] = []
         self.numbers: list[int] = []
+        self.after_limit: list[tuple[Document, Tokens]] = []
         self.stopped = False
         # Remove an earlier record, because this conversion replaces the shards that it describes.
         self.store.remove([unit_record_file(unit.name)])
@@ -137,49 +125,39 @@ class _UnitConversion:
     def run(self) -> UnitRecord:
         """Convert the unit, store its record and return it."""
         start, cpu = time.monotonic(), time.process_time()
-        # Documents read after the limit was reached exactly. They belong to the unit if no training token follows.
-        after_limit: list[tuple[Document, Tokens]] = []
-        for document, tokens in self._tokenized():
-            if self._room() != 0:
-                self._add(document, tokens)
-            elif len(tokens) and self._split_of(document).name == "train":
-                self.stopped = True
-            else:
-                after_limit.append((document, tokens))
+        before, after = boundary_tokens(self.config, self.context.tokenizer)
+        dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
+        truncate = self.config.segments.kind == "single" and self.config.segments.longer == "truncate"
+        length = self.config.sequence_length if truncate else None
+        for batch, encoded in self._encoded():
+            taken, text_bytes = sum(split.taken for split in self.splits.values()), self.text_bytes
+            for document, ids in zip(batch, encoded, strict=True):
+                self._add(document, np.array((before + ids + after)[:length], dtype=dtype))
+                if self.stopped:
+                    break
+            self.report(sum(split.taken for split in self.splits.values()) - taken, self.text_bytes - text_bytes)
             if self.stopped:
                 break
-        for document, tokens in [] if self.stopped else after_limit:
-            self._add(document, tokens)
+        # They belong to the unit, because no training token follows.
+        for document, tokens in [] if self.stopped else self.after_limit:
+            self._store(document, document_number(document.id), tokens)
         for split in self.splits.values():
             split.finish()
         self.uploads.wait()
         return self._store_record(time.monotonic() - start, time.process_time() - cpu)
 
-    def _tokenized(self) -> Iterator[tuple[Document, Tokens]]:
-        """Yield the documents with their tokens. The next batch is encoded while the caller works on this one."""
-        before, after = boundary_tokens(self.config, self.context.tokenizer)
-        dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
-        truncate = self.config.segments.kind == "single" and self.config.segments.longer == "truncate"
-        length = self.config.sequence_length if truncate else None
-
-        def finish(batch: list[Document], encoding: Future[list[list[int]]]) -> Iterator[tuple[Document, Tokens]]:
-            tokens, size = self._tokens_taken(), self.text_bytes
-            try:
-                for document, ids in zip(batch, encoding.result(), strict=True):
-                    yield document, np.array((before + ids + after)[:length], dtype=dtype)
-            finally:
-                self.report(self._tokens_taken() - tokens, self.text_bytes - size)
-
+    def _encoded(self) -> Iterator[tuple[list[Document], list[list[int]]]]:
+        """Yield batches of documents with their token ids. The next batch is encoded while the caller uses this one."""
         with ThreadPoolExecutor(1) as pool:
-            ahead: tuple[list[Document], Future[list[list[int]]]] | None = None
+            previous: tuple[list[Document], Future[list[list[int]]]] | None = None
             for batch in groups_up_to(_BATCH_CHARACTERS, self._documents(), lambda document: len(document.text)):
                 texts = [document.text for document in batch]
                 submitted = (batch, pool.submit(encode_texts, self.context.tokenizer, texts))
-                if ahead is not None:
-                    yield from finish(*ahead)
-                ahead = submitted
-            if ahead is not None:
-                yield from finish(*ahead)
+                if previous is not None:
+                    yield previous[0], previous[1].result()
+                previous = submitted
+            if previous is not None:
+                yield previous[0], previous[1].result()
 
     def _documents(self) -> Iterator[Document]:
         """Yield the unit's documents, and count the entries that are skipped."""
@@ -206,24 +184,24 @@ class _UnitConversion:
         if len(self.examples) < _EXAMPLES:
             self.examples.append(f"{entry.where}: {entry.reason}")
 
-    def _room(self) -> int | None:
-        """Return how many training tokens may follow; None means no limit."""
-        return None if self.max_tokens is None else self.max_tokens - self.splits["train"].taken
-
-    def _tokens_taken(self) -> int:
-        return sum(split.taken for split in self.splits.values())
-
-    def _split_of(self, document: Document) -> _Split:
-        validation = in_validation(document_number(document.id), self.config.validation_fraction)
-        return self.splits["validation" if validation else "train"]
-
     def _add(self, document: Document, tokens: Tokens) -> None:
-        """Add a document to its split. In `train`, it is cut where the limit is reached."""
-        split, room = self._split_of(document), self._room()
-        if split.name == "train" and room is not None and len(tokens) > room:
+        """Add a document to its split. In `train`, it is cut where the limit is reached.
+
+        If the limit was reached exactly, the documents that follow wait until a training token follows or the unit ends.
+        """
+        number = document_number(document.id)
+        is_training = not in_validation(number, self.config.validation_fraction)
+        room = None if self.max_tokens is None else self.max_tokens - self.splits["train"].taken
+        if room is not None and is_training and len(tokens) > room:
             tokens, self.stopped = tokens[:room], True
-        split.add(tokens)
-        self.numbers.append(document_number(document.id))
+        if room != 0:
+            self._store(document, number, tokens)
+        elif not self.stopped:
+            self.after_limit.append((document, tokens))
+
+    def _store(self, document: Document, number: int, tokens: Tokens) -> None:
+        self.splits["validation" if in_validation(number, self.config.validation_fraction) else "train"].add(tokens)
+        self.numbers.append(number)
         self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
 
     def _store_record(self, seconds: float, cpu_seconds: float) -> UnitRecord:
@@ -273,22 +251,28 @@ class _Split:
     def __init__(self, name: str, context: ConversionContext, unit: WorkUnit, uploads: _Uploads):
         from streaming import MDSWriter
 
-        config, tokenizer = context.config, context.tokenizer
+        config, tokenizer, segments = context.config, context.tokenizer, context.config.segments
         self.name = name
-        self.documents = self.taken = self.tokens = self.rows = 0
+        self.documents = self.taken = self.tokens = self.rows = self._uploaded = 0
         self._unit, self._uploads = unit.name, uploads
         self._length, self._pad_id = config.sequence_length, tokenizer.pad_id
-        self._packer = make_packer(config, unit.name, name)
+        if segments.kind == "stream":
+            text = f"cuts {config.seed} {unit.name} {name}"
+            seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
+            self._packer = StreamCutter(self._length, segments.shortest, seed)
+        elif segments.kind == "single":
+            self._packer = SinglePacker(self._length)
+        else:
+            self._packer = DocumentPacker(self._length, segments.window)
         self._folder = uploads.scratch / name
         # Not used as a context manager, because that would write an index even after an error.
         self._writer = MDSWriter(
-            columns=mds_columns(config.sequence_length, token_dtype(tokenizer.vocab_size)),
+            columns=mds_columns(self._length, token_dtype(tokenizer.vocab_size)),
             out=str(self._folder),
             compression=config.compression,
             hashes=[HASH],
             size_limit=config.shard_bytes,
         )
-        self._uploaded = 0
 
     def add(self, tokens: Tokens) -> None:
         """Add one document."""
@@ -305,13 +289,9 @@ class _Split:
 
     def record(self) -> dict[str, Any]:
         """Return the split's part of the unit's record."""
-        return {
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "rows": self.rows,
-            "bytes": sum(shard_file(shard)["bytes"] for shard in self._writer.shards),
-            "shards": self._writer.shards,
-        }
+        counts = {name: getattr(self, name) for name in ("documents", "tokens", "rows")}
+        stored = sum(shard_file(shard)["bytes"] for shard in self._writer.shards)
+        return {**counts, "bytes": stored, "shards": self._writer.shards}
 
     def _write(self, rows: list[Row]) -> None:
         for row in rows:

@@ -3,16 +3,16 @@
 Streaming names a dataset's shared memory `<number>_<name>`, in the folder `/dev/shm` that all jobs on the node use. Here
 each number also has a file `biphasic_<number>`, which the job's processes lock (`flock`) as long as they live. Containers
 that share the folder see these locks although they don't see each other's processes, and the kernel releases them when a
-process dies.
+process dies. Numbers are random: the resource tracker (Python's) of a killed job may remove its names later.
 """
 
 from __future__ import annotations
 
 import atexit
 import fcntl
-import itertools
 import os
 import re
+import secrets
 import tempfile
 import time
 import weakref
@@ -35,11 +35,6 @@ from biphasic.versions import require_form
 _SHARED_MEMORY = Path("/dev/shm")
 _FILE_LOCKS = (BARRIER_FILELOCK, CACHE_FILELOCK)
 _LOCK_FILE = re.compile(r"^biphasic_(\d{6})$")
-_REMOVED = b"removed"
-"""Content of a lock file after the number's memory was removed; before, the file is empty."""
-_REUSE_SECONDS = 60.0
-"""How long a number is not used again after its memory was removed: the resource tracker (Python's) of a killed job may
-still remove its names."""
 _CACHE_WAIT_SECONDS = 15.0
 """How long to wait for a cache, because a killed rank's loader processes keep it until they notice its end."""
 _SIZE_WAIT_SECONDS = 30.0
@@ -90,27 +85,19 @@ def remove_stale_shared_memory() -> None:
 
 
 def _remove_unless_locked(number: int) -> None:
-    """Remove a number's shared memory, and some time later its lock files, unless a process holds its lock.
+    """Remove a number's shared memory and lock files.
 
     Raises:
         OSError: a process holds the lock, or the files are another user's.
     """
-    with _lock_path(number).open("r+b") as lock:
+    with _lock_path(number).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if not lock.read(1):
-            for name in _SHARED_MEMORY.glob(prefix._get_path(number, "*")):
-                name.unlink(missing_ok=True)
-            # From now on, memory with this number would be another program's.
-            lock.write(_REMOVED)
-        elif time.time() - os.fstat(lock.fileno()).st_mtime > _REUSE_SECONDS:
-            _remove_lock_files(number)
-
-
-def _remove_lock_files(number: int) -> None:
-    # Streaming's own lock files, in the folder for temporary files, would remain forever.
-    for name in _FILE_LOCKS:
-        Path(tempfile.gettempdir(), prefix._get_path(number, name)).unlink(missing_ok=True)
-    _lock_path(number).unlink(missing_ok=True)
+        for path in _SHARED_MEMORY.glob(prefix._get_path(number, "*")):
+            path.unlink(missing_ok=True)
+        # Streaming's own lock files, in the folder for temporary files, would remain forever.
+        for name in _FILE_LOCKS:
+            Path(tempfile.gettempdir(), prefix._get_path(number, name)).unlink(missing_ok=True)
+        _lock_path(number).unlink(missing_ok=True)
 
 
 def _lock_path(number: int) -> Path:
@@ -142,7 +129,6 @@ def _release(number: int, lock: IO[bytes]) -> None:
     # The last process that has used the number removes what is left. In a loader process the parent's lock remains.
     with suppress(OSError):
         _remove_unless_locked(number)
-        _remove_lock_files(number)
 
 
 _held: weakref.WeakValueDictionary[int, SharedMemory] = weakref.WeakValueDictionary()
@@ -217,26 +203,24 @@ def _register(streams_local: list[str], streams_remote: list[str | None]) -> tup
 
 def _take_free_number(streams_local: list[str]) -> tuple[int, SharedMemory]:
     taken = {*os.listdir(_SHARED_MEMORY), *os.listdir(tempfile.gettempdir())}
-    for number in itertools.count():
+    while True:
+        number = secrets.randbelow(1_000_000)
         if not taken.isdisjoint(prefix._get_path(number, name) for name in (*SHM_TO_CLEAN, *_FILE_LOCKS)):
             continue
-        try:
-            lock = _lock(number, "xb")
-        except FileExistsError:
-            continue
-        if os.fstat(lock.fileno()).st_size:  # another job's start has locked it first
-            lock.close()
-            continue
         content = prefix._pack_locals(streams_local, number)
-        try:
-            reserved = SharedMemory(prefix._get_path(number, LOCALS), True, len(content))
-        except FileExistsError:  # taken by another program's job
-            _lock_path(number).unlink()
-            lock.close()
-            continue
-        reserved.buf[: len(content)] = content
-        return number, _reserve(number, lock, reserved)
-    raise AssertionError
+        with suppress(FileExistsError):  # taken meanwhile, by another job or by another program's
+            lock = _lock(number, "xb")
+            if not os.fstat(lock.fileno()).st_nlink:  # another job's start has locked it first, and removed it
+                lock.close()
+                continue
+            try:
+                reserved = SharedMemory(prefix._get_path(number, LOCALS), True, len(content))
+            except FileExistsError:
+                _lock_path(number).unlink()
+                lock.close()
+                raise
+            reserved.buf[: len(content)] = content
+            return number, _reserve(number, lock, reserved)
 
 
 def _cache_conflict(caches: set[str]) -> str | None:
