@@ -338,7 +338,7 @@ def test_a_unit_whose_workers_die_too_often_stops_the_conversion(text: Path, con
     unfinished, deadline = tmp_path / "out", time.monotonic() + 100
     workers: list[psutil.Process] = []
     # Stopped workers stay where they are: one of the two is in the middle of a unit when they are killed.
-    while not workers or not list(unfinished.glob(".unfinished-*")):
+    while not workers or not any(path.is_dir() for path in unfinished.glob(".unfinished-*")):
         assert process.poll() is None and time.monotonic() < deadline
         send_signal(workers, signal.SIGCONT)
         time.sleep(0.01)

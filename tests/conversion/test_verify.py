@@ -95,10 +95,7 @@ def rewrite(output: Path, change: Change) -> None:
     def edit(record: dict[str, Any]) -> None:
         train = record["splits"]["train"]
         train["index_sha256"] = hashlib.sha256((folder / "index.json").read_bytes()).hexdigest()
-        for shard, stated in zip(index["shards"], train["shards"], strict=True):
-            file = shard["zip_data"]
-            stated.update(bytes=file["bytes"], hash=file["hashes"]["xxh64"])
-        train["bytes"] = sum(stated["bytes"] for stated in train["shards"])
+        train["bytes"] = sum(shard["zip_data"]["bytes"] for shard in index["shards"])
 
     edit_record(output, edit)
 
@@ -228,7 +225,12 @@ def test_a_damaged_shard_whose_hash_is_right(output: Path) -> None:
     shard = shard_of(output, 0)
     content = b"\x00" * shard.stat().st_size
     shard.write_bytes(content)
-    edit_record(output, lambda record: record["splits"]["train"]["shards"][0].update(hash=get_hash("xxh64", content)))
+    path = output / "train" / "index.json"
+    index = json.loads(path.read_text())
+    index["shards"][0]["zip_data"]["hashes"]["xxh64"] = get_hash("xxh64", content)
+    path.write_text(json.dumps(index))
+    index_hash = hashlib.sha256(path.read_bytes()).hexdigest()
+    edit_record(output, lambda record: record["splits"]["train"].update(index_sha256=index_hash))
     [fault] = faults(output)
     assert fault.startswith(f"train/{unit_of(output)}/shard.00000.mds.zstd: can't be decoded")
 
@@ -280,8 +282,7 @@ def test_a_unit_that_was_written_twice(output: Path, name: str) -> None:
         record["units"] = [unit, other]
         record["documents"]["repeated"] = 200
         for split, part in record["splits"].items():
-            part |= {key: 2 * part[key] for key in ("documents", "tokens", "rows", "bytes")}
-            part["shards"] += [{**shard, "file": shard["file"].replace(unit, other)} for shard in part["shards"]]
+            part |= {key: 2 * part[key] for key in ("documents", "tokens", "rows", "bytes", "shards")}
             index = output / split / "index.json"
             content = json.loads(index.read_text())
             content["shards"] += json.loads(json.dumps(content["shards"]).replace(unit, other))
@@ -335,7 +336,7 @@ def test_an_unfinished_conversion_names_what_is_missing(output: Path) -> None:
 
 
 def test_many_shards_are_read_by_several_processes(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = json.loads((output / "conversion.json").read_text())["splits"]["train"]["shards"][2]["rows"]
+    rows = json.loads((output / "train" / "index.json").read_text())["shards"][2]["samples"]
     monkeypatch.setattr(verifying, "_WORTH_PROCESSES", 3)
     shard = shard_of(output, 2)
     shard.write_bytes(shard.read_bytes()[:-1])

@@ -9,8 +9,7 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
                         unread (files of another kind in the source's folders, by suffix)
     tokenizer           sha256, vocab_size, pad_id, bos_id, eos_id, mask_id
     sequence_length, dtype, hash
-    splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, index_sha256, and for each shard
-                        its file, bytes, rows and hash
+    splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, shards (their number), index_sha256
     documents           read, filtered, skipped (by kind), repeated (documents with an earlier document's id)
     units               names of the work units, in the order of the index
     text_bytes, cpu_seconds (sum over the units), seconds (duration of the command that finished the conversion)
@@ -23,7 +22,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.merge import merge_records, publish
+from biphasic.conversion.merge import publish
 from biphasic.conversion.output import (
     LockedOutput,
     lock_output,
@@ -74,11 +73,9 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
                 output.log.add(line := f"not read: {describe_unread(sources.unread)}")
                 print(line)
             records = _Driver(context, units, damaged, output).run()
-            record = merge_records(context, records, sources, damaged, time.monotonic() - start)
-            publish(output, record, records, tokenizer)
+            return publish(output, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:
         raise UserError(write_error_message(config.output, error)) from error
-    return record
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:

@@ -28,7 +28,6 @@ from biphasic.conversion.work_units import (
 )
 from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
-from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import Store, json_bytes
 
@@ -36,30 +35,46 @@ UnitRecords = list[tuple[WorkUnit, UnitRecord]]
 _READERS = 16
 
 
-def merge_records(
+def publish(
+    output: LockedOutput,
     context: ConversionContext,
     records: UnitRecords,
     sources: Sources,
     damaged: list[str],
     seconds: float,
 ) -> dict[str, Any]:
-    """Merge the units' records into the conversion's record (see `biphasic.conversion.convert`).
+    """Merge the units' records into the conversion's record (see `biphasic.conversion.convert`), and make it the dataset.
+
+    Removes files that are not part of the dataset, then writes the tokenizer, the indexes, and last the record.
 
     Raises:
         UserError: a split has no documents.
+        OSError: the output can't be written.
     """
-    config, tokenizer = context.config, context.tokenizer
+    config, tokenizer, store = context.config, context.tokenizer, output.store
+    units = [unit.name for unit, _ in records]
     skipped: Counter[str] = Counter()
     for _, record in records:
         skipped.update(record["documents"]["skipped"])
     read, filtered = (sum(record["documents"][key] for _, record in records) for key in ("read", "filtered"))
-    splits = {name: _merge_split(name, records, config.sequence_length) for name in config.splits}
-    for name, split in splits.items():
-        if not split["documents"]:
+    kept = {name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))}
+    splits, indexes = {}, {}
+    for name in config.splits:
+        parts = [record["splits"][name] for _, record in records]
+        counts = {key: sum(part[key] for part in parts) for key in ("documents", "tokens", "rows", "bytes")}
+        if not counts["documents"]:
             hint = "raise validation_fraction or add documents" if name == "validation" else "is the source empty?"
             left_out = f"{filtered:,} left out by filters, {sum(skipped.values()):,} skipped"
             raise UserError(f"{read:,} documents were read ({left_out}), and none is for {name}: {hint}")
-    return {
+        shards = _shards(name, records)
+        kept |= {f"{name}/{shard_file(shard)['basename']}" for shard in shards}
+        # Streaming's own merge of the units' indexes would give the same bytes.
+        indexes[name] = json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode()
+        fill = counts["tokens"] / max(counts["rows"] * config.sequence_length, 1)
+        index_hash = hashlib.sha256(indexes[name]).hexdigest()
+        splits[name] = {**counts, "fill": fill, "shards": len(shards), "index_sha256": index_hash}
+    repeated = count_repeated(document_numbers(store, units))
+    record = {
         "config": config.model_dump(mode="json"),
         "source": {
             "commit": sources.commit,
@@ -76,59 +91,39 @@ def merge_records(
         "dtype": token_dtype(tokenizer.vocab_size),
         "hash": HASH,
         "splits": splits,
-        "documents": {"read": read, "filtered": filtered, "skipped": dict(sorted(skipped.items()))},
-        "units": [unit.name for unit, _ in records],
+        "documents": {
+            "read": read,
+            "filtered": filtered,
+            "skipped": dict(sorted(skipped.items())),
+            "repeated": repeated,
+        },
+        "units": units,
         "text_bytes": sum(record["text_bytes"] for _, record in records),
         "cpu_seconds": round(sum(record["cpu_seconds"] for _, record in records), 2),
         "seconds": round(seconds, 2),
     }
-
-
-def _merge_split(name: str, records: UnitRecords, sequence_length: int) -> dict[str, Any]:
-    parts = [(unit, record["splits"][name]) for unit, record in records]
-    counts = {key: sum(part[key] for _, part in parts) for key in ("documents", "tokens", "rows", "bytes")}
-    shards = []
-    for unit, part in parts:
-        for shard in part["shards"]:
-            file = shard_file(shard)
-            shards.append({"file": f"{unit.name}/{file['basename']}", "bytes": file["bytes"], "rows": shard["samples"],
-                           "hash": file["hashes"][HASH]})  # fmt: skip
-    fill = counts["tokens"] / max(counts["rows"] * sequence_length, 1)
-    index = hashlib.sha256(_index(name, records)).hexdigest()
-    return {**counts, "fill": fill, "index_sha256": index, "shards": shards}
-
-
-def _index(name: str, records: UnitRecords) -> bytes:
-    """Return the split's `index.json`. Streaming's own merge of the units' indexes would give the same bytes."""
-    shards = []
-    for unit, record in records:
-        for shard in deepcopy(record["splits"][name]["shards"]):
-            for file in (shard["raw_data"], shard["zip_data"]):
-                if file is not None:
-                    file["basename"] = f"{unit.name}/{file['basename']}"
-            shards.append(shard)
-    return json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode()
-
-
-def publish(output: LockedOutput, record: dict[str, Any], records: UnitRecords, tokenizer: Tokenizer) -> None:
-    """Remove files that are not part of the dataset, then write the tokenizer, the indexes, and last the record.
-
-    Adds `documents.repeated` to the record.
-    """
-    store = output.store
-    units = [unit.name for unit, _ in records]
-    record["documents"]["repeated"] = count_repeated(document_numbers(store, units))
-    kept = {f"{split}/{shard['file']}" for split, part in record["splits"].items() for shard in part["shards"]}
-    kept |= {name for unit in units for name in (unit_record_file(unit), document_numbers_file(unit))}
     store.remove(set(store.list()) - kept - {CONVERSION_STARTED, CONVERSION_LOG})
     with tempfile.TemporaryDirectory() as folder:
         tokenizer.save(Path(folder))
         for file in sorted(Path(folder).iterdir()):
             store.write(f"tokenizer/{file.name}", file.read_bytes())
-    for split in sorted(record["splits"], reverse=True):
-        store.write(f"{split}/{INDEX}", _index(split, records))
+    for name, index in sorted(indexes.items(), reverse=True):
+        store.write(f"{name}/{INDEX}", index)
     store.write(CONVERSION_RECORD, json_bytes(record))
     store.remove([CONVERSION_STARTED])
+    return record
+
+
+def _shards(split: str, records: UnitRecords) -> list[dict[str, Any]]:
+    """Return the entries of a split's index, with file names relative to the split's folder."""
+    shards = []
+    for unit, record in records:
+        for shard in deepcopy(record["splits"][split]["shards"]):
+            for file in (shard["raw_data"], shard["zip_data"]):
+                if file is not None:
+                    file["basename"] = f"{unit.name}/{file['basename']}"
+            shards.append(shard)
+    return shards
 
 
 def document_numbers(store: Store, units: Iterable[str]) -> Iterator[np.ndarray]:

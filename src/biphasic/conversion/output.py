@@ -17,6 +17,7 @@ from filelock import FileLock, Timeout
 from biphasic.config.conversion_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.work_units import FREE_KEYS, ConversionContext, UnitRecord, WorkUnit, unit_record_file
+from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import UserError
 from biphasic.storage import LOCK_FILE, LocalStore, Store, first_line, join, json_bytes, open_store
 
@@ -47,9 +48,9 @@ def read_record(output: str) -> dict[str, Any] | None:
     files = _sizes(store)
     if CONVERSION_RECORD in files:
         record = _read_json(store, CONVERSION_RECORD)
-        for split, part in record["splits"].items():
-            for shard in part["shards"]:
-                name, size = f"{split}/{shard['file']}", shard["bytes"]
+        for split in record["splits"]:
+            for shard in _read_json(store, f"{split}/{INDEX}")["shards"]:
+                name, size = f"{split}/{shard_file(shard)['basename']}", shard_file(shard)["bytes"]
                 if files.get(name) != size:
                     problem = f"has {files[name]} bytes instead of {size}" if name in files else "is missing"
                     raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")

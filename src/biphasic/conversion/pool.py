@@ -79,15 +79,13 @@ class WorkerPool:
                 unit, _ = ended.job
                 losses[unit.name] += 1
                 if losses[unit.name] > self._retries:
-                    advice = "is there memory for each worker (cluster.workers)?"
-                    yield UnitResult(
-                        unit, fault=f"{unit.description}: its worker died {losses[unit.name]} times; {advice}"
+                    fault = (
+                        f"its worker died {losses[unit.name]} times; is there memory for each worker (cluster.workers)?"
                     )
-                else:
-                    self._progress.print_line(
-                        f"{unit.description}: its worker died; the work unit is given to another one"
-                    )
-                    lost.append(ended.job)
+                    yield UnitResult(unit, fault=f"{unit.description}: {fault}")
+                    continue
+                self._progress.print_line(f"{unit.description}: its worker died; the work unit is given to another one")
+                lost.append(ended.job)
             for values in self._group.take_reports():
                 self._progress.add(*values)
 

@@ -101,7 +101,7 @@ def describe_record(output: str, record: dict[str, Any]) -> str:
     """Return the counts of a finished conversion's record as text."""
     lines = [
         f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens in {split['rows']:,} rows of "
-        f"{record['sequence_length']} ({100 * split['fill']:.2f}% filled), {len(split['shards'])} shards, "
+        f"{record['sequence_length']} ({100 * split['fill']:.2f}% filled), {split['shards']:,} shards, "
         f"{split['bytes'] / 1e6:,.1f} MB"
         for name, split in record["splits"].items()
     ]

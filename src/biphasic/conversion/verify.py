@@ -98,22 +98,17 @@ class Verification:
             return
         if hashlib.sha256(content).hexdigest() != expected["index_sha256"]:
             self.faults.append(f"{split}/{INDEX}: is not the one that the record names (another sha256)")
-        listed = {shard["file"] for shard in expected["shards"]} | {INDEX}
+        shards = index["shards"]
         # Streaming unpacks the shards of a local dataset beside the compressed ones.
-        listed |= {shard["raw_data"]["basename"] for shard in index["shards"]}
+        listed = {INDEX, *(file["basename"] for shard in shards for file in (shard["raw_data"], shard_file(shard)))}
         present = {name.removeprefix(f"{split}/") for name in self.sizes if name.startswith(f"{split}/")}
         self.faults += [f"{split}/{name}: is not in the record" for name in sorted(present - listed)]
-        if len(index["shards"]) != len(expected["shards"]):
-            counted = f"{len(index['shards'])} shards, the record {len(expected['shards'])}"
-            self.faults.append(f"{split}/{INDEX}: lists {counted}")
         row_format = {key: self.record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
         check = partial(_check_shard, join(self.output, split), row_format)
-        unpacked = [entry["raw_data"]["basename"] in present for entry in index["shards"]]
-        shards = min(len(index["shards"]), len(expected["shards"]))
         counts: Counter[str] = Counter()
-        with _parallel_map(shards) as parallel_map:
-            checks = parallel_map(check, index["shards"], expected["shards"], unpacked)
-            for fault, counted in tqdm(checks, f"{split} shards", shards):
+        with _parallel_map(len(shards)) as parallel_map:
+            checks = parallel_map(check, shards, [shard["raw_data"]["basename"] in present for shard in shards])
+            for fault, counted in tqdm(checks, f"{split} shards", len(shards)):
                 counts.update(counted)
                 self.faults += [f"{split}/{fault}"] if fault else []
         if any(fault.startswith(f"{split}/") for fault in self.faults):
@@ -130,7 +125,7 @@ class Verification:
         self.summary.append(
             f"{split}: {counts['rows']:,} rows of {self.record['sequence_length']} ({self.record['dtype']}), "
             f"{counts['tokens']:,} tokens, {100 * fill:.2f}% filled, {expected['documents']:,} documents, "
-            f"{counts['segments']:,} segments, {shards} shards, {counts['bytes'] / 1e6:,.1f} MB"
+            f"{counts['segments']:,} segments, {len(shards)} shards, {counts['bytes'] / 1e6:,.1f} MB"
         )
 
     def check_documents(self) -> None:
@@ -216,11 +211,8 @@ def _parallel_map(count: int) -> Iterator[Any]:
         yield workers.start(0, 1, 0.0, processes=available_cores()).map
 
 
-Entry = dict[str, Any]
-
-
 def _check_shard(
-    folder: str, row_format: Entry, entry: Entry, expected: Entry, is_unpacked: bool
+    folder: str, row_format: dict[str, Any], entry: dict[str, Any], is_unpacked: bool
 ) -> tuple[str | None, Counter[str]]:
     """Read one shard, and return its first fault, or its counts if there is none.
 
@@ -228,30 +220,28 @@ def _check_shard(
         folder: folder or bucket prefix of the split.
         row_format: the keys of the conversion's record that describe rows.
         entry: the shard's entry in the index.
-        expected: the shard's entry in the record.
         is_unpacked: whether an unpacked copy lies beside the shard.
     """
     counts: Counter[str] = Counter()
     try:
-        fault = _read_shard(open_store(folder), row_format, entry, expected, is_unpacked, counts)
+        fault = _read_shard(open_store(folder), row_format, entry, is_unpacked, counts)
     except FileNotFoundError:
         fault = "is missing"
     except Exception as error:  # a damaged file can make the decoder raise anything
         fault = f"can't be decoded ({first_line(error)})"
-    return (f"{expected['file']}: {fault}", Counter()) if fault else (None, counts)
+    return (f"{shard_file(entry)['basename']}: {fault}", Counter()) if fault else (None, counts)
 
 
 def _read_shard(
-    store: Store, row_format: Entry, entry: Entry, expected: Entry, is_unpacked: bool, counts: Counter[str]
+    store: Store, row_format: dict[str, Any], entry: dict[str, Any], is_unpacked: bool, counts: Counter[str]
 ) -> str | None:
     from streaming.base.hashing import get_hash
 
-    content = store.read(expected["file"])
-    if (shard_file(entry)["basename"], entry["samples"]) != (expected["file"], expected["rows"]):
-        return "the index and the record disagree about it"
-    if len(content) != expected["bytes"]:
-        return f"has {len(content):,} bytes instead of {expected['bytes']:,}"
-    if get_hash(row_format["hash"], content) != expected["hash"]:
+    stored, raw, algorithm = shard_file(entry), entry["raw_data"], row_format["hash"]
+    content = store.read(stored["basename"])
+    if len(content) != stored["bytes"]:
+        return f"has {len(content):,} bytes instead of {stored['bytes']:,}"
+    if get_hash(algorithm, content) != stored["hashes"][algorithm]:
         return "its content has changed (another hash)"
     columns = dict(zip(entry["column_names"], entry["column_encodings"], strict=True))
     if columns != mds_columns(row_format["sequence_length"], row_format["dtype"]):
@@ -260,11 +250,10 @@ def _read_shard(
         if fault := _check_row(row, row_format, counts):
             return f"row {number}: {fault}"
     counts["bytes"] += len(content)
-    raw = entry["raw_data"]
-    if raw["basename"] == expected["file"] or not is_unpacked:
+    if stored is raw or not is_unpacked:
         return None
     # Streaming reads the unpacked copy of a local dataset.
-    same = get_hash(row_format["hash"], store.read(raw["basename"])) == raw["hashes"][row_format["hash"]]
+    same = get_hash(algorithm, store.read(raw["basename"])) == raw["hashes"][algorithm]
     return None if same else f"its unpacked copy {raw['basename']} has changed; remove it"
 
 

@@ -11,7 +11,7 @@ from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED,
 from biphasic.data.mds_reader import INDEX
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.storage import is_remote, join
+from biphasic.storage import join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 _MAX_UNUSED = 0.1
@@ -20,13 +20,7 @@ _MAX_UNUSED = 0.1
 
 @dataclass
 class RowChecks:
-    """What a plan finds out about rows and tokenizer.
-
-    Attributes:
-        problems: what would stop the run.
-        missing: what has to be made first.
-        warnings: what is probably a mistake.
-    """
+    """What a plan reports about rows and tokenizer: what stops the run, what has to be made first, and likely mistakes."""
 
     problems: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
@@ -62,41 +56,42 @@ def row_problems(
 def check_rows(config: PretrainConfig) -> RowChecks:
     """Check a run's rows and tokenizer for its plan. A tokenizer in a bucket or on the hub is not downloaded."""
     checks, tokenizer = RowChecks(), None
-    conversions = {key: found for key, found in read_conversions(config.data).items() if "tokenizer" in found.record}
+
+    def add_missing(message: str, is_made: bool) -> None:
+        (checks.missing if is_made else checks.problems).append(message)
+
     if Path(config.tokenizer).is_dir():
         try:
             tokenizer = load_tokenizer(config.tokenizer)
         except UserError as error:
             checks.problems.append(str(error))
     elif is_local_path(config.tokenizer):
-        messages = checks.missing if is_made_by_jobs(config.tokenizer) else checks.problems
-        messages.append(f"tokenizer {config.tokenizer}: there is no such folder")
+        add_missing(f"tokenizer {config.tokenizer}: there is no such folder", is_made_by_jobs(config.tokenizer))
     for key, stream in config.data.splits.items():
         split = Path(stream.local)
         if stream.remote is None and not (split / INDEX).is_file():
             reason = f"has no {INDEX}: expected a split of a finished conversion"
-            converted = (split.parent / CONVERSION_RECORD).is_file()
-            started = (split.parent / CONVERSION_STARTED).is_file()
-            messages = (
-                checks.missing if started or (not converted and is_made_by_jobs(stream.local)) else checks.problems
+            is_converted = (split.parent / CONVERSION_RECORD).is_file()
+            is_started = (split.parent / CONVERSION_STARTED).is_file()
+            add_missing(
+                f"{key}.local {split}: {reason if split.is_dir() else 'there is no such folder'}",
+                is_started or (not is_converted and is_made_by_jobs(stream.local)),
             )
-            messages.append(f"{key}.local {split}: {reason if split.is_dir() else 'there is no such folder'}")
     source = config.model.init_from
-    if source is not None and not is_remote(source) and is_local_path(source) and not Path(source).exists():
-        messages = checks.missing if is_made_by_jobs(source) else checks.problems
-        messages.append(f"model.init_from {source}: there is no such checkpoint or folder")
+    if source is not None and is_local_path(source) and not Path(source).exists():
+        add_missing(f"model.init_from {source}: there is no such checkpoint or folder", is_made_by_jobs(source))
+    conversions = {key: stream for key, stream in read_conversions(config.data).items() if "tokenizer" in stream.record}
     checks.problems += row_problems(config, conversions, tokenizer)
     architecture = architecture_of(config.model)
-    sizes: list[int] = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
-    if tokenizer is not None:
-        sizes.append(tokenizer.vocab_size)
-    tokens = max(sizes, default=None)
-    if architecture is not None and tokens is not None:
-        rows = architecture.vocab_size
+    sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]
+    sizes += [] if tokenizer is None else [tokenizer.vocab_size]
+    if architecture is not None and sizes:
+        rows, tokens = architecture.vocab_size, max(sizes)
         if tokens > rows:
             checks.problems.append(f"model.vocab_size is {rows:,}, but the tokenizer has {tokens:,} tokens")
         elif rows > tokens * (1 + _MAX_UNUSED):
-            advice = f"expected {tokens:,}, or a little more"
-            message = f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens"
-            checks.warnings.append(f"{message}: the other rows of embedding and head are never used ({advice})")
+            checks.warnings.append(
+                f"model.vocab_size is {rows:,}, but the tokenizer has only {tokens:,} tokens: the other rows of embedding "
+                f"and head are never used (expected {tokens:,}, or a little more)"
+            )
     return checks

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import atexit
-import ctypes
 import mmap
 import os
 import signal
-from contextlib import suppress
 
-_PR_SET_PDEATHSIG = 1
+from biphasic.workers.parent import die_with_parent
+
 _exit_on_sigterm = mmap.mmap(-1, 1)
 """Flag in memory that is shared with the processes forked from this one: 1 if SIGTERM ends loader processes."""
 
@@ -34,19 +33,9 @@ def handle_loader_signals(worker: int) -> None:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    _end_with_parent(parent)
-
-
-def _end_with_parent(parent: int) -> None:
-    """Let Linux kill this process when its parent has ended.
-
-    PyTorch's loader processes look for their parent between batches only. One that waits in Streaming's barrier for another
-    rank's loader would wait forever once that rank has been killed, and keep the dataset's shared memory.
-    """
-    with suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
-    if os.getppid() != parent:
-        os._exit(0)
+    # PyTorch's loader processes look for their parent between batches only. One that waits in Streaming's barrier for
+    # another rank's loader would wait forever once that rank has been killed, and keep the dataset's shared memory.
+    die_with_parent(parent)
 
 
 release_loaders()

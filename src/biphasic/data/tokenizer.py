@@ -109,21 +109,17 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
     if Path(path).is_dir():
         return _read(Path(path), path)
     with tempfile.TemporaryDirectory() as folder:
-        if is_remote(path):
-            _download(path, Path(folder))
-        else:
+        if not is_remote(path):
             _load_from_hub(path, revision).save_pretrained(folder)
+            return _read(Path(folder), path)
+        try:
+            store = open_store(path)
+            for name in _FILES:
+                if store.stat(name) is not None:
+                    store.download(name, Path(folder, name))
+        except OSError as error:
+            raise UserError(f"tokenizer {path}: can't be read ({first_line(error)})") from None
         return _read(Path(folder), path)
-
-
-def _download(path: str, folder: Path) -> None:
-    try:
-        store = open_store(path)
-        for name in _FILES:
-            if store.stat(name) is not None:
-                store.download(name, folder / name)
-    except OSError as error:
-        raise UserError(f"tokenizer {path}: can't be read ({first_line(error)})") from None
 
 
 def _load_from_hub(path: str, revision: str | None) -> Any:
@@ -154,17 +150,21 @@ def _read(folder: Path, source: str) -> Tokenizer:
     tokenizer.no_padding()
     settings = _json(folder / "tokenizer_config.json", source)
     named = {**_json(folder / "special_tokens_map.json", source), **settings}
-    ids = {role: _role_id(tokenizer, _token_name(named.get(f"{role}_token")), role, source) for role in _ROLES}
-    if ids["pad"] is None and ids["eos"] is None:
+    ids: dict[str, int | None] = {}
+    for role in _ROLES:
+        name = _token_name(named.get(f"{role}_token"))
+        ids[role] = None if name is None else tokenizer.token_to_id(name)
+        if name is not None and ids[role] is None:
+            message = f"names {name!r} as its {role} token, but its vocabulary has no such token"
+            raise UserError(f"tokenizer {source}: {message}")
+    pad, mask = ids["eos"] if ids["pad"] is None else ids["pad"], ids["mask"]
+    if pad is None:
         message = "has neither a pad nor an eos token; name one in its tokenizer_config.json"
         raise UserError(f"tokenizer {source}: {message}")
-    if ids["mask"] is None:
-        known = tokenizer.token_to_id(ADDED_MASK)
+    if mask is None:
         tokenizer.add_special_tokens([tokenizers.AddedToken(ADDED_MASK, special=True, normalized=False)])
-        ids["mask"] = tokenizer.token_to_id(ADDED_MASK) if known is None else known
-    mask, pad = ids["mask"], ids["eos"] if ids["pad"] is None else ids["pad"]
-    assert mask is not None
-    assert pad is not None
+        mask = tokenizer.token_to_id(ADDED_MASK)
+        assert mask is not None
     special = {id for id, token in tokenizer.get_added_tokens_decoder().items() if token.special}
     sha256 = _sha256(tokenizer)
     tokenizer.encode_special_tokens = True
@@ -176,7 +176,7 @@ def _read(folder: Path, source: str) -> Tokenizer:
         mask_id=mask,
         bos_id=ids["bos"],
         eos_id=ids["eos"],
-        special_ids=tuple(sorted(special | {id for id in (*ids.values(), pad) if id is not None})),
+        special_ids=tuple(sorted(special | {id for id in (*ids.values(), pad, mask) if id is not None})),
         sha256=sha256,
         settings=settings,
     )
@@ -186,14 +186,6 @@ def _token_name(token: object) -> str | None:
     """Return the text of a token that a configuration gives as text or as a dictionary with `content`."""
     content = token.get("content") if isinstance(token, dict) else token
     return None if content is None else str(content)
-
-
-def _role_id(tokenizer: tokenizers.Tokenizer, name: str | None, role: str, source: str) -> int | None:
-    token_id = None if name is None else tokenizer.token_to_id(name)
-    if name is not None and token_id is None:
-        message = f"names {name!r} as its {role} token, but its vocabulary has no such token"
-        raise UserError(f"tokenizer {source}: {message}")
-    return token_id
 
 
 def _sha256(tokenizer: tokenizers.Tokenizer) -> str:
