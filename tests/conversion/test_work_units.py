@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import shutil
 from collections.abc import Callable
@@ -13,13 +12,14 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
+from filelock import FileLock
 
 from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion import convert as converting
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert, inspect_sources
-from biphasic.conversion.merge import count_repeated
+from biphasic.conversion.output import count_repeated
 from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.pool import UnitWorker
 from biphasic.conversion.reading import SourceFile
@@ -29,6 +29,7 @@ from biphasic.conversion.work_units import ConversionContext, WorkUnit, plan_wor
 from biphasic.conversion.worker import convert_unit, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
+from biphasic.storage import LOCK_FILE
 from helpers.outputs import rows_in, same_bytes, segments_in
 from helpers.texts import sentences, write_parquet
 
@@ -344,15 +345,13 @@ def test_the_split_is_a_function_of_the_id(config_for: Make, tmp_path: Path) -> 
 
 
 def test_two_conversions_of_one_output_are_refused(config_for: Make, tmp_path: Path) -> None:
-    import fcntl
-
-    (tmp_path / "out").mkdir()
-    lock = os.open(tmp_path / "out", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    with pytest.raises(UserError, match="another conversion is writing it at this moment"):
-        convert(config_for(sentences(50)))
-    os.close(lock)
+    with FileLock(tmp_path / "out" / LOCK_FILE):
+        with pytest.raises(UserError, match="another conversion is writing it at this moment"):
+            convert(config_for(sentences(50)))
+        with pytest.raises(UserError, match="another conversion is writing it at this moment"):
+            convert(config_for(sentences(50)))
     convert(config_for(sentences(50)))
+    assert not (tmp_path / "out" / LOCK_FILE).exists()
 
 
 def test_unit_records_hold_their_keys(many: Path, config_for: Make, tmp_path: Path) -> None:

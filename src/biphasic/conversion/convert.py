@@ -19,20 +19,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion.merge import publish
 from biphasic.conversion.output import (
     LockedOutput,
     lock_output,
+    publish,
     read_record,
     require_same_files,
     require_same_settings,
     write_error_message,
 )
-from biphasic.conversion.pool import Job, open_pool
-from biphasic.conversion.progress import Progress, UnitResult
+from biphasic.conversion.pool import Job, Progress, UnitResult, open_pool
 from biphasic.conversion.sources import FileLayout, Sources, describe_unread, find_files, find_hub_files, inspect_files
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
@@ -79,11 +79,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
-    """Return the files of the YAML's `source:`.
-
-    Args:
-        config: the conversion.
-        commit: the commit of a hub dataset that an earlier conversion read. Default: that of the YAML's `revision`.
+    """Return the files of the YAML's `source:`, of a hub dataset at `commit` (default: the YAML's `revision`).
 
     Raises:
         UserError: there is no usable file.
@@ -142,7 +138,7 @@ class _Driver:
         config = self.context.config
         waiting = sum(unit.name not in self.records and self._remaining(unit) != 0 for unit in self.units)
         with (
-            Progress(config, self.units, self.records, self.output.log.add) as progress,
+            closing(Progress(config, self.units, self.records, self.output.log.add)) as progress,
             open_pool(self.context, waiting, progress) as pool,
         ):
             for message in self.damaged:
@@ -170,12 +166,12 @@ class _Driver:
 
     def _take(self, result: UnitResult, progress: Progress) -> None:
         """Keep a unit's record or its fault. A fault other than a damaged file's stops the conversion."""
-        progress.finished(result)
         if result.record is not None:
             self.records[result.unit.name] = result.record
-            return
-        self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
-        self.stopping = self.stopping or not result.damaged_file
+        else:
+            self.faults.append(f"{result.fault}; {_ADVICE}" if result.damaged_file else result.fault)
+            self.stopping = self.stopping or not result.damaged_file
+        progress.finished(result)
 
     def _remaining(self, unit: WorkUnit) -> int | None:
         """Return how many training tokens remain after the finished units before this one; None means no limit."""

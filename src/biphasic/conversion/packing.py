@@ -90,7 +90,6 @@ class DocumentPacker(Packer):
         self._number = 0
 
     def add(self, tokens: Tokens) -> list[Row]:
-        """See `Packer`."""
         size = self.sequence_length
         full = len(tokens) // size * size
         rows = [_row([tokens[start : start + size]]) for start in range(0, full, size)]
@@ -103,7 +102,6 @@ class DocumentPacker(Packer):
         return rows
 
     def finish(self) -> list[Row]:
-        """See `Packer`."""
         rows = []
         while self._waiting:
             rows.append(self._fill(self._take(self._lengths[-1])))
@@ -151,7 +149,6 @@ class SinglePacker(Packer):
         self.sequence_length = sequence_length
 
     def add(self, tokens: Tokens) -> list[Row]:
-        """See `Packer`."""
         size = self.sequence_length
         return [_row([tokens[start : start + size]]) for start in range(0, len(tokens), size)]
 
@@ -170,7 +167,6 @@ class StreamCutter(Packer):
         self._length = self._rows = 0
 
     def add(self, tokens: Tokens) -> list[Row]:
-        """See `Packer`."""
         rows, start = [], 0
         while start < len(tokens):
             part = tokens[start : start + self.sequence_length - self._length]
@@ -182,7 +178,6 @@ class StreamCutter(Packer):
         return rows
 
     def finish(self) -> list[Row]:
-        """See `Packer`."""
         return [self._cut()] if self._length else []
 
     def _cut(self) -> Row:

@@ -1,4 +1,4 @@
-"""Plan a conversion: what it reads and writes, with an estimate from the list of files and a small sample of their text."""
+"""Describe a conversion: its plan, with an estimate from the files and a small sample of their text, and its result."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import time
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -154,3 +155,29 @@ def _places(layouts: list[FileLayout]) -> list[SourceFile]:
     ]
     positions = np.linspace(0, len(places) - 1, min(_SAMPLES, len(places))).round().astype(int)
     return [places[position] for position in np.unique(positions)]
+
+
+def describe_record(output: str, record: dict[str, Any]) -> str:
+    """Return the counts of a finished conversion's record as text."""
+    lines = [
+        f"{name}: {split['documents']:,} documents, {split['tokens']:,} tokens in {split['rows']:,} rows of "
+        f"{record['sequence_length']} ({100 * split['fill']:.2f}% filled), {split['shards']:,} shards, "
+        f"{split['bytes'] / 1e6:,.1f} MB"
+        for name, split in record["splits"].items()
+    ]
+    documents = record["documents"]
+    remarks = [f"{documents['filtered']:,} left out by filters"] if documents["filtered"] else []
+    remarks += [f"{count:,} skipped ({kind})" for kind, count in documents["skipped"].items()]
+    remarks += [f"{documents['repeated']:,} with the id of an earlier one (kept)"] if documents["repeated"] else []
+    if remarks:
+        lines.append(f"documents: {documents['read']:,} read, {', '.join(remarks)}")
+    unread = record["source"]["unread"]
+    lines += [f"not read: {describe_unread(unread)}"] if unread else []
+    lines += [f"left out: {message}" for message in record["source"]["left_out"]]
+    tokens = max(sum(split["tokens"] for split in record["splits"].values()), 1)
+    stored = sum(split["bytes"] for split in record["splits"].values())
+    lines.append(
+        f"{stored / tokens:.2f} bytes stored a token, {record['text_bytes'] / tokens:.2f} bytes of text a token, "
+        f"{tokens / max(record['cpu_seconds'], 1e-9):,.0f} tokens/s a core"
+    )
+    return "\n".join([*lines, f"{output}: {record['seconds']:.1f} s"])

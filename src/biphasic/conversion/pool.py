@@ -1,16 +1,17 @@
-"""Run a conversion's work units in this process, or on worker processes of this machine or a Ray cluster."""
+"""Run a conversion's work units in this process, or on workers of this machine or a Ray cluster, and show the progress."""
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import starmap
 
+from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.output import write_error_message
-from biphasic.conversion.progress import Progress, UnitResult
 from biphasic.conversion.reading import DamagedFileError
-from biphasic.conversion.work_units import ConversionContext, WorkUnit
+from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit
 from biphasic.conversion.worker import Report, convert_unit
 from biphasic.errors import UserError
 from biphasic.workers import open_workers
@@ -25,6 +26,90 @@ _MODULES = ("biphasic.conversion.pool", "streaming")
 
 Job = tuple[WorkUnit, int | None]
 """A unit, and its limit of training tokens."""
+
+
+@dataclass(frozen=True)
+class UnitResult:
+    """The result of a unit: a record or a fault. A damaged file does not stop the other units."""
+
+    unit: WorkUnit
+    record: UnitRecord | None = None
+    fault: str = ""
+    damaged_file: bool = False
+
+
+class Progress:
+    """A progress bar over the tokens of all units, and a line in the log for each unit.
+
+    The total is estimated from the text converted so far. The caller adds the records of finished units to `records`.
+    """
+
+    def __init__(
+        self, config: ConvertConfig, units: list[WorkUnit], records: dict[str, UnitRecord], log: Callable[[str], None]
+    ):
+        from tqdm import tqdm
+
+        self.config, self.units, self.records, self.log = config, units, records, log
+        self.tokens = self.bytes = 0
+        size = sum(unit.bytes for unit in self.units) / 1e6
+        text = f"{len(self.units)} work unit{'s' * (len(self.units) > 1)} ({size:,.1f} MB)"
+        rows = f"MDS shards of rows of {self.config.sequence_length} tokens"
+        print(f"converting {text} to {self.config.output}: {rows}")
+        if self.records:
+            self.print_line(f"{len(self.records)} of {len(self.units)} work units were finished before and are kept")
+        finished = sum(_tokens(record) for record in records.values())
+        self._bar = tqdm(desc="tokens", unit="tok", unit_scale=True, smoothing=0.05, initial=finished)
+
+    def close(self) -> None:
+        """Close the bar."""
+        self._bar.close()
+
+    def add(self, tokens: int, size: int) -> None:
+        """Add tokens and text bytes that workers have converted."""
+        if not size:
+            return
+        if not self.bytes:
+            # The rate excludes the workers' start-up time.
+            self._bar.unpause()
+        self.tokens += tokens
+        self.bytes += size
+        self._bar.total = max(self._estimate(), self._bar.n + tokens)
+        self._bar.update(tokens)
+
+    def finished(self, result: UnitResult) -> None:
+        """Log the result of a unit."""
+        record = result.record
+        if record is None:
+            self.print_line(result.fault)
+            return
+        tokens, seconds = _tokens(record), max(record["seconds"], 1e-9)
+        documents = sum(split["documents"] for split in record["splits"].values())
+        self.log(
+            f"{result.unit.name} {result.unit.description}: {documents:,} documents, {tokens:,} tokens, "
+            f"{seconds:.1f} s, {tokens / seconds:,.0f} tokens/s ({len(self.records)} of {len(self.units)})"
+        )
+        for line in [*record["damaged"], *record["documents"]["examples"]]:
+            self.print_line(f"skipped: {line}")
+
+    def print_line(self, line: str) -> None:
+        """Print a line above the bar and log it."""
+        from tqdm import tqdm
+
+        self.log(line)
+        tqdm.write(line)
+
+    def _estimate(self) -> int:
+        """Estimate the tokens of all units from the text converted so far."""
+        finished = [unit for unit in self.units if unit.name in self.records]
+        planned = sum(unit.bytes for unit in finished)
+        read = sum(self.records[unit.name]["text_bytes"] for unit in finished)
+        text = sum(unit.bytes for unit in self.units) * (read / planned if planned and read else 1)
+        tokens = round(text * self.tokens / max(self.bytes, 1))
+        return tokens if self.config.max_tokens is None else min(tokens, self.config.max_tokens)
+
+
+def _tokens(record: UnitRecord) -> int:
+    return sum(split["tokens"] for split in record["splits"].values())
 
 
 class UnitWorker:

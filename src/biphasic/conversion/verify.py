@@ -16,8 +16,13 @@ import numpy as np
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.convert import source_files
-from biphasic.conversion.merge import count_repeated, document_numbers
-from biphasic.conversion.output import CONVERSION_LOG, read_unit_records, require_record
+from biphasic.conversion.output import (
+    CONVERSION_LOG,
+    count_repeated,
+    document_numbers,
+    read_unit_records,
+    require_record,
+)
 from biphasic.conversion.packing import mds_columns
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.sources import describe_unread, inspect_files
@@ -214,14 +219,7 @@ def _parallel_map(count: int) -> Iterator[Any]:
 def _check_shard(
     folder: str, row_format: dict[str, Any], entry: dict[str, Any], is_unpacked: bool
 ) -> tuple[str | None, Counter[str]]:
-    """Read one shard, and return its first fault, or its counts if there is none.
-
-    Args:
-        folder: folder or bucket prefix of the split.
-        row_format: the keys of the conversion's record that describe rows.
-        entry: the shard's entry in the index.
-        is_unpacked: whether an unpacked copy lies beside the shard.
-    """
+    """Read the shard with this entry in the index, and return its first fault, or its counts if there is none."""
     counts: Counter[str] = Counter()
     try:
         fault = _read_shard(open_store(folder), row_format, entry, is_unpacked, counts)

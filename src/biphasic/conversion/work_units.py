@@ -18,6 +18,7 @@ import hashlib
 import json
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from itertools import groupby
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig
@@ -91,26 +92,22 @@ def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit
     All runs of a conversion plan the same units, because these depend only on the files and `unit_bytes`.
     """
     units: list[WorkUnit] = []
-    small: list[tuple[SourceFile, int]] = []
 
-    def group_small_files() -> None:
-        for group in groups_up_to(unit_bytes, small, lambda pair: pair[1]):
-            units.append(WorkUnit.of((file for file, _ in group), sum(size for _, size in group)))
-        small.clear()
+    def size_of(layout: FileLayout) -> int:
+        ratio = _COMPRESSION_RATIO if layout.file.path.endswith(COMPRESSIONS) else 1
+        return sum(layout.text_bytes) if layout.text_bytes else layout.file.bytes * ratio
 
-    for layout in layouts:
-        file, sizes = layout.file, layout.text_bytes
-        if layout.fault is not None:
+    readable = (layout for layout in layouts if layout.fault is None)
+    for is_divided, group in groupby(readable, lambda layout: bool(layout.text_bytes) and size_of(layout) > unit_bytes):
+        if not is_divided:
+            for small in groups_up_to(unit_bytes, group, size_of):
+                units.append(WorkUnit.of((layout.file for layout in small), sum(map(size_of, small))))
             continue
-        size = sum(sizes) if sizes else file.bytes * (_COMPRESSION_RATIO if file.path.endswith(COMPRESSIONS) else 1)
-        if size > unit_bytes and sizes:
-            group_small_files()
-            for group in groups_up_to(unit_bytes, range(len(sizes)), sizes.__getitem__):
-                part = replace(file, row_groups=(group[0], group[-1] + 1))
-                units.append(WorkUnit.of([part], sum(sizes[number] for number in group)))
-        else:
-            small.append((file, size))
-    group_small_files()
+        for layout in group:
+            sizes = layout.text_bytes
+            for groups in groups_up_to(unit_bytes, range(len(sizes)), sizes.__getitem__):
+                part = replace(layout.file, row_groups=(groups[0], groups[-1] + 1))
+                units.append(WorkUnit.of([part], sum(sizes[number] for number in groups)))
     return units
 
 

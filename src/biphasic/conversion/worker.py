@@ -53,19 +53,11 @@ Report = Callable[[int, int], None]
 
 
 def convert_unit(context: ConversionContext, unit: WorkUnit, max_tokens: int | None, report: Report) -> UnitRecord:
-    """Convert one work unit into its shards.
+    """Convert one work unit into its shards, store its record and return it.
 
-    The bytes depend only on the configuration, the tokenizer, the unit's files and `max_tokens`. A unit with at most
-    `max_tokens` training tokens gives the same bytes and record as without a limit.
-
-    Args:
-        context: configuration and tokenizer of the conversion.
-        unit: unit to convert.
-        max_tokens: number of training tokens after which to stop. None converts the whole unit.
-        report: progress callback, called after each batch of documents.
-
-    Returns:
-        The unit's record, which has already been stored.
+    The bytes depend only on the configuration, the tokenizer, the unit's files and `max_tokens`, the number of training
+    tokens after which to stop. A unit with at most that many gives the same bytes and record as without a limit (None).
+    `report` is called after each batch of documents.
 
     Raises:
         DamagedFileError: a file can't be read to its end, and the YAML says to stop.

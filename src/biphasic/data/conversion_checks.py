@@ -30,13 +30,7 @@ class RowChecks:
 def row_problems(
     config: PretrainConfig, conversions: dict[str, StreamRecord], tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Return why the run can't read rows: another tokenizer or sequence length than the conversion's.
-
-    Args:
-        config: the run.
-        conversions: the conversion record of each stream that has one, by key.
-        tokenizer: the run's tokenizer; None if it isn't known.
-    """
+    """Return why the run can't read the rows of conversions: another tokenizer (if it is known) or sequence length."""
     problems = []
     for key, conversion in conversions.items():
         sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]

@@ -16,16 +16,7 @@ from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
 from biphasic.config.stream_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import Unavailable, UserError
-from biphasic.storage import (
-    Store,
-    azure_account,
-    file_hash,
-    first_line,
-    is_inside,
-    is_unreachable,
-    open_store,
-    user_error,
-)
+from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_error
 from biphasic.versions import require_form
 
 
@@ -199,30 +190,16 @@ def require_first_shard(stream: StreamConfig) -> None:
 
 def _require_dataset(dataset: str, local: str) -> None:
     """Refuse a dataset without an index, unless the folder `local` has one."""
-    store = _open_known_store(dataset)
-    if (Path(local) / INDEX).is_file() or store is None:
-        return
+    conversion = split_conversion_path(dataset)[0]
     try:
-        if store.stat(INDEX) is not None:
+        if (Path(local) / INDEX).is_file() or open_store(dataset).stat(INDEX) is not None:
             return
-        conversion = split_conversion_path(dataset)[0]
-        parent = _open_known_store(conversion)
-        unfinished = parent is not None and parent.stat(CONVERSION_STARTED) is not None
+        is_unfinished = open_store(conversion).stat(CONVERSION_STARTED) is not None
     except OSError as error:
         raise user_error(f"dataset {dataset}: can't be opened ({first_line(error)})", error) from error
-    if unfinished:
+    if is_unfinished:
         advice = "run `biphasic verify` on it to see which work units are missing"
         raise UserError(
             f"{conversion}: its conversion is not finished; {advice}, and `biphasic convert` again to finish it"
         )
     raise UserError(f"no dataset in {dataset} (it has no {INDEX}): convert one first, see docs/data.md")
-
-
-def _open_known_store(path: str) -> Store | None:
-    """Return the store at `path`, or None for a kind of path that Biphasic can't open here (Streaming may)."""
-    try:
-        return open_store(path)
-    except UserError:
-        if path.startswith("az://"):
-            raise
-        return None

@@ -105,12 +105,10 @@ def _lock_path(number: int) -> Path:
 
 
 def _lock(number: int, mode: str) -> IO[bytes]:
-    """Open a number's lock file and lock it, until the process ends or `_reserve` releases it.
-
-    Call this before the process creates the number's shared memory, so that Streaming removes the memory first at exit.
-    """
+    """Open a number's lock file and lock it, until the process ends or `_reserve` releases it."""
     lock: IO[bytes] = _lock_path(number).open(mode)
     fcntl.flock(lock, fcntl.LOCK_SH)
+    # The shared memory is created later, so that Streaming removes it first at exit.
     atexit.register(_release, number, lock)
     return lock
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from time import time_ns
 from typing import Any
@@ -14,7 +15,6 @@ from streaming.base.dataset import _ShardState
 from torch.utils.data import DataLoader
 
 from biphasic.config.data import DataConfig, StreamConfig
-from biphasic.data.cache_limit import require_room
 from biphasic.data.loader_signals import handle_loader_signals
 from biphasic.data.shards import LoaderError, ShardError, check_hashes, open_stream
 from biphasic.data.shared_memory import names_chosen_by_local_rank_0, wait_for_sizes_of_shared_memory
@@ -171,7 +171,7 @@ def build_loader(
         raise user_error(f"dataset {names}: can't be opened ({first_line(error)})", error) from error
     _require_row_length(dataset, streams, config.sequence_length)
     if limit is not None:
-        require_room(limit, dataset, config.num_workers)
+        _require_room(limit, dataset, config.num_workers)
         dataset.cache_limit = limit
     if config.check_hashes:
         for stream in opened:
@@ -206,3 +206,40 @@ def _require_row_length(dataset: RowDataset, streams: dict[str, StreamConfig], e
                 f"data.sequence_length is {expected}, but the rows of {key} in {stream.remote or stream.local} have "
                 f"{stored} tokens: they were converted with another sequence_length"
             )
+
+
+def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:
+    """Refuse a cache limit that makes Streaming delete shards between their download and their use.
+
+    Streaming deletes the least recently used shard. If a node reads rows from more shards than the cache holds, each
+    row needs its own download, until a read fails.
+
+    Raises:
+        UserError: names the smallest sufficient limit.
+    """
+    largest = max(shard.get_max_size() for shard in dataset.shards)
+    shards = _shards_in_use(dataset, workers)
+    indexes = sum(stream.get_index_size() for stream in dataset.streams)
+    # Streaming itself requires space for four shards.
+    smallest = indexes + max(shards, 4) * largest
+    if limit < smallest:
+        raise UserError(
+            f"data.cache_limit: {limit:,}b is too small: a node reads rows of up to {shards:,} shards at a time, "
+            f"the largest of {largest:,} bytes unpacked and packed; expected at least {smallest:,}b, or a smaller "
+            f"data.predownload (now {dataset.predownload:,}) or data.shuffle_block_size"
+        )
+
+
+def _shards_in_use(dataset: StreamingDataset, workers: int) -> int:
+    """Return the maximum number of shards from which a node's loader processes read or download ahead at a time."""
+    world, canonical = dataset._parallel_rank_world, dataset.num_canonical_nodes or 1
+    assert dataset.predownload is not None and dataset.batch_size is not None
+    processes = world.ranks_per_node * max(workers, 1)
+    # Each process reads a batch, the rows ahead of it, and one more row.
+    rows = processes * (dataset.batch_size + dataset.predownload + 1)
+    local_canonical = max(canonical // world.num_nodes, 1)
+    rows_per_shard = dataset.num_samples / dataset.num_shards
+    spread = (dataset.shuffle_block_size or dataset.num_samples) if dataset.shuffle else 0
+    # A node reads its canonical nodes in parallel, each from a different part of the dataset.
+    in_parallel = local_canonical * (math.ceil((spread + rows / local_canonical) / rows_per_shard) + 1)
+    return min(dataset.num_shards, rows, in_parallel)

@@ -36,16 +36,13 @@ class _BucketStore(ABC):
     _prefix: str
 
     @abstractmethod
-    def upload(self, file: Path, name: str) -> None:
-        """See `LocalStore`."""
+    def upload(self, file: Path, name: str) -> None: ...
 
     def move(self, file: Path, name: str) -> None:
-        """See `LocalStore`."""
         self.upload(file, name)
         file.unlink()
 
     def scratch(self) -> Path:
-        """See `LocalStore`."""
         return Path(tempfile.mkdtemp(prefix="biphasic-"))
 
     def _key(self, name: str) -> str:
@@ -67,7 +64,7 @@ class S3Store(_BucketStore):
             self._client: Any = _session().client(
                 "s3",
                 endpoint_url=endpoint(),
-                region_name=region() or ("us-east-1" if endpoint() else None),
+                region_name=region(),
                 config=Config(
                     retries=retries,
                     connect_timeout=CONNECT_SECONDS,
@@ -77,7 +74,6 @@ class S3Store(_BucketStore):
             )
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
-        """See `LocalStore`."""
         objects = (item for page in self._pages(self._key(below)) for item in page.get("Contents", []))
         files = {
             posixpath.relpath(item["Key"], self._prefix or "."): _stored_file(item)
@@ -87,7 +83,7 @@ class S3Store(_BucketStore):
         return dict(sorted(files.items()))
 
     def entries(self) -> dict[str, StoredFile | None]:
-        """See `LocalStore`. A subfolder counts as one object, however many it has: a request returns up to 1,000."""
+        """A subfolder counts as one object, however many it has: a request returns up to 1,000."""
         entries: dict[str, StoredFile | None] = {}
         for page in self._pages(self._prefix, Delimiter="/"):
             entries |= {item["Key"]: _stored_file(item) for item in page.get("Contents", [])}
@@ -104,7 +100,6 @@ class S3Store(_BucketStore):
             yield from pages
 
     def stat(self, name: str) -> StoredFile | None:
-        """See `LocalStore`."""
         try:
             with _as_os_error():
                 head = self._client.head_object(Bucket=self._bucket, Key=self._key(name))
@@ -113,7 +108,7 @@ class S3Store(_BucketStore):
         return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
 
     def read(self, name: str) -> bytes:
-        """See `LocalStore`. boto3 retries requests, but not the rest of an answer that breaks off."""
+        """boto3 retries requests, but not the rest of an answer that breaks off."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         attempt = 1
@@ -128,22 +123,19 @@ class S3Store(_BucketStore):
                     attempt += 1
 
     def write(self, name: str, content: bytes) -> None:
-        """See `LocalStore`."""
         with _as_os_error():
             self._client.put_object(Bucket=self._bucket, Key=self._key(name), Body=content)
 
     def upload(self, file: Path, name: str) -> None:
-        """See `LocalStore`."""
         with _as_os_error():
             self._client.upload_file(str(file), self._bucket, self._key(name))
 
     def download(self, name: str, file: Path) -> None:
-        """See `LocalStore`."""
         with atomic_path(file) as partial, _as_os_error():
             self._client.download_file(self._bucket, self._key(name), str(partial))
 
     def remove(self, names: Iterable[str]) -> None:
-        """See `LocalStore`. One request removes up to 1,000 objects, if the store supports that."""
+        """One request removes up to 1,000 objects, if the store supports that."""
         keys = [self._key(name) for name in names]
         with _as_os_error():
             for first in range(0, len(keys), _KEYS_PER_REQUEST):
@@ -181,7 +173,6 @@ class ArrowStore(_BucketStore):
         self._prefix = name.rstrip("/")
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
-        """See `LocalStore`."""
         from pyarrow.fs import FileType
 
         infos = self._infos(self._key(below).rstrip("/"), recursive=True)
@@ -191,7 +182,6 @@ class ArrowStore(_BucketStore):
         return {name: _described_file(info) for name, info in sorted(files.items())}
 
     def entries(self) -> dict[str, StoredFile | None]:
-        """See `LocalStore`."""
         from pyarrow.fs import FileType
 
         infos = self._infos(self._prefix, recursive=False)
@@ -206,7 +196,6 @@ class ArrowStore(_BucketStore):
             return self._system.get_file_info(FileSelector(folder, recursive=recursive, allow_not_found=True))
 
     def stat(self, name: str) -> StoredFile | None:
-        """See `LocalStore`."""
         from pyarrow.fs import FileType
 
         with _arrow_as_os_error():
@@ -214,23 +203,20 @@ class ArrowStore(_BucketStore):
         return _described_file(info) if info.type == FileType.File else None
 
     def read(self, name: str) -> bytes:
-        """See `LocalStore`."""
         with _arrow_as_os_error(), self._system.open_input_file(self._key(name)) as file:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
-        """See `LocalStore`. The object becomes visible when its stream is closed."""
+        """The object becomes visible when its stream is closed."""
         with _arrow_as_os_error(), self._system.open_output_stream(self._key(name)) as file:
             file.write(content)
 
     def upload(self, file: Path, name: str) -> None:
-        """See `LocalStore`."""
         path = self._key(name)
         with file.open("rb") as source, _arrow_as_os_error(), self._system.open_output_stream(path) as target:
             shutil.copyfileobj(source, target, 1 << 22)
 
     def download(self, name: str, file: Path) -> None:
-        """See `LocalStore`."""
         path = self._key(name)
         with (
             atomic_path(file) as partial,
@@ -241,7 +227,6 @@ class ArrowStore(_BucketStore):
             shutil.copyfileobj(source, target, 1 << 22)
 
     def remove(self, names: Iterable[str]) -> None:
-        """See `LocalStore`."""
         for name in names:
             if self.stat(name) is not None:
                 with _arrow_as_os_error():

@@ -73,8 +73,9 @@ def endpoint() -> str | None:
 
 
 def region() -> str | None:
-    """Return the region of S3 buckets from the environment."""
-    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
+    """Return the region of S3 buckets from the environment. Stores other than Amazon's need one, but any will do."""
+    default = "us-east-1" if endpoint() else None
+    return os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION") or default
 
 
 @dataclass(frozen=True)
@@ -115,8 +116,8 @@ def _s3(endpoint: str | None) -> FileSystem:
         return S3FileSystem(**settings)
     parts = urlsplit(endpoint)
     # Without a region, pyarrow would ask AWS for the bucket's region.
-    settings["region"] = region() or "us-east-1"
-    return S3FileSystem(endpoint_override=parts.netloc + parts.path, scheme=parts.scheme, **settings)
+    settings |= {"region": region(), "endpoint_override": parts.netloc + parts.path, "scheme": parts.scheme}
+    return S3FileSystem(**settings)
 
 
 @lru_cache

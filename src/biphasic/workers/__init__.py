@@ -16,11 +16,8 @@ def open_workers(
 ) -> Iterator[WorkerGroup]:
     """Prepare workers for the YAML's `cluster:` section, and kill them when the block ends. `WorkerGroup.open` is next.
 
-    Args:
-        cluster: the YAML's `cluster:` section.
-        output: the folder or bucket to which workers write.
-        environment: environment variables of the workers, in addition to this process's variables.
-        modules: modules that a process imports once for all workers of this machine.
+    The environment is added to that of this process, or of the cluster's nodes. Workers of this machine share one import
+    of the modules.
 
     Raises:
         UserError: no cluster can be reached at the address, or its nodes don't share the output.

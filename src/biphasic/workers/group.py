@@ -91,15 +91,10 @@ class WorkerGroup(ABC):
     def open(
         self, size: int, key: str, factory: Callable[..., Any], *arguments: Any, cpus: int = 1, gpu_share: float = 0.0
     ) -> None:
-        """Describe the workers, which the first `wait` starts.
+        """Describe `size` workers, which the first `wait` starts.
 
-        Args:
-            size: number of workers.
-            key: the key of the YAML with the number of workers, for an error message.
-            factory: called in each worker to create its object.
-            arguments: arguments of `factory`.
-            cpus: number of cores that each worker occupies. Processes of one machine share its cores whatever it is.
-            gpu_share: share of a GPU that each worker occupies. Zero: it is given no GPU.
+        Each calls `factory` with the arguments to create its object, and occupies `cpus` cores (of a cluster; processes
+        of one machine share its cores) and a share of a GPU. `key` is the YAML's key for `size`, for an error message.
         """
         stored = self.store(arguments)
         self._slot: Callable[[int], Slot] = lambda number: Slot(self.start(number, cpus, gpu_share), factory, stored)

@@ -25,12 +25,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 class LocalWorkers(WorkerGroup):
     """Workers of this machine, each a pool of one process, so that one that dies breaks no other worker's pool.
 
-    They end when the group is closed or this process dies. They ignore Ctrl-C, and what they print is discarded.
-
-    Args:
-        environment: environment variables of the workers, in addition to this process's variables.
-        modules: modules that the fork server imports. A program has one fork server: if it runs already, it has imported
-            what its first group named, and each worker imports what it uses.
+    They end when the group is closed or this process dies. They ignore Ctrl-C, and what they print is discarded. The fork
+    server imports `modules`. A program has one: if it runs already, it has imported what its first group named.
     """
 
     def __init__(self, environment: dict[str, str], modules: Sequence[str] = ()):
@@ -59,7 +55,7 @@ class LocalWorkers(WorkerGroup):
         return self._pools[number]
 
     def make_report(self) -> Callable[..., None]:
-        """Return a function for workers. See `WorkerGroup`."""
+        """Return a function that sends its arguments to this process."""
         return _send_report
 
     def take_reports(self) -> list[tuple[Any, ...]]:

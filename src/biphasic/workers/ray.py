@@ -23,11 +23,7 @@ _CONNECT_SECONDS = 10
 
 
 class RayWorkers(WorkerGroup):
-    """Workers of a cluster, to which this process is connected until the group is closed.
-
-    Args:
-        address: `auto` or HOST:PORT of a running cluster.
-        environment: environment variables of the workers, in addition to those of their nodes.
+    """Workers of the cluster at `auto` or HOST:PORT, to which this process is connected until the group is closed.
 
     Raises:
         UserError: no cluster can be reached at the address.
@@ -80,7 +76,7 @@ class RayWorkers(WorkerGroup):
         return ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_retries=3)(resources.smallest_gpu_bytes).remote())
 
     def make_report(self) -> Callable[..., None]:
-        """Return a function for workers. See `WorkerGroup`."""
+        """Return a function that sends its arguments to this process."""
         # On this program's node, because other nodes may leave the cluster.
         here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._reports = reports = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
