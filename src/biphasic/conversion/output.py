@@ -35,7 +35,7 @@ from biphasic.conversion.worker import HASH
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
-from biphasic.storage import LOCK_FILE, LocalStore, Store, first_line, join, json_bytes, open_store
+from biphasic.storage import LOCK_FILE, LocalStore, Store, first_line, join, json_bytes, open_store, user_errors
 
 UnitRecords = list[tuple[WorkUnit, UnitRecord]]
 CONVERSION_LOG = "conversion.log"
@@ -91,12 +91,10 @@ def require_record(output: str) -> dict[str, Any]:
         UserError: there is none. The message about an unfinished conversion names units that are missing.
     """
     store = open_store(output)
-    try:
-        return json.loads(store.read(CONVERSION_RECORD))
-    except FileNotFoundError:
-        files = _sizes(store)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{join(output, CONVERSION_RECORD)}: can't be read ({first_line(error)})") from None
+    with user_errors(f"{join(output, CONVERSION_RECORD)}: can't be read", ValueError):
+        if store.stat(CONVERSION_RECORD) is not None:
+            return json.loads(store.read(CONVERSION_RECORD))
+    files = _sizes(store)
     if CONVERSION_STARTED not in files:
         raise UserError(f"{output}: holds no {CONVERSION_RECORD}, so it is not a finished conversion")
     units = _read_json(store, CONVERSION_STARTED)["units"]
@@ -329,14 +327,10 @@ def count_repeated(numbers: Iterable[np.ndarray]) -> int:
 
 
 def _sizes(store: Store) -> dict[str, int]:
-    try:
+    with user_errors(f"output {store.root}: can't be read"):
         return {name: file.bytes for name, file in store.list().items()}
-    except OSError as error:
-        raise UserError(f"output {store.root}: can't be read ({first_line(error)})") from None
 
 
 def _read_json(store: Store, name: str) -> dict[str, Any]:
-    try:
+    with user_errors(f"{join(store.root, name)}: can't be read", ValueError):
         return json.loads(store.read(name))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{join(store.root, name)}: can't be read ({first_line(error)})") from None

@@ -24,7 +24,7 @@ from biphasic.conversion.reading import (
     read_start,
 )
 from biphasic.errors import UserError
-from biphasic.storage import StoredFile, filesystem, first_line, is_remote, open_store
+from biphasic.storage import StoredFile, filesystem, first_line, is_remote, open_store, user_errors
 from biphasic.storage.hub import hub_errors, is_local_path
 
 _LINE_SUFFIXES = tuple(f".{kind}" for kind in ("jsonl", "csv", "tsv", *TEXT_KINDS))
@@ -66,10 +66,8 @@ def find_files(source: FilesSource) -> Sources:
     files: dict[str, SourceFile] = {}
     unread = set[str]()
     for path in source.paths:
-        try:
+        with user_errors(f"source {path}: can't be read", ValueError):  # of a pattern such as `a**`
             matches = _files_at(path.rstrip("/"))
-        except (OSError, ValueError) as error:  # a pattern such as `a**` is a ValueError
-            raise UserError(f"source {path}: can't be read ({first_line(error)})") from None
         if list(matches) == [path.rstrip("/")] and not path.endswith(_SUFFIXES):
             raise UserError(f"source {path}: expected a file that ends in {suffixes}")
         usable = {
@@ -162,8 +160,9 @@ def find_hub_files(source: HubSource) -> Sources:
     from huggingface_hub.errors import HfHubHTTPError
     from huggingface_hub.hf_api import RepoFile
 
+    errors = (DatasetsError, HfHubHTTPError, ValueError, KeyError)
     name = source.path if source.name is None else f"{source.path}, {source.name}"
-    try:
+    with user_errors(f"source {name}: can't be read from the hub", *errors):
         is_folder = Path(source.path).is_dir()
         if is_local_path(source.path) and not is_folder:
             raise UserError(f"source {name}: there is no such folder")
@@ -184,8 +183,6 @@ def find_hub_files(source: HubSource) -> Sources:
             infos = HfApi().get_paths_info(source.path, inside, revision=commit, repo_type="dataset")
         sizes = {info.path: info for info in infos if isinstance(info, RepoFile)}
         files = [SourceFile(prefix + path, sizes[path].size, sizes[path].blob_id) for path in inside]
-    except (DatasetsError, HfHubHTTPError, OSError, ValueError, KeyError) as error:
-        raise UserError(f"source {name}: can't be read from the hub ({first_line(error)})") from None
     return Sources(files, commit)
 
 

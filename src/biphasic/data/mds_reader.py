@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 
 from biphasic.data.tokenizer import Tokenizer
-from biphasic.errors import UserError
-from biphasic.storage import first_line, open_store
+from biphasic.storage import open_store, user_errors
 
 StoredRow = dict[str, np.ndarray]
 INDEX = "index.json"
@@ -22,17 +21,15 @@ def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, Store
     Raises:
         UserError: the dataset can't be read.
     """
-    store, first = open_store(dataset), 0
-    row_ids = sorted(set(row_ids))
-    try:
+    first, row_ids = 0, sorted(set(row_ids))
+    with user_errors(f"dataset {dataset}: can't be read", ValueError):
+        store = open_store(dataset)
         for shard in json.loads(store.read(INDEX))["shards"]:
             in_shard = [row_id for row_id in row_ids if first <= row_id < first + shard["samples"]]
             if in_shard:
                 content = store.read(shard_file(shard)["basename"])
                 yield from zip(in_shard, decode_rows(shard, content, [id - first for id in in_shard]), strict=True)
             first += shard["samples"]
-    except (OSError, ValueError) as error:
-        raise UserError(f"dataset {dataset}: can't be read ({first_line(error)})") from error
 
 
 def row_count(dataset: str) -> int:
@@ -41,10 +38,8 @@ def row_count(dataset: str) -> int:
     Raises:
         UserError: the dataset can't be read.
     """
-    try:
+    with user_errors(f"dataset {dataset}: can't be read", ValueError):
         return sum(shard["samples"] for shard in json.loads(open_store(dataset).read(INDEX))["shards"])
-    except (OSError, ValueError) as error:
-        raise UserError(f"dataset {dataset}: can't be read ({first_line(error)})") from error
 
 
 def row_as_text(row: StoredRow, tokenizer: Tokenizer) -> str:

@@ -16,7 +16,7 @@ from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
 from biphasic.config.stream_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import Unavailable, UserError
-from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_error
+from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_errors
 from biphasic.versions import require_form
 
 
@@ -93,9 +93,8 @@ class CheckedStream(Stream):
         if not index.is_file():
             return
         try:
-            remote = Path(self._download_file(INDEX, downloaded)).read_bytes()
-        except Exception as error:
-            raise user_error(f"dataset {self.remote}: can't be opened ({first_line(error)})", error) from error
+            with user_errors(f"dataset {self.remote}: can't be opened", Exception):
+                remote = Path(self._download_file(INDEX, downloaded)).read_bytes()
         finally:
             (index.parent / downloaded).unlink(missing_ok=True)
         if remote != index.read_bytes():
@@ -177,12 +176,10 @@ def require_first_shard(stream: StreamConfig) -> None:
 
     dataset = stream.remote or stream.local
     _require_dataset(dataset, dataset)
-    store = open_store(dataset)
-    try:
+    with user_errors(f"dataset {dataset}: its first shard can't be read", ValueError, LookupError):
+        store = open_store(dataset)
         file = shard_file(json.loads(store.read(INDEX))["shards"][0])
         content = store.read(file["basename"])
-    except (OSError, ValueError, LookupError) as error:
-        raise user_error(f"dataset {dataset}: its first shard can't be read ({first_line(error)})", error) from error
     expected = file["hashes"].get("xxh64")
     if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
         raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
@@ -191,12 +188,10 @@ def require_first_shard(stream: StreamConfig) -> None:
 def _require_dataset(dataset: str, local: str) -> None:
     """Refuse a dataset without an index, unless the folder `local` has one."""
     conversion = split_conversion_path(dataset)[0]
-    try:
+    with user_errors(f"dataset {dataset}: can't be opened"):
         if (Path(local) / INDEX).is_file() or open_store(dataset).stat(INDEX) is not None:
             return
         is_unfinished = open_store(conversion).stat(CONVERSION_STARTED) is not None
-    except OSError as error:
-        raise user_error(f"dataset {dataset}: can't be opened ({first_line(error)})", error) from error
     if is_unfinished:
         advice = "run `biphasic verify` on it to see which work units are missing"
         raise UserError(

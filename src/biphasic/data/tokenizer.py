@@ -12,7 +12,7 @@ from typing import Any
 import tokenizers
 
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote, open_store
+from biphasic.storage import first_line, is_remote, open_store, user_errors
 from biphasic.storage.hub import why_missing
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
@@ -112,13 +112,11 @@ def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
         if not is_remote(path):
             _load_from_hub(path, revision).save_pretrained(folder)
             return _read(Path(folder), path)
-        try:
+        with user_errors(f"tokenizer {path}: can't be read"):
             store = open_store(path)
             for name in _FILES:
                 if store.stat(name) is not None:
                     store.download(name, Path(folder, name))
-        except OSError as error:
-            raise UserError(f"tokenizer {path}: can't be read ({first_line(error)})") from None
         return _read(Path(folder), path)
 
 
@@ -141,10 +139,9 @@ def _read(folder: Path, source: str) -> Tokenizer:
             f"tokenizer {source}: has no tokenizer.json; save it once with "
             "AutoTokenizer.from_pretrained(…, use_fast=True).save_pretrained(…)"
         )
-    try:
+    # tokenizers raises bare Exceptions
+    with user_errors(f"tokenizer {source}: tokenizer.json can't be read", Exception):
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
-    except Exception as error:  # tokenizers raises bare Exceptions
-        raise UserError(f"tokenizer {source}: tokenizer.json can't be read ({first_line(error)})") from None
     # Texts are encoded completely, and rows are padded after packing, whatever the saved settings say.
     tokenizer.no_truncation()
     tokenizer.no_padding()
@@ -199,8 +196,6 @@ def _sha256(tokenizer: tokenizers.Tokenizer) -> str:
 def _json(file: Path, source: str) -> dict[str, Any]:
     if not file.is_file():
         return {}
-    try:
+    with user_errors(f"tokenizer {source}: {file.name} can't be read", ValueError):
         content = json.loads(file.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"tokenizer {source}: {file.name} can't be read ({first_line(error)})") from None
     return content if isinstance(content, dict) else {}

@@ -317,11 +317,11 @@ def user_error(message: str, error: BaseException | None) -> UserError:
 
 
 @contextmanager
-def user_errors(message: str) -> Iterator[None]:
-    """Raise the block's OSErrors as UserErrors: `message`, and the error's first line in parentheses."""
+def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Raise the block's OSErrors, and errors of these kinds, as UserErrors: `message`, and the error's first line."""
     try:
         yield
-    except OSError as error:
+    except (OSError, *kinds) as error:
         raise user_error(f"{message} ({first_line(error)})", error) from error
 
 
