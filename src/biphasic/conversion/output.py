@@ -308,8 +308,8 @@ def _shards(split: str, records: UnitRecords) -> list[dict[str, Any]]:
 def document_numbers(store: Store, units: Iterable[str]) -> Iterator[np.ndarray]:
     """Yield the numbers of each unit's documents: uint64 [documents], sorted."""
     with ThreadPoolExecutor(_READERS) as pool:
-        for some in groups_up_to(_READERS, map(document_numbers_file, units)):
-            for content in pool.map(store.read, some):
+        for names in groups_up_to(_READERS, map(document_numbers_file, units)):
+            for content in pool.map(store.read, names):
                 yield np.frombuffer(content, "<u8")
 
 

@@ -124,8 +124,7 @@ class Verification:
         each_ends_with_eos = config["add_eos"] and not truncated and config["max_tokens"] is None
         for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
             if counts[name] != expected[name]:
-                message = f"holds {counts[name]:,} {name}, but the record says {expected[name]:,}"
-                self.faults.append(f"{split}: {message}")
+                self.faults.append(f"{split}: holds {counts[name]:,} {name}, but the record says {expected[name]:,}")
         fill = counts["tokens"] / max(counts["rows"] * self.record["sequence_length"], 1)
         self.summary.append(
             f"{split}: {counts['rows']:,} rows of {self.record['sequence_length']} ({self.record['dtype']}), "
@@ -152,10 +151,8 @@ class Verification:
         expected = sum(part["documents"] for part in splits.values())
         expected_validation = splits.get("validation", {"documents": 0})["documents"]
         if (documents, validation) != (expected, expected_validation):
-            self.faults.append(
-                f"documents/: names {documents:,} documents, {validation:,} for validation; the record {expected:,} and "
-                f"{expected_validation:,}"
-            )
+            counted = f"{documents:,} documents, {validation:,} for validation"
+            self.faults.append(f"documents/: names {counted}; the record {expected:,} and {expected_validation:,}")
         try:
             records = read_unit_records(self.store)
         except UserError as error:
@@ -172,9 +169,8 @@ class Verification:
                 self.faults.append(f"units/: {twice[0]} was converted twice")
         repeated, stated = count_repeated(document_numbers(self.store, units)), self.record["documents"]["repeated"]
         if repeated != stated:
-            self.faults.append(
-                f"documents/: {repeated:,} documents have the id of an earlier one, but the record says {stated:,}"
-            )
+            counted = f"{repeated:,} documents have the id of an earlier one"
+            self.faults.append(f"documents/: {counted}, but the record says {stated:,}")
         elif repeated:
             self.summary.append(f"documents: {repeated:,} have the id of an earlier one in the source, and are kept")
 
@@ -188,8 +184,9 @@ class Verification:
             changed = [file.path for file in files if current.get(file.path) != file]
             if changed:
                 state = "has changed since" if changed[0] in current else "is not there any more"
-                count = f" ({len(changed)} files)" if changed[1:] else ""
-                self.faults.append(f"source {changed[0]}: {state}{count}")
+                self.faults.append(
+                    f"source {changed[0]}: {state}" + (f" ({len(changed)} files)" if changed[1:] else "")
+                )
                 return
             layouts = inspect_files(files, config)
         except UserError as error:

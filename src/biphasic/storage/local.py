@@ -71,6 +71,7 @@ class LocalStore:
         """Write or replace a file."""
         path = self._own_path(name)
         while True:
+            path.parent.mkdir(parents=True, exist_ok=True)
             # Another process may remove the folder while it is empty.
             with suppress(FileNotFoundError), atomic_path(path) as partial:
                 partial.write_bytes(content)
