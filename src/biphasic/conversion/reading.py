@@ -92,9 +92,8 @@ def _passes(value: Any, condition: FilterConfig) -> bool:
         in_range = value is not None and (low is None or value >= low) and (high is None or value <= high)
     except TypeError:
         raise UserError(f"filters: column {condition.column!r} holds {value!r}, which is no number") from None
-    return (
-        in_range and (condition.any_of is None or value in condition.any_of) and value not in (condition.none_of or [])
-    )
+    allowed = condition.any_of is None or value in condition.any_of
+    return in_range and allowed and value not in (condition.none_of or [])
 
 
 def missing_column(where: str, column: str, existing: Sequence[str], path: str, config: ConvertConfig) -> UserError:
