@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import main
-from biphasic.training.rehearsal_measurements import Rehearsal
+from biphasic.training.rehearsal import Rehearsal
 from helpers.tiny import ROOT
 
 TINY = """

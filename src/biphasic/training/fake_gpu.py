@@ -8,6 +8,7 @@ this, so private parts are replaced within `fake_gpu`. It is tested with the ver
 from __future__ import annotations
 
 import os
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.distributed._tools.mem_tracker import MemTracker, _MemRefType, _ModState
+from torch.distributed._tools.common_utils import get_untyped_storages
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from torch.nn.parallel import distributed as ddp
@@ -38,21 +39,39 @@ from torch.utils.flop_counter import flop_registry
 GPU_NAME = "NVIDIA H100 80GB HBM3"
 GPU_BYTES = 79 * 2**30
 """Memory that PyTorch reports for this GPU."""
+_BLOCK = 512
+"""PyTorch allocates memory of a GPU in blocks of this many bytes."""
 _CUDA = torch.device("cuda", 0)
 _RANKS_OF_A_MACHINE = 8
-_KNOWN_NUMBERS = 1 << 14
+_KNOWN_NUMBERS = 16
 """Largest number of values that are kept of a tensor which was copied from the host."""
 _aten: Any = torch.ops.aten
 
 
-class PeakMemory(MemTracker):
-    """PyTorch's MemTracker without its hooks on modules, which would end up in compiled graphs."""
+class FakeGPU(TorchDispatchMode):
+    """Mode that computes on the host, and counts the bytes and FLOPs of the fake GPU's operators.
+
+    The host reads numbers from the GPU: losses, counts, flags. Those that came from the host keep their values, also through
+    collectives. Other floating-point numbers are answered with 1, integers and flags with 0.
+
+    Attributes:
+        share: share of a tensor's elements that `nonzero` finds.
+        nonzero: number of elements that `nonzero` has found.
+        flops: FLOPs of the operators since the start, by the dtype of their first tensor.
+        current: bytes of the tensors that exist on the GPU.
+        peak: largest number of bytes since the last call of `reset_peak`.
+        formulas: FLOPs of an operator, by operator.
+    """
 
     supports_higher_order_operators = True
 
-    def __init__(self) -> None:
+    def __init__(self, attention_flops: dict[Any, Callable[..., float]]):
         super().__init__()
-        self._mod_tracker: Any = mock.MagicMock(is_bw=False, parents=set())
+        self.share, self.nonzero = 1.0, 0
+        self.flops: dict[torch.dtype, float] = {}
+        self.formulas = {**flop_registry, _aten.addmm_: flop_registry[_aten.addmm], **attention_flops}
+        self.current = self.peak = 0
+        self._bytes: dict[int, int] = {}
         self._is_fused = False
 
     @classmethod
@@ -60,15 +79,37 @@ class PeakMemory(MemTracker):
         """Return true: functions are compiled under this mode."""
         return True
 
-    @property
-    def current(self) -> int:
-        """Bytes of the tensors that exist on the GPU, in blocks of 512 bytes."""
-        return sum(by_type["Total"] for device, by_type in self._curr_mem_snap.items() if device.type == "cuda")
-
-    @property
-    def peak(self) -> int:
-        """Largest number of bytes since the last call of `reset`."""
-        return max((total for device, total in self._peak_mem.items() if device.type == "cuda"), default=0)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run an operator, on the host if no fake tensor is involved, and count its FLOPs and the memory of its results."""
+        kwargs = kwargs or {}
+        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        is_operator = isinstance(func, torch._ops.OpOverload)
+        if is_operator:
+            device = torch.device(kwargs.get("device") or "cpu")
+            if device.type == "cpu" and not any(isinstance(x, FakeTensor) for x in tensors):
+                result = _on_host(func, args, kwargs)
+                self._track(result)  # of sharded tensors, whose local parts are on the GPU
+                return result
+            if device.type == "meta" and func is _aten._to_copy.default and _only_moves(kwargs):
+                return _aten.alias(*args)  # see `_device`
+            if func is _aten._local_scalar_dense.default:
+                return _number(args[0])
+            if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
+                return args[0]  # DDP copies back what rank 0 has just sent, which is this rank
+        if func is _aten.nonzero.default:
+            count = round(self.share * args[0].numel())
+            self.nonzero += count
+            result = torch.empty((count, args[0].dim()), dtype=torch.int64, device=args[0].device)
+        else:
+            result = func(*args, **kwargs)
+        if is_operator:
+            _keep_values(func, tensors, args, kwargs, result)
+        if (formula := self.formulas.get(func._overloadpacket if is_operator else func)) is not None:
+            dtype = tensors[0].dtype
+            self.flops[dtype] = self.flops.get(dtype, 0) + formula(*args, **kwargs, out_val=result)
+        if not self._is_fused:
+            self._track(result)
+        return result
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return the function without its temporary tensors, as a compiler that fuses all of its operations computes it."""
@@ -79,89 +120,39 @@ class PeakMemory(MemTracker):
                 results = function(*args)
             finally:
                 self._is_fused = False
-            for result in tree_leaves(results):
-                self._track(_MemRefType.ACT, result)
-            self._update_peak_stats(_ModState.PEAK_FW)
+            self._track(results)
             return results
 
         return run
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, and count its results."""
-        if self._is_fused:
-            return func(*args, **kwargs or {})
-        return super().__torch_dispatch__(func, types, args, kwargs)
-
-    def reset(self) -> None:
+    def reset_peak(self, *_: Any) -> None:
         """Begin a new peak at the current bytes."""
-        self._peak_mem, self._peak_mem_snap = {_CUDA: self.current}, {}
+        self.peak = self.current
+
+    def _track(self, results: Any) -> None:
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, Tensor) and tensor.device.type == "cuda":
+                for storage in get_untyped_storages(tensor):
+                    if (address := storage._cdata) not in self._bytes:
+                        weakref.finalize(storage, self._set_bytes, address, None).atexit = False
+                    self._set_bytes(address, storage.nbytes())
+        self.peak = max(self.peak, self.current)
+
+    def _set_bytes(self, address: int, size: int | None) -> None:
+        """Set the size of a storage; None: it is freed."""
+        blocks = -(-(size or 0) // _BLOCK) * _BLOCK
+        self.current += blocks - self._bytes.pop(address, 0)
+        if size is not None:
+            self._bytes[address] = blocks
+
+    def resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        """Resize a storage, as FSDP does to free gathered weights. No operator is called."""
+        _resize(storage, size)
+        if storage._cdata in self._bytes:
+            self._set_bytes(storage._cdata, size)
 
 
-class HostAndDevice(TorchDispatchMode):
-    """Mode that computes on the host, answers the host's questions about fake tensors, and counts FLOPs.
-
-    The host reads numbers from the GPU: losses, counts, flags. Those that came from the host keep their values through
-    copies, slices and sums over ranks. Other floating-point numbers are answered with 1, integers and flags with 0.
-
-    Attributes:
-        share: share of a tensor's elements that `nonzero` finds.
-        nonzero: number of elements that `nonzero` has found.
-        flops: FLOPs of the operators since the start, by the dtype of their first tensor.
-        segment_flops: formulas of operators whose FLOPs depend on the values of tensors, instead of PyTorch's.
-    """
-
-    supports_higher_order_operators = True
-
-    def __init__(self, segment_flops: dict[Any, Callable[..., int]]):
-        super().__init__()
-        self.share, self.nonzero = 1.0, 0
-        self.flops: dict[torch.dtype, int] = {}
-        self.formulas = {**flop_registry, _aten.addmm_: flop_registry[_aten.addmm], **segment_flops}
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Return true: functions are compiled under this mode."""
-        return True
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator on the host if no fake tensor is involved, else on the fake GPU."""
-        kwargs = kwargs or {}
-        tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        if not isinstance(func, torch._ops.OpOverload):
-            return self._counted(func, func, tensors, args, kwargs, func(*args, **kwargs))
-        device = torch.device(kwargs.get("device") or "cpu")
-        if device.type == "cpu" and not any(isinstance(x, FakeTensor) for x in tensors):
-            return _on_host(func, args, kwargs)
-        if device.type == "meta" and func is _aten._to_copy.default and _only_moves(kwargs):
-            return _aten.alias(*args)  # see `_device`
-        if func is _aten._local_scalar_dense.default:
-            return _number(args[0])
-        if func is _aten.nonzero.default:
-            count = round(self.share * args[0].numel())
-            self.nonzero += count
-            return torch.empty((count, args[0].dim()), dtype=torch.int64, device=args[0].device)
-        if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
-            return _copy_to_host(*args[:2])
-        result = func(*args, **kwargs)
-        _keep_values(func, tensors, args, kwargs, result)
-        return self._counted(func, func._overloadpacket, tensors, args, kwargs, result)
-
-    def _counted(self, func: Any, name: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Any) -> Any:
-        if (formula := self.formulas.get(name)) is not None:
-            self.flops.setdefault(tensors[0].dtype, 0)
-            self.flops[tensors[0].dtype] += formula(*args, **kwargs, out_val=result)
-        return result
-
-
-def known_numbers(tensor: Tensor) -> list[Any] | None:
-    """Return the values of a fake tensor that were copied from the host, or None if they aren't known."""
-    values = _known_values(tensor)
-    with _disable_current_modes():
-        return None if values is None else values.tolist()
-
-
-def _known_values(tensor: Tensor) -> Tensor | None:
-    return getattr(tensor, "_values_on_host", None)
+_resize = torch.UntypedStorage.resize_
 
 
 def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
@@ -174,52 +165,33 @@ def _on_host(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _copy_to_host(target: Tensor, source: Tensor) -> Tensor:
-    values = _known_values(source)
-    with _disable_current_modes():
-        return target.zero_() if values is None else target.copy_(values)
+def _number(tensor: Any) -> bool | int | float:
+    if _is_known(tensor):
+        with _disable_current_modes():
+            return tensor._values_on_host.item()
+    return False if tensor.dtype == torch.bool else 1.0 if tensor.dtype.is_floating_point else 0
+
+
+def _is_known(tensor: Any) -> bool:
+    return type(tensor) is Tensor or getattr(tensor, "_values_on_host", None) is not None
+
+
+def _keep_values(func: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Any) -> None:
+    """Compute the values of a result of few numbers on the host too, if those of all arguments are known there."""
+    output: Any = args[0] if func._schema.is_mutable else result
+    if func.namespace == "c10d" or not isinstance(output, FakeTensor) or output.numel() > _KNOWN_NUMBERS:
+        return
+    if tensors and all(map(_is_known, tensors)):
+        named = {name: value for name, value in kwargs.items() if name != "device"}
+        on_host = tree_map(lambda x: x._values_on_host if isinstance(x, FakeTensor) else x, (args, named))
+        with _disable_current_modes():
+            output._values_on_host = func(*on_host[0], **on_host[1])
+    elif func._schema.is_mutable:
+        output._values_on_host = None
 
 
 def _only_moves(kwargs: dict[str, Any]) -> bool:
     return {name for name, value in kwargs.items() if value is not None} <= {"device", "non_blocking"}
-
-
-def _number(tensor: Tensor) -> bool | int | float:
-    values = _known_values(tensor)
-    if values is not None:
-        with _disable_current_modes():
-            return values.item()
-    if tensor.dtype == torch.bool:
-        return False
-    return 1.0 if tensor.dtype.is_floating_point else 0
-
-
-def _keep_values(func: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Any) -> None:
-    """Compute the result's values on the host too, if those of all arguments are known there."""
-    if func.namespace == "c10d":
-        is_sum = func is torch.ops.c10d.allreduce_.default and (
-            torch_dist.ReduceOp.unbox(args[2]) == torch_dist.ReduceOp.SUM  # pyright: ignore[reportAttributeAccessIssue]
-        )
-        for values in [_known_values(x) for x in tensors] if is_sum else []:
-            if values is not None:
-                with _disable_current_modes():
-                    values.mul_(torch_dist.get_world_size())
-        return
-    is_copy = func is _aten.copy_.default  # it doesn't read its target
-    read = tensors[1:] if is_copy else tensors
-    known = bool(read) and all(not isinstance(x, FakeTensor) or _known_values(x) is not None for x in read)
-    output = args[0] if func._schema.is_mutable else result
-    if not isinstance(output, FakeTensor) or output.numel() > _KNOWN_NUMBERS:
-        return
-    if known:
-        named = {name: value for name, value in kwargs.items() if name != "device"}
-        on_host = tree_map(lambda x: _known_values(x) if isinstance(x, FakeTensor) else x, (args, named))
-        with _disable_current_modes():
-            target = [torch.empty(output.shape, dtype=output.dtype)] if is_copy else []
-            values = func(*target, *on_host[0][len(target) :], **on_host[1])
-        output._values_on_host = values  # pyright: ignore[reportAttributeAccessIssue]
-    elif func._schema.is_mutable:
-        output._values_on_host = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class _Stream:
@@ -265,7 +237,7 @@ def _linear_under_autocast(linear: Callable[..., Tensor]) -> Callable[..., Tenso
     return cast_and_multiply
 
 
-def _replacements(ranks: int, memory: PeakMemory) -> Iterator[Any]:
+def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
     """Yield patches of PyTorch and Composer."""
     # Devices, see `_device`
     ask_subclass, dispatch = FakeTensor.__torch_dispatch__, FakeTensorMode.dispatch
@@ -302,42 +274,38 @@ def _replacements(ranks: int, memory: PeakMemory) -> Iterator[Any]:
     answers: dict[str, Any] = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
         **dict.fromkeys(
-            ("_lazy_init", "set_device", "synchronize", "empty_cache", "manual_seed", "manual_seed_all"), None
+            (
+                "_lazy_init",
+                "set_device",
+                "synchronize",
+                "empty_cache",
+                "manual_seed",
+                "manual_seed_all",
+                "set_rng_state",
+            )
         ),
-        **{
-            "set_rng_state": None,
-            "is_current_stream_capturing": False,
-            "current_device": 0,
-            "device_count": local_ranks,
-        },
+        **{"is_current_stream_capturing": False, "current_device": 0, "device_count": local_ranks},
         **{"get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": GPU_NAME},
-        **{"stream": nullcontext(), "current_stream": (stream := _Stream()), "default_stream": stream},
+        **{"stream": nullcontext(), "current_stream": _Stream(), "default_stream": _Stream()},
+        **{"memory_stats": {"num_alloc_retries": 0}, "get_rng_state": torch.zeros(16, dtype=torch.uint8)},
     }
     for name, answer in answers.items():
         yield mock.patch.object(torch.cuda, name, lambda *_, answer=answer, **__: answer)
-    measures: dict[str, Any] = {
-        "memory_stats": lambda *_: {"num_alloc_retries": 0},
-        "mem_get_info": lambda *_: (GPU_BYTES - memory.current, GPU_BYTES),
-        **dict.fromkeys(("memory_reserved", "memory_allocated"), lambda *_: memory.current),
-        "max_memory_allocated": lambda *_: memory.peak,
-        "reset_peak_memory_stats": lambda *_: memory.reset(),
-        "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8),
-        **{"Stream": _Stream, "Event": _Stream},
-    }
-    for name, measure in measures.items():
-        yield mock.patch.object(torch.cuda, name, measure)
+    yield mock.patch.multiple(
+        torch.cuda,
+        Stream=_Stream,
+        Event=_Stream,
+        mem_get_info=lambda *_: (GPU_BYTES - gpu.current, GPU_BYTES),
+        memory_reserved=lambda *_: gpu.current,
+        memory_allocated=lambda *_: gpu.current,
+        max_memory_allocated=lambda *_: gpu.peak,
+        reset_peak_memory_stats=gpu.reset_peak,
+    )
+    yield mock.patch.object(torch.UntypedStorage, "resize_", lambda *given: gpu.resize(*given))
 
     # Other ranks
-    yield mock.patch.dict(
-        os.environ,
-        {
-            "WORLD_SIZE": str(ranks),
-            "RANK": "0",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": str(local_ranks),
-            "NODE_RANK": "0",
-        },
-    )
+    first = dict.fromkeys(("RANK", "LOCAL_RANK", "NODE_RANK"), "0")
+    yield mock.patch.dict(os.environ, {**first, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(local_ranks)})
     yield mock.patch.object(dist, "all_gather_object", lambda obj: [obj] * ranks)
     yield mock.patch.object(dist, "broadcast_object_list", return_value=None)
     yield mock.patch.object(DeviceGPU, "dist_backend", "fake")
@@ -367,23 +335,22 @@ def _without_all_reduce(model: Any) -> Any:
 
 
 @contextmanager
-def fake_gpu(ranks: int, segment_flops: dict[Any, Callable[..., int]]) -> Iterator[tuple[HostAndDevice, PeakMemory]]:
+def fake_gpu(ranks: int, attention_flops: dict[Any, Callable[..., float]]) -> Iterator[FakeGPU]:
     """Make this process rank 0 of `ranks` processes with a GPU each, within the context.
 
     Args:
         ranks: number of ranks, up to 8 on a node.
-        segment_flops: see `HostAndDevice`.
+        attention_flops: formulas for the operators of attention, whose FLOPs depend on the values of tensors.
 
     Raises:
         RuntimeError: a process group exists.
     """
     torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore[reportAttributeAccessIssue] - guards that need no driver
-    memory, mode = PeakMemory(), HostAndDevice(segment_flops)
+    gpu = FakeGPU(attention_flops)
     with ExitStack() as stack:
-        for replacement in _replacements(ranks, memory):
+        for replacement in _replacements(ranks, gpu):
             stack.enter_context(replacement)
         torch_dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
         stack.callback(torch_dist.destroy_process_group)
-        for entered in (FakeTensorMode(allow_non_fake_inputs=True), memory, mode):
-            stack.enter_context(entered)
-        yield mode, memory
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield stack.enter_context(gpu)

@@ -9,36 +9,102 @@ from __future__ import annotations
 import functools
 import io
 import tempfile
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
-from torch import Tensor
+from composer.core import Callback, State
+from composer.loggers import Logger
+from torch import Tensor, nn
 from torch._dynamo.backends.registry import lookup_backend
 from torch._dynamo.utils import counters
+from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
+from biphasic.amounts import format_bytes
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import MLMPhase, RampConfig
 from biphasic.data.streaming import Batch, RowDataset, collate
 from biphasic.errors import UserError
 from biphasic.model import backbone, losses
+from biphasic.model.layers import recomputed_layers
 from biphasic.training import compute, recipe
-from biphasic.training.fake_gpu import PeakMemory, fake_gpu
-from biphasic.training.rehearsal_measurements import MICROBATCHES, AttentionFlops, Measuring, Rehearsal
-from biphasic.training.step import EVALUATIONS
+from biphasic.training.fake_gpu import GPU_BYTES, GPU_NAME, FakeGPU, fake_gpu
+from biphasic.training.step import EVALUATIONS, PreparedBatch
 
 BATCHES_PER_PHASE = 2
+MICROBATCHES = 2
+"""Number of microbatches in a batch: the second one's gradients are added to the first one's."""
 FLOPS_TOLERANCE = 0.01
 HALF_PRECISION_SHARE = 0.99
 """Smallest share of a bf16 run's FLOPs that are in bf16. Rotary positions are computed in fp32."""
 _LOSS = losses._loss_and_gradient_to_compile.__qualname__
 _COMPILER = "aot_eager_decomp_partition"
 """Compiles for no GPU, and stores the same activations for the backward pass as Inductor."""
+
+
+@dataclass
+class Rehearsal:
+    """Measurements of a rehearsal. Bytes are those of one rank."""
+
+    ranks: int
+    strategy: str = ""
+    """How ranks share the model."""
+    setup: str = ""
+    """How the model is computed."""
+    microbatch: int = 0
+    """Number of rows of a microbatch."""
+    state_bytes: int = 0
+    """Weights, gradients and optimizer state after a batch."""
+    peak_bytes: int = 0
+    """The most that existed at a time during training."""
+    validation_peak_bytes: int = 0
+    flops: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
+    """For each objective, the FLOPs of each batch: those counted, and those of `Architecture.hardware_flops`."""
+    half_precision_share: float = 1.0
+    """Smallest share of a batch's FLOPs whose operands are bf16."""
+    graphs: Counter[tuple[str, bool, int]] = field(default_factory=Counter)
+    """Number of graphs by function, whether it is differentiated, and number of tokens."""
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def attention(self) -> str:
+        """Name of the attention backend."""
+        return self.setup.partition("attention ")[2].partition(" ")[0]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the measurements as values of JSON."""
+        names = ("function", "training", "tokens", "count")
+        return {
+            **vars(self),
+            "graphs": [dict(zip(names, (*graph, count), strict=True)) for graph, count in self.graphs.items()],
+        }
+
+    def describe(self) -> str:
+        """Return the memory as lines of text, with what is counted and what isn't."""
+        temporary = self.peak_bytes - self.state_bytes
+        validation = [f"validation: {format_bytes(self.validation_peak_bytes)}"] if self.validation_peak_bytes else []
+        lines = [
+            f"{format_bytes(self.peak_bytes)} a rank at most, of {format_bytes(GPU_BYTES)} of {GPU_NAME}, with {self.ranks} "
+            f"rank{'s' * (self.ranks > 1)} and microbatches of {self.microbatch} rows ({self.setup}, {self.strategy}):",
+            f"{format_bytes(self.state_bytes)} weights, gradients and optimizer, {format_bytes(temporary)} activations and "
+            "temporary tensors",
+            *validation,
+            "an estimate, from the shapes of the tensors of some batches; nothing ran on a GPU",
+            "counted: every tensor, in blocks of 512 bytes; operations between matrix products as if they were not fused, "
+            "except in the loss; rows that are full",
+            "not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of cuBLAS and of attention kernels, "
+            "fragmentation of the allocator",
+            *(f"PROBLEM: {problem}" for problem in dict.fromkeys(self.problems)),
+        ]
+        return "\n".join(f"  {'memory estimate' * (index == 0):17}{line}" for index, line in enumerate(lines))
 
 
 def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
@@ -61,15 +127,14 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
     measured = Rehearsal(ranks)
     counters.clear()
     torch._dynamo.reset()
-    attention = AttentionFlops()
+    measuring = _Measuring(config, measured)
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(io.StringIO()))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        mode, memory = stack.enter_context(fake_gpu(ranks, attention.formulas))
+        measuring.gpu = gpu = stack.enter_context(fake_gpu(ranks, measuring.attention_flops))
         config = _shortened(config, folder)
-        for replacement in _replacements(config, measured, memory):
+        for replacement in _replacements(config, measured, gpu):
             stack.enter_context(replacement)
-        measuring = Measuring(config, mode, memory, attention, measured)
         run: Any = SimpleNamespace(
             checkpoint=None,
             callbacks=[measuring],
@@ -122,7 +187,7 @@ def _check(config: PretrainConfig, measured: Rehearsal) -> None:
             problems.append(f"{name} was compiled {count} times for {tokens} tokens; expected {expected}")
 
 
-def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemory) -> Iterator[Any]:
+def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU) -> Iterator[Any]:
     """Yield patches of what the rehearsal has not: data, tokenizer, checkpoints, loggers, kernels and their compiler."""
     tokenizer = SimpleNamespace(
         vocab_size=getattr(architecture_of(config.model), "vocab_size", 0), mask_id=1, special_ids=(0,)
@@ -137,8 +202,8 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
         measured.setup = configure(*given)
         return measured.setup
 
-    def rows(data: Any, streams: Any, rows: int, seed_: int, *, train: bool, **_: Any) -> _Rows:
-        return _Rows(config, rows, MICROBATCHES if train else 1)
+    def loader(data: Any, streams: Any, rows: int, seed: int, *, train: bool, **_: Any) -> _Loader:
+        return _Loader(config, rows, MICROBATCHES if train else 1)
 
     backend: Any = lookup_backend(_COMPILER)
 
@@ -148,7 +213,7 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
             tokens = max((int(x.shape[-2]) for x in inputs if isinstance(x, Tensor) and x.dim() >= 2), default=0)
             measured.graphs[name, torch.is_grad_enabled(), tokens] += 1
             compiled = backend(graph, inputs, **options)
-            return memory.fused(compiled) if name == _LOSS else compiled
+            return gpu.fused(compiled) if name == _LOSS else compiled
 
         return compile_graph
 
@@ -159,7 +224,7 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
     )
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
     replaced = {
-        "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": rows,
+        "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": loader,
         "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
         "has_gpu": torch.cuda.is_available,
@@ -168,12 +233,12 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, memory: PeakMemor
         yield mock.patch.object(recipe, name, replacement)
 
 
-class _Rows:
+class _Loader:
     """A loader of rows whose documents have random lengths. Some rows end with padding."""
 
     def __init__(self, config: PretrainConfig, rows: int, microbatches: int):
-        self.config, self.rows, self.microbatches = config, rows, microbatches
-        self.batch_size, self.dataset = rows, object.__new__(_NoDataset)
+        self.config, self.microbatches = config, microbatches
+        self.batch_size, self.dataset = rows, mock.Mock(spec=RowDataset, first_epoch=0, skipped_batches=0)
         self.microbatch: int | None = None
         """Number of rows in a microbatch, if it is measured first."""
 
@@ -181,34 +246,112 @@ class _Rows:
         return len(self.config.objective.phases) * BATCHES_PER_PHASE
 
     def __iter__(self) -> Iterator[Batch]:
-        random = np.random.default_rng(0)
-        rows = min(self.rows, self.microbatches * (self.microbatch or self.rows))
+        random, length = np.random.default_rng(0), self.config.data.sequence_length
+        rows = min(self.batch_size, self.microbatches * (self.microbatch or self.batch_size))
         for _ in range(len(self)):
-            yield collate([{"tokens": np.ones(self._length, np.uint16), "lengths": self._lengths(random), "row_id": row}
+            yield collate([{"tokens": np.ones(length, np.uint16), "lengths": _lengths(random, length), "row_id": row}
                            for row in range(rows)])  # fmt: skip
 
-    @property
-    def _length(self) -> int:
-        return self.config.data.sequence_length
 
-    def _lengths(self, random: np.random.Generator) -> np.ndarray:
-        lengths, left = list[int](), self._length
-        while left > self._length // 50:
-            lengths.append(int(min(left, random.integers(self._length // 50, self._length) + 1)))
-            left -= lengths[-1]
-        return np.array(lengths, np.uint32)
+def _lengths(random: np.random.Generator, length: int) -> np.ndarray:
+    lengths, left = list[int](), length
+    while left > length // 50:
+        lengths.append(int(min(left, random.integers(length // 50, length) + 1)))
+        left -= lengths[-1]
+    return np.array(lengths, np.uint32)
 
 
-class _NoDataset(RowDataset):
-    """A dataset that is never read."""
+class _Measuring(Callback):
+    """Callback that compares FLOPs with the formula, and reads the memory after training and after validation."""
 
-    @property
-    def first_epoch(self) -> int:
-        return 0
+    reason = None  # of stopping; this callback is in the place of the one that stops runs
 
-    @property
-    def skipped_batches(self) -> int:
-        return 0
+    gpu: FakeGPU
 
-    def __del__(self) -> None:
-        pass  # nothing was opened
+    def __init__(self, config: PretrainConfig, measured: Rehearsal):
+        self.config, self.measured = config, measured
+        self.pairs = {True: 0.0, False: 0.0}
+        """Number of pairs of tokens that see each other in a microbatch, by whether attention is causal."""
+        self.is_causal = False
+        operators: Any = torch.ops.torch_attn
+        self.attention_flops: dict[Any, Callable[..., float]] = {
+            operators._varlen_attn: lambda *given, **_: self._flops(given[0], given[7], 1, 2),
+            operators._varlen_attn_backward: lambda *given, **_: 2 * self._flops(given[1], given[10], 1, 2),
+            flex_attention: lambda query, *_, **__: self._flops(query, self.is_causal, 1, 3),
+            flex_attention_backward: lambda query, *_, **__: 2 * self._flops(query, self.is_causal, 1, 3),
+        }
+
+    def _flops(self, query: Tensor, causal: bool, heads: int, head_dim: int) -> float:
+        """Return the FLOPs of the two matrix products; the kernels' own recomputation in the backward pass isn't counted."""
+        return 4 * query.shape[heads] * query.shape[head_dim] * self.pairs[causal]
+
+    def fit_start(self, state: State, logger: Logger) -> None:
+        """Let the loaders give batches of the microbatch size that was measured."""
+        microbatch = int(state.device_train_microbatch_size or 1)
+        self.measured.microbatch = microbatch
+        for loader in [state.train_dataloader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)]:
+            loader.microbatch = microbatch  # pyright: ignore[reportOptionalMemberAccess]
+        self.gpu.reset_peak()
+
+    def batch_start(self, state: State, logger: Logger) -> None:
+        """Begin to count."""
+        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        self.gpu.share = self._share(batch)
+        microbatches, lengths = len(batch.lengths) / self.measured.microbatch, batch.segment_lengths
+        self.is_causal = batch.causal
+        self.pairs[True] = sum(length * (length + 1) // 2 for length in lengths) / microbatches
+        self.pairs[False] = sum(length**2 for length in lengths) / microbatches
+        self.gpu.flops.clear()
+        self.gpu.nonzero = 0
+
+    def after_train_batch(self, state: State, logger: Logger) -> None:
+        """Record the FLOPs of the batch."""
+        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        model: Any = getattr(state.model, "module", state.model)  # DDP's module
+        recomputed = recomputed_layers(model.model.backbone)
+        expected = model.model.architecture().hardware_flops(
+            batch.segment_lengths, batch.causal, self.gpu.nonzero, recomputed
+        )
+        counted = float(sum(self.gpu.flops.values()))
+        self.measured.flops.setdefault(batch.objective, []).append((counted, expected))
+        share = self.gpu.flops.get(torch.bfloat16, 0) / max(counted, 1.0)
+        self.measured.half_precision_share = min(self.measured.half_precision_share, share)
+        self.measured.problems += _misplaced(model, state.optimizers)
+
+    def batch_end(self, state: State, logger: Logger) -> None:
+        """Record the memory of training."""
+        self.measured.state_bytes, self.measured.peak_bytes = self.gpu.current, self.gpu.peak
+
+    def eval_start(self, state: State, logger: Logger) -> None:
+        """Begin a new peak."""
+        self.gpu.reset_peak()
+
+    def eval_batch_start(self, state: State, logger: Logger) -> None:
+        """Set the share of targets."""
+        self.gpu.share = self._share(state.batch)  # pyright: ignore[reportArgumentType]
+
+    def eval_end(self, state: State, logger: Logger) -> None:
+        """Record the memory of validation."""
+        self.measured.validation_peak_bytes = max(self.measured.validation_peak_bytes, self.gpu.peak)
+
+    def _share(self, batch: PreparedBatch) -> float:
+        """Return the share of positions that are predicted."""
+        if batch.causal:
+            return 1.0
+        phase = None if batch.phase is None else self.config.objective.phases[batch.phase]
+        ratio = phase.masking_ratio if isinstance(phase, MLMPhase) else self.config.evaluation.masking_ratio
+        return max(ratio.start, ratio.end) if isinstance(ratio, RampConfig) else ratio
+
+
+def _misplaced(model: nn.Module, optimizers: Any) -> list[str]:
+    """Return which weights, gradients and optimizer states are not fp32 tensors on the GPU."""
+    problems = []
+    for name, parameter in model.named_parameters():
+        tensors = {"weight": parameter, "gradient": parameter.grad}
+        for optimizer in optimizers:
+            tensors |= {key: x for key, x in optimizer.state.get(parameter, {}).items() if isinstance(x, Tensor)}
+        for kind, tensor in tensors.items():
+            if tensor is None or tensor.device.type != "cuda" or tensor.dtype != torch.float32:
+                actual = "missing" if tensor is None else f"{tensor.dtype} on {tensor.device}"
+                problems.append(f"{name}: {kind} is {actual}; expected fp32 on the GPU")
+    return problems
