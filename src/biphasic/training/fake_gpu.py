@@ -185,9 +185,9 @@ def _keep_values(func: Any, tensors: list[Tensor], args: Any, kwargs: Any, resul
         named = {name: value for name, value in kwargs.items() if name != "device"}
         on_host = tree_map(lambda x: x._values_on_host if isinstance(x, FakeTensor) else x, (args, named))
         with _disable_current_modes():
-            output._values_on_host = func(*on_host[0], **on_host[1])
+            output._values_on_host = func(*on_host[0], **on_host[1])  # pyright: ignore[reportAttributeAccessIssue]
     elif func._schema.is_mutable:
-        output._values_on_host = None
+        output._values_on_host = None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _only_moves(kwargs: dict[str, Any]) -> bool:
