@@ -104,8 +104,8 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     heads = shape.width // 32
     size = Architecture(len(vocabulary), shape.width, 2 * shape.width, shape.layers, heads, heads, 32, False)
     encoder = from_hf_config(llama_config(size, shape.longest), seed=0).backbone
-    loaded, weights = load_tokenizer(str(folder / "tokenizer")), Weights.in_memory(encoder.state_dict())
-    write_folder(choose_format(encoder.config, loaded), "model", weights, loaded, folder / "llama", "card")
+    own, weights = load_tokenizer(str(folder / "tokenizer")), Weights.in_memory(encoder.state_dict())
+    write_folder(choose_format(encoder.config, own), "Model", weights, own, folder / "llama", "card")
     torch.manual_seed(0)
     bert = BertConfig(
         vocab_size=len(vocabulary), hidden_size=shape.width, num_hidden_layers=shape.layers,

@@ -15,7 +15,7 @@ import pandas as pd
 from pydantic import TypeAdapter
 
 from biphasic.errors import UserError
-from biphasic.report.markdown import csv_table
+from biphasic.report.formatting import csv_table
 from biphasic.report.scores import trial_table
 from biphasic.report.study_folder import read_study
 from biphasic.storage import open_store

@@ -26,9 +26,8 @@ from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, 
 
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
-from biphasic.report.formatting import format_interval, format_p, format_points, format_signed
-from biphasic.report.markdown import markdown_table
-from biphasic.report.statistics import Interval, holm, mean_interval, paired_difference
+from biphasic.report.formatting import format_interval, format_p, format_points, format_signed, markdown_table
+from biphasic.report.statistics import Interval, holm, mean_interval
 from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
 
@@ -199,8 +198,8 @@ def _difference_table(results: Results, main: list[Facets]) -> list[str]:
         for first, second in combinations(reversed(MAIN), 2):
             pair = [by_place.get((steps, MAIN[name])) for name in (first, second)]
             for task in TASKS:
-                means = [results.means(str(run), task) for run in pair]
-                difference = paired_difference(*means)
+                first_means, second_means = (results.means(str(run), task) for run in pair)
+                difference = mean_interval(first_means - second_means)
                 if difference.count:
                     compared.append((steps, first, second, task, difference))
     corrected = holm(pd.Series([row[-1].p for row in compared], dtype=float))

@@ -111,7 +111,7 @@ def test_the_record_as_tables(record: dict[str, Any]) -> None:
 
 
 def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
-    card = pretrained_card(record, "mine", remote_code=True)
+    card = pretrained_card(record, "mine", ExportForm("qwen3", True))
     assert 'AutoModel.from_pretrained("mine", trust_remote_code=True)' in card
     assert 'SentenceTransformer("mine", trust_remote_code=True)' in card
     assert "# transformers >= 5" in card
@@ -121,7 +121,7 @@ def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
     assert "# transformers >= 5" in plain
     assert "# transformers >= 5" not in tuned_card({}, family="bert", has_head_class=False)
     for card in (
-        untrained_card(yaml.safe_load(record["config"]), remote_code=True),
+        untrained_card(yaml.safe_load(record["config"]), form=ExportForm("qwen3", True)),
         tuned_card({}, has_code=True),
     ):
         assert "trust_remote_code=True" in card

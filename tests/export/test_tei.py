@@ -66,7 +66,9 @@ def classifier(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("classifier") / "out"
     prompts = {"query": "query: ", "document": ""}
     names = ["no", "yes"]
-    export_finetuned(load_encoder(str(folder)), TextHead(32, 2), names, out, "card", prompts=prompts, max_length=20)
+    export_finetuned(
+        load_encoder(str(folder)), TextHead(32, 2), names, out, lambda form: "card", prompts=prompts, max_length=20
+    )
     return out
 
 

@@ -190,7 +190,7 @@ def resident(name):
     return int(next(line.split()[1] for line in Path("/proc/self/status").open() if line.startswith(name)))
 
 tiny = LlamaConfig(vocab_size=64, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=1)
-choose_format(tiny, load_tokenizer(sys.argv[3])).network("masked_lm")
+choose_format(tiny, load_tokenizer(sys.argv[3])).network("ForMaskedLM")
 write.PORTION_BYTES = int(sys.argv[5])
 # From here on, and of this program alone: getrusage knows only the highest ever, its parent's included.
 Path("/proc/self/clear_refs").write_text("5")

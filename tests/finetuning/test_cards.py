@@ -40,7 +40,7 @@ from transformers import (
 from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.evaluation.squad import squad_scores
-from biphasic.export.finetuned import export_finetuned, export_form
+from biphasic.export.finetuned import export_finetuned
 from biphasic.finetuning.run import run
 from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score
@@ -326,8 +326,11 @@ def test_heads_of_encoder_families(config_class: type[Any], tmp_path: Path) -> N
     ):
         head = TokenHead(encoder.width, labels)
         out = tmp_path / auto.__name__
-        is_class = export_form(encoder, head, names).has_head_class
-        export_finetuned(encoder, head, names, out, "card", prompts={}, max_length=30)
+        forms: list[ExportForm] = []
+        export_finetuned(
+            encoder, head, names, out, lambda form: forms.append(form) or "card", prompts={}, max_length=30
+        )
+        is_class = forms[0].has_head_class
         assert is_class == (config_class is not ModernBertConfig)
         with torch.inference_mode():
             expected = head(encoder.hidden(tokens, Segments.of([len(tokens)], torch.device("cpu"))))

@@ -277,7 +277,13 @@ def test_an_exported_model_tokenizes_as_in_training(toy: Path, tmp_path: Path) -
         text_tokenizer = TextTokenizer(tokenizer, 64, SentenceSettings(lowercase=lowercase), *around)
         out = tmp_path / f"out{len(around[0])}"
         export_finetuned(
-            Encoder(backbone, text_tokenizer), torch.nn.Identity(), None, out, "card", prompts={}, max_length=64
+            Encoder(backbone, text_tokenizer),
+            torch.nn.Identity(),
+            None,
+            out,
+            lambda form: "card",
+            prompts={},
+            max_length=64,
         )
         assert AutoTokenizer.from_pretrained(out)("w0")["input_ids"] == [*around[0], 5, *around[1]]
         again = load_encoder(str(out)).text_tokenizer

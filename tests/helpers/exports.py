@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.export.formats import choose_format
 from biphasic.export.write import Weights, write_folder
@@ -14,23 +12,22 @@ from biphasic.model.language_model import LanguageModel
 from biphasic.model.pooling import SentenceSettings
 
 
-def export_language_model(model: LanguageModel, tokenizer: Tokenizer, out: Path, *, force: bool = False) -> None:
-    """Write backbone and head in fp32, with a card of one word."""
-    fmt, weights = choose_format(model.config, tokenizer), Weights.in_memory(model.state_dict())
-    write_folder(fmt, "masked_lm", weights, tokenizer, out, "card", force=force)
-
-
 def export_encoder(
-    backbone: nn.Module,
+    backbone: Any,
     tokenizer: Tokenizer,
     out: Path,
-    card: str,
-    *,
+    card: str = "card",
     prompts: dict[str, str] | None = None,
     max_length: int | None = None,
     **options: Any,
 ) -> None:
-    """Write an encoder without a head; the options are those of `write_folder`."""
+    """Write an encoder without a head, in fp32 by default."""
+    fmt, weights = choose_format(backbone.config, tokenizer), Weights.in_memory(backbone.state_dict())
     settings = SentenceSettings(prompts or {}, max_length=max_length)
-    weights = Weights.in_memory(backbone.state_dict())
-    write_folder(choose_format(backbone.config, tokenizer), "model", weights, tokenizer, out, card, settings, **options)
+    write_folder(fmt, "Model", weights, tokenizer, out, card, settings, **options)
+
+
+def export_language_model(model: LanguageModel, tokenizer: Tokenizer, out: Path, *, force: bool = False) -> None:
+    """Write backbone and head in fp32, with a card of one word."""
+    fmt, weights = choose_format(model.config, tokenizer), Weights.in_memory(model.state_dict())
+    write_folder(fmt, "ForMaskedLM", weights, tokenizer, out, "card", force=force)

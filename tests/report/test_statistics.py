@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 from scipy import stats
 
-from biphasic.report.statistics import holm, intervals, mean_interval, paired_difference
+from biphasic.report.statistics import holm, intervals, mean_interval
 
 
 def test_intervals_are_those_of_scipy() -> None:
@@ -31,6 +31,8 @@ def test_single_and_equal_values() -> None:
     single = mean_interval([0.5])
     assert (single.mean, single.count) == (0.5, 1) and math.isnan(single.half)
     assert mean_interval([0.1, 0.1, 0.1]).half == pytest.approx(0, abs=1e-15)
+    none = mean_interval([])
+    assert none.count == 0 and math.isnan(none.mean) and math.isnan(none.half)
 
 
 def test_intervals_of_groups() -> None:
@@ -47,7 +49,7 @@ def test_pairs_are_by_seed() -> None:
     scores = {seed: float(value) for seed, value in enumerate(first)}
     others = {seed: float(value) for seed, value in zip((4, 3, 2, 1, 0), (first - noise)[::-1], strict=True)}
     others[9] = 0.1  # a seed that only one has
-    interval = paired_difference(pd.Series(scores), pd.Series(others))
+    interval = mean_interval(pd.Series(scores) - pd.Series(others))
     expected = stats.ttest_rel(first, first - noise)
     assert interval.p == pytest.approx(expected.pvalue)
     bounds = expected.confidence_interval(0.95)
@@ -58,8 +60,7 @@ def test_pairs_are_by_seed() -> None:
 
 
 def difference(first: dict[int, float], second: dict[int, float]) -> tuple[float, float, int, float]:
-    found = paired_difference(pd.Series(first), pd.Series(second))
-    return found.mean, found.half, found.count, found.p
+    return tuple(mean_interval(pd.Series(first) - pd.Series(second)))
 
 
 def test_p_of_single_and_equal_differences() -> None:

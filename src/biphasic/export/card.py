@@ -108,27 +108,26 @@ _TASKS = {
 
 @dataclass(frozen=True)
 class ExportForm:
-    """The form of a model's export, on which the code in its card depends.
+    """The form of a model's export, on which the code in its card depends."""
 
-    Attributes:
-        family: the `model_type`.
-        has_code: whether the folder has Python code, so that it needs `trust_remote_code=True`.
-        has_head_class: whether transformers has a class with the head.
-        marks_continuations: whether the tokenizer marks tokens within a word (WordPiece). transformers' pipeline then takes
-            every other token for a word.
-        lowercase: whether texts are lowercased before they are tokenized.
-    """
-
-    family: str
+    family: str = "eurobert"
+    """The `model_type`."""
     has_code: bool = False
+    """Whether the folder has Python code, so that it needs `trust_remote_code=True`."""
     has_head_class: bool = True
+    """Whether transformers has a class with the head."""
     marks_continuations: bool = False
+    """Whether the tokenizer marks tokens within a word (WordPiece), so that a pipeline takes every other one for a word."""
     lowercase: bool = False
+    """Whether texts are lowercased before they are tokenized."""
 
     @property
     def trust(self) -> str:
         """The argument of the classes that load the folder."""
         return ", trust_remote_code=True" if self.has_code else ""
+
+
+_PLAIN = ExportForm()
 
 
 def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
@@ -150,18 +149,14 @@ def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
     return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
 
 
-def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
-    """Return the card of a pretrained model from its checkpoint's record.
-
-    The title is `model_name`, unless `name` is given. With `remote_code`, the code loads the export with
-    `trust_remote_code=True`, which families other than Llama's need.
+def pretrained_card(record: dict[str, Any], name: str | None = None, form: ExportForm = _PLAIN) -> str:
+    """Return the card of a pretrained model from its checkpoint's record. The title is `name`, by default `model_name`.
 
     Raises:
         UserError: the hub would refuse the card's metadata.
     """
     config = yaml.safe_load(record["config"])
     name = name or model_name(config, record)
-    form = ExportForm(json.loads(record["backbone"])["model_type"] if remote_code else "eurobert", remote_code)
     trained = [phase for phase in record["phases"] if phase["batches"]]
     names = {"clm": "causal language modeling", "mlm": "masked language modeling"}
     order = ", then ".join(names[phase["name"]] for phase in trained)
@@ -186,13 +181,12 @@ def pretrained_card(record: dict[str, Any], name: str | None = None, *, remote_c
     return _card(name, sections, use, limits, form, trained_from=start, metadata=metadata)
 
 
-def untrained_card(config: dict[str, Any], name: str | None = None, *, remote_code: bool = False) -> str:
-    """Return the card of a run's initial weights. `remote_code` and errors are as for `pretrained_card`."""
+def untrained_card(config: dict[str, Any], name: str | None = None, form: ExportForm = _PLAIN) -> str:
+    """Return the card of a run's initial weights. Errors are as for `pretrained_card`."""
     name = name or f"{config['run_name']}-initial"
     start = config["model"].get("init_from")
     weights = f", from `{start}`" if start else f" (seed {config['seed']}), untrained"
     text = f"The initial weights of the run `{config['run_name']}`{weights}.\n"
-    form = ExportForm("" if remote_code else "eurobert", remote_code)
     limits = [_BIASES] if start else [_BIASES, _UNTRAINED]
     return _card(name, [text], _LOAD.format(name=name, trust=form.trust), limits, form, trained_from=start)
 
@@ -234,7 +228,7 @@ def _card(
         "license": None if trained_from else "apache-2.0",
         "library_name": "transformers",
         "pipeline_tag": "feature-extraction",
-        "tags": ["biphasic", *([form.family] if form.family else []), "encoder"],
+        "tags": ["biphasic", form.family, "encoder"],
         "base_model": base,
         **(metadata or {}),
     }
@@ -283,10 +277,11 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if data:
         counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
         rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"
-        revisions = [(source["path"], source.get("revision")) for source in _hub_sources(data)]
-        texts = [f"{path} {commit}" if commit else f"{path}, newest at the conversion" for path, commit in revisions]
-        if texts:
-            rows["Data revision"] = ", ".join(texts)
+        revisions = [
+            source["path"] + (f" {source['revision']}" if source.get("revision") else ", newest at the conversion")
+            for source in _hub_sources(data)
+        ]
+        rows |= {"Data revision": ", ".join(revisions)} if revisions else {}
         rows["Tokenizer"] = f"sha256 {data['tokenizer_sha256']}"
     return rows
 

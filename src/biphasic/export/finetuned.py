@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,38 +14,20 @@ from biphasic.errors import UserError
 from biphasic.export.card import ExportForm
 from biphasic.export.formats import Kind, choose_format
 from biphasic.export.write import Weights, require_free, write_atomically, write_folder, write_shared_files
-from biphasic.model.backbone import BIDIRECTIONAL
 from biphasic.model.encoder import Encoder
 from biphasic.model.heads import TextHead, TokenHead
 from biphasic.model.pooling import SentenceSettings
 
-_KINDS: dict[type[nn.Module], Kind] = {TextHead: "sequence", TokenHead: "token"}
+_KINDS: dict[type[nn.Module], Kind] = {TextHead: "ForSequenceClassification", TokenHead: "ForTokenClassification"}
 
 
 def require_exportable(encoder: Encoder) -> None:
-    """Check before training that the model can be exported afterwards.
-
-    Raises:
-        UserError: the encoder was made from a decoder that no format can represent, see `choose_format`.
-    """
+    """Check before training that the model can be exported afterwards; a UserError as for `choose_format` if it can't be."""
     try:
-        export_form(encoder, nn.Identity(), None)
+        if not encoder.is_own_family:
+            choose_format(encoder.backbone.config, encoder.tokenizer)
     except UserError as error:
         raise UserError(f"{error}; save_model=false trains and scores without writing the model") from None
-
-
-def export_form(encoder: Encoder, head: nn.Module, label_names: list[str] | None) -> ExportForm:
-    """Return the form in which `export_finetuned` writes a model. Arguments and errors are the same."""
-    config: Any = encoder.backbone.config
-    if encoder.is_own_family:
-        family, has_code = config.model_type, bool(getattr(config, "auto_map", None))
-        has_head_class = _own_network(encoder, head, label_names) is not None
-    else:
-        fmt = choose_format(config, encoder.tokenizer)
-        family, has_code = fmt.config.model_type.removeprefix(BIDIRECTIONAL), bool(fmt.files)
-        has_head_class = type(head) in _KINDS and label_names is not None
-    prefix = getattr(encoder.tokenizer.tokenizer.model, "continuing_subword_prefix", None)
-    return ExportForm(family, has_code, has_head_class, bool(prefix), encoder.text_tokenizer.settings.lowercase)
 
 
 def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | None) -> Any:
@@ -78,21 +61,22 @@ def export_finetuned(
     head: nn.Module,
     label_names: list[str] | None,
     out: Path,
-    card: str,
+    card: Callable[[ExportForm], str],
     *,
     prompts: dict[str, str],
     max_length: int,
 ) -> None:
-    """Export an encoder and its head in fp32.
+    """Export a trained encoder and its head in fp32, atomically, in place of an earlier export.
 
-    Llama-shaped networks are written in EuroBERT's format, and other decoders in their family's format with a Python file.
-    Both have classes for classifiers of sequences and tokens. Other encoders are written in their own format, in
-    transformers' class with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
+    Decoders are written in the format of `choose_format`, and other encoders in their own format, in transformers' class
+    with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
 
     Args:
+        encoder: the encoder.
+        head: its head.
         label_names: a classifier's label names, in the order of the label ids.
-        out: the folder, which is written atomically and replaces an earlier export.
-        card: the text of README.md.
+        out: the folder.
+        card: returns the text of README.md for the form of the export.
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.
 
@@ -100,28 +84,33 @@ def export_finetuned(
         UserError: no format can represent the family, `out` exists and is not an export, or it can't be written.
     """
     backbone: Any = encoder.backbone
-    tokenizer, stored_head = encoder.tokenizer, head.state_dict()
-    settings = SentenceSettings(prompts, max_length=max_length, lowercase=encoder.text_tokenizer.settings.lowercase)
+    tokenizer, lowercase = encoder.tokenizer, encoder.text_tokenizer.settings.lowercase
+    settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase)
+    about_tokens = bool(getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)), lowercase
     if encoder.is_own_family:
         require_free(out, True)
-        network = _own_network(encoder, head, label_names) or backbone
+        network = _own_network(encoder, head, label_names)
+        has_code = bool(getattr(backbone.config, "auto_map", None))
+        form = ExportForm(backbone.config.model_type, has_code, network is not None, *about_tokens)
         _set_labels(backbone.config, label_names)
 
         def fill(folder: Path) -> None:
-            network.save_pretrained(folder)
+            (network or backbone).save_pretrained(folder)
             replace(tokenizer, settings={**tokenizer.settings, "model_max_length": max_length}).save(folder)
-            write_shared_files(folder, encoder.width, settings, card, stored_head)
+            write_shared_files(folder, encoder.width, settings, card(form), head.state_dict())
 
         write_atomically(out, fill)
         return
     fmt = choose_format(backbone.config, tokenizer)
-    kind, weights = _KINDS.get(type(head), "model") if label_names is not None else "model", backbone.state_dict()
-    if kind != "model":
-        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **stored_head}
+    kind: Kind = "Model" if label_names is None else _KINDS.get(type(head), "Model")
+    form = ExportForm(fmt.family, bool(fmt.files), kind != "Model", *about_tokens)
+    weights = backbone.state_dict()
+    if kind != "Model":
+        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
         _set_labels(fmt.config, label_names)
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
-    options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": stored_head}
-    write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, card, settings, **options)
+    options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
+    write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, card(form), settings, **options)
 
 
 def _set_labels(config: Any, label_names: list[str] | None) -> None:

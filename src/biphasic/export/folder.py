@@ -33,11 +33,7 @@ def require_export(folder: Path) -> None:
 
 
 def read_card(folder: Path) -> ModelCard:
-    """Read the folder's model card.
-
-    Raises:
-        UserError: the folder isn't an export, or its card can't be read or would be refused by the hub.
-    """
+    """Read the folder's model card; a UserError if the folder isn't an export, or as for `parse_card`."""
     require_export(folder)
     try:
         text = (folder / CARD_FILE).read_text(encoding="utf-8")
@@ -47,11 +43,7 @@ def read_card(folder: Path) -> ModelCard:
 
 
 def write_card(folder: Path, card: ModelCard) -> None:
-    """Replace the folder's model card, atomically.
-
-    Raises:
-        UserError: the card can't be written, or the hub would refuse it.
-    """
+    """Replace the folder's model card, atomically; a UserError if it can't be written, or the hub would refuse it."""
     parse_card(str(card))
     try:
         open_store(str(folder)).write(CARD_FILE, str(card).encode())
@@ -60,11 +52,7 @@ def write_card(folder: Path, card: ModelCard) -> None:
 
 
 def parse_card(text: str) -> ModelCard:
-    """Parse a model card.
-
-    Raises:
-        UserError: the card has no metadata, or the hub would refuse the metadata.
-    """
+    """Parse a model card; a UserError if it has no metadata, or the hub would refuse them."""
     from huggingface_hub import ModelCard
 
     refused = "model card: the hub would refuse its metadata"

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 import transformers
@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
-from biphasic.model.backbone import BIDIRECTIONAL_CODE
+from biphasic.model.backbone import BIDIRECTIONAL, BIDIRECTIONAL_CODE
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
@@ -38,32 +38,26 @@ _DIMENSIONS = (
 )  # fmt: skip
 _TEMPLATE = Path(__file__).with_name("bidirectional_template.py")
 _MODULE = BIDIRECTIONAL_CODE.partition(".")[0]
-"""The module's name in an exported folder."""
 _NOT_KEPT = ("architectures", "auto_map", "model_type", "transformers_version", "dtype", "use_cache")
-Kind = Literal["model", "masked_lm", "sequence", "token"]
-"""The network to export: the bare encoder, or with a language-model head, a text classifier or a token classifier."""
-_CLASSES: dict[Kind, str] = {
-    "model": "Model",
-    "masked_lm": "ForMaskedLM",
-    "sequence": "ForSequenceClassification",
-    "token": "ForTokenClassification",
-}
-"""Suffixes of the classes' names."""
+Kind = Literal["Model", "ForMaskedLM", "ForSequenceClassification", "ForTokenClassification"]
+"""The network to export, by the end of its class's name: the bare encoder, or the encoder with a head."""
+_KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 @dataclass(frozen=True)
 class Format:
-    """The export format of a network.
-
-    Attributes:
-        config: the network's Hugging Face configuration.
-        classes: the network's class for each kind.
-        files: contents of additional files in the folder, by file name.
-    """
+    """The export format of a network."""
 
     config: Any
+    """The network's Hugging Face configuration."""
     classes: Mapping[Kind, Any]
     files: Mapping[str, str] = field(default_factory=dict)
+    """Contents of additional files in the folder, by file name."""
+
+    @property
+    def family(self) -> str:
+        """The `model_type` of the family's own classes."""
+        return self.config.model_type.removeprefix(BIDIRECTIONAL)
 
     def network(self, kind: Kind) -> Any:
         """Return the network on the meta device."""
@@ -95,7 +89,7 @@ def _eurobert_format(config: Any, special: dict[str, int | None]) -> Format:
     content: dict[str, Any] = {**{name: getattr(config, name) for name in _DIMENSIONS}, **special}
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
-    return Format(written, {kind: getattr(transformers, f"EuroBert{name}") for kind, name in _CLASSES.items()})
+    return Format(written, {kind: getattr(transformers, f"EuroBert{kind}") for kind in _KINDS})
 
 
 def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format:
@@ -109,9 +103,9 @@ def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format
     _require_equal_results(json.dumps(content, sort_keys=True), config.model_type, code)
     written = module.BidirectionalConfig(**content, **special, use_cache=False)
     written.auto_map = {"AutoConfig": BIDIRECTIONAL_CODE}
-    for name in _CLASSES.values():
-        written.auto_map[f"AutoModel{name.removeprefix('Model')}"] = f"{_MODULE}.Bidirectional{name}"
-    classes: dict[Kind, Any] = {kind: getattr(module, f"Bidirectional{name}") for kind, name in _CLASSES.items()}
+    for kind in _KINDS:
+        written.auto_map[f"AutoModel{kind.removeprefix('Model')}"] = f"{_MODULE}.Bidirectional{kind}"
+    classes = {kind: getattr(module, f"Bidirectional{kind}") for kind in _KINDS}
     return Format(written, classes, {f"{_MODULE}.py": code})
 
 

@@ -48,7 +48,7 @@ class PaddedEncoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states [batch, length, width], zero at padding, and embeddings [batch, width], in the model's dtype.
 
-        Both inputs are int64 [batch, length]. The mask is 0 at padding, which may be on either side.
+        Both inputs are int64 [batch, length]. The mask is 0 at padding, on either side.
         """
         kept = attention_mask != 0
         positions = (kept.long().cumsum(1) - 1).clamp(min=0)
@@ -76,10 +76,8 @@ def require_onnx() -> None:
 
 
 def export_onnx(folder: Path) -> Path:
-    """Write `onnx/model.onnx` into an exported folder: the embedding model in fp32, without heads.
+    """Write `onnx/model.onnx` into an exported folder: a `PaddedEncoder` in fp32, with dynamic batch and length.
 
-    Its inputs are `input_ids` and `attention_mask`, int64 [batch, length]; its outputs are `last_hidden_state`, float32
-    [batch, length, width], zero at padding, and `sentence_embedding`, float32 [batch, width]. Batch and length are dynamic.
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
     Large weights are written beside the graph, to `model.onnx_data`. An earlier graph is replaced. Returns the graph's file.
 

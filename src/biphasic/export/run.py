@@ -13,7 +13,7 @@ from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
-from biphasic.export.card import pretrained_card, untrained_card
+from biphasic.export.card import ExportForm, pretrained_card, untrained_card
 from biphasic.export.formats import Format, choose_format
 from biphasic.export.write import Weights, require_free, write_folder
 from biphasic.model.backbone import build_language_model, hf_config_from_json
@@ -46,7 +46,7 @@ def export_checkpoint(
         record = read_record(local)
         tokenizer = load_tokenizer(yaml.safe_load(record["config"])["tokenizer"])
         fmt = choose_format(hf_config_from_json(record["backbone"]), tokenizer)
-        card = pretrained_card(record, name, remote_code=bool(fmt.files))
+        card = pretrained_card(record, name, ExportForm(fmt.family, bool(fmt.files)))
         _write(fmt, Weights.from_checkpoint(local), tokenizer, out, card, dtype, force)
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
@@ -71,7 +71,7 @@ def export_initial(
     tokenizer = load_tokenizer(config.tokenizer)
     model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
     fmt = choose_format(model.config, tokenizer)
-    card = untrained_card(config.model_dump(mode="json"), name, remote_code=bool(fmt.files))
+    card = untrained_card(config.model_dump(mode="json"), name, ExportForm(fmt.family, bool(fmt.files)))
     _write(fmt, Weights.in_memory(model.state_dict()), tokenizer, out, card, dtype, force)
 
 
@@ -79,5 +79,5 @@ def _write(
     fmt: Format, weights: Weights, tokenizer: Tokenizer, out: Path, card: str, dtype: Precision, force: bool
 ) -> None:
     torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    count = write_folder(fmt, "masked_lm", weights, tokenizer, out, card, dtype=torch_dtype, force=force)
+    count = write_folder(fmt, "ForMaskedLM", weights, tokenizer, out, card, dtype=torch_dtype, force=force)
     print(f"{out}: {count:,} parameters in {dtype}, {fmt.config.model_type} format")

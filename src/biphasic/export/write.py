@@ -33,33 +33,26 @@ PORTION_BYTES = 256_000_000
 
 @dataclass(frozen=True)
 class Weights:
-    """Named weights whose shapes are known before they are read.
-
-    Attributes:
-        shapes: tensors with the stored shapes and dtypes, which may be on the meta device.
-        read: returns the named weights, on the CPU.
-        source: where the weights come from, for messages.
-    """
+    """Weights by name, whose shapes are known before they are read."""
 
     shapes: Mapping[str, Tensor]
+    """Tensors with the stored shapes and dtypes, which may be on the meta device."""
     read: Callable[[Sequence[str]], Mapping[str, Tensor]]
+    """Returns the named weights, on the CPU."""
     source: str
+    """Where the weights come from, for messages."""
 
     @staticmethod
     def in_memory(weights: Mapping[str, Tensor]) -> Weights:
-        """Return `Weights` for tensors in memory, whose names `exported_name` converts."""
-        weights = {exported_name(name): weight.detach() for name, weight in weights.items()}
+        """Return `Weights` for tensors in memory."""
+        weights = {_exported_name(name): weight.detach() for name, weight in weights.items()}
         return Weights(weights, lambda names: {name: weights[name].cpu() for name in names}, "model")
 
     @staticmethod
     def from_checkpoint(path: str) -> Weights:
-        """Return the weights of a run's checkpoint (a file or a sharded folder), under the names of `exported_name`.
-
-        Raises:
-            UserError: the checkpoint is missing or damaged, or was not written by a run.
-        """
+        """Return the weights of a run's checkpoint, a file or a sharded folder; a UserError if it can't be read."""
         shapes = weight_shapes(path)
-        stored = {exported_name(name): name for name in shapes}
+        stored = {_exported_name(name): name for name in shapes}
 
         def read(names: Sequence[str]) -> dict[str, Tensor]:
             weights = read_weights(path, [stored[name] for name in names])
@@ -68,12 +61,12 @@ class Weights:
         return Weights({name: shapes[stored[name]] for name in stored}, read, f"checkpoint {path}")
 
 
-def exported_name(name: str) -> str:
+def _exported_name(name: str) -> str:
     """Return transformers' name for a weight of `LanguageModel`, whose backbone is `model` there."""
     return re.sub(r"^backbone\.", "model.", name)
 
 
-def unique_weights(network: nn.Module) -> dict[str, Tensor]:
+def _unique_weights(network: nn.Module) -> dict[str, Tensor]:
     """Return a network's stored weights by name; a weight with several names is returned under the first."""
     stored = network.state_dict()
     named = [*network.named_parameters(), *network.named_buffers()]
@@ -89,7 +82,7 @@ def write_weights(weights: Weights, network: nn.Module, folder: Path, dtype: tor
         UserError: weights are missing, unexpected or have another shape. Nothing is written then.
         OSError: the folder can't be written.
     """
-    expected = unique_weights(network)
+    expected = _unique_weights(network)
     _require_fit(weights, expected, network)
     names = sorted(expected, key=_order_of_names)
     stored = {name: torch.empty(expected[name].shape, dtype=dtype, device="meta") for name in names}
@@ -110,16 +103,14 @@ def _order_of_names(name: str) -> list[tuple[int, int, str]]:
 
 def _require_fit(weights: Weights, expected: Mapping[str, Tensor], network: nn.Module) -> None:
     shapes, kind = weights.shapes, type(network).__name__
-    missing = [name for name in expected if name not in shapes]
-    if missing:
+    if missing := sorted(expected.keys() - shapes.keys()):
         raise UserError(f"{weights.source}: lacks {len(missing)} weights that {kind} has, e.g. {missing[0]}")
-    extra = sorted(set(shapes) - set(network.state_dict()))
-    if extra:
+    if extra := sorted(shapes.keys() - network.state_dict().keys()):
         raise UserError(f"{weights.source}: has {len(extra)} weights that {kind} has no place for, e.g. {extra[0]}")
     for name, weight in expected.items():
-        if shapes[name].shape != weight.shape:
-            shape = list(shapes[name].shape)
-            raise UserError(f"{weights.source}: {name} is {shape}, where {kind} has {list(weight.shape)}")
+        stored, own = list(shapes[name].shape), list(weight.shape)
+        if stored != own:
+            raise UserError(f"{weights.source}: {name} is {stored}, where {kind} has {own}")
 
 
 def _cast(weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:
@@ -147,14 +138,17 @@ def write_folder(
     """Write a network, its tokenizer and its card atomically to a folder, and return the number of parameters.
 
     Args:
+        fmt: the format.
         kind: the network to export, of those of the format.
         weights: the weights, named as in that network.
+        tokenizer: the tokenizer.
+        out: the folder.
         card: the text of README.md.
         settings: prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
         dtype: the dtype of the weights on disk.
-        force: replace an earlier export.
+        force: whether an earlier export is replaced.
         keep_special_tokens: whether the tokenizer adds its special tokens to a text.
-        head: weights that the format has no class for, written to `head.safetensors`.
+        head: the head's weights, which are also written to `head.safetensors`.
 
     Raises:
         UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
@@ -183,7 +177,7 @@ def write_folder(
         write_shared_files(folder, config.hidden_size, settings, card, head)
 
     write_atomically(out, fill)
-    return sum(weight.numel() for weight in unique_weights(network).values())
+    return sum(weight.numel() for weight in _unique_weights(network).values())
 
 
 def require_free(out: Path, force: bool) -> None:
@@ -197,11 +191,7 @@ def require_free(out: Path, force: bool) -> None:
 
 
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` with a temporary folder beside `out`, then replace `out` by that folder.
-
-    Raises:
-        UserError: the folder can't be written, or the disk is full.
-    """
+    """Call `fill` with a temporary folder beside `out`, then replace `out` by that folder; a UserError if that fails."""
     out = out.resolve()
     try:
         with atomic_path(out) as partial:

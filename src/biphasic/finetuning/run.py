@@ -14,7 +14,7 @@ from biphasic.config.load import dump
 from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
-from biphasic.export.finetuned import export_finetuned, export_form
+from biphasic.export.finetuned import export_finetuned
 from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
 from biphasic.finetuning.records import TrialResult
@@ -86,11 +86,11 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     names = task.data.record.get("label_names")
     if names:
         rows["Labels"] = ", ".join(names)
-    form = export_form(model.encoder, model.head, names)
-    card = finetuned_card(config.run_name, rows, config.task, form, task.max_length)
     export_finetuned(
-        model.encoder, model.head, names, folder / "model", card, prompts=task.prompts, max_length=task.max_length
-    )
+        model.encoder, model.head, names, folder / "model",
+        lambda form: finetuned_card(config.run_name, rows, config.task, form, task.max_length),
+        prompts=task.prompts, max_length=task.max_length,
+    )  # fmt: skip
 
 
 def _print(line: str) -> None:

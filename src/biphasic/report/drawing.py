@@ -53,15 +53,16 @@ def draw_curves(
 ) -> Figure:
     """Draw curves, with a panel for each of their `panel`s and a colour for each of their `line`s.
 
-    `points` has `panel line x y`, and what `spread` needs, in the order of panels and lines. `spread` draws how much a curve
-    may vary, with a colour: `bars` or `band`. `columns` and `size` are those of `make_panels`.
+    `points` are `panel line x y low high`, in the order of panels and lines. `spread` draws how much a curve may vary, with
+    a colour: `bars` or `band`. `columns` and `size` are as for `make_panels`.
     """
-    styles = {line: line_style(index) for index, line in enumerate(points.line.unique())}
-    figure, all_axes = make_panels(list(points.panel.unique()), columns, size)
-    for panel, axes in zip(points.panel.unique(), all_axes, strict=True):
-        for line, style in styles.items():
+    panels = list(points.panel.unique())
+    figure, all_axes = make_panels(panels, columns, size)
+    for panel, axes in zip(panels, all_axes, strict=True):
+        for index, line in enumerate(points.line.unique()):
             curve = points[(points.panel == panel) & (points.line == line)].sort_values("x", kind="stable")
             if len(curve):
+                style = line_style(index)
                 axes.plot(curve.x, curve.y, **style, label=plain(line), linewidth=1.4)
                 spread(axes, curve, style["color"])
         axes.set_xlabel(x_label)
@@ -101,9 +102,11 @@ def _markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
 
 def png(figure: Figure) -> bytes:
     """Return the figure as PNG, with one legend for the lines of all panels below them."""
-    lines = {}
-    for axes in figure.axes:
-        lines |= {label: handle for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)}
+    lines = {
+        label: handle
+        for axes in figure.axes
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True)
+    }  # fmt: skip
     figure.legend(lines.values(), lines.keys(), loc="outside lower center", ncols=min(4, len(lines)), frameon=False)
     content = io.BytesIO()
     figure.savefig(content, format="png", metadata={"Software": None})

@@ -1,9 +1,12 @@
-"""Format the numbers of a report."""
+"""Format the numbers, tables and pages of a report, as Markdown and CSV."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable, Sequence
+
+import pandas as pd
 
 NOT_AVAILABLE = "n/a"
 """Shown for a number that the scores don't determine, such as the deviation of a single value."""
@@ -17,9 +20,9 @@ def format_rate(lr: float) -> str:
     return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
 
 
-def format_points(score: float) -> str:
-    """Format a score from 0 to 1 in points: `88.23`; NaN is `n/a`."""
-    return NOT_AVAILABLE if math.isnan(score) else f"{100 * score:.2f}"
+def format_points(score: float, absent: str = NOT_AVAILABLE) -> str:
+    """Format a score from 0 to 1 in points: `88.23`; NaN as `absent`."""
+    return absent if math.isnan(score) else f"{100 * score:.2f}"
 
 
 def format_signed(difference: float) -> str:
@@ -28,10 +31,8 @@ def format_signed(difference: float) -> str:
 
 
 def format_p(value: float) -> str:
-    """Format a p-value; NaN is `n/a`."""
-    if math.isnan(value):
-        return NOT_AVAILABLE
-    return "< 0.0001" if value < 0.0001 else f"{value:.4f}"
+    """Format a p-value."""
+    return NOT_AVAILABLE if math.isnan(value) else "< 0.0001" if value < 0.0001 else f"{value:.4f}"
 
 
 def format_interval(mean: float, half: float, format_mean: Callable[[float], str] = format_points) -> str:
@@ -42,3 +43,25 @@ def format_interval(mean: float, half: float, format_mean: Callable[[float], str
 def format_seeds(count: int, expected: int, settled: bool = True) -> str:
     """Format the number of seeds with a score: `3`, or `2 of 3, rate open` if more are expected and the rate may change."""
     return (str(count) if count == expected else f"{count} of {expected}") + ("" if settled else ", rate open")
+
+
+def markdown_table(header: Sequence[str], body: Iterable[Sequence[object]]) -> list[str]:
+    """Return the lines of a Markdown table, with an empty line at the end; none if `body` is empty."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in body]
+    return [f"| {' | '.join(header)} |", f"| {' | '.join('-' for _ in header)} |", *lines, ""] if lines else []
+
+
+def markdown_page(lines: Iterable[str]) -> bytes:
+    """Return a Markdown file with these lines."""
+    return ("\n".join(lines).rstrip() + "\n").encode()
+
+
+def csv_table(table: pd.DataFrame) -> bytes:
+    """Return a table as a CSV file, without its index. NaN becomes an empty field."""
+    return table.to_csv(index=False, lineterminator="\n").encode()
+
+
+def escape(text: str) -> str:
+    """Join a text into one line and escape Markdown's special characters. Underscores inside words are not special."""
+    text = " ".join(text.split())
+    return re.sub(r"[\\`*\[\]<>|~#$&]|(?<![A-Za-z0-9])_|_(?![A-Za-z0-9])", lambda match: "\\" + match[0], text)

@@ -13,15 +13,13 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Iterator
 from typing import Annotated, Any
 
 from pydantic import Field, ValidationError
 
 from biphasic.config.base import Section
 from biphasic.errors import UserError
-from biphasic.report.formatting import NOT_AVAILABLE
-from biphasic.report.markdown import escape, markdown_page, markdown_table
+from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
 from biphasic.storage import Store, first_line, join, open_store
 from biphasic.training.metrics_file import parse_metrics
 
@@ -40,12 +38,13 @@ class MeasuredNumber(Section):
     key: str
     """The number's JSON pointer, or its metric's name in a `.jsonl` file."""
 
-    def verdict(self, value: float | None) -> str:
-        """Return `ok`, `differs`, `missing`, or `not checked` for a number without a tolerance.
+    @property
+    def shown_tolerance(self) -> str:
+        """The tolerance as text."""
+        return "none" if self.tolerance is None else f"± {self.tolerance:g}"
 
-        Args:
-            value: the new run's number; None if the run's folder doesn't have it.
-        """
+    def verdict(self, value: float | None) -> str:
+        """Compare the number with that of a new run, or with None if the run's folder doesn't have it."""
         if self.tolerance is None:
             return "not checked"
         if value is None:
@@ -72,20 +71,15 @@ class RecipeResults(Section):
     scores: dict[str, MeasuredNumber] = {}
     """Scores from 0 to 1, by name."""
 
-    def numbers(self) -> Iterator[tuple[str, MeasuredNumber]]:
-        """Yield all measured numbers with their names."""
+    @property
+    def numbers(self) -> dict[str, MeasuredNumber]:
+        """All measured numbers by name."""
         speed = {"tokens/s": self.tokens_per_second, "MFU": self.mfu}
-        yield from ((name, number) for name, number in speed.items() if number is not None)
-        yield from self.losses.items()
-        yield from self.scores.items()
+        return {name: number for name, number in speed.items() if number is not None} | self.losses | self.scores
 
 
 def read_results(recipe: str) -> RecipeResults:
-    """Read a recipe's results file.
-
-    Raises:
-        UserError: the file can't be read or is wrong; the message lists all keys that are.
-    """
+    """Read a recipe's results file; a UserError lists all keys that are wrong."""
     file = join(recipe, RESULTS_FILE)
     try:
         return RecipeResults.model_validate_json(open_store(recipe).read(RESULTS_FILE))
@@ -99,11 +93,7 @@ def read_results(recipe: str) -> RecipeResults:
 
 
 def write_results_page(recipes: str) -> None:
-    """Write RESULTS.md in the folder `recipes` from the recipes' results.
-
-    Raises:
-        UserError: something can't be read or written.
-    """
+    """Write RESULTS.md in the folder `recipes` from the recipes' results; a UserError if that fails."""
     page = results_page(recipes)
     try:
         open_store(recipes).write(PAGE, page)
@@ -118,14 +108,12 @@ def results_page(recipes: str) -> bytes:
     folders = sorted(parts[0] for parts in files if len(parts) == 2 and parts[1] == RESULTS_FILE)
     results = {folder: read_results(join(recipes, folder)) for folder in folders}
     body = [
-        [
-            *(escape(name), result.date, f"`{result.commit[:7]}`", escape(result.hardware), f"{result.hours:.3g}"),
-            NOT_AVAILABLE if result.cost_dollars is None else f"{result.cost_dollars:,.2f}",
-            NOT_AVAILABLE if result.tokens_per_second is None else f"{result.tokens_per_second.value:,.0f}",
-            NOT_AVAILABLE if result.mfu is None else f"{result.mfu.value:.1%}",
-        ]
+        [escape(name), result.date, f"`{result.commit[:7]}`", escape(result.hardware), f"{result.hours:.3g}",
+         NOT_AVAILABLE if result.cost_dollars is None else f"{result.cost_dollars:,.2f}",
+         NOT_AVAILABLE if result.tokens_per_second is None else f"{result.tokens_per_second.value:,.0f}",
+         NOT_AVAILABLE if result.mfu is None else f"{result.mfu.value:.1%}"]
         for name, result in results.items()
-    ]
+    ]  # fmt: skip
     header = ["recipe", "date", "commit", "hardware", "hours", "cost ($)", "tokens/s", "MFU"]
     lines = [
         *["# Results of the recipes", ""],
@@ -135,7 +123,7 @@ def results_page(recipes: str) -> bytes:
     ]
     for name, result in results.items():
         numbers = [
-            [kind, escape(label), f"{number.value:.4f}", _tolerance(number)]
+            [kind, escape(label), f"{number.value:.4f}", number.shown_tolerance]
             for kind, of_kind in (("loss", result.losses), ("score", result.scores))
             for label, number in of_kind.items()
         ]
@@ -145,15 +133,11 @@ def results_page(recipes: str) -> bytes:
 
 
 def check_recipe(recipe: str, run: str) -> bool:
-    """Print a recipe's numbers beside those of a new run (a folder or prefix), and return whether all are within tolerance.
-
-    Raises:
-        UserError: something can't be read.
-    """
+    """Print a recipe's numbers beside those of a new run's folder, and return whether all are within the tolerance."""
     results = read_results(recipe)
     checked = check_run(results, run)
     body = [
-        [escape(name), f"{number.value:.6g}", _tolerance(number),
+        [escape(name), f"{number.value:.6g}", number.shown_tolerance,
          *(["", ""] if value is None else [f"{value:.6g}", f"{value - number.value:+.3g}"]), number.verdict(value)]
         for name, (number, value) in checked.items()
     ]  # fmt: skip
@@ -167,11 +151,7 @@ def check_recipe(recipe: str, run: str) -> bool:
 def check_run(results: RecipeResults, run: str) -> dict[str, tuple[MeasuredNumber, float | None]]:
     """Return each number of a recipe's results with that of a new run; None if the run's folder doesn't have it."""
     store = open_store(run)
-    return {name: (number, _number_of(store, number)) for name, number in results.numbers()}
-
-
-def _tolerance(number: MeasuredNumber) -> str:
-    return "none" if number.tolerance is None else f"± {number.tolerance:g}"
+    return {name: (number, _number_of(store, number)) for name, number in results.numbers.items()}
 
 
 def _number_of(run: Store, number: MeasuredNumber) -> float | None:

@@ -13,10 +13,17 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from biphasic.errors import UserError
-from biphasic.report.formatting import format_interval, format_points, format_signed
-from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
+from biphasic.report.formatting import (
+    csv_table,
+    escape,
+    format_interval,
+    format_points,
+    format_signed,
+    markdown_page,
+    markdown_table,
+)
 from biphasic.report.scores import ScoreTable, differences
-from biphasic.report.study_models import facets_of_models
+from biphasic.report.study_models import facets_of_name
 from biphasic.storage import first_line, open_store
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv")
@@ -45,14 +52,9 @@ COLUMNS = list(ReferenceScore.model_fields)
 
 
 def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
-    """Read a CSV of published scores, in points, with the columns `model group score source second_hand note`.
+    """Read a CSV of published scores as `model measured_model group published source second_hand`, with scores from 0 to 1.
 
-    Args:
-        path: the CSV.
-        models: a YAML of `published model: measured model`, for results at another scale. Only its models are kept.
-
-    Returns:
-        `model measured_model group published source second_hand`, with scores from 0 to 1.
+    `models` is a YAML of `published model: measured model`, for results at another scale. Only its models are kept.
 
     Raises:
         UserError: a file can't be read, or a line is wrong.
@@ -84,9 +86,9 @@ def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
 
 
 def compare_scores(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
-    """Return the published scores with the measured ones: the mean, its interval and seeds, and measured minus published.
+    """Return the published scores with the measured ones, whose numbers are NaN without any.
 
-    Without measured scores the numbers are NaN. `complete`: no missing trial could change the measured score.
+    `difference`: measured minus published. `complete`: no missing trial could change the measured score.
     """
     means = table.means.reset_index().query("test_set == '' and seeds > 0").rename(columns={"score": "measured"})
     means = means[["model", "group", "measured", "half_width", "seeds", "complete", "text"]]
@@ -105,28 +107,27 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     scored = set(table.scored_models())
     models = [model for model in reference.measured_model.unique() if model in scored]
     orders = differences(table, list(combinations(models, 2)), table.groups)
-    names = {"difference": "measured", "first": "first_measured", "second": "second_measured"}
-    orders = orders[orders.seeds > 0].rename(columns=names)
-    published = reference[["measured_model", "group", "model", "published"]]
+    renamed = {"difference": "measured", "first": "first_measured", "second": "second_measured"}
+    orders = orders[orders.seeds > 0].rename(columns=renamed)
     for side in ("first", "second"):
-        named = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
-        orders = orders.merge(named, on=[f"{side}_measured", "group"])
+        published = reference[["measured_model", "group", "model", "published"]]
+        published = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
+        orders = orders.merge(published, on=[f"{side}_measured", "group"])
     orders["published"] = orders.first_score - orders.second_score
     worse = orders.published < 0
     orders.loc[worse, ["published", "measured"]] *= -1
-    for name in ("", "_measured"):
-        sides = [f"first{name}", f"second{name}"]
-        orders.loc[worse, sides] = orders.loc[worse, sides[::-1]].to_numpy()
+    names = ["first", "second", "first_measured", "second_measured"]
+    orders.loc[worse, names] = orders.loc[worse, [names[1], names[0], names[3], names[2]]].to_numpy()
     orders["agrees"], orders["clear"] = orders.measured > 0, orders.measured.abs() > orders.half_width
     orders["same_size_and_steps"] = [_same_budget(row.first, row.second) for row in orders.itertuples()]
     return orders.loc[orders.published != 0, _ORDER_COLUMNS]
 
 
 def comparison_files(path: str, reference: pd.DataFrame, table: ScoreTable) -> dict[str, bytes]:
-    """Return the files by name of a comparison with the published scores, which are from the file `path`."""
+    """Return the files of the comparison of published scores, from `path`, with measured ones."""
     scores, orders = compare_scores(reference, table), compare_orders(reference, table)
     page = markdown_page([f"# Against {escape(path)}", "", *_scores_section(scores), *_orders_section(orders)])
-    contents = page, csv_table(scores.drop(columns="text")), csv_table(orders)
+    contents = (page, csv_table(scores.drop(columns="text")), csv_table(orders))
     return dict(zip(COMPARISON_FILES, contents, strict=True))
 
 
@@ -193,5 +194,8 @@ def _shown_name(model: str, measured: str) -> str:
 
 def _same_budget(first: str, second: str) -> bool:
     """Return whether two models have the same size and number of steps by their names."""
-    facets, _ = facets_of_models([first, second], {})
-    return len(facets) == 2 and len({(model.size, model.steps) for model in facets.values()}) == 1
+    try:
+        sizes = {(facets.size, facets.steps) for facets in map(facets_of_name, (first, second))}
+    except UserError:
+        return False
+    return len(sizes) == 1

@@ -15,13 +15,9 @@ from biphasic.sweep.records import read_grid, read_records
 def write_report(
     folders: list[str], out: str | None = None, against: str | None = None, models: str | None = None
 ) -> None:
-    """Write the report of a sweep or a study, and print its tables.
+    """Write the report of a sweep's output, or of a study's folder or folders, and print its tables.
 
-    Args:
-        folders: a sweep's output, or a study's folder or folders.
-        out: folder to write; None takes `report` in the first local folder.
-        against: published scores to compare with, a CSV.
-        models: with `against`, a YAML of `published model: measured model`, for a study at another scale.
+    `out` is by default `report` in the first local folder. `against` and `models` are as for `read_reference`.
 
     Raises:
         UserError: something can't be read or written.
@@ -39,16 +35,15 @@ def write_report(
     files |= dict.fromkeys(COMPARISON_FILES)
     if reference is not None and against is not None:
         files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]))
-    pages = [page.decode() for name, page in files.items() if name.endswith(".md") and page]
     # A sweep's differences and what follows can be long.
+    written = {name: content for name, content in files.items() if content is not None}
+    pages = (content.decode() for name, content in written.items() if name.endswith(".md"))
     print("\n".join(page.partition("\n## Differences")[0] for page in pages))
-    local = next((folder for folder in folders if not is_remote(folder)), "")
-    folder = out or join(local, "report")
-    target = open_store(folder)
+    folder = out or join(next((folder for folder in folders if not is_remote(folder)), ""), "report")
     try:
+        target = open_store(folder)
         # A file without content may be there from an earlier report.
-        target.remove([name for name, content in files.items() if content is None])
-        written = {name: content for name, content in files.items() if content is not None}
+        target.remove(files.keys() - written.keys())
         for name, content in written.items():
             target.write(name, content)
     except OSError as error:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from biphasic.report.formatting import MISSING, format_interval, format_seeds
-from biphasic.report.statistics import holm, intervals, paired_difference
+from biphasic.report.statistics import holm, intervals, mean_interval
 from biphasic.sweep.records import Grid, TrialRecord
 from biphasic.sweep.selection import choose_rates, planned_trials, score_of, trials_by_group
 
@@ -117,9 +117,8 @@ def score_table(rows: pd.DataFrame) -> ScoreTable:
         if row.seeds else MISSING
         for row in means.itertuples()
     ]  # fmt: skip
-    columns = []
-    for group in sorted(rows.group.unique(), key=_group_order):
-        columns += [(group, ""), *((group, name) for name in rows.test_set[rows.group == group].unique())]
+    groups = sorted(rows.group.unique(), key=_group_order)
+    columns = [(group, name) for group in groups for name in ("", *rows.test_set[rows.group == group].unique())]
     return ScoreTable(scores, means, columns, seeds)
 
 
@@ -137,9 +136,8 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
         settled = of_column.groupby("model").settled.all()
         for first, second in pairs:
             if first in by_seed and second in by_seed:
-                compared = paired_difference(by_seed[first], by_seed[second])
-                numbers = compared.mean, compared.half, compared.count, compared.p
-                rows.append((group, test_set, first, second, *numbers, settled[first] and settled[second]))
+                interval = mean_interval(by_seed[first] - by_seed[second])
+                rows.append((group, test_set, first, second, *interval, settled[first] and settled[second]))
     names = ["group", "test_set", "first", "second", "difference", "half_width", "seeds", "p", "settled"]
     compared = pd.DataFrame(rows, columns=names)
     return compared.assign(p_holm=holm(compared.p.astype(float)))

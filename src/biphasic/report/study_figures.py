@@ -18,45 +18,24 @@ PAPER_RATIO = 40
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_Place = Callable[[pd.DataFrame], pd.DataFrame]
-
 
 @dataclass(frozen=True)
 class StudyFigure:
-    """A figure of scores that a study's report draws."""
+    """A figure of scores in a study's report."""
 
     title: str
     x_label: str
     needs: str
     """Models without which there is no figure."""
-    place: _Place
-    """Returns the rows of a `facet_table` that the figure shows, with their `line` and `x`."""
-    each_task: bool
+    place: Callable[[pd.DataFrame], pd.DataFrame]
+    """Returns the rows of a `facet_table` that the figure shows, with their `line` and `x`. Its docstring is the caption."""
+    each_task: bool = False
     """Whether it has a panel for each test set, after those of the groups."""
 
     @property
     def name(self) -> str:
         """The name of its files, without suffix."""
         return self.place.__name__.replace("_", "-")
-
-    @property
-    def caption(self) -> str:
-        """What it shows."""
-        return str(self.place.__doc__)
-
-
-FIGURES: list[StudyFigure] = []
-"""The figures of scores. `losses` is drawn from the runs' metrics, see `study_losses`."""
-
-
-def _figure(title: str, x_label: str, needs: str, each_task: bool = False) -> Callable[[_Place], _Place]:
-    """Add a figure to `FIGURES`, with the name and the docstring of the function that places its models."""
-
-    def add(place: _Place) -> _Place:
-        FIGURES.append(StudyFigure(title, x_label, needs, place, each_task))
-        return place
-
-    return add
 
 
 @dataclass(frozen=True)
@@ -88,18 +67,18 @@ def facet_table(models: Mapping[str, Facets]) -> pd.DataFrame:
     usual = min(counts.index, key=lambda ratio: (-counts[ratio], abs(ratio - PAPER_RATIO), ratio), default=None)
     table["usual"] = (table.objective == "clm") | (table.ratio == usual)
     table["share"] = 100 * table.clm_steps / table.total_steps
-    percent = ["" if pd.isna(ratio) else f" {ratio:g}%" for ratio in table.ratio]
+    percent = table.ratio.map(" {:g}%".format, na_action="ignore").fillna("")
     table["kind"] = table.objective.str.upper().str.replace("-", ", ") + percent
-    table["budget"] = [f"{facets.size}, {short_steps(facets.total_steps)} steps" for facets in models.values()]
+    table["budget"] = table["size"] + ", " + table.total_steps.map(short_steps) + " steps"
     table["parameters"] = table["size"].map(parameters_in_size)
     return table.sort_values(["parameters", "size", "total_steps", "clm_steps", "ratio", "steps"])
 
 
 def arrange(figure: StudyFigure, models: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
     """Return a figure's `line x model`, and the models that are hidden because another one has their place."""
-    placed = figure.place(models)[["line", "x", "model"]] if len(models) else models
-    if placed.empty:
-        return placed, {}
+    if models.empty:
+        return models, {}
+    placed = figure.place(models)[["line", "x", "model"]]
     placed = placed.sort_values("line", key=lambda lines: pd.factorize(lines)[0], kind="stable", ignore_index=True)
     # Of models with the same place (two optimizers), the first is shown.
     shown = placed.groupby(["line", "x"]).model.transform("first")
@@ -118,11 +97,11 @@ def arrange_figures(table: ScoreTable, models: Mapping[str, Facets]) -> tuple[li
         if points.empty:
             missing[figure.name] = f"needs {figure.needs}"
             continue
-        pairs = dict.fromkeys(
-            (first.model, second.model)
+        pairs = {
+            (first.model, second.model): None
             for first, second in combinations(points.itertuples(), 2)
             if (first.line == second.line or first.x == second.x) and first.model != second.model
-        )
+        }
         compared = differences(table, list(pairs), table.groups)
         arranged.append(ArrangedFigure(figure, points, hidden, compared[compared.seeds > 0]))
     return arranged, missing
@@ -154,7 +133,6 @@ def draw_figure(arranged: ArrangedFigure, table: ScoreTable) -> Figure:
     return figure
 
 
-@_figure("Objective and size", "size", "a CLM and an MLM model of the same size and number of steps")
 def objective_by_size(models: pd.DataFrame) -> pd.DataFrame:
     """CLM and MLM models of each size, with the same number of steps and the usual masking ratio."""
     chosen = models[models.scratch & models.usual & models.objective.isin(["clm", "mlm"])]
@@ -162,12 +140,6 @@ def objective_by_size(models: pd.DataFrame) -> pd.DataFrame:
     return chosen.assign(line=chosen.kind, x=chosen["size"])
 
 
-@_figure(
-    "Masking ratio, size and task",
-    "masking ratio (%)",
-    "MLM models of one size and number of steps with different masking ratios",
-    each_task=True,
-)
 def masking_ratio(models: pd.DataFrame) -> pd.DataFrame:
     """MLM models with several masking ratios, by size, with the number of steps for which there are most ratios."""
     chosen = models[models.scratch & (models.objective == "mlm") & models.ratio.notna()]
@@ -176,11 +148,6 @@ def masking_ratio(models: pd.DataFrame) -> pd.DataFrame:
     return chosen.assign(line=chosen.budget, x=chosen.ratio)
 
 
-@_figure(
-    "CLM share and budget",
-    "CLM steps (% of all)",
-    "a CLM-then-MLM model, and another CLM share of the same size and number of steps",
-)
 def clm_share(models: pd.DataFrame) -> pd.DataFrame:
     """CLM first, then MLM: models by the share of CLM in all steps. 0% is MLM alone, 100% CLM alone."""
     chosen = models[models.scratch & models.usual & models.objective.isin(["clm", "clm-mlm", "mlm"])]
@@ -189,11 +156,6 @@ def clm_share(models: pd.DataFrame) -> pd.DataFrame:
     return chosen.assign(line=chosen.budget, x=chosen.share)
 
 
-@_figure(
-    "Sensitivity to the masking ratio, with and without CLM",
-    "masking ratio (%)",
-    "two masking ratios with CLM first and two without, of the same size and number of steps",
-)
 def ratio_sensitivity(models: pd.DataFrame) -> pd.DataFrame:
     """Models by masking ratio, trained with MLM alone, or with CLM first in the same number of steps."""
     chosen = models[models.scratch & models.objective.isin(["mlm", "clm-mlm"]) & models.ratio.notna()]
@@ -204,20 +166,12 @@ def ratio_sensitivity(models: pd.DataFrame) -> pd.DataFrame:
     return chosen.assign(line=chosen.budget + pd.Series(kinds, chosen.index, dtype=str), x=chosen.ratio)
 
 
-@_figure(
-    "Learning curves", "pretraining steps", "scores of at least two checkpoints of a run, such as 610m-mlm40-42k-5000"
-)
 def learning_curves(models: pd.DataFrame) -> pd.DataFrame:
     """Checkpoints of runs by pretraining steps."""
     chosen = models[_values(models, "run", "steps") > 1].sort_values("run", kind="stable")
     return chosen.assign(line=chosen.run, x=chosen.steps)
 
 
-@_figure(
-    "Continued pretraining",
-    "additional steps",
-    "a model that continues a decayed one, and that one or another number of steps",
-)
 def continued_pretraining(models: pd.DataFrame) -> pd.DataFrame:
     """Decayed models, and models that continue them, by the additional steps."""
     chosen = models[models.final & models.continued_from.notna()]
@@ -237,3 +191,31 @@ def _values(models: pd.DataFrame, groups: str | list[str], column: str) -> pd.Se
 def _with_most_steps(models: pd.DataFrame) -> pd.DataFrame:
     """Return the models that have the largest number of steps of their size."""
     return models[models.total_steps == models.groupby("size").total_steps.transform("max")]
+
+
+FIGURES = (
+    StudyFigure(
+        "Objective and size", "size", "a CLM and an MLM model of the same size and number of steps", objective_by_size
+    ),
+    StudyFigure(
+        "Masking ratio, size and task", "masking ratio (%)",
+        "MLM models of one size and number of steps with different masking ratios", masking_ratio, each_task=True,
+    ),
+    StudyFigure(
+        "CLM share and budget", "CLM steps (% of all)",
+        "a CLM-then-MLM model, and another CLM share of the same size and number of steps", clm_share,
+    ),
+    StudyFigure(
+        "Sensitivity to the masking ratio, with and without CLM", "masking ratio (%)",
+        "two masking ratios with CLM first and two without, of the same size and number of steps", ratio_sensitivity,
+    ),
+    StudyFigure(
+        "Learning curves", "pretraining steps",
+        "scores of at least two checkpoints of a run, such as 610m-mlm40-42k-5000", learning_curves,
+    ),
+    StudyFigure(
+        "Continued pretraining", "additional steps",
+        "a model that continues a decayed one, and that one or another number of steps", continued_pretraining,
+    ),
+)  # fmt: skip
+"""The figures of scores. `losses` is drawn from the runs' metrics, see `study_losses`."""

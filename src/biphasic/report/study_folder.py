@@ -9,16 +9,15 @@ from __future__ import annotations
 
 import json
 import posixpath
-import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 import yaml
+from omegaconf import OmegaConf
 
-from biphasic.config.load import load_job
+from biphasic.config.check import check
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError
 from biphasic.report.scores import chosen_scores, trial_table
@@ -36,14 +35,14 @@ EVALUATION_COLUMNS = ["model", "system", "task", "split", "documents", "metric",
 
 @dataclass(frozen=True)
 class Study:
-    """Everything that a study's report is made of."""
+    """What a study's report is made of."""
 
     models: dict[str, Facets]
     """Models with a run or scores."""
     unplaced: dict[str, str]
     """Models that no figure can show, with the reason."""
     notes: list[str]
-    """Warnings, one line for each file that could not be used."""
+    """A line for each file that could not be used."""
     scores: pd.DataFrame
     """Test scores of sweeps at the chosen rates: rows of `chosen_scores` that have one."""
     evaluations: pd.DataFrame
@@ -69,31 +68,24 @@ def is_study(folder: str) -> bool:
 
 
 def read_study(folders: Sequence[str]) -> Study:
-    """Read a study from its folder; or several, such as a bucket's prefix with its records and a local folder with its logs.
+    """Read a study's folder; or several, for example a bucket's prefix with its records and a local folder with its logs.
 
     Raises:
         UserError: a file can't be read or is in two of the folders, or two sweeps have scores of the same model on the same
             test set.
     """
     files, notes = _files(folders), []
-    configs: dict[str, PretrainConfig] = {}
-    for run in _named(files, CONFIG_FILE):
-        try:
-            configs |= _config(run, _read(files, f"{run}/{CONFIG_FILE}"))
-        except ConfigError as error:
-            problem = error.problems[0]
-            notes.append(f"{run}/{CONFIG_FILE}: is not used ({problem.key}: {problem.message})")
+    configs = _configs(files, notes)
     scores = _scores(files)
     models, unplaced = facets_of_models(sorted({*configs, *scores.model}), configs)
-    losses = []
+    losses = [loss_table([])]
     for run, config in configs.items():
         if f"{run}/{METRICS_FILE}" in files:
             base_steps = models[run].base_steps if run in models else 0
             metrics = parse_metrics(_read(files, f"{run}/{METRICS_FILE}").decode(errors="replace"))
             losses += [loss_points(run, metrics, base_steps), loss_events(run, config, base_steps)]
-    evaluations = list(_evaluations(files, {*models, *unplaced}, notes))
-    table = pd.DataFrame(evaluations, columns=EVALUATION_COLUMNS)
-    return Study(models, unplaced, notes, scores, table, pd.concat([loss_table([]), *losses], ignore_index=True))
+    evaluations = pd.DataFrame(_evaluations(files, {*models, *unplaced}, notes), columns=EVALUATION_COLUMNS)
+    return Study(models, unplaced, notes, scores, evaluations, pd.concat(losses, ignore_index=True))
 
 
 def _files(folders: Sequence[str]) -> dict[str, Store]:
@@ -130,16 +122,19 @@ def _named(files: Iterable[str], base: str) -> list[str]:
     return [posixpath.dirname(name) for name in files if posixpath.basename(name) == base]
 
 
-def _config(run: str, content: bytes) -> dict[str, PretrainConfig]:
-    """Return a run's resolved configuration by its name; nothing if its job is not pretraining."""
-    try:
-        job = yaml.safe_load(content)["job"]
-    except (yaml.YAMLError, LookupError, TypeError):
-        return {}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / CONFIG_FILE
-        file.write_bytes(content)
-        return {run: load_job(PretrainConfig, file)} if job == "pretrain" else {}
+def _configs(files: Mapping[str, Store], notes: list[str]) -> dict[str, PretrainConfig]:
+    """Return the pretraining runs' resolved configurations, and add a note for each that can't be used."""
+    configs = {}
+    for run in _named(files, CONFIG_FILE):
+        try:
+            content = OmegaConf.to_container(OmegaConf.create(_read(files, f"{run}/{CONFIG_FILE}").decode()))
+            if isinstance(content, dict) and content.get("job") == "pretrain":
+                configs[run] = cast("PretrainConfig", check(content, ("pretrain",), lambda _: CONFIG_FILE, ranks=1))
+        except (yaml.YAMLError, ValueError) as error:
+            notes.append(f"{run}/{CONFIG_FILE}: is not used ({first_line(error)})")
+        except ConfigError as error:
+            notes.append(f"{run}/{CONFIG_FILE}: is not used ({error.problems[0].key}: {error.problems[0].message})")
+    return configs
 
 
 def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
@@ -152,8 +147,8 @@ def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
         parts.append(scores[scores.score.notna()])
         for model, test_set in parts[-1][["model", "test_set"]].drop_duplicates().to_numpy():
             if (owner := owners.setdefault((model, test_set), folder)) != folder:
-                also = f"scores of {model} on {test_set} are also in {owner}"
-                raise UserError(f"{source.root}: {also}: a study has them once")
+                message = f"scores of {model} on {test_set} are also in {owner}: a study has them once"
+                raise UserError(f"{source.root}: {message}")
     return pd.concat(parts or [chosen_scores(trial_table(Grid((), (), (), (), {}, 0), {}))], ignore_index=True)
 
 

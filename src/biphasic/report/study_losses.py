@@ -36,8 +36,7 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
     """Return a run's losses in nats per predicted token, with `COLUMNS`. NaN and Inf are left out.
 
     A `training` loss is the mean over a window of batches, with half of its 95% interval over them; `step` is the mean of
-    the batches' steps. A `validation` loss is one validation's. `metrics` are those of each batch, from `parse_metrics`, and
-    `base_steps` the steps of the model that the run continues.
+    the batches' steps, counted from `base_steps`. A `validation` loss is one validation's. `metrics`: those of each batch.
     """
     table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])
     width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
@@ -58,10 +57,7 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
 
 
 def loss_events(run: str, config: PretrainConfig, base_steps: int) -> pd.DataFrame:
-    """Return the steps of a run's switches (`kind` is `switch`) and of the start of its decay (`decay`), with `COLUMNS`.
-
-    Those that are given in epochs are left out.
-    """
+    """Return the steps of a run's switches and the start of its decay, without those in epochs, with `COLUMNS`."""
     times = [("switch", span.start) for span in resolve_phases(config.objective.phases, config.max_duration)[1:]]
     decay = decay_start(config.schedule, config.max_duration)
     times += [("decay", decay)] if decay != config.max_duration else []
@@ -80,26 +76,18 @@ def losses_figure(losses: pd.DataFrame) -> Figure:
     are the starts of decays.
     """
     points = losses[losses.loss.notna()].sort_values(["kind", "objective", "run", "step"])
-    titles = points.objective.str.upper() + ", " + points.kind
-    half = points.half_width.fillna(0)
-    points = points.assign(panel=titles, line=points.run, x=points.step, y=points.loss)
-    points = points.assign(low=points.y - half, high=points.y + half)
+    panels, half = points.objective.str.upper() + ", " + points.kind, points.half_width.fillna(0)
+    points = points.assign(panel=panels, line=points.run, x=points.step, y=points.loss)
+    points = points.assign(low=points.loss - half, high=points.loss + half)
     figure = draw_curves(points, "pretraining steps", "loss (nats per predicted token)", band, 2, (6.8, 3.8))
     colors = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.get_lines()}
     events = losses[losses.kind.isin(list(_MARKERS))]
     for title, axes in zip(points.panel.unique(), figure.axes, strict=True):
         for event in events.itertuples():
             curve = points[(points.panel == title) & (points.run == event.run)]
-            at = _point_near(curve, event.step)
-            if at is not None:
-                axes.plot([event.step], [at], _MARKERS[event.kind], color=colors[plain(event.run)], markersize=5)
+            distance = (curve.step - event.step).abs()
+            # The curve may end before the event, or start after it.
+            if distance.min() <= max(curve.step.max() - curve.step.min(), 10.0) / 10:
+                loss = curve.loss[distance.idxmin()]
+                axes.plot([event.step], [loss], _MARKERS[event.kind], color=colors[plain(event.run)], markersize=5)
     return figure
-
-
-def _point_near(curve: pd.DataFrame, step: float) -> float | None:
-    """Return the curve's loss nearest to a step; None if the curve ends before it or starts far after it."""
-    if curve.empty:
-        return None
-    distance = (curve.step - step).abs()
-    length = max(curve.step.max() - curve.step.min(), 10.0)
-    return float(curve.loss[distance.idxmin()]) if distance.min() <= length / 10 else None

@@ -16,7 +16,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
 
-from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, RampConfig, resolve_phases
@@ -41,7 +40,7 @@ class Facets:
     objective: str
     """The objectives of the run's phases: `clm`, `mlm`, `clm-mlm`, `mlm-clm-mlm`."""
     masking_ratio: float | None
-    """The masking ratio of the MLM phases; None without any, with a ramp, or with several ratios."""
+    """That of all MLM phases; None without any, with a ramp, or with several ratios."""
     clm_steps: int
     """The run's CLM steps, without those of the model that it continues."""
     total_steps: int
@@ -49,7 +48,7 @@ class Facets:
     steps: int
     """Steps of this model: fewer than `total_steps` for a checkpoint from the middle of a run."""
     continued_from: str | None = None
-    """The decayed model whose weights the run started from; None for a run from initial weights."""
+    """The model whose weights the run started from."""
     base_steps: int = 0
     """Steps of the model that the run continues."""
 
@@ -60,24 +59,17 @@ class Facets:
 
 
 def facets_of_name(name: str) -> Facets:
-    """Return what the name of a model says of it, in the form of the paper's models on the hub.
-
-    Raises:
-        UserError: the name does not have this form.
-    """
+    """Return a model's facets by its name; a UserError if it doesn't have the form of the paper's models on the hub."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise UserError(f"model {name}: expected a name such as {FORM}")
     size, phases, checkpoint = match["size"], match["phases"], match["checkpoint"]
     start = base_steps = clm_steps = 0
-    continued_from: str | None = None
-    objectives: list[str] = []
-    ratios: set[float | None] = set()
+    continued_from, objectives, ratios = None, [], set[float | None]()
     for phase in _PHASE.finditer(phases):
         end = _steps(phase["end"])
         if end <= start:
-            after = f"{phase['end']} must be after {start:,} steps, as steps count from the start"
-            raise UserError(f"model {name}: {after}")
+            raise UserError(f"model {name}: {phase['end']} must be after {start:,} steps, which count from the start")
         if phase["decayed"]:
             # What comes before belongs to the model that is continued.
             continued_from, base_steps = (size + phases[: phase.end()]).replace("-dec", "-"), end
@@ -95,51 +87,41 @@ def facets_of_name(name: str) -> Facets:
 
 
 def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> Facets:
-    """Return the facets of a run's final model. `base` is the model that the run continues, if its facets are known.
+    """Return the facets of a run's final model by its configuration and those of the model that it continues, if known.
 
     Raises:
-        UserError: phases are not in batches, tokens or rows, or the size is not known.
+        UserError: phases are in epochs, or the size is not known.
     """
-
-    def batches(duration: Duration) -> int:
-        if duration.unit == "ep":
-            raise UserError(f"model {name}: {duration} can't be given in steps before the data is read")
-        return round(config.batch_shape.batches(duration))
-
     init_from, base_steps = config.model.init_from, 0
     if base is not None:
         checkpoint = re.match(r"ba(\d+)", str(init_from).rpartition("/")[2])
         base_steps = base.base_steps + int(checkpoint[1]) if checkpoint else base.total_steps
-    laid_out = resolve_phases(config.objective.phases, config.max_duration)
-    ratios = [span.phase.masking_ratio for span in laid_out if isinstance(span.phase, MLMPhase)]
+    spans = resolve_phases(config.objective.phases, config.max_duration)
+    for end in (span.end for span in spans if span.end.unit == "ep"):
+        raise UserError(f"model {name}: {end} can't be given in steps before the data is read")
+    batches = config.batch_shape.batches
+    clm_steps = sum(batches(span.end) - batches(span.start) for span in spans if span.phase.name == "clm")
     total = base_steps + batches(config.max_duration)
+    objective = "-".join(span.phase.name for span in spans)
+    ratios = [span.phase.masking_ratio for span in spans if isinstance(span.phase, MLMPhase)]
+    ratio = _only({None if isinstance(ratio, RampConfig) else ratio for ratio in ratios})
+    continued_from = base.run if base is not None else init_from
     return Facets(
-        run=name,
-        size=_size(name, config, base),
-        objective="-".join(span.phase.name for span in laid_out),
-        masking_ratio=_only({None if isinstance(ratio, RampConfig) else ratio for ratio in ratios}),
-        clm_steps=sum(batches(span.end) - batches(span.start) for span in laid_out if span.phase.name == "clm"),
-        total_steps=total,
-        steps=total,
-        continued_from=base.run if base is not None else init_from,
-        base_steps=base_steps,
+        name, _size(name, config, base), objective, ratio, clm_steps, total, total, continued_from, base_steps
     )
 
 
 def facets_of_models(
     names: list[str], configs: Mapping[str, PretrainConfig]
 ) -> tuple[dict[str, Facets], dict[str, str]]:
-    """Return the models' facets, and the reason for each model of which nothing is known.
+    """Return the facets of the models, and the reason for each model without, by configurations by run, otherwise by names.
 
-    Facets are those of the runs' resolved configurations where there are any, otherwise of names. `610m-mlm40-42k-5000` is a
-    checkpoint of `610m-mlm40-42k` if that has a configuration. A run continues another one if that is a folder of its
-    `model.init_from`.
+    `610m-mlm40-42k-5000` is a checkpoint of `610m-mlm40-42k` if that has a configuration. A run continues another one if
+    that is a folder of its `model.init_from`.
     """
     bases = {name: [p for p in (config.model.init_from or "").split("/") if p in configs and p != name][-1:]
              for name, config in configs.items()}  # fmt: skip
-    runs: dict[str, Facets] = {}
-    facets: dict[str, Facets] = {}
-    problems: dict[str, str] = {}
+    runs, facets, problems = dict[str, Facets](), dict[str, Facets](), dict[str, str]()
     for name in TopologicalSorter(bases).static_order():
         try:
             runs[name] = facets_of_config(name, configs[name], next(map(runs.get, bases[name]), None))
@@ -175,16 +157,13 @@ def _steps(text: str) -> int:
 
 
 def _only(ratios: set[float | None]) -> float | None:
-    """Return the only ratio of the set; None if there are several."""
     return next(iter(ratios)) if len(ratios) == 1 else None
 
 
 def _size(name: str, config: PretrainConfig, base: Facets | None) -> str:
-    """Return the size by the preset, by the model that is continued, by the name, or by the number of parameters."""
-    if config.model.preset is not None:
-        return config.model.preset
-    if base is not None:
-        return base.size
+    """Return the size by the preset, the model that is continued, the name, or the number of parameters."""
+    if config.model.preset is not None or base is not None:
+        return config.model.preset or base.size  # pyright: ignore[reportOptionalMemberAccess]
     try:
         return facets_of_name(name).size
     except UserError as error:

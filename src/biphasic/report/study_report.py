@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 
 from biphasic.report.drawing import default_style, png
-from biphasic.report.formatting import NOT_AVAILABLE, format_interval, format_p, format_signed
-from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
+from biphasic.report.formatting import (
+    NOT_AVAILABLE,
+    csv_table,
+    escape,
+    format_interval,
+    format_p,
+    format_signed,
+    markdown_page,
+    markdown_table,
+)
 from biphasic.report.scores import ScoreTable, score_table
 from biphasic.report.study_figures import (
     FIGURES,
@@ -32,15 +42,15 @@ def report_files(study: Study) -> dict[str, bytes | None]:
 
     The same records and metrics give the same bytes.
     """
-    table = score_table(study.scores)
+    table, facets = score_table(study.scores), facet_table(study.models)
     figures, missing = arrange_figures(table, study.models)
     names = [*(figure.name for figure in FIGURES), "losses"]
     files: dict[str, bytes | None] = {f"{name}{suffix}": None for name in names for suffix in (".png", ".csv")}
+    lines = ["# Study", "", *_models(facets, table)]
     for drawn in figures:
         files[f"{drawn.figure.name}.png"] = png(draw_figure(drawn, table))
         files[f"{drawn.figure.name}.csv"] = csv_table(figure_scores(drawn, table))
-    facets = facet_table(study.models)
-    lines = ["# Study", "", *_models(facets, table), *(line for drawn in figures for line in _figure(drawn, table))]
+        lines += _figure(drawn, table)
     if study.losses.loss.notna().any():
         files["losses.png"] = png(losses_figure(study.losses))
         files["losses.csv"] = csv_table(study.losses)
@@ -53,11 +63,10 @@ def report_files(study: Study) -> dict[str, bytes | None]:
     else:
         missing["losses"] = "needs a run's metrics.jsonl beside its config.yaml"
     compared = [drawn.differences.assign(figure=drawn.figure.name).drop(columns="test_set") for drawn in figures]
-    means = table.means[table.means.seeds > 0].score
-    groups = {
-        model: {group: means[model, group, ""] for group, _ in table.groups if (model, group, "") in means.index}
-        for model in sorted(table.scored_models())
-    }
+    groups: dict[str, dict[str, float]] = {name: {} for name in sorted(table.scored_models())}
+    for model, group in ((model, group) for model in groups for group, _ in table.groups):
+        if not math.isnan(mean := table.means.score.get((model, group, ""), math.nan)):
+            groups[model][group] = mean
     return {
         "report.md": markdown_page([*lines, *_evaluations(study.evaluations), *_left_out(study, figures, missing)]),
         "scores.csv": csv_table(study.scores[["model", *_SCORES]].merge(facets[["model", *_FACETS]], "left", "model")),
@@ -93,7 +102,7 @@ def _figure(drawn: ArrangedFigure, table: ScoreTable) -> list[str]:
     ]
     lines = [
         *[f"## {figure.title}", "", f"![{figure.name}]({figure.name}.png)", ""],
-        *[f"{figure.caption} Bars: 95% intervals. Hollow: not all seeds, or a rate that may still change.", ""],
+        *[f"{figure.place.__doc__} Bars: 95% intervals. Hollow: not all seeds, or a rate that may still change.", ""],
         *markdown_table(["", figure.x_label, "model", *(escape(group) for group, _ in table.groups)], body),
     ]
     if compared.empty:

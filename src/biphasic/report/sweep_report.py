@@ -12,14 +12,17 @@ from biphasic.report.drawing import band_with_markers, bars, default_style, draw
 from biphasic.report.formatting import (
     MISSING,
     NOT_AVAILABLE,
+    csv_table,
+    escape,
     format_interval,
     format_p,
     format_points,
     format_rate,
     format_seeds,
     format_signed,
+    markdown_page,
+    markdown_table,
 )
-from biphasic.report.markdown import csv_table, escape, markdown_page, markdown_table
 from biphasic.report.scores import ScoreTable, chosen_scores, differences, name_origins, score_table, trial_table
 from biphasic.report.study_models import facets_of_name
 from biphasic.sweep.records import Grid, TrialRecord
@@ -28,6 +31,11 @@ MAX_DIFFERENCES = 300
 """The report lists all differences up to this number; `differences.csv` always has all."""
 NEAR = 0.01
 """A rate is near the best one if its score is at most this much lower (one point)."""
+_CAPTIONS = {
+    "learning-rates.png": "Test score against learning rate: mean over seeds, with a band from the lowest to the highest.\n"
+    "A hollow point has fewer seeds than the grid.",
+    "steps.png": "Test score against pretraining steps: mean and 95% interval over seeds.",
+}
 
 
 @default_style()
@@ -39,37 +47,27 @@ def report_files(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, by
     trials = trial_table(grid, records)
     table = score_table(chosen_scores(trials))
     named = name_origins(trials)
-    models = [model.name for model in grid.models]
-    pairs = list(combinations(models, 2))
+    absent = _without_scores(named)
+    steps = pd.Series({model.name: model.steps for model in grid.models}, dtype="Int64").rename("steps")
+    pairs = list(combinations(steps.index, 2))
     test_sets = [column for column in table.columns if column[1]]
     compared = pd.concat([differences(table, pairs, columns) for columns in (table.groups, test_sets)])
-    figures = {
-        "learning-rates.png": (
-            "Test score against learning rate: mean over seeds, with a band from the lowest to the highest.\n"
-            "A hollow point has fewer seeds than the grid.",
-            _rates_figure(grid, named),
-        ),
-        "steps.png": (
-            "Test score against pretraining steps: mean and 95% interval over seeds.",
-            _steps_figure(grid, table),
-        ),
-    }
+    figures = {"learning-rates.png": _rates_figure(grid, named), "steps.png": _steps_figure(steps, table)}
     lines = [
         *_overview(grid, trials),
-        *_main_table(table, models, _without_scores(named)),
-        *_differences(table, compared, models, _without_scores(named)),
+        *_main_table(table, list(steps.index), absent),
+        *_differences(table, compared, list(steps.index), absent),
         *_rates(grid, named, table),
         *_failures(trials),
-        *(f"![{name}]({name})\n\n{caption}\n" for name, (caption, content) in figures.items() if content),
+        *(f"![{name}]({name})\n\n{_CAPTIONS[name]}\n" for name, content in figures.items() if content),
     ]
-    steps = pd.Series({model.name: model.steps for model in grid.models}, dtype="Int64").rename("steps")
     means = table.means.drop(columns="text").reset_index().join(steps, on="model").assign(seeds_asked=table.seeds)
     return {
         "report.md": markdown_page(lines),
         "results.csv": csv_table(trials[trials.planned].drop(columns=["steps", "planned", "error"])),
         "table.csv": csv_table(means),
         "differences.csv": csv_table(compared),
-        **{name: content for name, (_, content) in figures.items()},
+        **figures,
     }
 
 
@@ -87,22 +85,22 @@ def _title(group: str, test_set: str) -> str:
 
 def _overview(grid: Grid, trials: pd.DataFrame) -> list[str]:
     values = {
-        "models": [escape(model.name) for model in grid.models],
-        "tasks": [escape(task.name) for task in grid.tasks],
+        "models": [model.name for model in grid.models],
+        "tasks": [task.name for task in grid.tasks],
         "learning rates": [format_rate(lr) for lr in grid.learning_rates],
         "seeds": [str(seed) for seed in grid.seeds],
     }
     statuses = ["done", "failed", MISSING]
     planned = trials[trials.planned].drop_duplicates("trial")
     counts = pd.crosstab(planned.model, planned.status).reindex(columns=statuses, fill_value=0)
-    body = [[name, len(items), ", ".join(items)] for name, items in values.items()]
+    body = [[name, len(items), escape(", ".join(items))] for name, items in values.items()]
     body.append(["trials", len(planned), ", ".join(f"{counts[status].sum()} {status}" for status in statuses)])
     lines = ["# Sweep", "", "## Grid", "", *markdown_table(["", "", ""], body)]
     if counts.done.sum() < len(planned):
-        rows = [[escape(model.name), *counts.loc[model.name]] for model in grid.models]
-        lines += markdown_table(["model", *statuses], rows)
-    missing = counts[MISSING].sum()
-    return lines + [f"**{missing} trials are missing: numbers that depend on them are not final.**", ""] * bool(missing)
+        lines += markdown_table(["model", *statuses], [[escape(name), *counts.loc[name]] for name in values["models"]])
+    if missing := counts[MISSING].sum():
+        lines += [f"**{missing} trials are missing: numbers that depend on them are not final.**", ""]
+    return lines
 
 
 def _main_table(table: ScoreTable, models: list[str], absent: set[tuple[str, str]]) -> list[str]:
@@ -172,7 +170,7 @@ def _rates(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
         body.append([
             *(escape(test_set), escape(model)),
             MISSING if pd.isna(chosen) else format_rate(chosen) + ("" if settled else " (open)"),
-            *(MISSING if pd.isna(score) else format_points(score) for score in validation),
+            *(format_points(score, MISSING) for score in validation),
             *(format_points(deviations[model, group, test_set]), format_points(ranges.mean()), near),
             *(format_seeds(len(by_rate), table.seeds), f"{failed} of {rows.planned.sum()}"),
         ])  # fmt: skip
@@ -190,11 +188,11 @@ def _rates(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
 
 def _failures(trials: pd.DataFrame) -> list[str]:
     failed = trials[trials.planned & (trials.status == "failed")].drop_duplicates("trial")
-    errors = failed.error.fillna("").astype(str).str.strip().str.split("\n").str[0].replace("", "no message")
     body = [
-        [escape(row.model), escape(row.trained_on), format_rate(row.lr), row.seed, escape(error)]
-        for row, error in zip(failed.itertuples(), errors, strict=True)
-    ]
+        [escape(row.model), escape(row.trained_on), format_rate(row.lr), row.seed,
+         escape(str(row.error).strip().partition("\n")[0]) or "no message"]
+        for row in failed.fillna({"error": ""}).itertuples()
+    ]  # fmt: skip
     table = markdown_table(["model", "task", "learning rate", "seed", "error"], body)
     return ["## Failures", "", *(table or ["None.", ""])]
 
@@ -202,8 +200,7 @@ def _failures(trials: pd.DataFrame) -> list[str]:
 def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
     """Draw test score against learning rate, with a panel for each test set and a line for each model.
 
-    The band around a line is the range over seeds. A hollow point has fewer seeds than the grid. Returns None without
-    scores.
+    Returns None without scores.
     """
     scored = trials[trials.test.notna()]
     by_rate = (100 * scored.test).groupby([scored.test_set, scored.metric, scored.model, scored.lr], sort=False)
@@ -218,21 +215,20 @@ def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
     return png(figure)
 
 
-def _steps_figure(grid: Grid, table: ScoreTable) -> bytes | None:
+def _steps_figure(steps: pd.Series, table: ScoreTable) -> bytes | None:
     """Draw test score against pretraining steps, with a panel for each task family and a point for each model.
 
-    Error bars are 95% intervals. A line joins the checkpoints of a run: `610m-mlm40-42k-1000` belongs to `610m-mlm40-42k`.
-    Returns None if no model with known steps has a score for a family.
+    A line joins the checkpoints of a run: `610m-mlm40-42k-1000` belongs to `610m-mlm40-42k`. Returns None if no model with
+    known steps has a score for a family.
     """
-    steps = {model.name: model.steps for model in grid.models if model.steps is not None}
     means = table.means.reset_index()
-    means = means[(means.test_set == "") & (means.seeds > 0) & means.model.isin(list(steps))]
-    points = with_bars(means).assign(line=means.model.map(_run_of), x=means.model.map(steps))
+    means = means[(means.test_set == "") & (means.seeds > 0) & means.model.isin(steps.dropna().index)]
+    points = with_bars(means).assign(line=means.model.map(_run_of), x=means.model.map(steps).astype(float))
     return png(draw_curves(points, "pretraining steps", "test (points)", bars)) if len(points) else None
 
 
 def _run_of(model: str) -> str:
-    """Return the name of a model's run, as the model's name says it; otherwise the model's name."""
+    """Return the name of a model's run by the model's name; the same name if it doesn't have the form of a checkpoint's."""
     try:
         return facets_of_name(model).run
     except UserError:
