@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import astuple
 
 import numpy as np
 import pandas as pd
@@ -60,7 +61,7 @@ def test_pairs_are_by_seed() -> None:
 
 
 def difference(first: dict[int, float], second: dict[int, float]) -> tuple[float, float, int, float]:
-    return tuple(mean_interval(pd.Series(first) - pd.Series(second)))
+    return astuple(mean_interval(pd.Series(first) - pd.Series(second)))
 
 
 def test_p_of_single_and_equal_differences() -> None:

@@ -105,7 +105,7 @@ def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format
     written.auto_map = {"AutoConfig": BIDIRECTIONAL_CODE}
     for kind in _KINDS:
         written.auto_map[f"AutoModel{kind.removeprefix('Model')}"] = f"{_MODULE}.Bidirectional{kind}"
-    classes = {kind: getattr(module, f"Bidirectional{kind}") for kind in _KINDS}
+    classes: dict[Kind, Any] = {kind: getattr(module, f"Bidirectional{kind}") for kind in _KINDS}
     return Format(written, classes, {f"{_MODULE}.py": code})
 
 

@@ -6,7 +6,7 @@ Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `I
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 
 import pandas as pd
 
@@ -137,7 +137,7 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
         for first, second in pairs:
             if first in by_seed and second in by_seed:
                 interval = mean_interval(by_seed[first] - by_seed[second])
-                rows.append((group, test_set, first, second, *interval, settled[first] and settled[second]))
+                rows.append((group, test_set, first, second, *astuple(interval), settled[first] and settled[second]))
     names = ["group", "test_set", "first", "second", "difference", "half_width", "seeds", "p", "settled"]
     compared = pd.DataFrame(rows, columns=names)
     return compared.assign(p_holm=holm(compared.p.astype(float)))

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import pandas as pd
 from scipy import stats
@@ -19,7 +20,8 @@ ROUNDING = 1e-12
 """Values with a smaller standard deviation are treated as equal, because rounding alone could cause it."""
 
 
-class Interval(NamedTuple):
+@dataclass(frozen=True)
+class Interval:
     """A mean and its 95% confidence interval `mean` ± `half`, in the values' unit."""
 
     mean: float
