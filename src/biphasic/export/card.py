@@ -133,9 +133,8 @@ _PLAIN = ExportForm()
 def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
     """Return the model's name: as the paper names its released models if the size is a preset, else from the run's name.
 
-    The paper's scheme is `{size}-{objective}-{steps}`, with the objective and last step of each phase
-    (`610m-clm-10k-mlm40-42k`). A checkpoint from before the end of the run also has its step in the name
-    (`610m-mlm40-42k-1000`).
+    The paper's names have the objective and last step of each phase, and the step of a checkpoint from before the end of
+    the run (`610m-clm-10k-mlm40-42k-20000`).
     """
     total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
     parts = [config["run_name"]] if size is None else [size]
@@ -194,10 +193,7 @@ def untrained_card(config: dict[str, Any], name: str | None = None, form: Export
 def finetuned_card(name: str, rows: dict[str, Any], task: Any, form: ExportForm, max_length: int) -> str:
     """Return the card of a fine-tuned model, with `rows` as its table and code that runs it on the YAML's `task:`.
 
-    Inputs are cut to `max_length` tokens.
-
-    Raises:
-        UserError: the hub would refuse the card's metadata.
+    Inputs are cut to `max_length` tokens. Errors are as for `pretrained_card`.
     """
     length = _WINDOWS if task.kind == "question_answering" else _LENGTH
     limits = [_BIASES, _FINETUNED, length.format(length=max_length)]
@@ -218,11 +214,7 @@ def _card(
     trained_from: str | None,
     metadata: dict[str, Any] | None = None,
 ) -> str:
-    """Return a card, with the metadata for the hub.
-
-    A model trained from another one has no license unless `--license` names it. Credentials, which URLs in the
-    configuration or command may contain, are removed.
-    """
+    """Return a card with metadata, without a license for a model trained from another one, and without URLs' credentials."""
     base = hub_id(trained_from)
     values: dict[str, Any] = {
         "license": None if trained_from else "apache-2.0",
@@ -266,7 +258,6 @@ def _use_of_task(name: str, task: Any, form: ExportForm) -> str:
 
 
 def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
-    """Return the rows of the training table. Learning rate, optimizer and precision are in the card's configuration."""
     data = record["data"]
     rows = {
         "Steps": f"{record['batches']:,} of {config['global_batch_size']:,} rows of {config['data']['sequence_length']:,}",

@@ -72,8 +72,7 @@ def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
     network with the same configuration.
 
     Raises:
-        UserError: neither format can represent the network: the family has layers of an unknown kind, or its results differ
-            from those of training.
+        UserError: neither format can represent the network.
     """
     special = {f"{role}_token_id": token for role, token in tokenizer.role_ids.items()}
     shaped = config.model_type in _LLAMA_SHAPED and not getattr(config, "sliding_window", None)
@@ -140,11 +139,7 @@ def _module_of(code: str) -> ModuleType:
 
 @functools.cache
 def _require_equal_results(content: str, family: str, code: str) -> None:
-    """Compare the code's hidden states, for left and right padding, with those of training's attention on a small network.
-
-    Raises:
-        UserError: the hidden states differ, or no such small network can be built.
-    """
+    """Compare the code's hidden states, padded left and right, with those of training's attention on a small network."""
     module = _module_of(code)
     refused = f"export: a {family} model can't be written"
     try:

@@ -82,11 +82,7 @@ def require_token() -> None:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files to upload by name in the repository, without hidden files, unfinished files and caches.
-
-    Raises:
-        UserError: there is a symbolic link, which may point to a file outside the export.
-    """
+    """Return the files to upload by name in the repository; a UserError for a link, which may point outside the export."""
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -24,16 +25,9 @@ published ones.
 
 
 def add_results(card: ModelCard, results: Path, model_name: str | None = None) -> None:
-    """Put mteb's results into a card's metadata and a separate section, replacing earlier results.
+    """Put mteb's results into a card's metadata and a separate section, in place of earlier results.
 
-    Args:
-        card: a model card, which is changed in place.
-        results: a folder with mteb's results (mteb's cache, or the folder of a `job: evaluate`), or its `results/`.
-        model_name: the model, needed if the folder has results of several: its name in mteb, or the part after the slash;
-            with `@revision` if there are several revisions.
-
-    Raises:
-        UserError: there are no results, several models match, or a file can't be read.
+    Arguments and errors are as for `read_results`.
     """
     scores = read_results(results, model_name)
     title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
@@ -58,7 +52,16 @@ def _table(scores: list[EvalResult]) -> str:
 
 
 def read_results(results: Path, model_name: str | None = None) -> list[EvalResult]:
-    """Read one model's scores, sorted by task. Arguments and errors are as for `add_results`."""
+    """Read one model's scores, sorted by task.
+
+    Args:
+        results: a folder with mteb's results (mteb's cache, or the folder of a `job: evaluate`), or its `results/`.
+        model_name: the model, needed if the folder has results of several: its name in mteb, or the part after the slash;
+            with `@revision` if there are several revisions.
+
+    Raises:
+        UserError: there are no results, several models match, or a file can't be read.
+    """
     # `job: evaluate` writes one folder for mteb's tasks and one for others.
     roots = [results / part for part in ("results", "local/results") if (results / part).is_dir()] or [results]
     models: dict[str, list[Path]] = {}
@@ -92,13 +95,11 @@ def _scores(file: Path) -> Iterator[EvalResult]:
     except (ValueError, OSError) as error:
         raise UserError(f"--results {file} can't be read as a result of mteb: {first_line(error)}") from None
     task = result.task_name
-    try:
-        metadata = get_task(task).metadata
-    except KeyError:
-        metadata = None
-    # A local task may have the name of one of mteb's, but its dataset revision differs.
-    if metadata is not None and metadata.revision != result.dataset_revision:
-        metadata = None
+    metadata = None
+    with suppress(KeyError):
+        known = get_task(task).metadata
+        # A local task may have the name of one of mteb's, but its dataset revision differs.
+        metadata = known if known.revision == result.dataset_revision else None
     for split, subset in ((split, subset) for split, subsets in result.scores.items() for subset in subsets):
         retrieval = [name for name in _RETRIEVAL if "ndcg_at_10" in subset and name in subset]
         equal = [name for name in retrieval if subset[name] == subset["main_score"]]

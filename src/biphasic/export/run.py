@@ -30,9 +30,8 @@ def export_checkpoint(
     dtype: Precision = "fp32",
     force: bool = False,
 ) -> None:
-    """Export a run's checkpoint, local or in a bucket, and print what was written.
+    """Export a run's checkpoint, or the newest one in a run's checkpoint folder, local or in a bucket.
 
-    `checkpoint` is a file, a sharded checkpoint's folder, or a run's checkpoint folder, whose newest checkpoint is exported.
     `name` is the model's name on its card, `dtype` that of the weights on disk. `force` replaces an earlier export in `out`.
 
     Raises:
@@ -61,11 +60,7 @@ def export_initial(
     dtype: Precision = "fp32",
     force: bool = False,
 ) -> None:
-    """Export the initial weights of a pretraining YAML, with `overrides` (`key=value`), and print what was written.
-
-    Raises:
-        UserError: `out` is not free, or the model can't be built or exported.
-    """
+    """Export the initial weights of a pretraining YAML, with `overrides` (`key=value`), as `export_checkpoint` does."""
     require_free(out, force)
     config = load_job(PretrainConfig, file, overrides)
     tokenizer = load_tokenizer(config.tokenizer)

@@ -138,11 +138,8 @@ def write_folder(
     """Write a network, its tokenizer and its card atomically to a folder, and return the number of parameters.
 
     Args:
-        fmt: the format.
         kind: the network to export, of those of the format.
         weights: the weights, named as in that network.
-        tokenizer: the tokenizer.
-        out: the folder.
         card: the text of README.md.
         settings: prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
         dtype: the dtype of the weights on disk.

@@ -59,19 +59,19 @@ class ScoreTable:
 def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
     """Return a row for each trial of a grid and each of its test sets, with `TRIAL_COLUMNS`.
 
-    `planned` trials are those that the sweep runs; the others are at rates that other seeds have not chosen. The columns
-    from `chosen_lr` on are those of the rate that validation chooses for the model and test set.
+    `planned` trials are those that the sweep runs; the others are at rates that the first seeds have not chosen.
     """
     planned, trials, chosen = planned_trials(grid, records), trials_by_group(grid), choose_rates(grid, records)
     rows = []
-    for task in sorted(grid.tasks, key=lambda task: _group_order(FAMILIES.get(task.family, task.family))):
+    groups = {task: FAMILIES.get(task.family, task.family) for task in grid.tasks}
+    for task, group in sorted(groups.items(), key=lambda item: _group_order(item[1])):
         for counts_as, name, metric in task.results:
             for model in grid.models:
                 choice = chosen[model.name, task.name, name]
                 for (lr, seed), trial in trials[model.name, task.name].items():
                     record = records.get(trial)
                     rows.append((
-                        *(trial, model.name, model.steps, FAMILIES.get(task.family, task.family), task.name, counts_as),
+                        *(trial, model.name, model.steps, group, task.name, counts_as),
                         *(name, metric, lr, seed, record.status if record else MISSING, trial in planned),
                         *(score_of(record, name, "validation"), score_of(record, name, "test")),
                         *(record.seconds.get("total") if record else None, record.error if record else None),
@@ -99,10 +99,7 @@ def score_table(rows: pd.DataFrame) -> ScoreTable:
 
     A group's score with a seed is the mean over the group's tasks. It exists if the model has a score with this seed on
     every test set that any model of the table has, so that means of different models are over the same tasks. A test set
-    of several training tasks is a task of its own for each.
-
-    Args:
-        rows: as from `chosen_scores`: `model group trained_on task test_set metric lr chosen_validation seed score settled`.
+    of several training tasks is a task of its own for each. `rows` are as from `chosen_scores`.
     """
     rows = name_origins(rows)
     scores = pd.concat([_group_scores(rows), rows])
@@ -123,11 +120,9 @@ def score_table(rows: pd.DataFrame) -> ScoreTable:
 
 
 def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Sequence[Column]) -> pd.DataFrame:
-    """Return the differences between the pairs' models in the columns, paired by seed.
+    """Return the differences `first` minus `second` of the pairs' models in the columns, paired by seed.
 
-    Returns:
-        `group test_set first second difference half_width seeds p settled p_holm`: `first` minus `second`, and p corrected
-        by Holm's method over all. Without a common seed, `seeds` is 0 and the numbers are NaN.
+    `p_holm` is p corrected by Holm's method over all. Without a common seed, `seeds` is 0 and the numbers are NaN.
     """
     rows = []
     for group, test_set in columns:

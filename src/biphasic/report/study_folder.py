@@ -53,11 +53,7 @@ class Study:
 
 
 def is_study(folder: str) -> bool:
-    """Return whether a folder is a study's; False if it is a sweep's output.
-
-    Raises:
-        UserError: the folder can't be read, or is neither.
-    """
+    """Return whether a folder is a study's rather than a sweep's output; a UserError if it is neither."""
     if GRID_FILE in _list(open_store(folder)):
         return False
     files = _files([folder])
