@@ -167,7 +167,7 @@ def find_microbatch(
             # The other ranks are waiting in a collective for this rank.
             raise UserError(f"microbatch_size: auto: {count} rows didn't fit; set a number")
         peaks = dist.all_gather_object(peak)
-        return None if None in peaks else max(peaks)
+        return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
     if first_rank:
         print(f"microbatch_size: auto: measuring how many of {rows} rows fit the GPU (a minute or two, once)")

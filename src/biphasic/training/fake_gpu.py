@@ -183,7 +183,7 @@ def _keep_values(func: Any, tensors: list[Tensor], args: Any, kwargs: Any, resul
         return
     if tensors and all(map(_is_known, tensors)):
         named = {name: value for name, value in kwargs.items() if name != "device"}
-        on_host = tree_map(lambda x: x._values_on_host if isinstance(x, FakeTensor) else x, (args, named))
+        on_host = tree_map(lambda x: getattr(x, "_values_on_host", x), (args, named))
         with _disable_current_modes():
             output._values_on_host = func(*on_host[0], **on_host[1])  # pyright: ignore[reportAttributeAccessIssue]
     elif func._schema.is_mutable:
