@@ -44,8 +44,8 @@ _SAME_COMMAND = "next: the same command, for those that --limit has left out"
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    0: done. 1: the run, or a trial of a sweep, failed. 2: something must be changed first. 75: preempted after saving, so
-    that the same command resumes the run. 130: interrupted with Ctrl-C. 141: nobody reads the output any more.
+    0: done. 1: the run, or a trial of a sweep, failed. 2: the user must change something first. 75: preempted after
+    saving; the same command resumes the run. 130: interrupted with Ctrl-C. 141: the reader of the output has closed it.
     """
     return run_rank(lambda: _main(arguments))
 
@@ -55,7 +55,7 @@ def _main(arguments: list[str] | None) -> int:
     parser.add(*file_arguments("the job"), *PLAN_ARGUMENTS, *_ARGUMENTS)
     options = parser.parse_intermixed_args(arguments)
     set_allocators()  # before the job imports PyTorch
-    # Imported here because these imports take most of the time that a usage message takes.
+    # Imported here so that usage messages appear at once.
     from biphasic.config.load import load
 
     config = load(options.file, options.overrides, options.ranks)
@@ -94,13 +94,12 @@ def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None 
 
         try:
             write_report([config.output], report)
-        except UserError as error:  # The status is the sweep's.
+        except UserError as error:  # a failed report doesn't change the sweep's exit status
             print(error, file=sys.stderr)
     return status
 
 
 def _study(config: StudyConfig, options: argparse.Namespace) -> int:
-    """Run a stage of a study, or print the plan of its sweep."""
     stage = options.stage or "pretrain"
     if options.plan and stage != "finetune":
         raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
@@ -111,7 +110,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
 
         if options.limit is not None:
             raise UserError("--limit is for the other stages: a report is of all that is there")
-        # Logs and evaluations are local, also if checkpoints and the sweep's records are in a bucket.
+        # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket.
         write_report(list(dict.fromkeys([config.folder, config.local_folder])))
         return 0
     if stage == "pretrain":
@@ -133,7 +132,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
 
 
 def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
-    """Train the runs that are not done. When all are done, print what was trained in all."""
+    """Train the runs that are not done. Once all are done, print the totals."""
     from biphasic.study.plan import plan_study
     from biphasic.study.run import pretrain
     from biphasic.study.trained import describe_totals, trained_totals
@@ -147,7 +146,7 @@ def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
 
 
 def _run(config: Config) -> Path:
-    # Imported here because torch and Composer take seconds to import, and a plan or an error does not need them.
+    # Imported here because PyTorch and Composer take seconds to import, and plans and errors don't need them.
     from biphasic.config.base import RunConfig
 
     if isinstance(config, RunConfig) and os.environ.get("RANK", "0") == "0":

@@ -1,4 +1,4 @@
-"""The command `biphasic`: everything but training. Each subcommand is a function in `data`, `models` or `tools`."""
+"""The command `biphasic`: everything but training. Its subcommands are functions in `data`, `models` and `tools`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from biphasic.faults import run_rank
 def main(arguments: list[str] | None = None) -> int:
     """Run the command line and return the exit status.
 
-    0: done. 1: done with faults, as the subcommand says. 2: something must be changed first. 130: interrupted with Ctrl-C.
-    141: nobody reads the output any more.
+    0: done. 1: done with faults, as the subcommand says. 2: the user must change something first. 130: interrupted with
+    Ctrl-C. 141: the reader of the output has closed it.
     """
     return run_rank(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
@@ -33,12 +33,12 @@ def _main(arguments: list[str]) -> int:
     if arguments[0] not in COMMANDS:
         parser.parse_args(arguments)
         return 0
-    # Not parser.parse_args, because subparsers don't read options between overrides.
+    # parser.parse_args doesn't read options between overrides in subparsers.
     return COMMANDS[arguments[0]].run(parsers[arguments[0]].parse_intermixed_args(arguments[1:]))
 
 
 def command_parsers() -> tuple[Parser, dict[str, Parser]]:
-    """Return the parser of the whole command line, and those of the subcommands."""
+    """Return the parser of the whole command line, and the parsers of the subcommands by name."""
     parser = Parser(prog="biphasic", description="Everything but training, which is: composer src/main.py FILE.yaml")
     subparsers = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     parsers = {}

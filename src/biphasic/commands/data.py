@@ -1,4 +1,4 @@
-"""The commands that make and read data: tokenizer, convert, verify, show, tasks."""
+"""The commands that write and read data: tokenizer, convert, verify, show, tasks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _tokenizer_folder(tokenizer: str) -> Path:
     from biphasic.storage import is_remote
 
     folder = Path(tokenizer)
-    # A hub id has one slash, as EuroBERT/EuroBERT-210m.
+    # A hub id has one slash: EuroBERT/EuroBERT-210m.
     is_hub_id = len(folder.parts) == 2 and not tokenizer.startswith(".") and not folder.parent.exists()
     if is_remote(tokenizer) or is_hub_id:
         raise UserError(f"tokenizer: {tokenizer} is no folder on this machine: name the folder to write with --out")
@@ -172,7 +172,7 @@ def show(options: Namespace) -> int:
 
     config = load_job(PretrainConfig, options.file)
     tokenizer = load_tokenizer(config.tokenizer)
-    # The ids of a mix's second dataset follow those of its first.
+    # Row ids of a mix continue from one dataset to the next.
     first_ids: dict[str, int] = {}
     total = 0
     for stream in config.data.streams.values():

@@ -1,4 +1,4 @@
-"""The commands that export a model, and apply one to new text: export, predict."""
+"""The commands that export a model or apply one to new text: export, predict."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from biphasic.downstream.tables import Table
 
 _TEXTS_AT_ONCE = 10_000
-"""Texts that are embedded before their embeddings are written."""
+"""Number of texts to embed between writes."""
 _IN_FOLDER, _TO_HUB = "in the exported folder", "to the hub"
 
 
@@ -71,7 +71,7 @@ def export(options: Namespace) -> int:
 
 
 def _check_export(args: Namespace) -> None:
-    """Raise a UserError for options that can't work, before anything is loaded or written."""
+    """Raise a UserError for invalid options before anything is loaded or written."""
     if args.overrides and not args.initial:
         raise UserError(f"{args.overrides[0]}: values can be replaced with --initial only, which reads a YAML")
     if args.push is None and (args.revision or args.private or args.dry_run):

@@ -1,4 +1,4 @@
-"""What comes next: the last line that a command prints."""
+"""The last line that a command prints: what to run next."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _PRETRAIN = "yamls/210m_biphasic.yaml"
 _PAPER_LENGTH, _PAPER_VOCABULARY = 2048, 128_256
-"""What `_PRETRAIN` has; only other values are named."""
+"""The values in `_PRETRAIN`; the commands override them only if a conversion's differ."""
 _FINETUNE = Path("yamls/finetune")
 _EXAMPLES = {
     "classification": "sst2",
@@ -28,7 +28,7 @@ STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
 
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
-    """Return the pretraining command that reads a finished conversion."""
+    """Return the pretraining command for a finished conversion."""
     output = output.rstrip("/")
     words = [f"run_name={basename(output)}", f"data.folder={output}"]
     if not record["splits"].get("validation", {}).get("rows"):
@@ -59,7 +59,7 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
 
 
 def after_export(folder: Path) -> str:
-    """Return how to load an exported folder, and what to do with it here."""
+    """Return how to load an exported folder, and which commands can use it."""
     return (
         f'load it: AutoModel.from_pretrained("{folder}") or SentenceTransformer("{folder}"); its README.md says more\n'
         + _next("composer", "src/main.py", f"{_FINETUNE}/sst2.yaml", f"model.path={folder}")
@@ -67,11 +67,9 @@ def after_export(folder: Path) -> str:
 
 
 def after_run(config: Config, file: str) -> str:
-    """Return what follows a pretraining run, a fine-tuning, an evaluation or a sweep without failures.
+    """Return the next step after a pretraining run, a fine-tuning, an evaluation, or a sweep without failures.
 
-    Args:
-        config: the job.
-        file: its YAML, as on the command line.
+    `file` is the job's YAML, as on the command line.
     """
     if config.job == "pretrain":
         return _next("biphasic", "export", config.checkpoint_destination, str(config.run_folder / "encoder"))
@@ -100,5 +98,5 @@ def _next(*words: str) -> str:
 
 
 def after_stage(file: str, stage: str) -> str:
-    """Return what follows a finished stage of a study."""
+    """Return the next step after a finished stage of a study."""
     return f"next: python src/main.py {file} --stage {STAGES[STAGES.index(stage) + 1]}"

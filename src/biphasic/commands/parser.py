@@ -1,4 +1,4 @@
-"""How every command line of this repository is parsed: those of `biphasic` and that of src/main.py."""
+"""Parsing of all command lines: those of `biphasic` and of src/main.py."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from biphasic.errors import UserError
 from biphasic.storage.paths import without_password
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
-"""Names and options for argparse's `add_argument`. The option `group` is the heading of a group in the help."""
+"""Names and options for argparse's `add_argument`. The additional option `group` is a heading in the help."""
 
 
 class Command(NamedTuple):
-    """A subcommand of `biphasic`: its line of help, its arguments, and the function that returns its exit status."""
+    """A subcommand of `biphasic`: its line of help, its arguments, and its function, which returns the exit status."""
 
     line: str
     arguments: tuple[Argument, ...]
@@ -33,10 +33,10 @@ def argument(*names: str, **options: Any) -> Argument:
 
 
 def command(line: str, *arguments: Argument) -> Callable[[Callable[[argparse.Namespace], int]], Any]:
-    """Make a function a subcommand, with its name and, as description, its docstring.
+    """Register a function as a subcommand; its name and docstring are the subcommand's name and description.
 
-    The function imports what takes long, so that help and mistakes are shown at once. It raises `UserError` or
-    `ConfigError` for what the user can correct.
+    The function itself has the slow imports, so that help and usage errors appear at once. It raises `UserError` or
+    `ConfigError` for errors that the user can correct.
     """
 
     def register(run: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
@@ -47,7 +47,7 @@ def command(line: str, *arguments: Argument) -> Callable[[Callable[[argparse.Nam
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are raised, so that a job of several ranks shows them once. Abbreviations are errors."""
+    """A parser that raises its errors, so that a job of several ranks prints them once. Abbreviations are errors."""
 
     def __init__(self, **options: object):
         layout = partial(argparse.RawDescriptionHelpFormatter, max_help_position=32)
@@ -55,7 +55,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**{**defaults, **options})  # pyright: ignore[reportArgumentType]
 
     def add(self, *arguments: Argument) -> None:
-        """Add arguments, those of a group under its heading."""
+        """Add arguments, those with a `group` under its heading."""
         groups: dict[str, Any] = {"": self}
         for names, given in arguments:
             options = {"group": "", "completer": None, **given}
@@ -65,7 +65,7 @@ class Parser(argparse.ArgumentParser):
             groups[group].add_argument(*names, **options).completer = completer  # argcomplete reads it
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Parse the arguments. Raises a UserError, which doesn't show it, if one is a URL with a password."""
+        """Parse the arguments. Raises a UserError, which hides the URL, if one is a URL with a password."""
         for text in sys.argv[1:] if args is None else args:
             without_password(text)
         return super().parse_intermixed_args(args, namespace)
@@ -76,18 +76,18 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(text: str, least: int = 0) -> int:
-    """Parse a number of at least `least`."""
+    """Parse an integer of at least `least`."""
     if not text.isdigit() or int(text) < least:
         raise argparse.ArgumentTypeError(f"expected a number of at least {least}; got {text!r}")
     return int(text)
 
 
 positive = partial(count, least=1)
-"""Parse a number of at least 1."""
+"""Parse an integer of at least 1."""
 
 
 def file_arguments(job: str) -> tuple[Argument, Argument]:
-    """Return the arguments for the YAML of a job and the overrides of its keys, which `biphasic.config.load` reads."""
+    """Return the arguments for a job's YAML and its overrides, for `biphasic.config.load`."""
     return (
         argument("file", metavar="FILE.yaml", help=f"the YAML of {job}"),
         argument(

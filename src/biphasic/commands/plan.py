@@ -1,4 +1,4 @@
-"""The plan of any job: `python src/main.py FILE.yaml --plan`."""
+"""Plans of all jobs: `python src/main.py FILE.yaml --plan`."""
 
 from __future__ import annotations
 
@@ -21,8 +21,7 @@ if TYPE_CHECKING:
 
 
 PLAN_SECONDS = 5.0
-"""Maximum time to wait for records and manifests. It is short because a user waits for the plan, and a bucket may not
-answer."""
+"""Seconds to wait for records and manifests. Short, because a user waits for the plan and a bucket may not answer."""
 
 
 PLAN_ARGUMENTS = (
@@ -39,17 +38,13 @@ PLAN_ARGUMENTS = (
     ),
     argument("--draw", type=Path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs"),
 )
-"""`--plan` and the options that belong to it."""
+"""`--plan` and its options."""
 
 
 def print_plan(config: Config, options: argparse.Namespace) -> int:
-    """Print the plan of a job; the options are `PLAN_ARGUMENTS`.
+    """Print the plan of a job (`options` are `PLAN_ARGUMENTS`) and return the exit status: 2 if it has problems.
 
-    Returns:
-        The exit status: 2 if something that no other command can fix would stop the job.
-
-    Raises:
-        UserError: the plan can't be made, or an option does not fit the job.
+    Raises a UserError if the plan can't be made, or an option does not fit the job.
     """
     if config.job == "sweep":
         from biphasic.sweep.plan import describe_plan, plan_sweep
@@ -88,7 +83,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
     run_plan, after = _pretraining_plan(config, options.ranks), ""
     if options.memory:
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-        # Imported here, because a plan otherwise needs neither torch nor Composer, which take seconds to import.
+        # Imported here because PyTorch and Composer take seconds to import, and plans don't otherwise need them.
         from biphasic.training.rehearsal import rehearse
 
         rehearsal = rehearse(config, options.ranks)
@@ -97,7 +92,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
 
 
 def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") -> int:
-    """Print a plan, and `after` it a text that its JSON has too, and return the exit status: 2 if it has problems."""
+    """Print a plan and return the exit status: 2 if it has problems. `after` is printed only with the plan's text."""
     print(job_plan.to_json() if as_json else f"{job_plan.describe()}{after}")
     return REFUSED if job_plan.problems else 0
 

@@ -1,4 +1,4 @@
-"""The commands about configurations, machines, runs and results: keys, preflight, runs, report, completion."""
+"""The commands for configurations, machines, runs and results: keys, preflight, runs, report, completion."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Read and check YAML configurations, and plan runs. Imports neither torch nor Composer, so that importing it is fast."""
+"""Read and check YAML configurations, and plan runs. Quick to import: needs neither torch nor Composer."""

@@ -11,7 +11,7 @@ from typing import Any
 class Architecture:
     """Dimensions of a Llama-style stack (RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases).
 
-    `head_dim` is a separate field because `heads * head_dim` differs from `hidden` in a few model families.
+    `head_dim` is a field because `heads * head_dim` differs from `hidden` in a few model families.
     """
 
     vocab_size: int
@@ -27,8 +27,7 @@ class Architecture:
     def from_hf_config(cls, config: Any) -> Architecture:
         """Read the dimensions from a Hugging Face configuration.
 
-        Raises:
-            AttributeError: the configuration lacks a dimension, as those of other kinds of networks do.
+        Raises AttributeError if a dimension is missing, as for other kinds of networks.
         """
         heads = config.num_attention_heads
         return cls(
@@ -44,7 +43,7 @@ class Architecture:
 
     @property
     def layer_parameters(self) -> int:
-        """Number of parameters in one decoder layer, including its two norms."""
+        """Number of parameters in a decoder layer, including its two norms."""
         attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
         return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
 
@@ -55,7 +54,7 @@ class Architecture:
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters in the language-model head; zero if the head is tied to the embedding."""
+        """Number of parameters in the language-model head; 0 if it is tied to the embedding."""
         return 0 if self.tied else self.embedding_parameters
 
     @property
@@ -69,25 +68,21 @@ class Architecture:
         return self.body_parameters + self.embedding_parameters + self.head_parameters
 
     def flops(self, lengths: Iterable[int], causal: bool, predicted: float) -> float:
-        """Return the FLOPs of a training step on segments. The backward pass counts as twice the forward pass.
+        """Return the FLOPs of a training step, the numerator of MFU (PaLM, appendix B).
 
-        A multiplication and an addition count as two. The result includes the layers' matrix products, the attention
-        between tokens that see each other, and the logits at predicted positions, but no recomputation. It is the
-        numerator of MFU (PaLM, appendix B).
+        A multiplication and an addition count as two; the backward pass counts as twice the forward pass. Included are
+        the layers' matrix products, attention between tokens that see each other, and logits; recomputation is not.
 
         Args:
             lengths: number of tokens in each segment.
-            causal: whether a token sees only itself and earlier tokens of its segment, not the complete segment.
-            predicted: number of positions that get logits.
+            causal: whether a token attends only to itself and earlier tokens of its segment.
+            predicted: number of positions with logits.
         """
         head = 2 * self.vocab_size * self.hidden * predicted
         return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
 
     def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
-        """Return `flops` plus the forward pass of the `recomputed` layers, which is the numerator of HFU.
-
-        `lengths` include padding. The activations of `recomputed` layers are computed again in the backward pass.
-        """
+        """Return HFU's numerator: `flops` plus a second forward pass of `recomputed` layers. `lengths` include padding."""
         lengths = list(lengths)
         return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
 
@@ -97,42 +92,36 @@ class Architecture:
         return layers * (matrices + 4 * self.heads * self.head_dim * pairs)
 
     def state_bytes(self, shards: int) -> int:
-        """Return the bytes that fp32 weights, gradients and Adam's two moments take on each of `shards` ranks."""
+        """Return the bytes of fp32 weights, gradients and Adam's two moments on each of `shards` ranks."""
         return 16 * self.parameters // shards
 
     @property
     def bucket_bytes(self) -> int:
-        """Size in bytes of the buckets in which DDP sums fp32 gradients over several ranks: each gradient a second time."""
+        """Bytes of the buckets in which DDP sums fp32 gradients over ranks: a second copy of the gradients."""
         return 4 * self.parameters
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Size of a checkpoint in bytes: weights and Adam's two moments in fp32."""
+        """Bytes of a checkpoint: weights and Adam's two moments in fp32."""
         return 12 * self.parameters
 
     def activation_bytes(self, tokens: int, bytes_per_value: int) -> int:
         """Estimate the bytes that `tokens` store for the backward pass without activation checkpointing.
 
-        Each tensor that autograd saves counts once: per layer, the inputs and outputs of the two norms, the queries, keys
-        and values, the attention output, and the MLP's gate, up, activation and product.
+        Each tensor that autograd saves counts once. Per layer: inputs and outputs of the two norms, queries, keys and
+        values, the attention output, and the MLP's gate, up, activation and product.
         """
         per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
         return tokens * self.layers * per_layer * bytes_per_value
 
 
 def shard_ranks(degree: int | str, ranks: int, ranks_of_a_machine: int) -> int:
-    """Return the number of ranks that share one copy of the model.
-
-    Args:
-        degree: `parallelism.shard_degree`: a number of ranks, `all` or `node`.
-        ranks: number of ranks in the run.
-        ranks_of_a_machine: number of ranks on one node.
-    """
+    """Return the number of ranks that share one copy of the model. `degree` is `parallelism.shard_degree`."""
     return {"all": ranks, "node": ranks_of_a_machine}[degree] if isinstance(degree, str) else degree
 
 
-# The vocabulary is EuroBERT's (Llama 3's) and the head is untied. Sources: the paper's appendix, table 1, and for 210m and
-# 610m also EuroBERT's public code.
+# EuroBERT's (Llama 3's) vocabulary, untied heads. Sources: the paper's appendix, table 1; for 210m and 610m also
+# EuroBERT's public code.
 PRESETS = {
     "210m": Architecture(128_256, hidden=768, ffn=3072, layers=12, heads=12, kv_heads=12, head_dim=64),
     "610m": Architecture(128_256, hidden=1152, ffn=4096, layers=26, heads=18, kv_heads=6, head_dim=64),

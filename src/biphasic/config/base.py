@@ -15,14 +15,14 @@ from biphasic.storage.paths import PASSWORD
 
 JOBS = ("pretrain", "finetune", "evaluate", "convert", "tasks", "sweep", "study")
 KeyProblems = Iterator[tuple[list[str], str]]
-"""Problems found by a check: for each, the affected keys (the most relevant first) and a message."""
+"""Problems found by a check: the affected keys (the most relevant first) and a message for each."""
 
 
 class Section(BaseModel):
     """Base class of YAML sections. Unknown keys are errors, values are not converted, and sections are immutable.
 
-    Each key has a docstring with what it is, its unit, and the source of its default. With the class's docstring, the types
-    and the defaults it becomes the reference (`biphasic.config.reference`).
+    Each key has a docstring with its meaning, its unit, and the source of its default. The reference is made from
+    these, the class's docstring, types and defaults (`biphasic.config.reference`).
     """
 
     model_config = ConfigDict(
@@ -30,18 +30,18 @@ class Section(BaseModel):
     )
 
     def is_default(self, name: str) -> bool:
-        """Return whether a key has its default value. (A resolved configuration also lists the defaults.)"""
+        """Return whether a key has its default value. (Resolved configurations contain the defaults too.)"""
         return getattr(self, name) == type(self).model_fields[name].default
 
     def require_defaults(self, names: Iterable[str], key: str, others: list[str], message: str) -> KeyProblems:
-        """Report keys of this section, at `key`, that are set to something else than their default."""
+        """Report the keys among `names` that differ from their defaults. `key` is this section's own key."""
         for name in names:
             if not self.is_default(name):
                 yield [f"{key}.{name}", *others], message
 
 
 def named(name: str) -> WithJsonSchema:
-    """Return an annotation with the name of a type in the reference."""
+    """Return an annotation with a type's name in the reference."""
     return WithJsonSchema({"format": name})
 
 
@@ -64,7 +64,7 @@ Size = Annotated[Bytes, Field(gt=0, lt=2**63), named("size in bytes, such as `20
 
 
 def matching(pattern: str, expected: str) -> AfterValidator:
-    """Return an annotation for texts that match a regular expression; `expected` describes them in messages."""
+    """Return an annotation for strings that match a regular expression; messages describe them as `expected`."""
 
     def check(text: str) -> str:
         if not re.fullmatch(pattern, text, re.DOTALL):
@@ -80,7 +80,7 @@ def fields_of(template: str) -> list[str]:
 
 
 def template(*names: str, required: str = "") -> AfterValidator:
-    """Return an annotation for templates with some of these names in braces, and with the required one."""
+    """Return an annotation for templates that contain only these names in braces, and the `required` one."""
 
     def check(text: str) -> str:
         try:
@@ -106,13 +106,13 @@ def _distinct(values: list[Any]) -> list[Any]:
 
 
 distinct = AfterValidator(_distinct)
-"""An annotation for lists whose values differ."""
+"""An annotation for lists without duplicates."""
 
 Name = Annotated[
     str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, `.`, `_` and `-`"), named("name")
 ]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
-# A URL with a password is refused as such (`secret_problems`), without showing it.
+# URLs with a password match, so that `secret_problems` reports them without showing the password.
 _PATH = rf"(?![A-Za-z][A-Za-z0-9+.-]*:/).+|{PASSWORD.pattern}.*"
 Address = Annotated[
     str,
@@ -133,7 +133,7 @@ class JobConfig(Section):
 
 
 def schema_of(job: str) -> type[JobConfig]:
-    """Return the class of a job's YAML. It is imported here, because building the classes of a schema takes time."""
+    """Return the class of a job's YAML. Imported here because building a schema's classes takes time."""
     return getattr(import_module(f"biphasic.config.{job}"), f"{job.capitalize()}Config")
 
 
@@ -167,12 +167,12 @@ class ClusterConfig(Section):
 
 
 def within(key: str, section: str) -> bool:
-    """Return whether a dotted key is `section`, or a key below it."""
+    """Return whether a dotted key is `section` or a key below it."""
     return f"{key}.".startswith(f"{section}.")
 
 
 def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values in nested sections, mappings and lists by their dotted keys."""
+    """Yield the values in nested sections, mappings and lists with their dotted keys."""
     if isinstance(value, Section):
         value = {name: getattr(value, name) for name in type(value).model_fields}
     if isinstance(value, dict | list):
@@ -183,7 +183,7 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def secret_problems(config: JobConfig) -> KeyProblems:
-    """Report passwords in URLs, because the configuration is copied to the run folder, checkpoints and model card."""
+    """Report passwords in URLs: configurations are copied to run folders, checkpoints and model cards."""
     for key, value in flatten(config):
         if isinstance(value, str) and PASSWORD.match(value):
             yield [key], "expected an address without user and password: credentials come from the environment"

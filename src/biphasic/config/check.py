@@ -1,4 +1,4 @@
-"""Check keys and values against the schema of a job, and report every error with its key and what was expected."""
+"""Check keys and values against a job's schema, and report every error with its key and the expected value."""
 
 from __future__ import annotations
 
@@ -23,25 +23,19 @@ _EXPECTED = {
     "invalid_key": "a text as key",
     "model_type": "`key: value` lines below it",
 }
-"""What is expected instead of a value, by pydantic's error type, where pydantic's message does not suit a YAML."""
+"""Expected values by pydantic's error type, where pydantic's own message does not suit a YAML."""
 
 
 def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str], str], ranks: int) -> JobConfig:
-    """Return the checked configuration.
+    """Return the checked configuration. Invalid keys are removed from `content`.
 
-    Args:
-        content: keys and values. A key with a problem is removed from it.
-        jobs: the allowed values of `job`.
-        source: function that returns where a key was written.
-        ranks: processes of the run.
-
-    Raises:
-        ConfigError: with every unknown key, wrong type and impossible combination.
+    `jobs` are the allowed values of `job`; `source` returns where a key was written. Raises a ConfigError that lists
+    every unknown key, wrong type and impossible combination.
     """
     problems, config = _validate(content, jobs, source)
     broken = {problem.key for problem in problems}
     if problems:
-        # The other keys are checked without the broken ones, so that one call reports everything.
+        # Check the other keys without the invalid ones, so that one call reports everything.
         for key in sorted(broken, key=len, reverse=True):
             _remove(content, key.split("."))
         more, config = _validate(content, jobs, source)
@@ -72,8 +66,8 @@ def _validate(
     details: dict[tuple[str, ...], list[ErrorDetails]] = {}
     for detail in errors:
         details.setdefault(_keys(detail, content), []).append(detail)
-    # pydantic reports one error for each type that a value may have. If the value fits one of the types, only the error for
-    # that type is useful.
+    # pydantic reports an error for each type that a value may have. If the value has one of the types, only that type's
+    # error is useful.
     fitting = [keys for keys, alternatives in details.items() if not all(map(_is_type, alternatives))]
     problems = []
     for keys, alternatives in details.items():
@@ -101,7 +95,7 @@ def _is_type(detail: ErrorDetails) -> bool:
 
 
 def _keys(detail: ErrorDetails, content: Any) -> tuple[str, ...]:
-    """Return the YAML keys of an error: its location without the union members that it also contains."""
+    """Return the YAML keys of an error: its location without the members of unions."""
     keys: list[str] = []
     value: Any = content
     for index, part in enumerate(detail["loc"]):
@@ -116,7 +110,7 @@ def _keys(detail: ErrorDetails, content: Any) -> tuple[str, ...]:
 
 
 def _message(keys: tuple[str, ...], alternatives: list[ErrorDetails], content: dict[Any, Any]) -> str:
-    """Return the message about a key, from an error for each type that its value may have."""
+    """Return the message about a key, given an error for each type that its value may have."""
     kind, value = alternatives[0]["type"], alternatives[0]["input"]
     *above, name = keys
     if kind == "extra_forbidden":
@@ -137,7 +131,7 @@ def _message(keys: tuple[str, ...], alternatives: list[ErrorDetails], content: d
 
 
 def _expected(detail: ErrorDetails) -> str:
-    """Return what an error expected instead of the value."""
+    """Return the expected value of an error."""
     kind = detail["type"]
     if kind == "literal_error":
         expected = detail["ctx"]["expected"]  # pyright: ignore[reportTypedDictNotRequiredAccess]
@@ -157,7 +151,7 @@ def _unknown_key(above: list[str], name: str, content: dict[Any, Any]) -> str:
 
 
 def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True) -> list[KeySection]:
-    """Return the sections that may be at a key. With `by_kind`, only those of the kind that is written there."""
+    """Return the possible sections at a key. With `by_kind`, only those of the kind in the content."""
     value: Any = content
     for key in keys:
         value = value[int(key)] if isinstance(value, list) else value.get(key) if isinstance(value, dict) else None
@@ -175,6 +169,6 @@ def _sections_at(keys: list[str], content: dict[Any, Any], by_kind: bool = True)
 
 
 def _nearest(value: object, allowed: Iterable[str]) -> str:
-    """Return a question that names the allowed value nearest to a wrong one, or nothing."""
+    """Return a question with the allowed value nearest to a wrong one, or an empty string."""
     near = difflib.get_close_matches(str(value), list(allowed), 1, 0.4)
     return f" (did you mean `{near[0]}`?)" if near else ""

@@ -75,13 +75,13 @@ class DataConfig(Section):
 
     @property
     def streams(self) -> dict[str, StreamConfig]:
-        """The training streams by YAML key. A mix is sorted by name, because the order of streams affects row ids."""
+        """The training streams by YAML key. A mix is sorted by name, because row ids depend on the order of streams."""
         if self.mix is not None:
             return {f"data.mix.{name}": self.mix[name] for name in sorted(self.mix)}
         return {} if self.train is None else {"data.train": self.train}
 
     def first_row(self, global_batch_size: int) -> int:
-        """Return the number of rows in the order before the run's first batch."""
+        """Return the number of rows that are ordered before the run's first batch."""
         return BatchShape(global_batch_size, self.sequence_length).batches(self.start_at) * global_batch_size
 
     @property
@@ -91,10 +91,9 @@ class DataConfig(Section):
 
 
 def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
-    """Return a pretraining YAML's content with the keys that `data.folder` stands for: the streams and `tokenizer`.
+    """Return a pretraining YAML's content with the keys that `data.folder` implies: the streams and `tokenizer`.
 
-    Keys that are given explicitly are kept, also `validation: null`; `data_problems` reports those that contradict
-    `data.folder`.
+    Explicit keys are kept, including `validation: null`; `data_problems` reports those that contradict `data.folder`.
     """
     data = content.get("data")
     if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
@@ -116,7 +115,7 @@ def _split_of(folder: str, cache: object, split: str) -> dict[str, Any]:
 
 
 def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
-    """Report invalid streams, and keys that have no effect without other keys."""
+    """Report invalid streams, and keys without effect."""
     if data.folder is not None and (contradictions := list(_folder_contradictions(data, data.folder))):
         yield from contradictions
         return
@@ -140,7 +139,7 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     if not remote:
         where = "data.train.remote" if data.mix is None else "a remote in data.mix"
         names = ["predownload", "download_retry", "download_timeout"]
-        # A YAML may set a limit for the case that its data.folder lies in a bucket.
+        # A YAML may set a limit in case its data.folder is in a bucket.
         names += ["cache_limit"] if data.folder is None else []
         yield from data.require_defaults(names, "data", list(data.streams), f"has no effect without {where}")
     elif data.cache_limit is not None:
@@ -167,7 +166,7 @@ def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:
 
 
 def _folder_problems(data: DataConfig) -> KeyProblems:
-    """Report folders that are used twice. Shards have the same names in every split and stream, so they would collide."""
+    """Report folders that are used twice: shards of different splits and streams have the same names."""
     folders: dict[str, str] = {}
     for key, stream in data.splits.items():
         folder = normpath(stream.local)

@@ -1,4 +1,4 @@
-"""Durations, written in a YAML as a number and one of Composer's time units, and the progress of a run."""
+"""Durations, which YAMLs give as a number and one of Composer's time units, and the progress of a run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXPECTED = "a number and a unit, such as 21000ba (batches), 0.5dur, 50_000_000_0
 
 @dataclass(frozen=True)
 class Duration:
-    """A duration: `value` in `unit` (one of `UNITS`). `str` returns Composer's form, e.g. `21000ba`."""
+    """A duration: `value` in `unit` (one of `UNITS`). `str` returns Composer's format, e.g. `21000ba`."""
 
     value: float
     unit: str
@@ -30,8 +30,7 @@ class Duration:
     def parse(cls, text: object) -> Duration:
         """Parse a duration such as `21000ba`, `0.5dur`, `50_000_000_000tok`, `2ep` or `4096sp`.
 
-        Raises:
-            ValueError: `text` is not a valid duration. The message says what was expected.
+        Raises a ValueError that says what was expected.
         """
         if isinstance(text, Duration):
             return text
@@ -53,10 +52,10 @@ class Duration:
         return cls(value, unit)
 
     def resolve(self, total: Duration) -> Duration:
-        """Convert a share (`dur`) to the unit of `total`, rounded up. Return other durations unchanged."""
+        """Convert a share (`dur`) to the unit of `total`, rounded up. Other durations are returned unchanged."""
         if self.unit != "dur":
             return self
-        # Rounding before ceil removes floating-point errors: 0.07 * 100 is 7.000000000000001, but must give 7 batches.
+        # Rounding before ceil removes floating-point errors: 0.07 * 100 is 7.000000000000001 but must give 7 batches.
         return Duration(math.ceil(round(self.value * total.value, 6)), total.unit)
 
     def __str__(self) -> str:
@@ -64,7 +63,7 @@ class Duration:
 
     @classmethod
     def __get_pydantic_core_schema__(cls, source: type[Any], handler: GetCoreSchemaHandler) -> core_schema.CoreSchema:
-        # In JSON schemas, from which the reference is made, it is a format of its own.
+        # A separate format in JSON schemas, from which the reference is made.
         return core_schema.no_info_plain_validator_function(
             cls.parse,
             serialization=core_schema.plain_serializer_function_ser_schema(str),
@@ -86,13 +85,13 @@ class TrainingProgress:
         return {"ba": self.batches, "sp": self.rows, "tok": self.tokens, "ep": self.epochs}[unit]
 
     def reached(self, when: Duration) -> bool:
-        """Return whether `when` (not in `dur`) has been reached."""
+        """Return whether `when` has been reached. `when` is not in `dur`."""
         return self.in_unit(when.unit) >= when.value
 
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a global batch. Before the data is read, it converts durations as if no row had padding."""
+    """The size of a global batch. It converts durations before the data is read, as if no row had padding."""
 
     rows: int
     row_length: int
@@ -103,11 +102,11 @@ class BatchShape:
         return self.rows * self.row_length
 
     def tokens(self, duration: Duration) -> int:
-        """Convert a duration in batches, rows or tokens to tokens. Padding counts as tokens."""
+        """Convert a duration in batches, rows or tokens to tokens, including padding."""
         return int(duration.value) * {"ba": self.size, "sp": self.row_length, "tok": 1}[duration.unit]
 
     def batches(self, duration: Duration) -> int:
-        """Return the first batch that begins at or after `duration`, which is in batches, rows or tokens."""
+        """Return the first batch that begins at or after `duration` (in batches, rows or tokens)."""
         return -(-self.tokens(duration) // self.size)
 
     def not_before(self, a: Duration, b: Duration) -> bool:
@@ -117,5 +116,5 @@ class BatchShape:
         return "ep" not in (a.unit, b.unit) and self.tokens(a) >= self.tokens(b)
 
     def progress(self, batches: int) -> TrainingProgress:
-        """Return the progress of a run at the start of a batch, in its first epoch."""
+        """Return the progress at the start of a batch in the first epoch."""
         return TrainingProgress(batches, batches * self.rows, batches * self.size, 0)

@@ -47,7 +47,7 @@ class _TaskConfig(Section):
 
     @property
     def retrieval_sets(self) -> dict[str, str]:
-        """Retrieval datasets to score on by their names in tables, with the default applied."""
+        """Retrieval datasets to score on, by their names in tables."""
         return {}
 
 
@@ -116,7 +116,7 @@ class RetrievalConfig(_TaskConfig):
 
     @property
     def retrieval_sets(self) -> dict[str, str]:
-        """Retrieval datasets to score on by their names in tables: `scored_on`, or the task's own set."""
+        """Retrieval datasets to score on: `scored_on`, or the task's own set."""
         return {self.name: self.data} if self.scored_on is None else dict(self.scored_on)
 
 

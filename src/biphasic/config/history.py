@@ -1,9 +1,9 @@
-"""Compare the histories of two pretraining runs: from which batch on, and in which key, they train differently.
+"""Compare the histories of two pretraining runs: from which batch on they train differently, and in which key.
 
-A run is the history of its batches. Keys such as the model, the data and the seed affect every batch. The phases, and the
-parts of the schedule (warmup, constant rate, decay), follow each other; each has a rule for its batches. So two runs are
-the same up to the first phase or part that begins at another time or has another rule. What a restart may change, where a
-run may start from another run's checkpoint, and which batches the runs of a study share all follow from `first_difference`.
+A run is the history of its batches. Keys such as the model, the data and the seed affect every batch. The phases, and
+the parts of the schedule (warmup, constant rate, decay), follow each other, and each determines its own batches. So two
+runs are equal up to the first phase or part whose start or settings differ. `first_difference` therefore decides what a
+restart may change, where a run may start from another run's checkpoint, and which batches the runs of a study share.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _PATHS = {"local", "remote"}
 _NOT_CONSTANT: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
     **dict.fromkeys(("parallelism", "compute", "logging"), True),
-    "tokenizer": True,  # a path; the tokenizer's hash is compared with the data's
+    "tokenizer": True,  # a path: its hash is compared with the data's
     "optimizer": {"lr", "max_skipped_batches"},  # `_rates` compares lr
     "data": {
         **dict.fromkeys(("folder", "cache", "validation", "predownload", "cache_limit", "download_retry"), True),
@@ -35,19 +35,19 @@ _NOT_CONSTANT: dict[str, Any] = {
     # Compared by `_phases` and `_rates`.
     **dict.fromkeys(("max_duration", "objective", "schedule"), True),
 }
-"""Keys and sections that aren't compared as constants, because they don't affect the weights or are compared by batch."""
+"""Keys and sections that don't affect the weights, or are compared by batch instead of as constants."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two histories part.
+    """The first difference between two histories.
 
     Attributes:
-        batch: first batch that is trained differently, counted from 0. If it depends on the data's padding or on the length
-            of an epoch, this is the earliest possible batch.
+        batch: first batch that is trained differently, counted from 0; the earliest possible one if it depends on the
+            data's padding or on the length of an epoch.
         key: the key that differs, as in the second configuration.
-        first: value of the key in the first configuration, as text.
-        second: the same of the second configuration.
+        first: the key's value in the first configuration, as text.
+        second: the key's value in the second configuration.
         times: the histories are equal for batches that begin before all of these times.
     """
 
@@ -58,29 +58,21 @@ class Difference:
     times: tuple[Duration, ...]
 
     def is_past(self, last_batch: TrainingProgress) -> bool:
-        """Return whether a run whose last batch began at `last_batch` may have trained it differently."""
+        """Return whether a run whose last batch began at `last_batch` may already have trained differently."""
         return any(last_batch.reached(time) for time in self.times)
 
 
 def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()) -> Difference | None:
-    """Return the first batch that two configurations train differently, and a key that differs.
+    """Return the first batch that two checked configurations train differently, and a key that differs.
 
-    Keys that affect every batch are compared once: a difference there is at batch 0. Phases and parts of the schedule are
-    compared in order. Keys that don't affect the weights, such as paths and the number of ranks, are ignored. The lengths
-    of the runs are not a difference in themselves: only batches that both runs have are compared.
+    A different constant key is a difference at batch 0. Phases and parts of the schedule are compared in order. Keys
+    that don't affect the weights, such as paths and the number of ranks, are ignored, and so are those in `overrides`
+    (`checkpoint.resume_overrides`). Only batches that both runs have are compared: None means that the shorter history
+    is the beginning of the longer one.
 
-    How many tokens a batch has depends on its padding, and how many batches an epoch has depends on the data. So times in
-    `tok` are compared with each other, and so are times in `ep`, but a time in `tok` or `ep` differs from any time in
-    another unit. `Difference.batch` is then the earliest possible batch: a batch has at most `BatchShape`'s tokens, and an
-    epoch at least one batch.
-
-    Args:
-        first: a checked configuration.
-        second: another one.
-        overrides: keys or sections that may differ (`checkpoint.resume_overrides`).
-
-    Returns:
-        The first difference, or None if the shorter history is the beginning of the longer one.
+    The number of tokens in a batch depends on its padding, and the number of batches in an epoch on the data. So times
+    in `tok` or `ep` are compared only with times in the same unit, and differ from any time in another unit. `batch` is
+    then the earliest possible one: a batch has at most `BatchShape`'s tokens, an epoch at least one batch.
     """
     constant = next(constant_differences(first, second, overrides), None)
     if constant is not None:
@@ -90,7 +82,7 @@ def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: S
     differences = sorted(filter(None, compared), key=lambda difference: difference.batch)
     if not differences:
         return None
-    # In other units, the other difference may come first.
+    # With times in different units, the other difference may come first.
     return replace(differences[0], times=tuple(time for difference in differences for time in difference.times))
 
 
@@ -106,12 +98,12 @@ def constant_differences(
 
 
 def is_overridden(key: str, overrides: Sequence[str]) -> bool:
-    """Return whether a key is one of `overrides`, or within a section that is."""
+    """Return whether a key, or a section that contains it, is one of `overrides`."""
     return any(within(key, name) for name in overrides)
 
 
 def _constants(config: PretrainConfig) -> dict[str, Any]:
-    """Return the keys that affect every batch, with their values."""
+    """Return the keys that affect every batch with their values."""
     return dict(flatten(config.model_dump(mode="json", exclude=_NOT_CONSTANT, exclude_none=True)))
 
 
@@ -121,8 +113,8 @@ class _Part:
 
     Attributes:
         start: when it begins, in batches, tokens or epochs.
-        rule: what determines its start and its batches, by key; the key of its start comes first.
-        shown: how messages write values of `rule` that are written otherwise in the YAML.
+        rule: what determines its start and its batches, by key; first the key of its start.
+        shown: values for messages, where the YAML writes them differently than `rule`.
     """
 
     start: Duration
@@ -130,7 +122,6 @@ class _Part:
     shown: dict[str, str]
 
     def text(self, key: str) -> str:
-        """Return the value of a key for messages."""
         absent = "the end" if key.endswith(".until") else "no decay" if key == "schedule.decay" else "nothing"
         return self.shown.get(key, self.rule.get(key, absent))
 
@@ -139,7 +130,6 @@ _NO_PART = _Part(START, {}, {})
 
 
 def _phases(config: PretrainConfig) -> list[_Part]:
-    """Return the phases of a run."""
     parts, end = list[_Part](), config.max_duration
     for span in resolve_phases(config.objective.phases, end):
         phase, key, start = span.phase, f"objective.phases.{span.index}", _first_batch(span.start, config)
@@ -152,7 +142,7 @@ def _phases(config: PretrainConfig) -> list[_Part]:
             ratio = phase.masking_ratio
             ramp = f"{ratio.start} to {ratio.end} at {span.end}" if isinstance(ratio, RampConfig) else str(ratio)
             rule[f"{key}.masking_ratio"] = ramp
-        # Every other key of a phase is compared, also one that is added later.
+        # Compare every other key of a phase, including keys that are added to the schema later.
         first = {} if span.index else {"reset_optimizer": True}
         others = phase.model_dump(mode="json", exclude={"name": True, "until": True, "masking_ratio": True, **first})
         rule |= {f"{key}.{name}": json.dumps(value).strip('"') for name, value in flatten(others)}
@@ -161,7 +151,7 @@ def _phases(config: PretrainConfig) -> list[_Part]:
 
 
 def _rates(config: PretrainConfig) -> list[_Part]:
-    """Return warmup, constant part and decay of the learning rate."""
+    """Return the warmup, constant part and decay of the learning rate."""
     schedule, end, rate = config.schedule, config.max_duration, {"optimizer.lr": repr(config.optimizer.lr)}
     warmup, decay = schedule.warmup.resolve(end), decay_start(schedule, end)
     rule = {**rate, "schedule.warmup": str(warmup if warmup.value else START)}
@@ -170,14 +160,14 @@ def _rates(config: PretrainConfig) -> list[_Part]:
     if decay != end:
         course = {"schedule.decay": f"from {decay} to {end}", "schedule.decay_shape": schedule.decay_shape}
         course["schedule.final_lr"] = repr(schedule.final_lr)
-        # The batch that begins with the decay still has the full rate.
+        # The first batch of the decay still has the full learning rate.
         falls = _first_batch(Duration(decay.value + 1, decay.unit), config)
         parts.append(_Part(falls, {**course, **rate}, {}))
     return parts
 
 
 def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
-    """Return when the first batch at or after `time` begins. Rows become batches, and zero is the same in every unit."""
+    """Return when the first batch at or after `time` begins. Rows become batches; zero is the same in every unit."""
     return Duration(config.batch_shape.batches(time), "ba") if time.unit == "sp" else time if time.value else START
 
 
@@ -188,7 +178,7 @@ def _text(duration: Duration, total: Duration) -> str:
 def _compare(
     first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
 ) -> Difference | None:
-    """Return the first difference between the phases, or between the schedules, of two runs."""
+    """Return the first difference between the phases or the schedules of two runs."""
     shape, ends = first.batch_shape, [_first_batch(config.max_duration, config) for config in (first, second)]
     for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
         keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]

@@ -1,4 +1,4 @@
-"""Read a YAML file and `key=value` overrides into a checked configuration, or report every error at once."""
+"""Load a YAML file and `key=value` overrides as a checked configuration, or report all errors at once."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 Job = TypeVar("Job", bound="JobConfig")
 _BASES = "base"
-"""Name of the folders whose YAMLs are only for the `defaults:` of others."""
+"""Name of folders with YAMLs that are only for the `defaults:` of others."""
 
 
 def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Config:
@@ -37,11 +37,11 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
     Args:
         file: path of the YAML. Its `defaults: other.yaml` (or a list) is read first, relative to the file.
         overrides: `key=value`, the value as YAML; `objective.phases.0.until=100ba` changes an element of a list.
-        ranks: processes of the run, for the values that must be divisible by their number.
+        ranks: number of ranks, which some values must be divisible by.
 
     Raises:
-        ConfigError: with every unknown key, wrong type and impossible combination, each with its file and line. For a
-            study, also those of its models.
+        ConfigError: lists every unknown key, wrong type and impossible combination with its file and line, also in the
+            models of a study.
     """
     tree = read_tree(file, overrides or [])
     try:
@@ -58,7 +58,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
 
 
 def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Job:
-    """Read a YAML as `load` does, and raise a UserError if its job is another one than that of `schema`."""
+    """Read a YAML as `load` does. Raises a UserError if its job is not that of `schema`."""
     config = load(file, overrides, ranks)
     if not isinstance(config, schema):
         expected = next(job for job in JOBS if schema_of(job) is schema)
@@ -67,7 +67,7 @@ def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = 
 
 
 def _base_problem(file: Path) -> Problem:
-    """Return the problem of a base that is run by itself. It names YAMLs that build on it."""
+    """Return the problem that a base can't be run by itself. It names YAMLs that build on it."""
     name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
     yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
     users = [str(path) for path in yamls if name.search(path.read_text(encoding="utf-8", errors="replace"))]
@@ -76,5 +76,5 @@ def _base_problem(file: Path) -> Problem:
 
 
 def dump(config: BaseModel) -> str:
-    """Return the complete configuration as YAML, defaults included. Loading it gives the same configuration."""
+    """Return the complete configuration as YAML, including defaults. Loading it gives an equal configuration."""
     return OmegaConf.to_yaml(OmegaConf.create(escape_interpolations(config.model_dump(mode="json"))))

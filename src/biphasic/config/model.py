@@ -1,4 +1,4 @@
-"""Schema of the `model:` section of a pretraining YAML, its checks, and the architecture that it describes."""
+"""Schema of a pretraining YAML's `model:` section, its checks, and the architecture that it describes."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ DEFAULT_ROPE_THETA = 10_000.0
 
 
 def architecture_of(model: ModelConfig) -> Architecture | None:
-    """Return the architecture in a YAML. Return None if dimensions are missing or come from `init_from`."""
+    """Return the architecture in a YAML; None if dimensions are missing or come from `init_from`."""
     if model.init_from is not None:
         return None
     if model.preset is not None:
@@ -68,7 +68,7 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
 
 
 def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
-    """Check combinations of values in the model section, and that rows are not longer than the model is for."""
+    """Check combinations of values in the model section, and that rows don't exceed the model's maximum length."""
     if model.max_position_embeddings is not None and model.max_position_embeddings < sequence_length:
         message = f"expected at least data.sequence_length ({sequence_length}); got {model.max_position_embeddings}"
         yield ["model.max_position_embeddings", "data.sequence_length"], message

@@ -1,4 +1,4 @@
-"""Compute and print plans: of a pretraining run its batches, phases, learning rates, checkpoints, memory and FLOPs."""
+"""Compute the plan of a pretraining run: batches, phases, learning rates, checkpoints, memory and FLOPs."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class JobPlan:
 
     Attributes:
         run: the run's folder.
-        job: value of the YAML's `job`, with the number of ranks.
-        lines: text for each topic; a text of several lines is printed with its topic before each.
-        warnings: what the user may not expect.
-        missing: what has to be made before the job can start.
-        problems: what would stop the job although everything is there.
+        job: the YAML's `job` and the number of ranks.
+        lines: text by topic; each line of a longer text is printed after its topic.
+        warnings: what may surprise the user.
+        missing: what must be made before the job can start.
+        problems: what would stop the job even if nothing were missing.
         details: the numbers in the lines, for JSON.
     """
 
@@ -56,10 +56,10 @@ class JobPlan:
 
 @dataclass(frozen=True)
 class StartPlan:
-    """Where a run will start: the first batch that it trains, and the checkpoint or the weights that it starts from.
+    """Where a run will start: its first batch, and the checkpoint or weights that it starts from.
 
-    `problem` says why it can't start, or why that isn't known; `batch` is None then. `refused` says that its own checkpoint
-    was trained with another configuration, so that the run would stop.
+    `problem` says why it can't start, or why this is unknown; `batch` is then None. `refused`: its own checkpoint was
+    trained with another configuration, so the run would stop.
     """
 
     batch: int | None = None
@@ -75,17 +75,11 @@ def plan(
     records: Mapping[str, StreamRecord] = MappingProxyType({}),
     start: StartPlan | None = None,
 ) -> JobPlan:
-    """Compute the plan of a pretraining run. This reads only `config.json`, if `model.init_from` is a local folder.
+    """Compute the plan of a pretraining run. Reads only `config.json`, if `model.init_from` is a local folder.
 
-    Token counts include padding, which is up to 1% of the positions with `documents` packing. If durations are given in
-    tokens, the run therefore takes up to 1% more batches than the plan shows, and `exact` is false. Values that depend on
-    the data are None.
-
-    Args:
-        config: a checked configuration.
-        ranks: number of processes.
-        records: the datasets' conversion records, as far as they are known, by key.
-        start: where the run will start, if that was looked up.
+    Token counts include padding, up to 1% of the positions with `documents` packing. If durations are in tokens, the
+    run therefore takes up to 1% more batches than shown, and `exact` is false. Values that depend on data are None.
+    `records` are the known conversion records of the datasets, by key.
     """
     run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
@@ -161,7 +155,7 @@ def _start(start: StartPlan, batch: int, batches: int | None, about: str) -> str
 
 
 def _init_from_architecture(path: str | None) -> Architecture | None:
-    """Read the architecture from `config.json` if `path` is a local Hugging Face folder; otherwise return None."""
+    """Read the architecture from `config.json` if `path` is a local Hugging Face folder; otherwise None."""
     try:
         content = json.loads((Path(path or "") / "config.json").read_text(encoding="utf-8"))
         return Architecture.from_hf_config(SimpleNamespace(**content))
@@ -170,12 +164,12 @@ def _init_from_architecture(path: str | None) -> Architecture | None:
 
 
 def _batch(time: Duration, config: PretrainConfig) -> int | None:
-    """Return the batch that begins at `time`. Return None if it depends on the size of an epoch."""
+    """Return the batch that begins at `time`; None if it depends on the length of an epoch."""
     return None if time.unit == "ep" else config.batch_shape.batches(time)
 
 
 def _phases(config: PretrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield each phase: its first and last batch, counted from 0, and its tokens."""
+    """Yield each phase with its first and last batch, counted from 0, and its tokens."""
     for span in resolve_phases(config.objective.phases, config.max_duration):
         first, end, ratio = _batch(span.start, config), _batch(span.end, config), None
         if isinstance(span.phase, MLMPhase):
@@ -208,7 +202,7 @@ def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> d
     numbers: dict[str, int | None] = {"count": None, "kept": None, "most": None}
     if "ep" not in {end.unit, every.unit, *(point.unit for point in branch_points(config))}:
         saved, kept = saved_checkpoints(config)
-        # The checkpoint that is being written is stored beside the others.
+        # While a checkpoint is written, the older ones are still stored.
         most = len(remaining_checkpoints(saved[:-1], kept, keep)) + 1
         numbers = {"count": len(saved), "kept": len(remaining_checkpoints(saved, kept, keep)), "most": most}
     return {
@@ -220,9 +214,9 @@ def _checkpoints(config: PretrainConfig, architecture: Architecture | None) -> d
 
 
 def branch_points(config: PretrainConfig) -> list[Duration]:
-    """Return the points where other runs may branch off: each phase switch, the decay's start, `checkpoint.keep_at`.
+    """Return the times at which other runs may branch off: phase switches, the decay's start, and `checkpoint.keep_at`.
 
-    A run always saves at these points and keeps the checkpoints, regardless of `checkpoint.interval` and `checkpoint.keep`.
+    A run always saves and keeps these checkpoints, regardless of `checkpoint.interval` and `checkpoint.keep`.
     """
     total = config.max_duration
     switches = [span.start for span in resolve_phases(config.objective.phases, total)[1:]]
@@ -234,10 +228,8 @@ def branch_points(config: PretrainConfig) -> list[Duration]:
 def saved_checkpoints(config: PretrainConfig, start: int = 0, marked: Iterable[int] = ()) -> tuple[list[int], set[int]]:
     """Return the batches at which an uninterrupted run saves, and those whose checkpoints it never deletes.
 
-    Args:
-        config: a configuration without times in epochs. With times in tokens, padding makes the run a little longer.
-        start: number of batches that another run has trained.
-        marked: batches, besides the branch points, whose checkpoints are never deleted.
+    `config` has no times in epochs; with times in tokens, padding makes the run slightly longer. `start` is the number
+    of batches that another run has trained. Besides the branch points, checkpoints at `marked` are never deleted.
     """
     shape, total = config.batch_shape, config.max_duration
     end, every = shape.batches(total), shape.batches(config.checkpoint.interval.resolve(total))
@@ -247,17 +239,14 @@ def saved_checkpoints(config: PretrainConfig, start: int = 0, marked: Iterable[i
 
 
 def remaining_checkpoints(saved: list[int], kept: set[int], keep: int) -> list[int]:
-    """Return which checkpoints are stored when those of the batches `saved` are complete, of which `kept` are never deleted.
-
-    `keep` is `checkpoint.keep`.
-    """
+    """Return the checkpoints of `saved` that remain: those in `kept`, and the newest `keep` (-1: all)."""
     return saved if keep < 0 else sorted(kept.intersection(saved).union(saved[-keep:]))
 
 
 def training_flops(config: PretrainConfig, architecture: Architecture, first: int, end: int) -> float:
-    """Return the FLOPs of the batches from `first` (inclusive) to `end` (exclusive).
+    """Return the FLOPs of the batches from `first` (inclusive) to `end` (exclusive), with attention over complete rows.
 
-    Attention is counted over complete rows. No duration of the configuration is in epochs.
+    No duration of the configuration may be in epochs.
     """
     total, row, shape = 0.0, config.data.sequence_length, config.batch_shape
     for span in resolve_phases(config.objective.phases, config.max_duration):
@@ -271,7 +260,7 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
 
 
 def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> tuple[dict[str, int], str]:
-    """Return the bytes that a rank needs, and the same as text."""
+    """Return the bytes that a rank needs, as numbers and as text."""
     parallelism, shards, buckets = config.parallelism, 1, architecture.bucket_bytes if ranks > 1 else 0
     if parallelism.strategy == "fsdp":
         buckets = 0
@@ -280,7 +269,7 @@ def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> t
     width = 2 if config.precision == "amp_bf16" else 4
     tokens = rows * config.data.sequence_length
     stored_layers = architecture.layers - len(config.compute.recomputed(architecture.layers))
-    # A recomputed layer stores only its input, except during its own backward pass, when it stores all its activations.
+    # A recomputed layer stores only its input, and all its activations during its own backward pass.
     inputs = tokens * architecture.hidden * width * (architecture.layers - stored_layers)
     layers = architecture.activation_bytes(tokens, width) * max(stored_layers, 1) // max(architecture.layers, 1)
     state, activations = architecture.state_bytes(shards), layers + inputs
@@ -296,14 +285,10 @@ def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> t
 def _plan_datasets(
     config: PretrainConfig, batches: int | None, records: Mapping[str, StreamRecord]
 ) -> tuple[list[dict[str, Any]], list[str], list[str]]:
-    """Return how much a run reads of each dataset, the same as text, and warnings about repeated data.
+    """Return how much a run reads of each dataset, as numbers and as text, and warnings about repeated data.
 
-    Token counts exclude padding, and unknown values are None.
-
-    Args:
-        config: a checked configuration.
-        batches: number of batches in the run if padding counts as tokens; None if it depends on the data.
-        records: the datasets' conversion records, as far as they are known, by key.
+    Token counts exclude padding; unknown values are None. `batches` is the length of the run if padding counts as
+    tokens, or None if it depends on the data.
     """
     streams, first_row = config.data.streams, config.data.first_row(config.global_batch_size)
     records = {key: each for key, each in records.items() if each.split.get("rows") and each.split.get("tokens")}

@@ -187,7 +187,7 @@ class PretrainConfig(RunConfig):
 
     @property
     def local_checkpoints(self) -> Path:
-        """Local folder of checkpoints: the destination, or the folder from which checkpoints are uploaded."""
+        """Local folder of checkpoints: the destination, or the folder that uploads are made from."""
         destination = self.checkpoint_destination
         return self.run_folder / "checkpoints" if is_remote(destination) else Path(destination)
 
@@ -261,7 +261,7 @@ class PretrainConfig(RunConfig):
             if name == "max_duration":
                 message = "has no effect: a restart may always change max_duration; name the keys whose past changes"
                 yield [f"checkpoint.resume_overrides.{index}"], message
-            # Datasets are compared by the hash of their index, under a key that ends in `.index` and is not in the YAML.
+            # Datasets are compared by the hash of their index, under a key in `.index` that the YAML doesn't have.
             if not any(f"{key}.".startswith(f"{name.removesuffix('.index')}.") for key in keys):
                 message = f"expected a key or a section of this configuration; got {name!r}"
                 yield [f"checkpoint.resume_overrides.{index}"], message

@@ -19,7 +19,7 @@ from biphasic.errors import ConfigError, Problem
 
 _COMMAND_LINE = "command line"
 _MAX_DEPTH = 50
-"""Levels of nesting that are read. Schemas have about six; the libraries read nested values recursively."""
+"""Maximum nesting, since the libraries read nested values recursively. Schemas have about six levels."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser if PyYAML has it, as in OmegaConf
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
 _READ_ERRORS = (
@@ -42,20 +42,16 @@ class KeyTree:
         return self.where.get(key, str(self.file))
 
     def content(self) -> dict[Any, Any]:
-        """Return all keys and values, with interpolations resolved.
-
-        Raises:
-            ConfigError: an interpolation can't be resolved.
-        """
+        """Return all keys and values with resolved interpolations. Raises a ConfigError if one can't be resolved."""
         with _errors_reported(self.source):
             content = OmegaConf.to_container(OmegaConf.create(self.merged), resolve=True)
         assert isinstance(content, dict)
         return content
 
     def update(self, key: str, value: Any, where: Mapping[str, str]) -> None:
-        """Merge a value into a dotted key (an empty key is the top), with the places of the key and of keys below it.
+        """Merge a value into a dotted key (empty: the top level). `where` has the places of this key and those below.
 
-        Sections merge, except those whose kind differs; a list replaces a list.
+        Sections merge unless their kind differs; a list replaces a list.
         """
         for part in reversed(key.split(".") if key else []):
             value = {part: value}
@@ -64,7 +60,7 @@ class KeyTree:
         self.where.update(where)
 
     def _merge(self, old: Any, new: Any, key: str) -> Any:
-        """Return the value of `key` after `new` is merged into `old`, which is changed."""
+        """Return the value of `key` after merging `new` into `old`, in place where possible."""
         if isinstance(old, list) and isinstance(new, dict) and new and all(str(name).isdigit() for name in new):
             for index, child in new.items():
                 old[int(index)] = self._merge(old[int(index)], child, f"{key}.{index}")
@@ -74,7 +70,7 @@ class KeyTree:
             return deepcopy(new)
         kind = "name" if re.fullmatch(r"objective\.phases\.\d+", key) else "kind"  # where a section's kind is written
         if isinstance(old.get(kind), str) and isinstance(new.get(kind), str) and old[kind] != new[kind]:
-            # Keys on the command line stay: their order does not matter.
+            # Keep keys from the command line: the order of overrides does not matter.
             for name in [name for name in old if self.source(f"{key}.{name}") != _COMMAND_LINE]:
                 del old[name]
                 self._forget(f"{key}.{name}")
@@ -83,15 +79,13 @@ class KeyTree:
         return old
 
     def _forget(self, key: str) -> None:
-        """Forget where a key and the keys below it were written."""
         self.where = {k: place for k, place in self.where.items() if not within(k, key)}
 
 
 def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
     """Read a YAML with its `defaults:`, and apply `key=value` overrides.
 
-    Raises:
-        ConfigError: a file can't be read or is not valid YAML, or an override is not `key=value`.
+    Raises a ConfigError if a file can't be read or is not valid YAML, or if an override is not `key=value`.
     """
     tree = KeyTree(Path(file))
     _read(Path(file), tree, ())
@@ -101,7 +95,7 @@ def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
 
 
 def escape_interpolations(value: Any) -> Any:
-    """Escape `${` in texts, which OmegaConf would resolve when it reads them."""
+    """Escape `${` in strings, which OmegaConf would resolve."""
     if isinstance(value, dict):
         return {key: escape_interpolations(child) for key, child in value.items()}
     if isinstance(value, list):
@@ -136,7 +130,7 @@ def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:
 
 
 def _similar_file(file: Path) -> str:
-    """Return a question that names the existing YAML with the nearest name, or nothing."""
+    """Return a question with the existing YAML whose name is nearest, or an empty string."""
     with suppress(OSError, ValueError):
         names = [other.name for other in file.parent.iterdir() if other.suffix in (".yaml", ".yml")]
         same = [name for name in names if Path(name).stem == file.stem]
@@ -152,7 +146,7 @@ def _parse(text: str, name: str) -> tuple[yaml.Node | None, dict[Any, Any]]:
         nodes = yaml.compose(text, Loader=_LOADER)
         if nodes is not None and not isinstance(nodes, yaml.MappingNode):
             raise _config_error(name, "", "expected `key: value` lines at the top")
-        # OmegaConf reads 1e-4 as a number, unlike PyYAML.
+        # Unlike PyYAML, OmegaConf reads 1e-4 as a number.
         content = OmegaConf.to_container(OmegaConf.create(text), resolve=False) if nodes is not None else {}
     except _READ_ERRORS as error:
         mark = getattr(error, "problem_mark", None)
@@ -204,7 +198,7 @@ def _config_error(where: str, key: str, message: str) -> ConfigError:
 
 @contextmanager
 def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[None]:
-    """Report an error of the YAML libraries as one of `key`, or of the key that the error names."""
+    """Report errors of the YAML libraries as errors of `key`, or of the key that the error names."""
     try:
         yield
     except _READ_ERRORS as error:
@@ -213,7 +207,6 @@ def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[No
 
 
 def _summary(error: BaseException) -> str:
-    """Return the first line of an error of the YAML libraries."""
     if isinstance(error, RecursionError):
         return "a value contains itself"
     text = getattr(error, "problem", None) or str(error)

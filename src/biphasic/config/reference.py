@@ -1,4 +1,4 @@
-"""The reference of all keys: types, limits, defaults and descriptions, from the JSON schemas that pydantic makes."""
+"""The reference of all keys: types, limits, defaults and descriptions, from pydantic's JSON schemas."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from biphasic.errors import UserError
 _PLAIN = {"string": "text", "boolean": "`true` or `false`", "integer": "integer", "number": "number", "null": "`null`"}
 _LIMITS = {"exclusiveMinimum": ">", "minimum": "≥", "exclusiveMaximum": "<", "maximum": "≤"}
 _LARGEST = 2**63
-"""Limits from here on are those of 64-bit integers, which every number has."""
+"""Limits from here on are those of every 64-bit integer, and aren't shown."""
 
 
 class Key(NamedTuple):
-    """A key of a section: its name, and its type with limits, default and description as Markdown."""
+    """A key of a section: its name, and as Markdown its type with limits, default and description."""
 
     name: str
     type: str
@@ -34,10 +34,8 @@ class KeySection(NamedTuple):
     """A section of a job's YAML, and its keys.
 
     Attributes:
-        key: dotted key of the section; `N` stands for an index of a list, `NAME` for a chosen name; empty at the top.
-        kind: which of several forms of the section, e.g. `kind: files`; empty if there is only one.
-        description: what the section is.
-        keys: the keys.
+        key: dotted key of the section, empty at the top; `N` stands for a list index, `NAME` for a user's name.
+        kind: which of several variants of the section, e.g. `kind: files`; empty if there is only one.
     """
 
     key: str
@@ -60,7 +58,7 @@ class _JsonSchema(GenerateJsonSchema):
 
 @cache
 def sections_of(job: str) -> list[KeySection]:
-    """Return the sections of a job's YAML, each before those inside it."""
+    """Return the sections of a job's YAML, each before its subsections."""
     schema = schema_of(job).model_json_schema(schema_generator=_JsonSchema)
 
     def walk(key: str, kind: str, section: dict[str, Any], defaults: dict[str, Any]) -> Iterator[KeySection]:
@@ -82,12 +80,12 @@ def sections_of(job: str) -> list[KeySection]:
                 place, form = f"{key}.{name}{suffix}".lstrip("."), "" if is_alone else tags[0]
                 yield from walk(place, form, child, values if isinstance(values, dict) else {})
 
-    # Several forms of a section may contain the same section.
+    # Several variants of a section may contain the same section.
     return list(dict.fromkeys(walk("", "", schema, {})))
 
 
 def _sections_in(field: dict[str, Any], suffix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield the names of the sections that a value may be or contain, each with what follows the value's key."""
+    """Yield the names of the sections that a value may be or contain, with the suffix for the value's key."""
     if "$ref" in field:
         yield suffix, field["$ref"].rpartition("/")[2]
     for choice in field.get("anyOf", field.get("oneOf", ())):
@@ -139,7 +137,6 @@ def _one_line(text: str) -> str:
 
 
 def _description_of_job(job: str) -> str:
-    """Return the description of a job without the job's name, which the title has."""
     text = sections_of(job)[0].description.partition("`: ")[2]
     return text[0].upper() + text[1:]
 
@@ -147,12 +144,8 @@ def _description_of_job(job: str) -> str:
 def describe_keys(name: str = "") -> str:
     """Return keys as text for a terminal.
 
-    Args:
-        name: a job, a section or a key: `pretrain`, `optimizer`, `optimizer.lr`, `finetune.task`, `lr`. A part in the
-            middle is enough: `phases`. Without it, the sections of all jobs are listed.
-
-    Raises:
-        UserError: there is no such section or key. The message names similar ones.
+    `name` is a job, a section or a key: `pretrain`, `optimizer`, `optimizer.lr`, `finetune.task`, `lr`, or a middle
+    part: `phases`. An empty name lists the sections of all jobs. Raises a UserError with similar names if none matches.
     """
     if not name:
         lines = ["biphasic keys SECTION, such as `biphasic keys pretrain.optimizer` or `biphasic keys optimizer.lr`"]
@@ -162,7 +155,7 @@ def describe_keys(name: str = "") -> str:
         return "\n".join(lines)
     first, _, rest = name.partition(".")
     jobs, part = ([first], rest) if first in JOBS else (JOBS, name)
-    # Jobs may share a section: it is shown once, for all of them.
+    # A section that several jobs share is shown once.
     jobs_of: dict[KeySection, list[str]] = {}
     for job in jobs:
         for section in sections_of(job):
@@ -177,7 +170,7 @@ def describe_keys(name: str = "") -> str:
 
 
 def _matches(key: str, name: str) -> bool:
-    """Return whether `name` is the key, or a section that it is in; placeholders for names and indices may be left out."""
+    """Return whether `name` is the key or a section that contains it. Placeholders (`N`, `NAME`) may be omitted."""
     short = ".".join(part for part in key.split(".") if part not in ("N", "NAME"))
     return not name or any(f".{name}." in f".{form}." for form in (key, short))
 

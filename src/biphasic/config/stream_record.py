@@ -1,4 +1,4 @@
-"""Find and read the record (`conversion.json`) that a data conversion writes beside its splits."""
+"""Find and read the record (`conversion.json`) that a conversion writes beside its splits."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from biphasic.errors import UserError
 from biphasic.storage import is_remote, open_store
 
 CONVERSION_RECORD = "conversion.json"
-"""File name of a conversion's record. It is written last, so that its presence means that the output is complete."""
+"""File name of a conversion's record, which is written last: if it exists, the output is complete."""
 CONVERSION_STARTED = "conversion.started"
-"""Name of a file that is in the output while a conversion is unfinished."""
+"""Name of a file that exists in the output while a conversion is unfinished."""
 
 
 @dataclass(frozen=True)
 class StreamRecord:
-    """A conversion's record, the folder or bucket prefix that holds it, and the record's entry for a stream's split."""
+    """A conversion's record, the folder or bucket prefix that contains it, and its entry for a stream's split."""
 
     folder: str
     record: dict[str, Any]
@@ -27,7 +27,7 @@ class StreamRecord:
 
     @property
     def tokens_per_row(self) -> float:
-        """Average number of tokens in a row, without padding."""
+        """Average number of tokens in a row, excluding padding."""
         return self.split["tokens"] / self.split["rows"]
 
 
@@ -40,8 +40,7 @@ def split_conversion_path(path: str) -> tuple[str, str]:
 def read_stream_record(stream: StreamConfig) -> StreamRecord | None:
     """Read the conversion record of a stream from the parent folder of `local`, or else of `remote`.
 
-    Returns:
-        The record, or None if neither can be read, since training does not require it.
+    Returns None if neither can be read, since training does not require the record.
     """
     for path in (stream.local, stream.remote):
         if path is None:
@@ -50,7 +49,7 @@ def read_stream_record(stream: StreamConfig) -> StreamRecord | None:
         try:
             record = json.loads(open_store(folder).read(CONVERSION_RECORD))
             splits = record["splits"]
-            # A cache folder may have any name. If no split has that name, the cache holds the training split.
+            # A cache folder may have any name. If no split has its name, it caches the training split.
             split = splits.get(name) or splits.get("train" if path == stream.local and stream.remote else name)
         except (OSError, ValueError, LookupError, TypeError, AttributeError, UserError):
             continue

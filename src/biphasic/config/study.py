@@ -23,11 +23,11 @@ from biphasic.config.base import (
 from biphasic.storage import is_remote, join
 
 CONTINUES = "continues"
-"""The key of a model that is not one of its pretraining keys."""
+"""The only key of a model that is not a pretraining key."""
 SET_BY_THE_STUDY = ("job", "run_name", "output", "checkpoint.folder", "start_from")
 """Pretraining keys that the study sets for each model."""
 STAGE_FOLDERS = ("sweep", "evaluate")
-"""Folders of the stages, beside those of the models."""
+"""Folders of the stages, next to the models' folders."""
 
 
 class LocalExecutor(Section):
@@ -125,12 +125,12 @@ class StudyConfig(JobConfig):
 
     @property
     def continues(self) -> dict[str, str]:
-        """For each model that continues another, the other's name."""
+        """For each model that continues another, the name of the other."""
         return {name: str(keys[CONTINUES]) for name, keys in self.models.items() if CONTINUES in keys}
 
     @property
     def base_file(self) -> str | None:
-        """Path of the pretraining YAML that `base` names, or None."""
+        """Path of the pretraining YAML in `base`, or None."""
         return self.base if isinstance(self.base, str) else self.base.get("defaults")
 
     @property
@@ -139,7 +139,7 @@ class StudyConfig(JobConfig):
         return {} if isinstance(self.base, str) else {k: v for k, v in self.base.items() if k != "defaults"}
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values. The models' own keys are checked by `biphasic.config.study_models`."""
+        """Check combinations of values. `biphasic.config.study_models` checks the models' own keys."""
         if not is_remote(self.folder) and not self.is_default("output"):
             yield ["output", "folder"], "has no effect with a local folder, which holds the logs too: remove this key"
         if not isinstance(self.base_file, str | None):

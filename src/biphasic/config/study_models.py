@@ -1,4 +1,4 @@
-"""Expand a study into one checked pretraining configuration for each model."""
+"""Expand a study into a checked pretraining configuration for each model."""
 
 from __future__ import annotations
 
@@ -21,14 +21,8 @@ from biphasic.errors import ConfigError, Problem
 def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -> dict[str, PretrainConfig]:
     """Return the configuration of each model's run, without the run that it starts from.
 
-    Args:
-        study: the study, checked by itself.
-        written: where the study's keys were written, for messages.
-        ranks: processes of a run.
-
-    Raises:
-        ConfigError: with the problems of all models. The key of a problem begins with `models.NAME`, unless all models have
-            it because of `base`.
+    `study` must be checked. `written` says where its keys were written. Raises a ConfigError with the problems of all
+    models; their keys begin with `models.NAME`, unless `base` causes the problem in every model.
     """
     written = written or KeyTree(Path("study"))
     base = _base(study, written)
@@ -45,16 +39,16 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
 
 
 def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
-    """Return the `key=value` pairs that make a model's configuration from the study's base file, without spaces in them."""
+    """Return the `key=value` pairs, without spaces, that turn the study's base file into a model's configuration."""
     assert study.base_file is not None
-    # The base file may refer to these two keys.
+    # The base file may interpolate these two keys.
     own = [f"{key}={json.dumps(value)}" for key, value in (("run_name", config.run_name), ("output", config.output))]
     differences = _differences(config, read_tree(study.base_file, own).content(), "")
     return [*own, *(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in differences)]
 
 
 def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str, Any]]:
-    """Yield each key whose value in `section` is not what `base`, a part of a YAML, or else the schema's default gives."""
+    """Yield the keys whose value in `section` differs from that in the YAML section `base`, or from the default."""
     values = section.model_dump(mode="json")
     for name in type(section).model_fields:
         key, value = f"{above}{name}", getattr(section, name)
@@ -100,7 +94,7 @@ def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, rank
 
 
 def _durations(config: PretrainConfig) -> dict[str, Duration]:
-    """Return the times of the history by key."""
+    """Return the times in a configuration by key."""
     phases = {f"objective.phases.{index}.until": phase.until for index, phase in enumerate(config.objective.phases)}
     kept = {f"checkpoint.keep_at.{index}": time for index, time in enumerate(config.checkpoint.keep_at)}
     times = {"max_duration": config.max_duration, "schedule.warmup": config.schedule.warmup, **phases, **kept}
@@ -117,7 +111,7 @@ def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree
 
 
 def _named(problems: dict[str, list[Problem]], study: StudyConfig, written: KeyTree) -> dict[Problem, None]:
-    """Return all problems with the model's name in their key, except those of the base, which are reported once."""
+    """Prefix all problems' keys with their model's name, except problems of the base, which are reported once."""
     everywhere = set.intersection(*(set(problems.get(name, [])) for name in study.models))
     in_base = set(_places("base", written))
     named: dict[Problem, None] = {}

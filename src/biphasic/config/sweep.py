@@ -85,7 +85,7 @@ class SweepConfig(JobConfig):
     """Prices for the estimate of `--plan`. Null: no dollars."""
 
     def problems(self, ranks: int) -> KeyProblems:
-        """Check combinations of values. The tasks' YAMLs are checked by `biphasic.sweep.grid`."""
+        """Check combinations of values. `biphasic.sweep.grid` checks the tasks' YAMLs."""
         places: dict[str, Any] = {f"tasks.{name}": normpath(file) for name, file in self.tasks.items()}
         for name, model in self.models.items():
             path = model.path if is_remote(model.path) else normpath(model.path)

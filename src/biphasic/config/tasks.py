@@ -221,7 +221,7 @@ class TasksConfig(JobConfig):
 
 
 def source_datasets(key: str, task: SupervisedSet | RetrievalSet) -> Iterator[tuple[str, DatasetConfig, list[str]]]:
-    """Yield the key, configuration and splits of every dataset that a downstream dataset is made from."""
+    """Yield the key, configuration and splits of every source of a downstream dataset."""
     if not isinstance(task, RetrievalSet):
         yield f"{key}.source", task.source, list(task.splits.values())
         return

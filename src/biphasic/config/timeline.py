@@ -1,6 +1,6 @@
 """Schema of training phases and the learning-rate schedule, and the phase and learning rate of any batch.
 
-No other module computes the phase or the learning rate. Both depend only on the configuration and the run's progress.
+Only this module computes phases and learning rates. Both depend only on the configuration and the run's progress.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class ScheduleConfig(Section):
 
 @dataclass(frozen=True)
 class ResolvedPhase:
-    """A phase and its interval: from `start` (inclusive) to `end` (exclusive). Neither is in `dur`."""
+    """A phase from `start` (inclusive) to `end` (exclusive). Neither time is in `dur`."""
 
     index: int
     phase: CLMPhase | MLMPhase
@@ -99,7 +99,7 @@ class ResolvedPhase:
     end: Duration
 
     def masking_ratio(self, elapsed: TrainingProgress) -> float:
-        """Return the MLM masking ratio at `elapsed`, a time in this phase. A ramp reaches its `end` at the phase's end."""
+        """Return the MLM masking ratio at `elapsed`, a time in this phase. A ramp reaches `end` at the phase's end."""
         assert isinstance(self.phase, MLMPhase)
         ratio = self.phase.masking_ratio
         if not isinstance(ratio, RampConfig):
@@ -109,7 +109,7 @@ class ResolvedPhase:
 
 
 def resolve_phases(phases: list[CLMPhase | MLMPhase], max_duration: Duration) -> list[ResolvedPhase]:
-    """Return the interval of each phase in a run of `max_duration`. Shares are converted to its unit."""
+    """Return the interval of each phase. Shares are converted to the unit of `max_duration`."""
     spans, start = [], START
     for index, phase in enumerate(phases):
         end = max_duration if phase.until is None else phase.until.resolve(max_duration)
@@ -119,20 +119,20 @@ def resolve_phases(phases: list[CLMPhase | MLMPhase], max_duration: Duration) ->
 
 
 def phase_at(laid_out: list[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
-    """Return the phase of the batch that begins at `elapsed`: the last phase whose start has been reached."""
+    """Return the phase of the batch that begins at `elapsed`: the last phase that has started."""
     return next(span for span in reversed(laid_out) if elapsed.reached(span.start))
 
 
 def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
-    """Return the time at which the learning rate begins to fall, or `max_duration` without a decay."""
+    """Return when the learning rate begins to fall; `max_duration` without a decay."""
     return Duration(max_duration.value - schedule.decay.resolve(max_duration).value, max_duration.unit)
 
 
 def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: TrainingProgress) -> float:
-    """Return the factor by which the learning rate is multiplied for the batch that begins at `elapsed`, within the run.
+    """Return the learning rate's factor for the batch that begins at `elapsed`.
 
-    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then falls
-    to `final_lr` at `max_duration`.
+    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and decays
+    to `final_lr` at the end.
     """
     warmup = schedule.warmup.resolve(max_duration)
     if not elapsed.reached(warmup):

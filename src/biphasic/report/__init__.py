@@ -1,1 +1,1 @@
-"""Report on a sweep: tables, confidence intervals and figures."""
+"""Reports on sweeps, studies and recipes: tables, confidence intervals and figures."""

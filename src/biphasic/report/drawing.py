@@ -1,4 +1,4 @@
-"""Draw panels of curves as PNG. Dates and the user's matplotlibrc are not used, so the same numbers give the same bytes."""
+"""Draw panels of curves as PNG. Equal numbers give equal bytes, whatever the date and the user's matplotlibrc."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LINES = ("-", "--", ":", "-.")
 
 @contextmanager
 def default_style() -> Iterator[None]:
-    """Use matplotlib's defaults and a font that it brings, whatever the user's matplotlibrc says. Also a decorator."""
+    """Use matplotlib's default style and bundled font, regardless of the user's matplotlibrc. Also a decorator."""
     import matplotlib as mpl
     from matplotlib.style import context
 
@@ -31,7 +31,7 @@ def default_style() -> Iterator[None]:
 def make_panels(
     titles: Sequence[str], columns: int = 4, size: tuple[float, float] = (3.4, 2.8)
 ) -> tuple[Figure, list[Axes]]:
-    """Return a figure with a panel for each title, `columns` in a line, and each of a size in inches."""
+    """Return a figure with a grid of panels, `columns` wide. `size` is that of a panel in inches."""
     from matplotlib.figure import Figure
 
     columns = min(columns, len(titles))
@@ -51,10 +51,10 @@ def draw_curves(
     columns: int = 4,
     size: tuple[float, float] = (3.4, 2.8),
 ) -> Figure:
-    """Draw curves, with a panel for each of their `panel`s and a colour for each of their `line`s.
+    """Draw curves: one panel for each `panel` in `points`, one colour for each `line`.
 
-    `points` are `panel line x y low high`, in the order of panels and lines. `spread` draws how much a curve may vary, with
-    a colour: `bars` or `band`. `columns` and `size` are as for `make_panels`.
+    `points` has the columns `panel line x y low high`, in the order of panels and lines. `spread` draws the uncertainty
+    of a curve in a colour: `bars` or `band`.
     """
     panels = list(points.panel.unique())
     figure, all_axes = make_panels(panels, columns, size)
@@ -71,14 +71,14 @@ def draw_curves(
 
 
 def with_bars(means: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of a `ScoreTable`'s means with a panel for their column, and `y low high` in points."""
+    """Return rows of `ScoreTable.means` with `panel` (the test set, else the group) and, in points, `y low high`."""
     y, half = 100 * means.score, 100 * means.half_width.fillna(0)
     panel = means.test_set.where(means.test_set != "", means.group)
     return means.assign(panel=panel, y=y, low=y - half, high=y + half)
 
 
 def bars(axes: Axes, curve: pd.DataFrame, color: str) -> None:
-    """Draw error bars from `low` to `high`, and markers, which are hollow where the curve is not `complete`."""
+    """Draw error bars from `low` to `high`, and markers that are hollow where the curve is not `complete`."""
     errors = [curve.y - curve.low, curve.high - curve.y]
     axes.errorbar(curve.x, curve.y, yerr=errors, fmt="none", ecolor=color, capsize=2)
     _markers(axes, curve, color)
@@ -90,7 +90,7 @@ def band(axes: Axes, curve: pd.DataFrame, color: str) -> None:
 
 
 def band_with_markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
-    """Draw a band, and markers, which are hollow where the curve is not `complete`."""
+    """Draw a band, and markers that are hollow where the curve is not `complete`."""
     band(axes, curve, color)
     _markers(axes, curve, color)
 
@@ -101,7 +101,7 @@ def _markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
 
 
 def png(figure: Figure) -> bytes:
-    """Return the figure as PNG, with one legend for the lines of all panels below them."""
+    """Return the figure as PNG, with a single legend for all panels below them."""
     lines = {
         label: handle
         for axes in figure.axes
@@ -114,10 +114,10 @@ def png(figure: Figure) -> bytes:
 
 
 def line_style(index: int) -> dict[str, Any]:
-    """Return the colour and the dashes of a figure's line, which are different for the first 40 lines."""
+    """Return the colour and dash pattern of a line; the first 40 lines differ."""
     return {"color": COLORS[index % len(COLORS)], "linestyle": LINES[index // len(COLORS) % len(LINES)]}
 
 
 def plain(text: str) -> str:
-    """Escape dollar signs, which start a formula, and a leading underscore, because matplotlib would hide the label."""
+    """Escape `$` and a leading underscore: matplotlib reads them as a formula and as a hidden label."""
     return (f" {text}" if text.startswith("_") else text).replace("$", r"\$")

@@ -1,4 +1,4 @@
-"""Format the numbers, tables and pages of a report, as Markdown and CSV."""
+"""Format numbers, tables and pages of reports as Markdown and CSV."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 import pandas as pd
 
 NOT_AVAILABLE = "n/a"
-"""Shown for a number that the scores don't determine, such as the deviation of a single value."""
+"""Shown for an undefined number, such as the standard deviation of a single value."""
 MISSING = "missing"
 """Shown for a score that may still come."""
 
@@ -21,12 +21,12 @@ def format_rate(lr: float) -> str:
 
 
 def format_points(score: float, absent: str = NOT_AVAILABLE) -> str:
-    """Format a score from 0 to 1 in points: `88.23`; NaN as `absent`."""
+    """Format a score (0 to 1) in points: `88.23`; NaN as `absent`."""
     return absent if math.isnan(score) else f"{100 * score:.2f}"
 
 
 def format_signed(difference: float) -> str:
-    """Format a difference of scores from 0 to 1 in points with its sign: `+0.85`."""
+    """Format a difference of scores (0 to 1) in points with its sign: `+0.85`."""
     return f"{round(100 * difference, 2) + 0.0:+.2f}"  # -0.0 + 0.0 is 0.0
 
 
@@ -36,28 +36,28 @@ def format_p(value: float) -> str:
 
 
 def format_interval(mean: float, half: float, format_mean: Callable[[float], str] = format_points) -> str:
-    """Format a mean and half of its interval, for scores from 0 to 1, in points: `88.23 ± 0.41`."""
+    """Format a mean score (0 to 1) and the half-width of its interval in points: `88.23 ± 0.41`."""
     return format_mean(mean) + ("" if math.isnan(half) else f" ± {format_points(half)}")
 
 
 def format_seeds(count: int, expected: int, settled: bool = True) -> str:
-    """Format the number of seeds with a score: `3`, or `2 of 3, rate open` if more are expected and the rate may change."""
+    """Format how many seeds have a score: `3`, or `2 of 3, rate open` if some are missing and the rate may change."""
     return (str(count) if count == expected else f"{count} of {expected}") + ("" if settled else ", rate open")
 
 
 def markdown_table(header: Sequence[str], body: Iterable[Sequence[object]]) -> list[str]:
-    """Return the lines of a Markdown table, with an empty line at the end; none if `body` is empty."""
+    """Return the lines of a Markdown table and an empty line after it; no lines if `body` is empty."""
     lines = [f"| {' | '.join(map(str, row))} |" for row in body]
     return [f"| {' | '.join(header)} |", f"| {' | '.join('-' for _ in header)} |", *lines, ""] if lines else []
 
 
 def markdown_page(lines: Iterable[str]) -> bytes:
-    """Return a Markdown file with these lines."""
+    """Join lines into a Markdown file."""
     return ("\n".join(lines).rstrip() + "\n").encode()
 
 
 def csv_table(table: pd.DataFrame) -> bytes:
-    """Return a table as a CSV file, without its index. NaN becomes an empty field."""
+    """Return a table as CSV without its index. NaN becomes an empty field."""
     return table.to_csv(index=False, lineterminator="\n").encode()
 
 

@@ -1,11 +1,11 @@
-"""The measured results of recipes: `recipes/<name>/results.json`, the page made of them, and the check of a new run.
+"""Measured results of recipes: `recipes/<name>/results.json`, the page that lists them, and the check of a new run.
 
-A number of a results file says where a run's folder has it, so that a new run can be compared:
+Each number in a results file names its source in the run's folder, so that a new run can be compared:
 
     {"value": 3.214, "tolerance": 0.05, "file": "quickstart-pretrain/metrics.jsonl", "key": "metrics/mlm/loss"}
     {"value": 0.412, "tolerance": 0.02, "file": "scores/scores.json", "key": "/scores/encoder/ndcg_at_10"}
 
-`key` is a metric's name in a `.jsonl` file, whose last value counts, and a JSON pointer (RFC 6901) in a `.json` file.
+In a `.jsonl` file, `key` is a metric's name, whose last value counts; in a `.json` file, a JSON pointer (RFC 6901).
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ PAGE = "RESULTS.md"
 
 
 class MeasuredNumber(Section):
-    """A measured number, and where the run's folder has it."""
+    """A measured number and its source in the run's folder."""
 
     value: float
     tolerance: Annotated[float, Field(ge=0)] | None = None
-    """The largest difference of another run that counts as the same result. Null: the number is shown, not checked."""
+    """The largest difference at which another run counts as reproduced. Null: the number is shown but not checked."""
     file: Annotated[str, Field(pattern=r"^\w[^/]*(/\w[^/]*)*\.jsonl?$")]
     """A `.json` or `.jsonl` file, relative to the run's folder."""
     key: str
-    """The number's JSON pointer, or its metric's name in a `.jsonl` file."""
+    """JSON pointer of the number, or the metric's name in a `.jsonl` file."""
 
     @property
     def shown_tolerance(self) -> str:
@@ -44,17 +44,17 @@ class MeasuredNumber(Section):
         return "none" if self.tolerance is None else f"± {self.tolerance:g}"
 
     def verdict(self, value: float | None) -> str:
-        """Compare the number with that of a new run, or with None if the run's folder doesn't have it."""
+        """Compare the number with a new run's; None if the run's folder doesn't have it."""
         if self.tolerance is None:
             return "not checked"
         if value is None:
             return "missing"
-        # A difference that equals the tolerance is allowed, whatever rounding makes of it.
+        # Rounding must not reject a difference that equals the tolerance.
         return "ok" if abs(value - self.value) <= self.tolerance * (1 + 1e-9) + 1e-12 else "differs"
 
 
 class RecipeResults(Section):
-    """What a recipe gave when it was run: one row of the page."""
+    """The measured results of one recipe: a row of the page."""
 
     command: str
     commit: Annotated[str, Field(pattern="^[0-9a-f]{7,40}$")]
@@ -79,7 +79,7 @@ class RecipeResults(Section):
 
 
 def read_results(recipe: str) -> RecipeResults:
-    """Read a recipe's results file; a UserError lists all keys that are wrong."""
+    """Read a recipe's results file. Raises a UserError that lists all invalid keys."""
     file = join(recipe, RESULTS_FILE)
     try:
         return RecipeResults.model_validate_json(open_store(recipe).read(RESULTS_FILE))
@@ -93,7 +93,7 @@ def read_results(recipe: str) -> RecipeResults:
 
 
 def write_results_page(recipes: str) -> None:
-    """Write RESULTS.md in the folder `recipes` from the recipes' results; a UserError if that fails."""
+    """Write `RESULTS.md` in the folder `recipes`. Raises a UserError if that fails."""
     page = results_page(recipes)
     try:
         open_store(recipes).write(PAGE, page)
@@ -103,7 +103,7 @@ def write_results_page(recipes: str) -> None:
 
 
 def results_page(recipes: str) -> bytes:
-    """Return the page of the results of all recipes in a folder, in Markdown."""
+    """Return the Markdown page with the results of all recipes in a folder."""
     files = [name.split("/") for name in open_store(recipes).list()]
     folders = sorted(parts[0] for parts in files if len(parts) == 2 and parts[1] == RESULTS_FILE)
     results = {folder: read_results(join(recipes, folder)) for folder in folders}
@@ -133,7 +133,7 @@ def results_page(recipes: str) -> bytes:
 
 
 def check_recipe(recipe: str, run: str) -> bool:
-    """Print a recipe's numbers beside those of a new run's folder, and return whether all are within the tolerance."""
+    """Print a recipe's numbers beside a new run's, and return whether all are within their tolerances."""
     results = read_results(recipe)
     checked = check_run(results, run)
     body = [
@@ -149,13 +149,13 @@ def check_recipe(recipe: str, run: str) -> bool:
 
 
 def check_run(results: RecipeResults, run: str) -> dict[str, tuple[MeasuredNumber, float | None]]:
-    """Return each number of a recipe's results with that of a new run; None if the run's folder doesn't have it."""
+    """Return each number of a recipe with the new run's value; None if the run's folder doesn't have it."""
     store = open_store(run)
     return {name: (number, _number_of(store, number)) for name, number in results.numbers.items()}
 
 
 def _number_of(run: Store, number: MeasuredNumber) -> float | None:
-    """Return the run's number; None if its folder has no such file, key or finite number."""
+    """Return the run's value; None if the file or the key is missing, or the value is not finite."""
     try:
         text = run.read(number.file).decode(errors="replace")
         if number.file.endswith(".jsonl"):

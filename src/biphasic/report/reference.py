@@ -1,4 +1,4 @@
-"""Compare measured scores with published ones: differences, and which orders of models agree."""
+"""Compare measured scores with published ones: score differences, and which rankings of models agree."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _ORDER_COLUMNS = [
 
 
 class ReferenceScore(BaseModel):
-    """A published mean score of a model in a task group: a line of the CSV, whose columns are the fields."""
+    """A published mean score of a model on a task group: a line of the CSV, whose columns are these fields."""
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -44,7 +44,7 @@ class ReferenceScore(BaseModel):
     """In points."""
     source: Annotated[str, Field(min_length=1)]
     second_hand: Literal["yes", "no"]
-    """Whether the number was not read in the publication itself."""
+    """Whether the number comes from another source than the publication itself."""
     note: str
 
 
@@ -52,12 +52,10 @@ COLUMNS = list(ReferenceScore.model_fields)
 
 
 def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
-    """Read a CSV of published scores as `model measured_model group published source second_hand`, with scores from 0 to 1.
+    """Read a CSV of published scores, from 0 to 1, as `model measured_model group published source second_hand`.
 
-    `models` is a YAML of `published model: measured model`, for results at another scale. Only its models are kept.
-
-    Raises:
-        UserError: a file can't be read, or a line is wrong.
+    `models` is a YAML of `published model: measured model`, for results at another scale; other models are left out.
+    Raises a UserError if a file can't be read or a line is invalid.
     """
     folder, _, name = path.rpartition("/")
     try:
@@ -86,7 +84,7 @@ def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
 
 
 def compare_scores(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
-    """Return the published scores with the measured ones, whose numbers are NaN without any.
+    """Return published scores beside the measured ones, which are NaN where they are missing.
 
     `difference`: measured minus published. `complete`: no missing trial could change the measured score.
     """
@@ -98,11 +96,11 @@ def compare_scores(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
 
 
 def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
-    """Return, for each group and two models with different published scores, whether the measured order agrees.
+    """Return, for each group and pair of models with different published scores, whether the measured order agrees.
 
-    `first` is the model with the better published score. Models without measured scores with a common seed are left out.
-    P-values are corrected by Holm's method over all. `agrees`: the measured order is the published one. `clear`: the 95%
-    interval of the measured difference lies on one side of zero.
+    `first` is the model with the better published score. Pairs without a common seed are left out. P-values are
+    corrected by Holm's method over all pairs. `agrees`: the measured order is the published one. `clear`: the 95%
+    interval of the measured difference excludes zero.
     """
     scored = set(table.scored_models())
     models = [model for model in reference.measured_model.unique() if model in scored]
@@ -124,7 +122,7 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
 
 
 def comparison_files(path: str, reference: pd.DataFrame, table: ScoreTable) -> dict[str, bytes]:
-    """Return the files of the comparison of published scores, from `path`, with measured ones."""
+    """Return the files that compare measured scores with the published ones in `path`."""
     scores, orders = compare_scores(reference, table), compare_orders(reference, table)
     page = markdown_page([f"# Against {escape(path)}", "", *_scores_section(scores), *_orders_section(orders)])
     contents = (page, csv_table(scores.drop(columns="text")), csv_table(orders))
@@ -174,7 +172,6 @@ def _orders_section(orders: pd.DataFrame) -> list[str]:
 
 
 def _measured_models(path: str, published: set[str]) -> dict[str, str]:
-    """Read a YAML of `published model: measured model`."""
     try:
         names = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError) as error:
@@ -193,7 +190,7 @@ def _shown_name(model: str, measured: str) -> str:
 
 
 def _same_budget(first: str, second: str) -> bool:
-    """Return whether two models have the same size and number of steps by their names."""
+    """Return whether the names of two models have the same size and number of steps."""
     try:
         sizes = {(facets.size, facets.steps) for facets in map(facets_of_name, (first, second))}
     except UserError:

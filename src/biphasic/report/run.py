@@ -17,12 +17,10 @@ def write_report(
 ) -> None:
     """Write the report of a sweep's output, or of a study's folder or folders, and print its tables.
 
-    `out` is by default `report` in the first local folder. `against` and `models` are as for `read_reference`.
-
-    Raises:
-        UserError: something can't be read or written.
+    `out` is by default `report` in the first local folder. `against` and `models` are as for `read_reference`. Raises a
+    UserError if something can't be read or written.
     """
-    # A wrong reference must be reported before the report, which takes longer.
+    # Report an invalid reference before the slower work of the report.
     reference = read_reference(against, models) if against is not None else None
     if len(folders) == 1 and not is_study(folders[0]):
         source = open_store(folders[0])
@@ -35,14 +33,14 @@ def write_report(
     files |= dict.fromkeys(COMPARISON_FILES)
     if reference is not None and against is not None:
         files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]))
-    # A sweep's differences and what follows can be long.
+    # A sweep's differences and the sections after them can be long.
     written = {name: content for name, content in files.items() if content is not None}
     pages = (content.decode() for name, content in written.items() if name.endswith(".md"))
     print("\n".join(page.partition("\n## Differences")[0] for page in pages))
     folder = out or join(next((folder for folder in folders if not is_remote(folder)), ""), "report")
     try:
         target = open_store(folder)
-        # A file without content may be there from an earlier report.
+        # Files without content may exist from an earlier report.
         target.remove(files.keys() - written.keys())
         for name, content in written.items():
             target.write(name, content)

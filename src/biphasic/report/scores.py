@@ -1,4 +1,4 @@
-"""The scores of sweeps as one table, and their means by model, with intervals and differences.
+"""Test scores of sweeps as one table, and their means by model, with intervals and differences.
 
 Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `IR`, or another family's name.
 """
@@ -16,25 +16,25 @@ from biphasic.sweep.records import Grid, TrialRecord
 from biphasic.sweep.selection import choose_rates, planned_trials, score_of, trials_by_group
 
 FAMILIES = {"classification": "SC", "tokens": "TC", "question_answering": "QA", "retrieval": "IR"}
-"""Task families in the order and with the titles of the paper. Other families follow, titled by their names."""
+"""Task families with the paper's titles, in its order. Other families follow under their own names."""
 TRIAL_COLUMNS = [
     "trial", "model", "steps", "group", "trained_on", "task", "test_set", "metric", "lr", "seed", "status", "planned",
     "validation", "test", "seconds", "error", "chosen_lr", "chosen_validation", "settled",
 ]  # fmt: skip
 Column = tuple[str, str]
-"""A task group and one of its test sets, or an empty text for the group's mean."""
+"""A task group and one of its test sets; an empty test set stands for the group's mean."""
 
 
 @dataclass(frozen=True)
 class ScoreTable:
-    """Test scores by model, test set and seed, with the groups' means."""
+    """Test scores by model, test set and seed, and the groups' means."""
 
     scores: pd.DataFrame
-    """A row for each model, column and seed: `model group test_set seed score`. Missing scores are NaN or have no row."""
+    """Columns `model group test_set seed score`. Missing scores are NaN or have no row."""
     means: pd.DataFrame
     """By `model`, `group` and `test_set`: `score half_width seeds settled complete text` and the columns of the test set.
 
-    `settled`: no missing trial could change the chosen rate. `complete`: also every seed has a score."""
+    `settled`: no missing trial could change the chosen rate. `complete`: settled, and every seed has a score."""
     columns: list[Column]
     """For each group, its mean and then its test sets."""
     seeds: int
@@ -42,16 +42,16 @@ class ScoreTable:
 
     @property
     def groups(self) -> list[Column]:
-        """The columns with the groups' means."""
+        """The columns of the groups' means."""
         return [column for column in self.columns if not column[1]]
 
     def scored_models(self) -> list[str]:
-        """Return the models that have a mean of some group."""
+        """Return the models that have a mean for at least one group."""
         means = self.means.reset_index()
         return list(means.model[(means.test_set == "") & (means.seeds > 0)].unique())
 
     def text(self, models: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
-        """Return the formatted means: for each model, those of the columns."""
+        """Return the formatted means: a list for each model, with an entry for each column."""
         cells = self.means["text"]
         return [[cells.get((model, *column), MISSING) for column in columns] for model in models]
 
@@ -59,7 +59,7 @@ class ScoreTable:
 def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
     """Return a row for each trial of a grid and each of its test sets, with `TRIAL_COLUMNS`.
 
-    `planned` trials are those that the sweep runs; the others are at rates that the first seeds have not chosen.
+    The sweep runs the `planned` trials. The others have learning rates that were not chosen by the first seeds.
     """
     planned, trials, chosen = planned_trials(grid, records), trials_by_group(grid), choose_rates(grid, records)
     rows = []
@@ -83,23 +83,23 @@ def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
 
 
 def chosen_scores(trials: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows at the chosen rates, with the test score as `score`. It is NaN with each seed if no rate is chosen."""
+    """Return the rows at the chosen rates, with the test score as `score`; NaN for every seed if no rate is chosen."""
     rows = trials[trials.lr == trials.chosen_lr.fillna(trials.lr.min())]
     return rows.assign(score=rows.test.where(rows.chosen_lr.notna()), lr=rows.chosen_lr)
 
 
 def name_origins(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows with names such as `nq (from msmarco)` for test sets of models that were trained on several tasks."""
+    """Rename test sets of models that were trained on several tasks, such as `nq (from msmarco)`."""
     several = rows.groupby(["group", "test_set"]).trained_on.transform("nunique") > 1
     return rows.assign(test_set=rows.test_set.mask(several, rows.test_set + " (from " + rows.trained_on + ")"))
 
 
 def score_table(rows: pd.DataFrame) -> ScoreTable:
-    """Return the means of test scores.
+    """Return the means of `chosen_scores`.
 
-    A group's score with a seed is the mean over the group's tasks. It exists if the model has a score with this seed on
-    every test set that any model of the table has, so that means of different models are over the same tasks. A test set
-    of several training tasks is a task of its own for each. `rows` are as from `chosen_scores`.
+    A group's score with a seed is the mean over the group's tasks. It exists only if the model has a score with this
+    seed on each of the group's test sets in the table, so that all models are averaged over the same tasks. A test set
+    that belongs to several training tasks counts as a task for each of them.
     """
     rows = name_origins(rows)
     scores = pd.concat([_group_scores(rows), rows])
@@ -120,9 +120,9 @@ def score_table(rows: pd.DataFrame) -> ScoreTable:
 
 
 def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Sequence[Column]) -> pd.DataFrame:
-    """Return the differences `first` minus `second` of the pairs' models in the columns, paired by seed.
+    """Return the differences `first` minus `second` for each pair of models and each column, paired by seed.
 
-    `p_holm` is p corrected by Holm's method over all. Without a common seed, `seeds` is 0 and the numbers are NaN.
+    `p_holm` is corrected by Holm's method over all differences. Without a common seed, the numbers are NaN.
     """
     rows = []
     for group, test_set in columns:
@@ -139,10 +139,10 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
 
 
 def _group_scores(rows: pd.DataFrame) -> pd.DataFrame:
-    """Return the groups' scores by model and seed, NaN where a test set has no score."""
+    """Return the groups' scores by model and seed; NaN where a test set has no score."""
     sets = rows.groupby("group").test_set.nunique()
     settled = rows.groupby(["model", "group"]).settled.all()
-    # A task's test sets are averaged first, in which MNLI's two are one task.
+    # A task's test sets are averaged first, so that MNLI's two test sets count as one task.
     by_task = rows.groupby(["model", "group", "seed", "trained_on", "task"], sort=False).score.agg(["mean", "count"])
     by_seed = by_task.groupby(["model", "group", "seed"], sort=False).agg({"mean": "mean", "count": "sum"})
     by_seed = by_seed.reset_index().join(settled, on=["model", "group"])

@@ -1,8 +1,8 @@
 """Compute means over seeds, confidence intervals and corrected p-values.
 
-Intervals use Student's t distribution, because there are few seeds. Models are compared seed by seed, because the same seed
-gives both the same order of examples, so that they share a part of the noise. NaN is an undefined number, such as the
-interval of a single value, and isn't counted as a value.
+There are few seeds, so intervals use Student's t distribution. A seed gives all models the same order of examples and
+thus some common noise, so models are compared seed by seed. NaN means undefined, such as the interval of a single
+value, and isn't counted as a value.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from scipy import stats
 
 CONFIDENCE = 0.95
 ROUNDING = 1e-12
-"""Values with a smaller standard deviation are treated as equal, because rounding alone could cause it."""
+"""Values with a smaller standard deviation are treated as equal: rounding alone could cause it."""
 
 
 @dataclass(frozen=True)
@@ -28,25 +28,21 @@ class Interval:
     half: float
     count: int
     p: float
-    """Two-sided p-value of the t-test for a mean of 0; NaN for fewer than two values, and for equal values other than 0."""
+    """Two-sided p-value of the t-test for a mean of 0; NaN for fewer than two values, or equal values other than 0."""
 
 
 def intervals(groups: Any) -> pd.DataFrame:
-    """Return `mean`, `half_width` and `count` of each group of values, with half of the 95% interval.
-
-    Args:
-        groups: a column of a DataFrame's `groupby`.
-    """
+    """Return `mean`, `half_width` (of the 95% interval) and `count` for each group of `groups`, a grouped column."""
     table = groups.agg(["mean", "sem", "count"])
     critical = stats.t.ppf((1 + CONFIDENCE) / 2, table["count"] - 1)
     return table.assign(half_width=critical * table["sem"])[["mean", "half_width", "count"]]
 
 
 def mean_interval(values: Sequence[float] | pd.Series) -> Interval:
-    """Return the mean of values, such as the differences of two models' scores by seed, and its 95% interval.
+    """Return the mean of values, such as the differences between two models by seed, and its 95% interval.
 
-    Values that are all 0 have p = 1. Equal values other than 0 have no p, because otherwise two or three seeds that happen
-    to agree to the last digit would be the most significant result in the table.
+    Values that are all 0 have p = 1. Equal values other than 0 have no p: otherwise two or three seeds that agree to
+    the last digit would give the most significant result in the table.
     """
     series = pd.Series(values, dtype=float).dropna()
     if series.empty:
@@ -61,9 +57,6 @@ def mean_interval(values: Sequence[float] | pd.Series) -> Interval:
 
 
 def holm(p: pd.Series) -> pd.Series:
-    """Return p-values corrected by Holm's step-down method. NaN isn't counted as a test.
-
-    The k-th smallest of m becomes the largest of (m - j + 1) p_j over j ≤ k, at most 1.
-    """
+    """Return p-values corrected by Holm's step-down method. NaN isn't counted as a test."""
     ordered = p.dropna().sort_values()
     return (ordered * range(len(ordered), 0, -1)).clip(upper=1).cummax().reindex(p.index)

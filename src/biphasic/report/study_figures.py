@@ -1,4 +1,4 @@
-"""The paper's figures of scores: which models each shows, on which line and where, and how it is drawn."""
+"""The paper's figures of scores: the models in each, their lines and positions, and the drawing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from biphasic.report.scores import ScoreTable, differences
 from biphasic.report.study_models import Facets, parameters_in_size, short_steps
 
 PAPER_RATIO = 40
-"""The masking ratio of most of the paper's models, in percent. It decides between ratios that equally many models have."""
+"""The masking ratio of most of the paper's models, in percent: the tie-break between equally frequent ratios."""
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -26,15 +26,15 @@ class StudyFigure:
     title: str
     x_label: str
     needs: str
-    """Models without which there is no figure."""
+    """The models that the figure requires."""
     place: Callable[[pd.DataFrame], pd.DataFrame]
-    """Returns the rows of a `facet_table` that the figure shows, with their `line` and `x`. Its docstring is the caption."""
+    """Returns the rows of a `facet_table` to show, with their `line` and `x`. Its docstring is the caption."""
     each_task: bool = False
-    """Whether it has a panel for each test set, after those of the groups."""
+    """Whether the figure also has a panel for each test set."""
 
     @property
     def name(self) -> str:
-        """The name of its files, without suffix."""
+        """The name of the figure's files, without suffix."""
         return self.place.__name__.replace("_", "-")
 
 
@@ -44,18 +44,18 @@ class ArrangedFigure:
 
     figure: StudyFigure
     points: pd.DataFrame
-    """`line x model` of the shown models, by line and x."""
+    """Columns `line x model`, sorted by line and x."""
     hidden: dict[str, str]
-    """Models that aren't shown, by name, each with the model that has its place."""
+    """For each model that isn't shown, the model that is shown at the same place."""
     differences: pd.DataFrame
-    """Between all models with the same line or the same x, in the groups' means, corrected over the figure."""
+    """Differences of the groups' means between models with the same line or x; p is corrected over the figure."""
 
 
 def facet_table(models: Mapping[str, Facets]) -> pd.DataFrame:
-    """Return the models' facets as a table, by size, steps, CLM steps and masking ratio.
+    """Return the models' facets as a table, sorted by size, steps, CLM steps and masking ratio.
 
-    Further columns: `ratio` and `share` of CLM in percent, `kind` and `budget` as text, `scratch` for final models that
-    don't continue another one, `usual` for CLM models and those with the masking ratio that most models have.
+    Additional columns: `ratio` and the `share` of CLM in percent; `kind` and `budget` as text; `scratch` for final
+    models that don't continue another model; `usual` for CLM models and models with the most frequent masking ratio.
     """
     table = pd.DataFrame([{"model": name, **asdict(facets)} for name, facets in models.items()])
     if table.empty:
@@ -75,19 +75,19 @@ def facet_table(models: Mapping[str, Facets]) -> pd.DataFrame:
 
 
 def arrange(figure: StudyFigure, models: pd.DataFrame) -> tuple[pd.DataFrame, dict[str, str]]:
-    """Return a figure's `line x model`, and the models that are hidden because another one has their place."""
+    """Return a figure's `line x model`, and each model that is hidden behind another one at the same place."""
     if models.empty:
         return models, {}
     placed = figure.place(models)[["line", "x", "model"]]
     placed = placed.sort_values("line", key=lambda lines: pd.factorize(lines)[0], kind="stable", ignore_index=True)
-    # Of models with the same place (two optimizers), the first is shown.
+    # Models can have the same place, e.g. with two optimizers. The first is shown.
     shown = placed.groupby(["line", "x"]).model.transform("first")
     hidden = placed.model != shown
     return placed[~hidden].reset_index(drop=True), dict(zip(placed.model[hidden], shown[hidden], strict=True))
 
 
 def arrange_figures(table: ScoreTable, models: Mapping[str, Facets]) -> tuple[list[ArrangedFigure], dict[str, str]]:
-    """Return the figures that can be drawn, and for each of the others what it needs, by name."""
+    """Return the figures that can be drawn, and by name what each of the others needs."""
     scored = set(table.scored_models())
     facets = facet_table({name: facets for name, facets in models.items() if name in scored})
     arranged: list[ArrangedFigure] = []
@@ -108,7 +108,7 @@ def arrange_figures(table: ScoreTable, models: Mapping[str, Facets]) -> tuple[li
 
 
 def figure_scores(arranged: ArrangedFigure, table: ScoreTable) -> pd.DataFrame:
-    """Return a figure's numbers: a row for each column of the table and model with scores."""
+    """Return a figure's numbers: a row for each column of the table and each model with scores."""
     means = table.means[table.means.seeds > 0].reset_index().assign(seeds_asked=table.seeds)
     columns = pd.DataFrame(table.columns, columns=["group", "test_set"])
     rows = columns.merge(arranged.points, how="cross").merge(means, on=["group", "test_set", "model"])
@@ -117,9 +117,9 @@ def figure_scores(arranged: ArrangedFigure, table: ScoreTable) -> pd.DataFrame:
 
 
 def draw_figure(arranged: ArrangedFigure, table: ScoreTable) -> Figure:
-    """Draw means over seeds with 95% intervals, a panel for each group (and test set).
+    """Draw means over seeds with 95% intervals, with a panel for each group or test set.
 
-    A hollow point has fewer seeds than others, or a learning rate that may still change.
+    A point is hollow if seeds are missing or its learning rate may still change.
     """
     rows = figure_scores(arranged, table).sort_values("test_set", key=lambda names: names != "", kind="stable")
     curves = with_bars(rows if arranged.figure.each_task else rows[rows.test_set == ""])
@@ -184,12 +184,12 @@ def continued_pretraining(models: pd.DataFrame) -> pd.DataFrame:
 
 
 def _values(models: pd.DataFrame, groups: str | list[str], column: str) -> pd.Series:
-    """Return for each model how many different values of a column its group has."""
+    """Return for each model the number of distinct values of a column in its group."""
     return models.groupby(groups)[column].transform("nunique")
 
 
 def _with_most_steps(models: pd.DataFrame) -> pd.DataFrame:
-    """Return the models that have the largest number of steps of their size."""
+    """Return the models with the largest number of steps among those of their size."""
     return models[models.total_steps == models.groupby("size").total_steps.transform("max")]
 
 
@@ -218,4 +218,4 @@ FIGURES = (
         "a model that continues a decayed one, and that one or another number of steps", continued_pretraining,
     ),
 )  # fmt: skip
-"""The figures of scores. `losses` is drawn from the runs' metrics, see `study_losses`."""
+"""The figures of scores. The figure of losses is drawn by `study_losses`."""

@@ -1,8 +1,8 @@
-"""Read what a study's folders hold: runs, sweeps and evaluations.
+"""Read the contents of a study's folders: runs, sweeps and evaluations.
 
-<model>/config.yaml, metrics.jsonl      a pretraining run, as `job: pretrain` leaves it
-<any folder>/sweep.json, trials/        a sweep, as `job: sweep` leaves it; there may be several
-<any folder>/scores.json                an evaluation, as `job: evaluate` leaves it; a folder above it has the model's name
+<model>/config.yaml, metrics.jsonl      a pretraining run (`job: pretrain`)
+<any folder>/sweep.json, trials/        a sweep (`job: sweep`); there may be several
+<any folder>/scores.json                an evaluation (`job: evaluate`); a folder above it has the model's name
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ EVALUATION_COLUMNS = ["model", "system", "task", "split", "documents", "metric",
 
 @dataclass(frozen=True)
 class Study:
-    """What a study's report is made of."""
+    """The data of a study's report."""
 
     models: dict[str, Facets]
     """Models with a run or scores."""
     unplaced: dict[str, str]
-    """Models that no figure can show, with the reason."""
+    """The reasons for models that no figure can show."""
     notes: list[str]
     """A line for each file that could not be used."""
     scores: pd.DataFrame
-    """Test scores of sweeps at the chosen rates: rows of `chosen_scores` that have one."""
+    """Test scores of sweeps at the chosen rates: rows of `chosen_scores`, without missing scores."""
     evaluations: pd.DataFrame
     """Scores of evaluations, with `EVALUATION_COLUMNS`. `system` is the model or a baseline, such as `bm25`; `documents` is
-    `full` (all of the corpus) or `judged`; `low` and `high` bound the 95% bootstrap interval over queries, for NDCG@10."""
+    `full` (the complete corpus) or `judged`; `low` and `high` bound NDCG@10's 95% bootstrap interval over queries."""
     losses: pd.DataFrame
-    """Losses and events of the runs, see `study_losses`."""
+    """Losses and events of the runs (`study_losses`)."""
 
 
 def is_study(folder: str) -> bool:
-    """Return whether a folder is a study's rather than a sweep's output; a UserError if it is neither."""
+    """Return whether a folder belongs to a study and not to a sweep. Raises a UserError if it belongs to neither."""
     if GRID_FILE in _list(open_store(folder)):
         return False
     files = _files([folder])
@@ -64,11 +64,10 @@ def is_study(folder: str) -> bool:
 
 
 def read_study(folders: Sequence[str]) -> Study:
-    """Read a study's folder; or several, for example a bucket's prefix with its records and a local folder with its logs.
+    """Read a study from its folders, e.g. a bucket prefix with its records and a local folder with its logs.
 
-    Raises:
-        UserError: a file can't be read or is in two of the folders, or two sweeps have scores of the same model on the same
-            test set.
+    Raises a UserError if a file can't be read or is in two folders, or if two sweeps scored a model on the same test
+    set.
     """
     files, notes = _files(folders), []
     configs = _configs(files, notes)
@@ -85,7 +84,7 @@ def read_study(folders: Sequence[str]) -> Study:
 
 
 def _files(folders: Sequence[str]) -> dict[str, Store]:
-    """Return the files that a report reads, relative to the study's folder, with the store that has each."""
+    """Return the files that a report reads, by their path in the study, with the store that holds each."""
     files: dict[str, Store] = {}
     for folder in folders:
         store = open_store(folder)
@@ -114,12 +113,11 @@ def _read(files: Mapping[str, Store], name: str) -> bytes:
 
 
 def _named(files: Iterable[str], base: str) -> list[str]:
-    """Return the folders that have a file with this name."""
     return [posixpath.dirname(name) for name in files if posixpath.basename(name) == base]
 
 
 def _configs(files: Mapping[str, Store], notes: list[str]) -> dict[str, PretrainConfig]:
-    """Return the pretraining runs' resolved configurations, and add a note for each that can't be used."""
+    """Return the resolved configurations of the pretraining runs, and add a note for each invalid one."""
     configs = {}
     for run in _named(files, CONFIG_FILE):
         try:

@@ -1,4 +1,4 @@
-"""Collect the losses of a study's runs from their metrics, and draw them with the switches and the decays."""
+"""Collect the losses of a study's runs from their metrics, and draw them with phase switches and decays."""
 
 from __future__ import annotations
 
@@ -18,25 +18,25 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 MAX_POINTS = 200
-"""Points of a run's training loss. Batches are averaged to at most this number, so that 38 runs are readable."""
+"""Maximum number of points in a run's training curve. Batches are averaged so that a figure of 38 runs is readable."""
 MIN_BATCHES = 5
-"""Batches of a point, at least: the interval of the mean of two or three is very wide."""
+"""Minimum number of batches in a point: the interval of the mean of two or three is very wide."""
 COLUMNS = ["run", "kind", "objective", "step", "loss", "half_width", "batches"]
 _OBJECTIVES = ("clm", "mlm")
 _MARKERS = {"switch": "D", "decay": "v"}
 
 
 def loss_table(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
-    """Return rows of losses or events as a table with `COLUMNS`."""
+    """Return losses or events as a table with `COLUMNS`."""
     table = pd.DataFrame([*rows], columns=COLUMNS)
     return table.astype(dict.fromkeys(("step", "loss", "half_width", "batches"), float))
 
 
 def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int) -> pd.DataFrame:
-    """Return a run's losses in nats per predicted token, with `COLUMNS`. NaN and Inf are left out.
+    """Return a run's losses in nats per predicted token, with `COLUMNS`, from its metrics for each batch.
 
-    A `training` loss is the mean over a window of batches, with half of its 95% interval over them; `step` is the mean of
-    the batches' steps, counted from `base_steps`. A `validation` loss is one validation's. `metrics`: those of each batch.
+    NaN and Inf are left out. A `training` loss is the mean over a window of batches; `half_width` is that of its 95%
+    interval, and `step` the mean step, counted from `base_steps`. A `validation` loss is that of a single validation.
     """
     table = pd.DataFrame([*metrics], columns=None if metrics else ["batch"])
     width = max(math.ceil(len(metrics) / MAX_POINTS), MIN_BATCHES)
@@ -57,7 +57,7 @@ def loss_points(run: str, metrics: Sequence[Mapping[str, Any]], base_steps: int)
 
 
 def loss_events(run: str, config: PretrainConfig, base_steps: int) -> pd.DataFrame:
-    """Return the steps of a run's switches and the start of its decay, without those in epochs, with `COLUMNS`."""
+    """Return the steps of a run's phase switches and decay start, with `COLUMNS`. Times in epochs are left out."""
     times = [("switch", span.start) for span in resolve_phases(config.objective.phases, config.max_duration)[1:]]
     decay = decay_start(config.schedule, config.max_duration)
     times += [("decay", decay)] if decay != config.max_duration else []
@@ -72,8 +72,7 @@ def loss_events(run: str, config: PretrainConfig, base_steps: int) -> pd.DataFra
 def losses_figure(losses: pd.DataFrame) -> Figure:
     """Draw losses by steps, with a panel for each split and objective.
 
-    The band around a training loss is the 95% interval over the batches of a point. Diamonds are switches, and triangles
-    are the starts of decays.
+    Bands: 95% intervals over the batches of a point. Diamonds: phase switches. Triangles: starts of decays.
     """
     points = losses[losses.loss.notna()].sort_values(["kind", "objective", "run", "step"])
     panels, half = points.objective.str.upper() + ", " + points.kind, points.half_width.fillna(0)

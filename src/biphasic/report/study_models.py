@@ -1,11 +1,11 @@
-"""Find what distinguishes the models of a study: size, objective, masking ratio, steps, and the model that one continues.
+"""Find what distinguishes the models of a study: size, objective, masking ratio, steps, and the continued model.
 
-A run's resolved configuration says it exactly. Without one, the model's name does, in the form of the paper's models on the
-hub:
+These facets come from a run's resolved configuration if there is one. Otherwise they come from the model's name, in the
+format of the paper's models on the hub:
 
     610m-mlm40-42k                  size, objective, steps; `mlm40` masks 40%
     610m-clm-10k-mlm40-42k          CLM until step 10,000, MLM until step 42,000
-    610m-mlm40-dec42k-mlm40-54k     continued from the decayed 610m-mlm40-42k, until step 54,000 in all
+    610m-mlm40-dec42k-mlm40-54k     continued from the decayed 610m-mlm40-42k, until step 54,000 in total
     610m-mlm40-42k-5000             a checkpoint of 610m-mlm40-42k
 """
 
@@ -31,26 +31,26 @@ _NAME = re.compile(
 
 @dataclass(frozen=True)
 class Facets:
-    """What distinguishes a model from the others of its study."""
+    """What distinguishes a model from the other models of its study."""
 
     run: str
-    """The run's name: the model's name without the steps of a checkpoint."""
+    """Name of the run: the model's name without a checkpoint's steps."""
     size: str
     """`210m`, `610m`, `1b`, or another number of parameters."""
     objective: str
     """The objectives of the run's phases: `clm`, `mlm`, `clm-mlm`, `mlm-clm-mlm`."""
     masking_ratio: float | None
-    """That of all MLM phases; None without any, with a ramp, or with several ratios."""
+    """The ratio of all MLM phases; None if there are no MLM phases, a ramp, or several ratios."""
     clm_steps: int
-    """The run's CLM steps, without those of the model that it continues."""
+    """CLM steps of the run, excluding those of the continued model."""
     total_steps: int
-    """Steps of the complete run, including those of the model that it continues."""
+    """Steps of the complete run, including those of the continued model."""
     steps: int
-    """Steps of this model: fewer than `total_steps` for a checkpoint from the middle of a run."""
+    """Steps of this model; fewer than `total_steps` for a checkpoint from the middle of a run."""
     continued_from: str | None = None
     """The model whose weights the run started from."""
     base_steps: int = 0
-    """Steps of the model that the run continues."""
+    """Steps of the continued model."""
 
     @property
     def is_final(self) -> bool:
@@ -59,7 +59,7 @@ class Facets:
 
 
 def facets_of_name(name: str) -> Facets:
-    """Return a model's facets by its name; a UserError if it doesn't have the form of the paper's models on the hub."""
+    """Parse a model's facets from its name. Raises a UserError if it doesn't have the format of the paper's names."""
     match = _NAME.fullmatch(name)
     if match is None:
         raise UserError(f"model {name}: expected a name such as {FORM}")
@@ -71,7 +71,7 @@ def facets_of_name(name: str) -> Facets:
         if end <= start:
             raise UserError(f"model {name}: {phase['end']} must be after {start:,} steps, which count from the start")
         if phase["decayed"]:
-            # What comes before belongs to the model that is continued.
+            # The phases before this one are those of the continued model.
             continued_from, base_steps = (size + phases[: phase.end()]).replace("-dec", "-"), end
             objectives, ratios, clm_steps = [], set(), 0
         else:
@@ -87,10 +87,9 @@ def facets_of_name(name: str) -> Facets:
 
 
 def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> Facets:
-    """Return the facets of a run's final model by its configuration and those of the model that it continues, if known.
+    """Return the facets of a run's final model; `base` has those of the continued model, if known.
 
-    Raises:
-        UserError: phases are in epochs, or the size is not known.
+    Raises a UserError if phases are in epochs or the size is unknown.
     """
     init_from, base_steps = config.model.init_from, 0
     if base is not None:
@@ -114,10 +113,10 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
 def facets_of_models(
     names: list[str], configs: Mapping[str, PretrainConfig]
 ) -> tuple[dict[str, Facets], dict[str, str]]:
-    """Return the facets of the models, and the reason for each model without, by configurations by run, otherwise by names.
+    """Return the models' facets, and for each model without facets the reason.
 
-    `610m-mlm40-42k-5000` is a checkpoint of `610m-mlm40-42k` if that has a configuration. A run continues another one if
-    that is a folder of its `model.init_from`.
+    They come from the run's configuration, otherwise from the model's name. `610m-mlm40-42k-5000` is a checkpoint of
+    `610m-mlm40-42k` if that run has a configuration. A run continues the run whose folder its `model.init_from` names.
     """
     bases = {name: [p for p in (config.model.init_from or "").split("/") if p in configs and p != name][-1:]
              for name, config in configs.items()}  # fmt: skip
@@ -142,12 +141,12 @@ def facets_of_models(
 
 
 def short_steps(steps: int) -> str:
-    """Format a number of steps as in names: `42k`, `500`."""
+    """Format a number of steps as in model names: `42k`, `500`."""
     return f"{steps / 1000:g}k" if steps >= 1000 and steps % 100 == 0 else str(steps)
 
 
 def parameters_in_size(size: str) -> float:
-    """Return the number of parameters that a size says, to sort by; infinity if it says none."""
+    """Parse a size such as `610m` as a number of parameters, for sorting; infinity if it isn't a number."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)([kmb])", size)
     return float(match[1]) * {"k": 1e3, "m": 1e6, "b": 1e9}[match[2]] if match else float("inf")
 
@@ -161,7 +160,7 @@ def _only(ratios: set[float | None]) -> float | None:
 
 
 def _size(name: str, config: PretrainConfig, base: Facets | None) -> str:
-    """Return the size by the preset, the model that is continued, the name, or the number of parameters."""
+    """Return the size from the preset, the continued model, the name, or the number of parameters."""
     if config.model.preset is not None or base is not None:
         return config.model.preset or base.size  # pyright: ignore[reportOptionalMemberAccess]
     try:

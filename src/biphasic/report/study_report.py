@@ -38,9 +38,9 @@ _SCORES = ["group", "trained_on", "task", "test_set", "metric", "lr", "seed", "s
 
 @default_style()
 def report_files(study: Study) -> dict[str, bytes | None]:
-    """Return the content of each file by name; None for a figure without data, whose file in an earlier report is stale.
+    """Return the files' contents by name; None for a figure without data, whose older file is to be removed.
 
-    The same records and metrics give the same bytes.
+    Equal records and metrics give equal bytes.
     """
     table, facets = score_table(study.scores), facet_table(study.models)
     figures, missing = arrange_figures(table, study.models)

@@ -30,7 +30,7 @@ from biphasic.sweep.records import Grid, TrialRecord
 MAX_DIFFERENCES = 300
 """The report lists all differences up to this number; `differences.csv` always has all."""
 NEAR = 0.01
-"""A rate is near the best one if its score is at most this much lower (one point)."""
+"""A rate is near the best one if its score is at most this much (one point) lower."""
 _CAPTIONS = {
     "learning-rates.png": "Test score against learning rate: mean over seeds, with a band from the lowest to the highest.\n"
     "A hollow point has fewer seeds than the grid.",
@@ -40,9 +40,9 @@ _CAPTIONS = {
 
 @default_style()
 def report_files(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, bytes | None]:
-    """Return the content of each file by name; None for a figure without data, whose file in an earlier report is stale.
+    """Return the files' contents by name; None for a figure without data, whose older file is to be removed.
 
-    The same grid and records give the same bytes, regardless of the order in which the records were written.
+    An equal grid and equal records give equal bytes, regardless of the order in which the records were written.
     """
     trials = trial_table(grid, records)
     table = score_table(chosen_scores(trials))
@@ -72,7 +72,7 @@ def report_files(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, by
 
 
 def _without_scores(trials: pd.DataFrame) -> set[tuple[str, str]]:
-    """Return the test sets whose trials that are done have no test score, and their groups: there is no test set."""
+    """Return the test sets without test data, and their groups: trials are done, but none has a test score."""
     done = trials[trials.planned & (trials.status == "done")]
     counts = done.groupby(["group", "test_set"]).test.count()
     absent = counts.index[counts == 0]
@@ -152,7 +152,7 @@ def _differences(
 
 
 def _rates(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
-    """Return the table of the validation scores by rate, the chosen rates, and how much test scores depend on both."""
+    """Return the table of validation scores and chosen rates, and how much test scores vary over seeds and rates."""
     rates, choosing = list(grid.learning_rates), grid.seeds[: grid.rate_seeds]
     deviations = table.scores.groupby(["model", "group", "test_set"]).score.std()
     body = []
@@ -163,7 +163,7 @@ def _rates(grid: Grid, trials: pd.DataFrame, table: ScoreTable) -> list[str]:
         recorded = rows.groupby("seed").status.transform(lambda statuses: (statuses != MISSING).all())
         by_rate = rows[recorded].pivot(index="seed", columns="lr", values="test")
         ranges = (by_rate.max(axis=1) - by_rate.min(axis=1))[by_rate.count(axis=1) > 1]
-        # A rate with a failed trial counts as a rate, but is not near the best one.
+        # A rate with a failed trial counts among the rates, but never as near the best one.
         means = by_rate.mean(skipna=False)
         near = f"{(means >= means.max() - NEAR - 1e-12).sum()} of {len(rates)}" if len(by_rate) else NOT_AVAILABLE
         failed = (rows.planned & (rows.status == "failed")).sum()
@@ -198,10 +198,7 @@ def _failures(trials: pd.DataFrame) -> list[str]:
 
 
 def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
-    """Draw test score against learning rate, with a panel for each test set and a line for each model.
-
-    Returns None without scores.
-    """
+    """Draw test score against learning rate: a panel for each test set, a line for each model. None without scores."""
     scored = trials[trials.test.notna()]
     by_rate = (100 * scored.test).groupby([scored.test_set, scored.metric, scored.model, scored.lr], sort=False)
     points = by_rate.agg(y="mean", low="min", high="max", seeds="count").reset_index()
@@ -216,10 +213,9 @@ def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
 
 
 def _steps_figure(steps: pd.Series, table: ScoreTable) -> bytes | None:
-    """Draw test score against pretraining steps, with a panel for each task family and a point for each model.
+    """Draw mean test score against pretraining steps, with a panel for each task family and a line for each run.
 
-    A line joins the checkpoints of a run: `610m-mlm40-42k-1000` belongs to `610m-mlm40-42k`. Returns None if no model with
-    known steps has a score for a family.
+    Returns None if no model with known steps has a score for a family.
     """
     means = table.means.reset_index()
     means = means[(means.test_set == "") & (means.seeds > 0) & means.model.isin(steps.dropna().index)]
@@ -228,7 +224,7 @@ def _steps_figure(steps: pd.Series, table: ScoreTable) -> bytes | None:
 
 
 def _run_of(model: str) -> str:
-    """Return the name of a model's run by the model's name; the same name if it doesn't have the form of a checkpoint's."""
+    """Return the run of a model; the name itself if it doesn't have the format of the paper's models."""
     try:
         return facets_of_name(model).run
     except UserError:

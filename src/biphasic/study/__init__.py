@@ -1,1 +1,1 @@
-"""Studies: many pretraining runs whose shared beginnings are trained once."""
+"""Studies: many pretraining runs that train their shared beginnings once."""

@@ -1,4 +1,4 @@
-"""Draw a study's tree as a Mermaid flowchart, which GitHub and the documentation's site show as a picture."""
+"""Draw a study's tree as a Mermaid flowchart, which GitHub and the documentation site render."""
 
 from __future__ import annotations
 
@@ -11,13 +11,10 @@ _COLORS = {"clm": "#cfe0f5", "mlm": "#f8d5b8"}
 
 
 def draw_study(study: StudyConfig) -> str:
-    """Return the tree of a checked study as the text of a Mermaid flowchart.
+    """Return the tree of a checked study as a Mermaid flowchart.
 
-    A node is a run with its phases. An arrow comes from the run whose checkpoint it starts from, and names the batch. A
-    dotted one comes from the run with whose final weights it starts.
-
-    Raises:
-        UserError: two models have the same history.
+    A node is a run with its phases. A solid arrow comes from the run whose checkpoint a run starts from, and names the
+    batch. A dotted arrow comes from the run that a run continues. Raises a UserError if two histories are equal.
     """
     configs, tree = study_runs(study)
     ids = {name: f"run{number}" for number, name in enumerate(tree)}

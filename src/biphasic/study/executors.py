@@ -20,10 +20,10 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 def train_here(executor: LocalExecutor, file: Path) -> int:
     """Train a run on this machine and return its exit status.
 
-    A signal to this process is passed on to the ranks, which save and end. The status is then `PREEMPTED`.
+    A signal to this process is forwarded to the ranks, which save and stop; the status is then `PREEMPTED`.
     """
     processes = [] if executor.processes is None else ["-n", str(executor.processes)]
-    # launcher.py is Composer's launcher, which would otherwise end its ranks 30 s after a signal.
+    # launcher.py wraps Composer's launcher, which would kill its ranks 30 s after a signal.
     scripts = [str(_ROOT / "recipes/launch/launcher.py"), *processes, str(_ROOT / "src/main.py")]
     with noted_signals(_SIGNALS) as received:
         launcher = subprocess.Popen([sys.executable, *scripts, str(file)])
@@ -40,27 +40,25 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
 
 
 def _signal_ranks(launcher: int) -> bool:
-    """Ask the ranks to save and stop. Return False if the launcher has none yet."""
+    """Ask the ranks to save and stop. Return False if the launcher has not started them yet."""
     return subprocess.run(["pkill", "-USR1", "-P", str(launcher)], check=False).returncode == 0
 
 
 def submit_to_slurm(executor: SlurmExecutor, job: str, file: Path, after: Sequence[str]) -> str:
-    """Submit a run as a job that starts when the jobs in `after` (their ids) have ended without an error. Return its id.
+    """Submit a run as a job that starts after the jobs with ids in `after` have succeeded. Return its id.
 
-    Raises:
-        UserError: Slurm is not installed or refuses the job.
+    Raises a UserError if Slurm is not installed or refuses the job.
     """
-    # A job whose dependency failed leaves the queue, so that the next start of the study can submit it again.
+    # Slurm then removes a job whose dependency failed, so that the study's next start can submit it again.
     dependency = [f"--dependency=afterok:{':'.join(after)}", "--kill-on-invalid-dep=yes"] if after else []
     options = ["--parsable", f"--job-name={job}", *dependency, *executor.options]
     return _output(["sbatch", *options, executor.script, str(file)]).strip().partition(";")[0]
 
 
 def jobs_in_slurm() -> dict[str, str]:
-    """Return the ids of this user's jobs that wait or run, by job name, without those whose dependency has failed.
+    """Return the ids of this user's waiting and running jobs by name, except jobs whose dependency has failed.
 
-    Raises:
-        UserError: Slurm is not installed or doesn't answer.
+    Raises a UserError if Slurm is not installed or doesn't answer.
     """
     lines = _output(["squeue", "--me", "--noheader", "--format=%i|%r|%j"]).splitlines()
     jobs = [line.strip().split("|", 2) for line in lines if line.count("|") >= 2]
@@ -79,12 +77,11 @@ def _output(command: Sequence[str]) -> str:
 
 
 def run_command(executor: CommandExecutor, values: dict[str, str]) -> int:
-    """Run the command that submits a run, with `values` for its placeholders, and return its exit status.
+    """Run the command that submits a run, with its placeholders replaced by `values`, and return its exit status.
 
-    Raises:
-        UserError: the program is missing.
+    Raises a UserError if the program is missing.
     """
-    # A value stays within its word.
+    # The command is split first, so that a value with spaces stays one argument.
     command = [word.format(**values) for word in shlex.split(executor.command)]
     try:
         return subprocess.run(command, check=False).returncode

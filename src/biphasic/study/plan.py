@@ -1,4 +1,4 @@
-"""Plan a study: what each run trains and keeps, and what all of them cost with and without shared beginnings."""
+"""Plan a study: what each run trains and keeps, and what all runs cost with and without sharing their beginnings."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class RunPlan(StudyRun):
     """The plan of one run. Values that depend on an unknown model size are None."""
 
     own_tokens: int
-    """Number of tokens of the batches that this run trains itself."""
+    """Number of tokens in the batches that this run trains itself."""
     own_flops: float | None
     flops: float | None
-    """FLOPs of the complete history, as if the run were trained alone."""
+    """FLOPs of the complete history, as if nothing were shared."""
     checkpoints: int
     """Number of checkpoints that remain."""
     bytes: int | None
     state: str
     """`done`, `at BATCH`, `ready` or `waits`."""
     drift: tuple[str, ...]
-    """Keys that are not what the newest checkpoint was trained with."""
+    """Keys whose values differ from those of the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -53,9 +53,9 @@ class StudyPlan:
     runs: tuple[RunPlan, ...]
     """In the order of training."""
     shared: Totals
-    """What the study trains: each shared beginning once."""
+    """What the study trains, with each shared beginning trained once."""
     alone: Totals
-    """What it would train if each run started from its own beginning."""
+    """What the study would train if nothing were shared."""
     bytes: int | None
     """Size of the checkpoints that remain."""
     devices: int | None
@@ -63,10 +63,9 @@ class StudyPlan:
 
 
 def plan_study(study: StudyConfig) -> StudyPlan:
-    """Return the plan of a checked study. It reads the checkpoints' manifests in the study's folder, and writes nothing.
+    """Return the plan of a checked study. Reads only the checkpoints' manifests in the study's folder.
 
-    Raises:
-        UserError: two models have the same history, or the folder can't be read.
+    Raises a UserError if two models have the same history or the folder can't be read.
     """
     configs, tree = study_runs(study)
     states = read_states(study)
@@ -86,13 +85,13 @@ def plan_study(study: StudyConfig) -> StudyPlan:
 def architecture_in(
     name: str, tree: Mapping[str, StudyRun], configs: Mapping[str, PretrainConfig]
 ) -> Architecture | None:
-    """Return a model's architecture, which that of the continued model is; None if it comes from outside the study."""
+    """Return a model's architecture, or that of the model it continues; None if it comes from outside the study."""
     continued = tree[name].continues
     return architecture_of(configs[name].model) if continued is None else architecture_in(continued, tree, configs)
 
 
 def retained_batches(config: PretrainConfig, run: StudyRun) -> list[int]:
-    """Return the batches whose checkpoints remain in a run's folder after its end, when each kept one is saved."""
+    """Return the batches whose checkpoints remain after the end of a run."""
     saved, kept = saved_checkpoints(config, run.start, {*run.kept, *run.scored})
     return remaining_checkpoints(saved, kept, config.checkpoint.keep)
 
@@ -119,12 +118,12 @@ def _plan_run(
 
 
 def _sum(values: Sequence[Any]) -> Any:
-    """Return the sum of numbers; None if one of them is unknown (None)."""
+    """Return the sum, or None if a value is None."""
     return None if None in values else sum(values)
 
 
 def _totals(runs: Sequence[tuple[int, int, float | None]], cost: StudyCostConfig | None) -> Totals:
-    """Return the totals of runs with these batches, tokens and FLOPs."""
+    """Return the totals of runs, each given by its batches, tokens and FLOPs."""
     batches, tokens, run_flops = zip(*runs, strict=True)
     flops = _sum(run_flops)
     hours = device_hours(flops, cost)
@@ -133,7 +132,7 @@ def _totals(runs: Sequence[tuple[int, int, float | None]], cost: StudyCostConfig
 
 
 def device_hours(flops: float | None, cost: StudyCostConfig | None) -> float | None:
-    """Return the hours of a device at the MFU and peak of `cost`; None if FLOPs or cost are unknown."""
+    """Return the device hours at the MFU and peak FLOPs of `cost`; None if FLOPs or cost are unknown."""
     return None if flops is None or cost is None else flops / (cost.peak_flops * cost.mfu) / 3600
 
 

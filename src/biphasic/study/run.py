@@ -1,4 +1,4 @@
-"""Run the pretraining of a study. Its state is read from the checkpoints alone, so any machine can start it at any time."""
+"""Run the pretraining of a study. Its state is read from the checkpoints alone, so any machine can start it."""
 
 from __future__ import annotations
 
@@ -21,16 +21,10 @@ RUN_FILE = "run.yaml"
 
 
 def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path], int] | None = None) -> int:
-    """Train or submit the runs that are not done, in the order of the tree.
+    """Train or submit the runs that are not done, in the order of the tree, and return the exit status.
 
-    Args:
-        study: the checked study.
-        limit: maximum number of runs to start.
-        train: trains the run of a resolved YAML and returns its exit status, instead of the local executor.
-
-    Returns:
-        The exit status. 0: what could be started was trained or submitted. Otherwise the status of the first run that was
-        not trained to its end, or of the first command that failed.
+    It is that of the first run or command that fails, else 0. At most `limit` runs are started. `train` replaces the
+    local executor: it gets a run's resolved YAML and returns its exit status.
 
     Raises:
         UserError: two models have the same history, the folder can't be read, or the executor can't be used.
@@ -84,10 +78,7 @@ def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path
 
 
 def resolved(study: StudyConfig, run: StudyRun, config: PretrainConfig, start: str | None) -> PretrainConfig:
-    """Return the configuration of a run that starts from the run `start`.
-
-    It keeps the checkpoints from which others start, and those that are scored.
-    """
+    """Return the configuration of a run that starts from `start`, and keeps the checkpoints that others need."""
     kept = [Duration(batch, "ba") for batch in (*run.kept, *run.scored)]
     keep_at = list(dict.fromkeys([*config.checkpoint.keep_at, *kept]))
     checkpoint = config.checkpoint.model_copy(update={"keep_at": keep_at})
@@ -96,7 +87,7 @@ def resolved(study: StudyConfig, run: StudyRun, config: PretrainConfig, start: s
 
 
 def _job_name(study: StudyConfig, name: str) -> str:
-    """Return the name of a run's job in Slurm, by which a later start of the study recognizes it."""
+    """Return the name of a run's Slurm job, by which later starts of the study recognize it."""
     return f"{PurePosixPath(study.folder).name}.{name}"
 
 

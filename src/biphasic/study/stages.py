@@ -1,4 +1,4 @@
-"""What follows the pretraining of a study: export, fine-tune and score its models with the jobs that single models use."""
+"""The stages after a study's pretraining: export, fine-tuning and scoring, by the same jobs as for single models."""
 
 from __future__ import annotations
 
@@ -39,14 +39,13 @@ class ScoredModel:
     batch: int
     """The checkpoint's batch, counted from the start of the run's history."""
     steps: int
-    """All optimizer steps of its pretraining, with those of the models that it continues."""
+    """Number of optimizer steps, including those of the models that it continues."""
 
 
 def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
-    """Return the study's models by name, each followed by its checkpoints of `stages.checkpoints`.
+    """Return the study's models by name, each followed by its checkpoints in `stages.checkpoints`.
 
-    Raises:
-        UserError: two models have the same history, or a checkpoint is not before its model's end, or has a model's name.
+    Raises a UserError if two histories are equal, or a checkpoint is not before its model's end or has a model's name.
     """
     _, tree = study_runs(study)
 
@@ -68,10 +67,9 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
 
 
 def export(study: StudyConfig, limit: int | None = None) -> int:
-    """Export each trained model, and checkpoint that is scored, that has no export. Return the exit status.
+    """Export all trained models and scored checkpoints that have no export yet. Return the exit status.
 
-    Raises:
-        UserError: the study's folder can't be read, or a checkpoint can't be exported.
+    Raises a UserError if the study's folder can't be read or a checkpoint can't be exported.
     """
     from biphasic.export.run import export_checkpoint
 
@@ -96,9 +94,7 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
 def sweep_config(study: StudyConfig) -> SweepConfig:
     """Return the sweep over the study's exported models.
 
-    Raises:
-        ConfigError: the sweep's YAML can't be used.
-        UserError: `stages.finetune` is missing, or no model is exported.
+    Raises a ConfigError if the sweep's YAML is invalid, and a UserError without `stages.finetune` or exported models.
     """
     sweep = load_job(SweepConfig, _required(study, "finetune"))
     models, names = scored_models(study), _exported(study)
@@ -107,27 +103,19 @@ def sweep_config(study: StudyConfig) -> SweepConfig:
 
 
 def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path], int] | None = None) -> int:
-    """Run the evaluation of `stages.evaluate` for each exported model that has no scores. Return the exit status.
+    """Evaluate each exported model that has no scores, into `<local folder>/evaluate/<model>`. Return the exit status.
 
-    Each model's results are in `<local folder>/evaluate/<model>`.
-
-    Args:
-        study: the checked study.
-        limit: maximum number of evaluations to run.
-        score: runs the evaluation of a YAML and returns its exit status, instead of a process of its own.
-
-    Raises:
-        ConfigError: the evaluation's YAML can't be used.
-        UserError: no model is exported.
+    `score` runs an evaluation's YAML and returns its exit status, instead of a separate process. Raises a ConfigError
+    if the evaluation's YAML is invalid, and a UserError if no model is exported.
     """
     configs = [evaluation_config(study, name) for name in _exported(study)]
-    # scores.json is an evaluation's last file.
+    # An evaluation writes scores.json last.
     new = [config for config in configs if not (config.run_folder / "scores.json").is_file()]
     for config in new[:limit]:
         name = f"{config.run_name}.yaml"
         open_store(config.output).write(name, dump(config).encode())
         file = Path(config.output) / name
-        # A process of its own: with several GPUs an evaluation replaces its process by Composer's launcher.
+        # In a separate process: with several GPUs an evaluation replaces its own by Composer's launcher.
         command = [sys.executable, str(_MAIN), str(file)]
         status = subprocess.run(command, check=False).returncode if score is None else score(file)
         if status:
@@ -138,16 +126,14 @@ def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path
 def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
     """Return the evaluation of one exported model.
 
-    Raises:
-        ConfigError: the evaluation's YAML can't be used.
-        UserError: `stages.evaluate` is missing.
+    Raises a ConfigError if the evaluation's YAML is invalid, and a UserError if `stages.evaluate` is missing.
     """
     own = [f"run_name={name}", f"output={study.local_folder}/evaluate", f"model.path={encoder_folder(study, name)}"]
     return load_job(EvaluateConfig, _required(study, "evaluate"), own)
 
 
 def _exported(study: StudyConfig) -> list[str]:
-    """Return the names of the exported models, and print those of the others."""
+    """Return the names of the exported models, and print the names of the others."""
     models = scored_models(study)
     names = [name for name in models if _is_exported(study, name)]
     if not names:
@@ -166,7 +152,6 @@ def _print_waiting(label: str, names: list[str]) -> None:
 
 
 def _required(study: StudyConfig, stage: Literal["finetune", "evaluate"]) -> str:
-    """Return the YAML of a stage."""
     file = getattr(study.stages, stage)
     if file is None:
         raise UserError(f"stages.{stage} is missing in the study's YAML: it names the {stage} stage's YAML")

@@ -1,4 +1,4 @@
-"""Read what a study's runs have done, from their checkpoints alone."""
+"""Read the progress of a study's runs from their checkpoints."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from biphasic.study.tree import StudyRun
 
 @dataclass(frozen=True)
 class RunState:
-    """The checkpoints of a run: the batches of all that have a manifest, and the newest manifest."""
+    """The checkpoints of a run: the batches of those with a manifest, and the newest manifest."""
 
     batches: frozenset[int] = frozenset()
     newest: Manifest | None = None
 
     @property
     def trained(self) -> int:
-        """Number of batches of the newest checkpoint; 0 if there is none."""
+        """Batch of the newest checkpoint; 0 if there is none."""
         return 0 if self.newest is None else self.newest.batch
 
     def is_done(self, config: PretrainConfig) -> bool:
@@ -32,9 +32,9 @@ class RunState:
         return self.newest is not None and self.newest.progress.reached(config.max_duration)
 
     def drift(self, config: PretrainConfig) -> list[str]:
-        """Return a line for each key in which a run's checkpoints differ from what it would train now.
+        """Return a line for each key whose value in the run's checkpoints differs from the study's.
 
-        The data's own hash is compared when a run opens its data.
+        Training data is compared later, by its hash, when the run opens it.
         """
         if self.newest is None:
             return []
@@ -50,11 +50,7 @@ class RunState:
 
 
 def read_states(study: StudyConfig) -> dict[str, RunState]:
-    """Return the state of each model's run.
-
-    Raises:
-        UserError: the folder or bucket can't be read.
-    """
+    """Return the state of each model's run. Raises a UserError if the folder or bucket can't be read."""
     return {name: _read_state(study.checkpoints_of(name)) for name in study.models}
 
 
@@ -70,17 +66,17 @@ def _read_state(place: str) -> RunState:
 
 
 def is_ready(run: StudyRun, configs: Mapping[str, PretrainConfig], states: Mapping[str, RunState]) -> bool:
-    """Return whether the checkpoints that a run starts from exist."""
+    """Return whether all checkpoints that a run needs to start exist."""
     if run.continues is not None and not states[run.continues].is_done(configs[run.continues]):
         return False
     return run.parent is None or states[run.parent].trained >= run.start
 
 
 def starting_run(run: StudyRun, tree: Mapping[str, StudyRun], states: Mapping[str, RunState]) -> str | None:
-    """Return the run whose checkpoints a run starts from; None: it trains from the beginning.
+    """Return the run whose checkpoints a run starts from; None if it trains from the beginning.
 
-    That is its parent. If the parent was trained before another run needed this point, it may have kept no checkpoint up to
-    it; then it is the nearest run above that has one.
+    Usually this is its parent. If the parent was trained before another run branched off at this point, it may have no
+    checkpoint at or before it; then it is the nearest ancestor that has one.
     """
     name, batch = run.parent, run.start
     while name is not None and not any(saved <= batch for saved in states[name].batches):

@@ -1,4 +1,4 @@
-"""Add up what the runs of a study have trained, from their own metrics, to compare with the plan."""
+"""Add up what the runs of a study have trained, from their metrics, to compare it with the plan."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _METRICS_FILE = "metrics.jsonl"
 
 @dataclass(frozen=True)
 class TrainedTotals:
-    """What the runs of a study have trained. A batch that was trained again after an interruption counts again."""
+    """What the runs of a study have trained. A batch that is trained again after an interruption counts twice."""
 
     batches: int
     flops: float | None
@@ -26,11 +26,7 @@ class TrainedTotals:
 
 
 def trained_totals(study: StudyConfig) -> TrainedTotals:
-    """Read the metrics of all runs in the study's local folder.
-
-    Raises:
-        UserError: two models have the same history.
-    """
+    """Read the metrics of all runs in the study's local folder. Raises a UserError if two histories are equal."""
     configs, tree = study_runs(study)
     total, flops, without_record = 0, list[float | None](), list[str]()
     for name, config in configs.items():
@@ -47,7 +43,7 @@ def trained_totals(study: StudyConfig) -> TrainedTotals:
 
 
 def describe_totals(trained: TrainedTotals, plan: StudyPlan) -> str:
-    """Format the totals beside those of the plan, and of training each model alone."""
+    """Format the totals, compared with the plan's and with those of training each model alone."""
     if trained.without_record:
         return f"what was trained is not known: no metrics here of {', '.join(trained.without_record)}"
     lines = [f"trained, by the runs' records: {_amount(trained.batches, trained.flops)}"]

@@ -1,8 +1,7 @@
-"""Find which beginnings the runs of a study share, and from which run each starts. Pure functions of the runs' histories.
+"""Find which beginnings the runs of a study share, and where each run starts. Pure functions of the runs' histories.
 
-Two runs share their first N batches if they train these batches in the same way, and if these are at least a hundredth of a
-run. Each shared stretch is trained once, by the first run in the order of training that contains it; the runs after it start
-from its checkpoint.
+Two runs share their first N batches if they train them identically and N is at least a hundredth of the shorter run.
+Each shared beginning is trained once, by the first run that contains it; later runs start from its checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
 
 _MIN_SHARED = 0.01
-"""Minimum share of the shorter of two runs that they have to share. Less isn't worth a checkpoint and a start."""
+"""Minimum shared beginning, as a share of the shorter run. Less isn't worth a checkpoint and a start."""
 
 
 @dataclass(frozen=True)
@@ -30,15 +29,15 @@ class StudyRun:
     length: int
     """Number of batches of the complete history."""
     parent: str | None = None
-    """The run from whose checkpoint this one starts; None: from the beginning."""
+    """The run from whose checkpoint this run starts. None: it trains from the beginning."""
     start: int = 0
     """The first batch that this run trains itself."""
     continues: str | None = None
-    """The run with whose final weights this run's history begins."""
+    """The run whose final weights are this run's initial weights."""
     kept: tuple[int, ...] = ()
     """Batches within this run at which other runs start."""
     scored: tuple[int, ...] = ()
-    """Batches whose checkpoints this run keeps because they are scored (`stages.checkpoints`)."""
+    """Batches whose checkpoints are kept to be scored (`stages.checkpoints`)."""
 
     @property
     def own_batches(self) -> int:
@@ -47,15 +46,14 @@ class StudyRun:
 
     @property
     def needs(self) -> tuple[str, ...]:
-        """The runs that have to be trained first, as far as this run needs them."""
+        """The runs whose checkpoints this run needs."""
         return tuple(name for name in (self.parent, self.continues) if name is not None)
 
 
 def study_runs(study: StudyConfig) -> tuple[dict[str, PretrainConfig], dict[str, StudyRun]]:
-    """Return the configurations of a checked study's models, and its runs in the order of training, both by name.
+    """Return the models' configurations by name, and the runs by name in training order. `study` must be checked.
 
-    Raises:
-        UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
+    Raises a UserError if two models have the same history, or a scored checkpoint is not before its model's end.
     """
     configs = expand(study)
     return configs, study_tree(configs, study.continues, study.stages.checkpoints)
@@ -66,15 +64,10 @@ def study_tree(
     continues: Mapping[str, str],
     checkpoints: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, StudyRun]:
-    """Return the runs by name, in the order of training.
+    """Return the runs by name, in training order.
 
-    Args:
-        configs: the models' configurations.
-        continues: the model with whose final weights a model starts, for models that continue another.
-        checkpoints: batches of models whose checkpoints are scored.
-
-    Raises:
-        UserError: two models have the same history, or a checkpoint that is scored is not before the model's end.
+    `continues` has, for each model that continues another, the other's name; `checkpoints` has the batches to score.
+    Raises a UserError if two models have the same history, or a scored checkpoint is not before its model's end.
     """
     lengths = {name: config.batch_shape.batches(config.max_duration) for name, config in configs.items()}
     decays = {name: c.batch_shape.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
@@ -83,8 +76,8 @@ def study_tree(
         difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])
         batches = shorter if difference is None else difference.batch
         if difference is not None and batches - 1 in (decays[first], decays[second]):
-            # The first batch of a decay still has the full rate. Sharing it would need a checkpoint one batch after the
-            # decay's start, where each run saves one anyway.
+            # The first batch of a decay still has the full learning rate. Sharing it would need another checkpoint, one
+            # batch after the one that each run saves at its decay's start.
             batches -= 1
         return batches if batches >= _MIN_SHARED * shorter else 0
 
@@ -92,16 +85,15 @@ def study_tree(
 
 
 def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
-    """Return the run that trains a batch of a model's history, counted from 1: the model's own, or one above it."""
+    """Return the run that trains a batch of a model's history (counted from 1): the model's own run or an ancestor."""
     run = tree[name]
     return name if run.parent is None or batch > run.start else owner_of(tree, run.parent, batch)
 
 
 def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence[int]]) -> dict[str, StudyRun]:
-    """Return the runs with the batches (of models' histories, by model) whose checkpoints they keep for scoring.
+    """Return the runs with the batches whose checkpoints they keep for scoring. `checkpoints` are batches by model.
 
-    Raises:
-        UserError: a batch is not before its model's end.
+    Raises a UserError if a batch is not before its model's end.
     """
     runs = dict(tree)
     for name, batches in checkpoints.items():
@@ -117,15 +109,15 @@ def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence
 def build_tree(
     lengths: Mapping[str, int], continues: Mapping[str, str], shared: Callable[[str, str], int]
 ) -> dict[str, StudyRun]:
-    """Return the runs by name, in the order of training.
+    """Return the runs by name, in training order.
 
-    That is the order of `lengths`, except that a run comes after the run that it continues, and after runs whose complete
-    history it contains.
+    That is the order of `lengths`, except that a run comes after the run that it continues and after runs whose history
+    it contains completely.
 
     Args:
         lengths: number of batches of each run.
-        continues: the run with whose final weights a run's history begins. No cycles.
-        shared: the number of first batches that two runs share.
+        continues: for each run that continues another, the other's name. No cycles.
+        shared: returns the number of first batches that two runs share.
 
     Raises:
         UserError: two runs have the same history.
@@ -141,7 +133,7 @@ def build_tree(
         run = StudyRun(name, lengths[name], continues=continues.get(name))
         most = max((common[name, other] for other in runs), default=0)
         if most:
-            # Of the runs that contain the shared beginning, the first has trained it; the others started from it.
+            # Of the runs that contain the shared beginning, the first trains it, and the others start from it.
             parent = next(parent for parent in runs.values() if common[name, parent.name] == most)
             run = replace(run, parent=parent.name, start=most)
             if most < parent.length:

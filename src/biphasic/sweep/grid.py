@@ -1,12 +1,12 @@
-"""Expand a sweep's YAML into trials: a fine-tuning configuration and a name for each cell of the grid.
+"""Expand a sweep's YAML into trials: a name and a fine-tuning configuration for each cell of the grid.
 
-A trial's name is `<model>.<task>.<hash>`. The hash covers everything that determines the result: the contents of the
-model and data files, and the settings. A changed trial is therefore a new trial. Two models with the same files, or a
-renamed model, have trials with the same hash. One of these trials is trained; the records of the others are copies
+A trial's name is `<model>.<task>.<hash>`. The hash covers everything that determines the result: the settings, and the
+contents of the model and data files. So a changed trial is a new trial, and models with equal files (or a renamed
+model) have trials with equal hashes. One of these trials is trained; the records of the others are copies
 (`about["copy_of"]`).
 
-Trials start seed by seed, and within a seed task by task, so that every model has a score on every task early. The seeds by
-which rates are chosen come first.
+Trials start seed by seed, and within a seed task by task, so that every model soon has a score on every task. The seeds
+that choose the learning rates come first.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.sweep.records import Cell, Grid, GridModel, GridTask
 
 TRIAL_MODULE = "biphasic.finetuning.trial"
-"""Name of the module whose functions name trials, estimate their memory, and run them. Tests use one with smaller trials."""
+"""Name of the module that names trials, estimates their memory and runs them. Tests use one with smaller trials."""
 _QUIET = ("logging.progress_bar=false", "logging.jsonl=false", "logging.tensorboard=false")
 """Overrides that turn off a single run's logging; the sweep's `overrides` can turn it on again."""
 
 
 def content_hash(trial: str) -> str:
-    """Return the hash in a trial's name. Trials with the same hash have the same result."""
+    """Return the hash in a trial's name."""
     return trial.rpartition(".")[2]
 
 
@@ -45,7 +45,7 @@ def first_cells(configs: dict[Cell, FinetuneConfig]) -> dict[Cell, FinetuneConfi
 
 
 def fewest_trials(config: SweepConfig) -> int:
-    """Return the number of trials if each task chooses one rate for a model."""
+    """Return the number of trials if all test sets of a task choose the same learning rate."""
     choosing = config.rate_seeds or len(config.seeds)
     of_pair = len(config.learning_rates) * choosing + len(config.seeds) - choosing
     return len(config.models) * len(config.tasks) * of_pair
@@ -54,11 +54,10 @@ def fewest_trials(config: SweepConfig) -> int:
 def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
     """Return the configuration of each cell of the grid, in the order in which trials start.
 
-    Raises:
-        ConfigError: the tasks' YAMLs or `overrides` have problems; it lists all.
+    Raises a ConfigError with all problems of the tasks' YAMLs and of `overrides`.
     """
     by_pair: dict[tuple[str, str], FinetuneConfig] = {}
-    # A wrong key is wrong for every model, so it is reported once.
+    # An invalid key is invalid for every model, so it is reported once.
     problems: dict[Problem, None] = {}
     for task, model in product(config.tasks, config.models):
         try:
@@ -75,13 +74,8 @@ def trial_configs(config: SweepConfig) -> dict[Cell, FinetuneConfig]:
 def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functions: ModuleType) -> Grid:
     """Return the grid with the names of all trials. Reads the model and data files.
 
-    Args:
-        config: the sweep.
-        configs: from `trial_configs`.
-        functions: the module that names trials, see `TRIAL_MODULE`.
-
-    Raises:
-        UserError: models or datasets are missing; the message lists all.
+    `configs` come from `trial_configs`; `functions` is the module `TRIAL_MODULE`, or the tests' replacement. Raises a
+    UserError that lists all missing models and datasets.
     """
     names: dict[str, Cell] = {}
     faults: dict[tuple[str, str], str] = {}
@@ -96,7 +90,7 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
         if cell.task not in tasks:
             tasks[cell.task] = GridTask(cell.task, trial_config.task.kind, functions.scored_sets(trial_config))
     if faults:
-        # A missing model affects every task, and a missing dataset every model, so each is reported once.
+        # A missing model affects every task, and a missing dataset every model: report each once.
         pairs: dict[str, list[str]] = {}
         for (model, task), fault in faults.items():
             pairs.setdefault(fault, []).append(f"{task} of {model}")
@@ -138,7 +132,7 @@ def _load(config: SweepConfig, model: str, task: str) -> FinetuneConfig:
 
 
 def _config_at(config: FinetuneConfig, cell: Cell) -> FinetuneConfig:
-    """Copy a configuration for one cell, because reading the YAML for each cell would take a minute in the paper's grid."""
+    """Copy the configuration for one cell: reading the YAML for each cell would take a minute for the paper's grid."""
     optimizer = config.optimizer.model_copy(update={"lr": cell.lr})
     name = f"{cell.task}-{cell.model}-{cell.lr:g}-{cell.seed}"
     return config.model_copy(update={"optimizer": optimizer, "seed": cell.seed, "run_name": name})

@@ -1,7 +1,6 @@
 """Plan a sweep: count trials by task and model, and estimate device hours and dollars.
 
-A device is a GPU, or a node without GPUs. A trial's device time is its duration divided by the number of trials that share
-the device.
+A device is a GPU, or a node without GPUs. Trials that run on it at the same time share its hours equally.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from biphasic.sweep.selection import planned_trials
 
 
 class TrialSeconds:
-    """The mean duration of recorded trials by model and task."""
+    """Mean durations of recorded trials by model and task."""
 
     def __init__(self, records: Mapping[str, TrialRecord]):
         durations: dict[tuple[str, str], list[float]] = defaultdict(list)
@@ -38,14 +37,14 @@ class TrialSeconds:
         self._sharing = fmean(sharing) if sharing else 1.0
 
     def total(self, cells: Iterable[Cell]) -> float:
-        """Return the total duration of these trials in seconds, each sharing its device; 0 if no trial is recorded."""
+        """Return the total duration of these trials in seconds, on shared devices; 0 if no trial is recorded."""
         counts = Counter((cell.model, cell.task) for cell in cells)
         return self._sharing * sum(count * self.on_device.get(pair, self._mean) for pair, count in counts.items())
 
 
 @dataclass(frozen=True)
 class PlanLine:
-    """The planned trials of a model on a task."""
+    """The planned trials of one model on one task."""
 
     task: str
     model: str
@@ -69,17 +68,15 @@ class SweepPlan:
     """The sum of the known device hours."""
     dollars: float | None
     unknown: int
-    """Number of remaining trials with unknown duration."""
+    """Number of remaining trials whose duration is unknown."""
     faults: str | None = None
     """Missing models and data; None if there are none."""
 
 
 def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
-    """Return the plan, from the tasks' YAMLs, the model and data files and the records. Trains and writes nothing.
+    """Return the plan, based on the tasks' YAMLs, the model and data files and the records. Trains and writes nothing.
 
-    Raises:
-        ConfigError: the tasks' YAMLs or `overrides` have problems; it lists all.
-        UserError: the output can't be read.
+    Raises a ConfigError with all problems of the YAMLs, and a UserError if the output can't be read.
     """
     configs, functions = trial_configs(config), import_module(module)
     choosing = config.seeds[: config.rate_seeds]

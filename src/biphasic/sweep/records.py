@@ -1,12 +1,10 @@
-"""Read and write the files of a sweep: its grid and a record of each trial.
+"""Read and write the files of a sweep: its grid, and a record of each trial.
 
     sweep.json              the latest grid: models, tasks, learning rates, seeds, and each trial's name
     trials/<name>.json      a trial's record, written atomically by the worker that ran it
 
-A trial's name contains a hash of everything that determines the result, so a changed trial is a new trial.
-
-Scores are from 0 to 1. A trial has a result for each test set of its task: MNLI has two, and a model trained on MS MARCO is
-scored on three retrieval datasets.
+Scores are from 0 to 1. A trial has a result for each test set of its task: MNLI has two, and a model trained on MS
+MARCO is scored on three retrieval datasets.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class TrialRecord:
-    """The record of a trial that has run."""
+    """The record of a finished trial."""
 
     trial: str
     cell: Cell
@@ -47,9 +45,9 @@ class TrialRecord:
     """`done` or `failed`."""
     results: tuple[DownstreamResult, ...] = ()
     error: str | None = None
-    """A failed trial's error in one line; the traceback is in `about`."""
+    """The error of a failed trial in one line; `about` has the traceback."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Durations. `train`: the training loop. `total`: everything, including loading and scoring."""
+    """Durations. `train`: the training loop. `total`: the complete trial, including loading and scoring."""
     about: dict[str, Any] = field(default_factory=dict)
     """Steps, tokens, last loss, configuration, host, hardware and versions."""
 
@@ -59,7 +57,7 @@ _RECORDS = TypeAdapter(TrialRecord)
 
 @dataclass(frozen=True)
 class GridModel:
-    """A model of the grid, with the optimizer steps of its pretraining if known."""
+    """A model of the grid, with its number of pretraining steps if known."""
 
     name: str
     steps: int | None = None
@@ -67,7 +65,7 @@ class GridModel:
 
 @dataclass(frozen=True)
 class GridTask:
-    """A task of the grid, with the test sets on which its trials are scored."""
+    """A task of the grid, with its test sets."""
 
     name: str
     family: str
@@ -77,21 +75,21 @@ class GridTask:
 
 @dataclass(frozen=True)
 class Grid:
-    """The grid of a sweep, with all trials."""
+    """The grid of a sweep and all its trials."""
 
     models: tuple[GridModel, ...]
     tasks: tuple[GridTask, ...]
     learning_rates: tuple[float, ...]
     seeds: tuple[int, ...]
     trials: dict[str, Cell]
-    """All combinations by the trial's name, in the order in which they start. With fewer `rate_seeds` than seeds, not all of
-    them are run (`biphasic.sweep.selection.planned_trials`)."""
+    """All combinations by trial name, in starting order. With fewer `rate_seeds` than seeds, only some of them are run
+    (`biphasic.sweep.selection.planned_trials`)."""
     rate_seeds: int
-    """Number of seeds by which rates are chosen, the first ones; the others run at the chosen rates only."""
+    """The first `rate_seeds` seeds choose the learning rates; the others run at the chosen rates only."""
 
 
 def record_file(trial: str) -> str:
-    """Return the name of a trial's record file."""
+    """Return the path of a trial's record within the output."""
     return f"{TRIALS_FOLDER}/{trial}.json"
 
 
@@ -106,11 +104,7 @@ def write_grid(folder: Store, grid: Grid) -> None:
 
 
 def read_grid(folder: Store) -> Grid:
-    """Read the grid of a sweep's output.
-
-    Raises:
-        UserError: the folder has no grid, or the grid can't be read.
-    """
+    """Read the grid of a sweep's output. Raises a UserError if it is missing or can't be read."""
     try:
         return TypeAdapter(Grid).validate_json(folder.read(GRID_FILE))
     except FileNotFoundError:
@@ -120,19 +114,14 @@ def read_grid(folder: Store) -> Grid:
 
 
 def recorded_trials(folder: Store) -> list[str]:
-    """Return the names of all trials with a record, including those of earlier grids.
-
-    Raises:
-        OSError: the folder can't be read.
-    """
+    """Return the names of all trials with a record, including those of earlier grids. Raises OSError."""
     return [name.removeprefix(f"{TRIALS_FOLDER}/").removesuffix(".json") for name in folder.list(TRIALS_FOLDER)]
 
 
 def read_records(folder: Store, trials: Iterable[str]) -> dict[str, TrialRecord]:
-    """Read the records of the given trials by name; trials without a record are omitted.
+    """Read the records of these trials; trials without a record are left out.
 
-    Raises:
-        UserError: the folder can't be read, or a file is not a record.
+    Raises a UserError if the folder can't be read or a file is not a record.
     """
     try:
         names = sorted(set(trials) & set(recorded_trials(folder)))
@@ -144,12 +133,7 @@ def read_records(folder: Store, trials: Iterable[str]) -> dict[str, TrialRecord]
 
 
 def read_record(folder: Store, trial: str) -> TrialRecord | None:
-    """Read one trial's record; return None if the trial has no record.
-
-    Raises:
-        OSError: the folder can't be read.
-        UserError: the file is not a record.
-    """
+    """Read a trial's record; None if it has none. Raises a UserError if the file is not a record, and OSError."""
     try:
         return _parse(folder, trial, folder.read(record_file(trial)))
     except FileNotFoundError:

@@ -1,7 +1,7 @@
-"""Run `job: sweep`: a driver process starts the trials that have no record on workers.
+"""Run `job: sweep`: a driver process starts the trials without a record on workers.
 
-The worker that ran a trial writes its record, so no finished trial is lost if the driver dies. When the same command is run
-again, it reads the records and resumes. A run lock, as for pretraining, ensures that a sweep has one driver at a time.
+The worker that ran a trial writes its record, so no finished trial is lost if the driver dies. The same command then
+reads the records and resumes the sweep. A run lock ensures that a sweep has only one driver at a time.
 """
 
 from __future__ import annotations
@@ -48,26 +48,21 @@ _POLL_SECONDS = 0.5
 _SUMMARY_SECONDS = 60.0
 _SHOWN_FAILURES = 5
 _WRITE_TIMEOUT = 300.0
-"""Seconds to wait at the end of a sweep for an output that can't be written."""
+"""Seconds to retry writing the last records if the output can't be written."""
 
 
 def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = False, module: str = TRIAL_MODULE) -> int:
-    """Run the trials that have no record.
+    """Run the trials without a record, and return the exit status: 1 if trials failed, else 0.
 
     Args:
-        config: the sweep.
         limit: maximum number of trials to start.
-        retry_failed: run failed trials again.
-        module: the module whose functions name and run trials.
-
-    Returns:
-        The exit status. 0: all trials that could start are done. 1: trials failed.
+        retry_failed: whether to run failed trials again.
+        module: name of the module that names and runs trials.
 
     Raises:
         ConfigError: the tasks' YAMLs or `overrides` have problems; it lists all.
         Preempted: a signal stopped the sweep.
-        UserError: models or data are missing, no cluster answers, another driver runs, or the output can't be read or
-            written.
+        UserError: models or data are missing, no cluster answers, another driver runs, or the output can't be used.
     """
     start = time.monotonic()
     configs, folder = trial_configs(config), open_store(config.output)
@@ -85,7 +80,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
                 lock = stack.enter_context(_locked(config.output))
                 return lock, stack.enter_context(open_workers(module, config.output, config.cluster, estimate_bytes))
 
-            # Workers start first, to import Composer while this process hashes the model and data files.
+            # Workers start first so that they import Composer while this process hashes the model and data files.
             incomplete = len(recorded_trials(folder)) < fewest_trials(config) or retry_failed
             locked_workers = start_workers() if incomplete else None
             grid = build_grid(config, configs, import_module(module))
@@ -110,11 +105,8 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
 class Driver:
     """Starts trials and collects their records.
 
-    Args:
-        grid: the sweep's grid.
-        configs: fine-tuning configurations by cell.
-        folder: the sweep's output.
-        retries: how often a trial is repeated after its worker died.
+    `configs` are the fine-tuning configurations by cell, and `folder` is the sweep's output. A trial is repeated up to
+    `retries` times if its worker died.
     """
 
     def __init__(self, grid: Grid, configs: dict[Cell, FinetuneConfig], folder: Store, retries: int):
@@ -130,11 +122,7 @@ class Driver:
         self._started: set[str] = set()
 
     def read_records(self, retry_failed: bool) -> None:
-        """Read the records in the output.
-
-        Raises:
-            UserError, OSError: the records can't be read.
-        """
+        """Read the records in the output. Raises UserError or OSError if they can't be read."""
         hashes = {content_hash(trial) for trial in self.grid.trials}
         names = [trial for trial in recorded_trials(self.folder) if content_hash(trial) in hashes]
         for trial, record in read_records(self.folder, names).items():
@@ -144,8 +132,8 @@ class Driver:
                 self.records[trial] = record
 
     def missing(self) -> list[str]:
-        """Copy records from done trials with the same content hash, and return the trials that may start, in order."""
-        # Copies may settle a rate, so that other trials may start.
+        """Copy records from done trials with equal content hashes, and return the trials that may start, in order."""
+        # Copied records may decide a learning rate, and so allow further trials to start.
         while True:
             waiting = [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
             copies = [trial for trial in waiting if content_hash(trial) in self._done_by_hash]
@@ -159,7 +147,7 @@ class Driver:
             self._write()
 
     def jobs(self, workers: Workers, limit: int | None) -> Iterator[TrialJob]:
-        """Yield the jobs that may start, in the grid's order; trials with the same content hash run one at a time."""
+        """Yield the jobs that may start, in the grid's order. Trials with equal content hashes run one at a time."""
         busy = {content_hash(job.trial) for job in workers.running}
         new = 0
         for trial in self.missing():
@@ -168,15 +156,14 @@ class Driver:
                 continue
             busy.add(content_hash(trial))
             new += is_new
-            # After a lost worker, the trial gets a GPU to itself, in case the memory estimate was too small.
+            # A trial that lost its worker gets a GPU to itself: the memory estimate may have been too small.
             size = None if self._lost[trial] else workers.bytes_of.get((cell.model, cell.task))
             yield TrialJob(trial, cell, self._configs[cell], size, self._lost[trial])
 
     def work(self, workers: Workers, lock: RunLock, signals: list[str], limit: int | None = None) -> None:
         """Run trials until none is left or a signal arrives. Print a line for each trial, and a summary every minute.
 
-        Raises:
-            UserError: workers can't start, records can't be written, or another driver has taken the lock.
+        Raises a UserError if workers can't start, records can't be written, or another driver has taken the lock.
         """
         start = last_summary = time.monotonic()
         while not signals:
@@ -199,7 +186,7 @@ class Driver:
                 print(f"{self.progress()}, {len(workers.running)} running; {times}", flush=True)
 
     def progress(self) -> str:
-        """Return the numbers of planned trials by status in one line."""
+        """Return the numbers of planned trials by status as one line."""
         planned = self._planned()
         counts = Counter(self.records[trial].status for trial in planned if trial in self.records)
         left = len(planned) - counts.total()
@@ -247,7 +234,7 @@ class Driver:
         print(f"{count} {describe(record.cell)}: {outcome}", flush=True)
 
     def _write(self) -> None:
-        """Write the records that are not written yet; those that can't be written now remain for another attempt."""
+        """Write the records that are not written yet. Those that can't be written are kept for the next attempt."""
         for record in list(self._unwritten.values()):
             try:
                 write_record(self.folder, record)

@@ -1,10 +1,10 @@
-"""Choose each model's learning rate for each test set from the records of a sweep.
+"""Choose each model's learning rate for each test set from a sweep's records.
 
-The rate with the highest mean validation score over the grid's first `rate_seeds` seeds is chosen; test scores are not
-used. The other seeds run at the chosen rates only. Only the rates with the most scored seeds are compared, so that a rate
-never wins because its worst seed is missing. Among equal means, the smallest rate is chosen. A choice is `complete` if no
-missing trial could change it: every trial with the choosing seeds has a record, the chosen rate has a score for each of
-them, and no rate with failed trials has a better mean over the seeds that it has.
+The chosen rate has the highest mean validation score over the grid's first `rate_seeds` seeds, and is the smallest of
+those with equal means. Test scores are not used. The other seeds run at the chosen rates only. Only rates with the
+largest number of scored seeds are compared, so that no rate wins because its worst seed is missing. A choice is
+`complete` if no missing trial could change it: every trial with the choosing seeds has a record, the chosen rate has a
+score for each of these seeds, and no rate with failed trials has a better mean over its scored seeds.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal
 from biphasic.sweep.records import Cell, Grid, TrialRecord
 
 Trials = dict[tuple[float, int], str]
-"""The trials of one model and task, by learning rate and seed."""
+"""Trial names of one model and task, by learning rate and seed."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class ChosenRate:
     lr: float | None
     """The rate; None if no trial has a validation score."""
     validation: float | None
-    """Mean validation score at this rate over the seeds that choose it and have a score, from 0 to 1."""
+    """Mean validation score (0 to 1) at this rate over the choosing seeds that have a score."""
     complete: bool
     """Whether no missing trial could change the choice."""
 
 
 def score_of(record: TrialRecord | None, name: str, split: Literal["validation", "test"]) -> float | None:
-    """Return a trial's score on the test set `name`, from 0 to 1; None if there is no score or it is NaN or Inf."""
+    """Return a trial's score on a test set, from 0 to 1; None if it is missing, NaN or Inf."""
     for result in record.results if record is not None and record.status == "done" else ():
         if result.name == name:
             value = result.validation if split == "validation" else result.test
@@ -64,19 +64,19 @@ def choose_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[s
 def planned_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, Cell]:
     """Return the trials that the sweep runs, done or not, in the grid's order.
 
-    Where a rate is not chosen yet, the other seeds' trials at the first rate stand for those at the chosen one.
+    Until a rate is chosen, trials at the first rate stand in for those of the other seeds.
     """
     first = set(grid.learning_rates[:1])
     return _with_other_seeds_at(grid, dict.fromkeys(trials_by_group(grid), first) | _settled_rates(grid, records))
 
 
 def startable_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, Cell]:
-    """Return the planned trials without those that wait for the choice of their rate."""
+    """Return the planned trials, except those whose rate is not chosen yet."""
     return _with_other_seeds_at(grid, _settled_rates(grid, records))
 
 
 def _settled_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], set[float]]:
-    """Return the chosen rates by (model, task), if all trials that choose them have a record and other seeds need them."""
+    """Return the chosen rates by (model, task) where all choosing trials have a record. Empty if all seeds choose."""
     if grid.rate_seeds == len(grid.seeds):
         return {}
     choosing = set(grid.seeds[: grid.rate_seeds])
@@ -91,7 +91,7 @@ def _settled_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple
 
 
 def _with_other_seeds_at(grid: Grid, rates: Mapping[tuple[str, str], set[float]]) -> dict[str, Cell]:
-    """Return all trials with the seeds that choose rates, and those with the other seeds at the given rates."""
+    """Return all trials with choosing seeds, and the trials of the other seeds at the given rates."""
     choosing = set(grid.seeds[: grid.rate_seeds])
     return {
         trial: cell
@@ -118,7 +118,7 @@ def _choose(grid: Grid, records: Mapping[str, TrialRecord], trials: Trials, name
     best = min((lr for lr in scores if len(scores[lr]) == most), key=lambda lr: (-mean[lr], lr))
     complete = most == len(choosing) and all(trials[lr, s] in records for lr in grid.learning_rates for s in choosing)
     for other in failed & set(scores):
-        # A rate with failed trials could have won if it is better over the seeds that it has.
+        # A rate with failed trials could have won if its mean over the remaining seeds is better.
         common = [seed for seed in scores[other] if seed in scores[best]]
         totals = {lr: math.fsum(scores[lr][seed] for seed in common) for lr in (other, best)}
         complete &= totals[other] <= totals[best]

@@ -1,6 +1,6 @@
 """Run a sweep's trials in worker processes: one for each concurrent trial, reused for later trials.
 
-A worker writes its trial's record, so no finished trial is lost if the driver dies. Workers are killed as soon as the
+A worker writes the records of its trials, so no finished trial is lost if the driver dies. Workers are killed when the
 driver dies, so that they never train at the same time as a restarted sweep.
 """
 
@@ -26,11 +26,11 @@ from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, WorkerGroup
 
 _USABLE = 0.9
-"""Largest share of a GPU's memory that the estimates of its trials may add up to."""
+"""Share of a GPU's memory that the estimates of its trials may add up to."""
 _CONTEXT_BYTES = 600 * 2**20
 """GPU memory of the CUDA context and kernels in each process, in bytes."""
 _TRIAL_IMPORTS = ("composer", "biphasic.finetuning.trainer", "biphasic.export.finetuned")
-"""Modules that a fine-tuning imports only when it runs."""
+"""Modules that fine-tuning imports lazily."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class TrialJob:
     cell: Cell
     config: FinetuneConfig
     bytes: int | None = None
-    """Estimated GPU memory in bytes. None if unknown; the trial then gets a GPU to itself."""
+    """Estimated GPU memory in bytes. None: unknown, so that the trial gets a GPU to itself."""
     attempt: int = 0
 
 
 @dataclass(frozen=True)
 class FinishedJob:
-    """The outcome of a job: a record, or no record because the worker died or its GPU was full."""
+    """The outcome of a job: a record, or none if the worker died or its GPU was out of memory."""
 
     job: TrialJob
     record: TrialRecord | None = None
@@ -75,17 +75,17 @@ class Worker:
         # Slow imports happen here, once for all trials of this process.
         self._functions = import_module(module)
         self._folder, self._per_device = open_store(output), per_device
-        # Without freezing, garbage collection after each trial would spend a third of a second on the imported modules.
+        # Otherwise each trial's garbage collection would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
 
     def run(self, job: TrialJob) -> FinishedJob:
-        """Train, score and write the record. A trial whose record is `done` is not run again."""
+        """Train, score and write the record. A trial whose record is `done` isn't run again."""
         import torch
 
         start = time.monotonic()
         try:
-            # The record exists if a worker died after writing it, or if the driver was replaced.
+            # A record exists if a worker died after writing it, or if another driver replaced this one.
             if (earlier := self._done(job.trial)) is not None:
                 return FinishedJob(job, earlier)
             result = self._functions.run_trial(job.config)
@@ -119,7 +119,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Layout:
-    """How many trials run at the same time and how they share devices."""
+    """How many trials run at a time, and how they share devices."""
 
     slots: int
     """Number of concurrent trials."""
@@ -127,7 +127,7 @@ class Layout:
     """Number of concurrent trials on a GPU, or in total if there are no GPUs."""
     share_of_gpu: float = 0.0
     gpu_bytes: int | None = None
-    """Memory of each GPU in bytes; None if there are no GPUs or memory doesn't limit the number of trials on each."""
+    """Memory of each GPU in bytes; None if there are no GPUs or memory doesn't limit their number of trials."""
 
 
 class Workers:
@@ -136,16 +136,16 @@ class Workers:
     def __init__(self, group: WorkerGroup, layout: Layout, bytes_of: dict[tuple[str, str], int | None]):
         self.size = layout.slots
         self.bytes_of = bytes_of
-        """Estimated GPU memory by (model, task), in bytes; empty if it doesn't affect how many trials run."""
+        """Estimated GPU memory in bytes by (model, task); empty if memory doesn't limit the number of trials."""
         self._group, self._gpu_bytes = group, layout.gpu_bytes
 
     @property
     def running(self) -> list[TrialJob]:
-        """The jobs that are running."""
+        """The running jobs."""
         return self._group.running
 
     def start(self, jobs: Iterable[TrialJob]) -> list[TrialJob]:
-        """Start jobs in order until one doesn't fit, so that smaller trials do not overtake a large one. Return them."""
+        """Start jobs in order until one doesn't fit, so that small trials don't overtake a large one. Return them."""
         started = []
         for job in jobs:
             slot = next((slot for slot in self._group.idle if self._fits(job, slot)), None)
@@ -156,10 +156,9 @@ class Workers:
         return started
 
     def wait(self, seconds: float) -> list[FinishedJob]:
-        """Wait up to `seconds` for a job to end, and return the jobs that ended.
+        """Wait up to `seconds` for a job to end, and return the ended jobs.
 
-        Raises:
-            UserError: workers repeatedly die while they start.
+        Raises a UserError if workers repeatedly die while starting.
         """
         return [_finished(ended) for ended in self._group.wait(seconds)]
 
@@ -177,7 +176,7 @@ def _finished(ended: EndedJob) -> FinishedJob:
         return FinishedJob(ended.job, lost="its worker died")
     if ended.error is None:
         return ended.value
-    # Workers catch a trial's errors, so this is another error, for example a value that can't be pickled.
+    # Workers catch a trial's errors, so this is a different one, such as a value that can't be pickled.
     trace = "".join(traceback.format_exception(ended.error))
     return FinishedJob(ended.job, failed_record(ended.job, ended.error, trace), written=False)
 
@@ -185,14 +184,10 @@ def _finished(ended: EndedJob) -> FinishedJob:
 def choose_layout(
     cluster: SweepCluster, cpus: int, gpus: int, gpu_bytes: int | None, estimates: Iterable[int | None]
 ) -> Layout:
-    """Choose how many trials run at the same time, in total and on each GPU.
+    """Choose how many trials run at a time, in total and on each GPU.
 
-    Args:
-        cluster: the YAML's `cluster:` section.
-        cpus: number of cores in the cluster.
-        gpus: number of GPUs in the cluster.
-        gpu_bytes: memory of one GPU in bytes, if known.
-        estimates: GPU memory of each kind of trial in bytes; None if unknown.
+    `cpus` and `gpus` are the cluster's, `gpu_bytes` is the memory of one GPU if known, and `estimates` are the GPU
+    bytes of each kind of trial, None if unknown.
     """
     slots = min(cluster.at_once or math.inf, max(cpus // cluster.cpus_per_trial, 1))
     if not gpus:
@@ -203,7 +198,7 @@ def choose_layout(
     elif gpu_bytes is None or not known:
         per_gpu = 1
     else:
-        # The number of the smallest trials that fit; `Workers.start` runs fewer if trials are larger.
+        # As many as fit of the smallest trials; `Workers.start` runs fewer if trials are larger.
         per_gpu = max(int(_USABLE * gpu_bytes // (min(known) + _CONTEXT_BYTES)), 1)
     slots = int(min(slots, gpus * per_gpu))
     per_gpu = math.ceil(slots / gpus)
@@ -215,17 +210,10 @@ def choose_layout(
 def open_workers(
     module: str, output: str, cluster: SweepCluster, estimate_bytes: Callable[[], dict[tuple[str, str], int | None]]
 ) -> Iterator[Workers]:
-    """Start workers on this machine or on the cluster in the YAML, and kill them when the context ends.
+    """Start workers on this machine or on the YAML's cluster, and kill them when the context ends.
 
-    Args:
-        module: the module whose functions run trials.
-        output: the folder or bucket prefix for records.
-        cluster: the YAML's `cluster:` section.
-        estimate_bytes: returns the estimated GPU memory of a trial, in bytes, by (model, task); called only if GPU memory
-            affects how many trials run.
-
-    Raises:
-        UserError: no cluster answers, or its nodes don't share the output.
+    `estimate_bytes` returns the estimated GPU memory of a trial in bytes, by (model, task); it is called only if GPU
+    memory limits the number of trials. Raises a UserError if no cluster answers or its nodes don't share the output.
     """
     threads = cluster.cpus_per_trial
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
@@ -234,7 +222,7 @@ def open_workers(
     with open_group(cluster, output, environment, ("torch", "biphasic.sweep.workers", module, *imports)) as group:
         gpu_bytes = group.smallest_gpu_bytes() if group.gpus and cluster.trials_per_gpu == "auto" else None
         estimates = estimate_bytes() if gpu_bytes else {}
-        # On this machine the YAML may ask for more trials at a time than there are cores.
+        # On one machine the YAML may allow more concurrent trials than there are cores.
         cpus = max(group.cpus, (cluster.at_once or 1) * threads) if cluster.address is None else group.cpus
         layout = choose_layout(cluster, cpus, group.gpus, gpu_bytes, estimates.values())
         arguments = (module, output, threads, layout.per_device)
