@@ -170,7 +170,7 @@ def describe_keys(name: str = "") -> str:
 
 
 def _matches(key: str, name: str) -> bool:
-    """Return whether `name` is the key or a section that contains it. Placeholders (`N`, `NAME`) may be omitted."""
+    """Return whether `name` is the key or a section that contains it, with or without placeholders (`N`, `NAME`)."""
     short = ".".join(part for part in key.split(".") if part not in ("N", "NAME"))
     return not name or any(f".{name}." in f".{form}." for form in (key, short))
 

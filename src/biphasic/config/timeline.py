@@ -129,10 +129,10 @@ def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:
 
 
 def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elapsed: TrainingProgress) -> float:
-    """Return the learning rate's factor for the batch that begins at `elapsed`.
+    """Return the learning rate of the batch that begins at `elapsed`, relative to the peak learning rate.
 
-    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and decays
-    to `final_lr` at the end.
+    It rises linearly from 0 during warmup (the first batch has rate 0, as in EuroBERT's code), stays at 1, and then
+    decays to `final_lr` at the end of the run.
     """
     warmup = schedule.warmup.resolve(max_duration)
     if not elapsed.reached(warmup):

@@ -21,13 +21,11 @@ RUN_FILE = "run.yaml"
 
 
 def pretrain(study: StudyConfig, limit: int | None = None, train: Callable[[Path], int] | None = None) -> int:
-    """Train or submit the runs that are not done, in the order of the tree, and return the exit status.
+    """Train or submit the runs that are not done, in the order of the tree. Return the exit status.
 
-    It is that of the first run or command that fails, else 0. At most `limit` runs are started. `train` replaces the
-    local executor: it gets a run's resolved YAML and returns its exit status.
-
-    Raises:
-        UserError: two models have the same history, the folder can't be read, or the executor can't be used.
+    The status is that of the first run or command that fails, else 0. `limit` is the maximum number of runs to start.
+    `train` replaces the local executor: it gets a run's resolved YAML and returns its exit status. Raises a UserError
+    if two models have the same history, the folder can't be read, or the executor can't be used.
     """
     configs, tree = study_runs(study)
     states, executor = read_states(study), study.executor

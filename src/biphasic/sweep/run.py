@@ -105,8 +105,7 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
 class Driver:
     """Starts trials and collects their records.
 
-    `configs` are the fine-tuning configurations by cell, and `folder` is the sweep's output. A trial is repeated up to
-    `retries` times if its worker died.
+    `configs` are fine-tuning configurations by cell; `retries` is how often a trial is repeated after its worker died.
     """
 
     def __init__(self, grid: Grid, configs: dict[Cell, FinetuneConfig], folder: Store, retries: int):

@@ -64,7 +64,7 @@ def choose_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[s
 def planned_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, Cell]:
     """Return the trials that the sweep runs, done or not, in the grid's order.
 
-    Until a rate is chosen, trials at the first rate stand in for those of the other seeds.
+    Until a rate is chosen, the other seeds' trials at the first rate stand in for those at the chosen rate.
     """
     first = set(grid.learning_rates[:1])
     return _with_other_seeds_at(grid, dict.fromkeys(trials_by_group(grid), first) | _settled_rates(grid, records))
