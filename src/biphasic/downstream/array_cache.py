@@ -39,7 +39,7 @@ class Ragged:
 
     @property
     def lengths(self) -> np.ndarray:
-        """Return the length of each row, int64 [rows]."""
+        """The length of each row, int64 [rows]."""
         return np.diff(self.ends)
 
     def concatenate(self, rows: Sequence[int]) -> tuple[np.ndarray, list[int]]:
@@ -52,7 +52,7 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
     """Return ragged arrays by name from the cache, memory-mapped and read-only.
 
     The first process that needs them calls `make`, and others wait for it. `key` is everything that determines the
-    arrays, as JSON types. The folder may be deleted whenever nothing runs.
+    arrays, as JSON types. The folder may be deleted when no job is running.
 
     Raises:
         UserError: the folder can't be read or written, or `make` raises it.

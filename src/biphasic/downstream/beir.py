@@ -1,4 +1,4 @@
-"""Convert retrieval datasets to BEIR's layout: corpus, queries and relevance judgments, and also training pairs."""
+"""Convert retrieval datasets to BEIR's layout (corpus, queries and relevance judgments) and to training pairs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ from biphasic.downstream.writer import TaskWriter
 def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
     """Write the tables of a retrieval dataset. Only judged documents are kept unless `judged_only` is false.
 
-    Raises:
-        UserError: as for `TaskWriter.write`.
+    Errors are those of `TaskWriter.write`.
     """
     if (train := task.train) is not None:
         columns = [train.query_column, train.positive_column, *filter(None, [train.negatives_column])]
@@ -84,7 +83,7 @@ def _pair(query: Any, positive: Any, negatives: Any = None) -> list[TableRow]:
 
 
 def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: Any = 1) -> list[TableRow]:
-    """Return judgments with any score, of all queries or of one half of them (`config.half`)."""
+    """Return judgments with any score, of all queries or of one half of the queries (`config.half`)."""
     if config.half is not None and _in_first_half(seed, str(query)) != (config.half == "first"):
         raise UnusedRow("its query is in the other half")
     try:
@@ -98,5 +97,5 @@ def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: A
 
 
 def _in_first_half(seed: int, query: str) -> bool:
-    """Return whether a query belongs to the first half of the queries. Depends only on the seed and the query's id."""
+    """Return whether a query belongs to the first half, which depends only on the seed and the query's id."""
     return hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()[0] < 128

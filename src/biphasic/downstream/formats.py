@@ -20,11 +20,11 @@ COLUMN_FILES = (".conll", ".iob2", ".iob", ".bio")
 COLUMNS_EXAMPLE = "a word and its label in each line, such as `Paris B-LOC`, and a blank line after each sentence"
 SQUAD_EXAMPLE = '{"data": [{"paragraphs": [{"context": "…", "qas": [{"id": "…", "question": "…", "answers": […]}]}]}]}'
 _PREFIXES = {"S": "B", "U": "B", "E": "I", "L": "I"}
-"""Prefixes of BIOES and BILOU, and theirs in BIO."""
+"""BIO's prefix for each prefix that only BIOES or BILOU has."""
 
 
 def open_text(file: str) -> io.TextIOBase:
-    """Open a UTF-8 file, compressed if its name says so, without a byte order mark."""
+    """Open a UTF-8 file without its byte order mark, decompressed according to its name."""
     import fsspec
 
     opened: Any = fsspec.open(file, "r", compression="infer", encoding="utf-8-sig", newline="")
@@ -32,14 +32,14 @@ def open_text(file: str) -> io.TextIOBase:
 
 
 def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, list[str]]]:
-    """Yield the sentences of a file with a word in each line, with a list for each column.
+    """Yield the sentences of a file with a word in each line, as a list for each column.
 
-    Lines that begin with `# ` and have another number of fields are comments; `-DOCSTART-` lines are left out. Without
-    `names`, `tokens` is the first column and `labels` the last, as in CoNLL-2003; if the first counts the words, as in UNER,
-    they are the second and third.
+    Lines that begin with `# ` and have a different number of fields are comments; `-DOCSTART-` lines are left out.
+    Without `names`, `tokens` is the first column and `labels` the last, as in CoNLL-2003; if the first column numbers
+    the words, as in UNER, they are the second and third.
 
     Raises:
-        UserError: a line has another number of fields.
+        UserError: a line has a different number of fields.
         UnicodeDecodeError: the file is not UTF-8.
     """
     width: int | None = None
@@ -52,7 +52,7 @@ def column_rows(file: str, names: Sequence[str] | None) -> Iterator[dict[str, li
                     yield _sentence(sentence, names)
                 sentence = []
                 continue
-            # Words within a comment of a file with tabs are no columns.
+            # The first line decides: in a file with tabs, the words of a comment are not fields.
             tabs = "\t" in line if width is None else tabs
             fields = line.rstrip("\r\n").split("\t") if tabs else line.split()
             if line.startswith("-DOCSTART-") or (line.startswith("# ") and len(fields) != width):
@@ -88,7 +88,7 @@ def as_bio(labels: list[str]) -> list[str]:
 
 
 def bio_names(sentences: Iterable[list[str]]) -> list[str] | None:
-    """Return the names of all labels in BIO: `O`, then by type, `B-` before `I-`. None if these are no labels."""
+    """Return the names of all labels in BIO: `O`, then by type, `B-` before `I-`. None if these are not BIO labels."""
     labels = {label for sentence in sentences for label in as_bio(sentence)}
     if "O" not in labels or any(label != "O" and label[:2] not in ("B-", "I-") for label in labels):
         return None
@@ -96,10 +96,10 @@ def bio_names(sentences: Iterable[list[str]]) -> list[str] | None:
 
 
 def squad_rows(file: str) -> list[dict[str, Any]] | None:
-    """Return the questions of a file in SQuAD's own form; None for other JSON.
+    """Return the questions of a file in SQuAD's own format; None for other JSON.
 
     Raises:
-        UserError: a question lacks something.
+        UserError: a question lacks a field.
     """
     try:
         with open_text(file) as text:
@@ -125,10 +125,10 @@ def squad_rows(file: str) -> list[dict[str, Any]] | None:
 def require_rows_of_one_width(
     file: str, separator: str, quoted: bool, columns: Sequence[str] | None, first: int | None
 ) -> Sequence[str]:
-    """Return the names of the columns of a CSV or TSV file, and check that all rows have as many fields.
+    """Return the column names of a CSV or TSV file, and check that all rows have the same number of fields.
 
-    Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls. `columns` names the
-    columns of a file without a header; with `first`, only so many rows are checked.
+    Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls. `columns` names
+    the columns of a file without a header; `first` limits the number of rows that are checked.
 
     Raises:
         UserError: a row is shorter or longer, or a quotation mark is not closed.

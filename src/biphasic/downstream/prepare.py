@@ -1,7 +1,7 @@
 """Plan and write downstream datasets in the schemas of `writer.py`, one folder for each task.
 
 Texts are stored unchanged; fine-tuning adds the prompts (`Premise: …`). `task.json` is written last, so a folder without
-it is incomplete; until then, `task.started` says that the tables are this program's.
+it is incomplete; until then, `task.started` marks the tables as written by Biphasic.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROWS = 100
 
 
 def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
-    """Write one task's tables, unless the task is already finished, and return its record, the content of `task.json`.
+    """Write one task's tables, unless the task is already finished, and return the content of its `task.json`.
 
     Raises:
         UserError: a source can't be read or doesn't match the YAML, or the folder holds something else.
@@ -72,7 +72,7 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
 
 
 def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
-    """Return the record of a task, or None if the output does not hold it.
+    """Return the record of a task, or None if the task is not finished.
 
     Raises:
         UserError: the folder holds something else, or the task was made with other settings.
@@ -109,7 +109,7 @@ def _write_splits(
     make: Callable[..., TableRow],
     label_column: str | None = None,
 ) -> None:
-    """Write each split, with `validation` taken from `train` if it is missing, and keep the names of the labels.
+    """Write each split, and keep the names of the labels. A missing `validation` is taken from `train`.
 
     `make` returns a row for the values of `columns`.
     """
@@ -126,7 +126,7 @@ def _write_splits(
 
 
 def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable[..., list[TableRow]]:
-    """Add an id to the rows of `width` values: the value after them, if there is one, or one made from the row number."""
+    """Add an id to each row: the value after the first `width` values or, without one, the split and row number."""
     numbers = itertools.count()
 
     def rows(*values: Any) -> list[TableRow]:
@@ -138,7 +138,6 @@ def _with_ids(make: Callable[..., TableRow], width: int, split: str) -> Callable
 
 
 def _label_names(table: Table, column: str, task: Any) -> list[str]:
-    """Return the names of the labels, in the order of their numbers."""
     names, dataset_names = task.label_names, table.label_names(column)
     if names is not None and dataset_names is not None and names != dataset_names:
         given, expected = ", ".join(names), ", ".join(dataset_names)
@@ -153,7 +152,7 @@ def _label_names(table: Table, column: str, task: Any) -> list[str]:
 
 
 def _label_number(label: Any, names: list[str] | None) -> int:
-    """Return the number of a label, which is given by its name or its number. In a CSV file, numbers are texts."""
+    """Return the number of a label, given by name or by number. The numbers in a CSV file are texts."""
     assert names is not None
     number = names.index(label) if label in names else label
     if isinstance(number, str) and number.isdecimal() and not any(name.isdecimal() for name in names):
@@ -202,7 +201,7 @@ def _write_question_answering(writer: TaskWriter, task: QuestionAnsweringSet) ->
 
 
 def _answers(answers: Any, context: str) -> TableRow:
-    """Return answers in SQuAD's form, given in this form or as texts. Each must be at its position in the context."""
+    """Return answers in SQuAD's format, from this format or from texts. Each must be at its position in the context."""
     if isinstance(answers, dict) and answers.keys() >= {"text", "answer_start"}:
         texts, starts = list(answers["text"]), list(answers["answer_start"])
     elif isinstance(answers, list) and all(isinstance(text, str) for text in answers):
@@ -227,20 +226,16 @@ WRITERS: dict[str, Callable[[TaskWriter, Any], None]] = {
 
 
 def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
-    """Return the named tasks, or all tasks if none is named.
-
-    Raises:
-        UserError: a task is not in the YAML.
-    """
+    """Return the named tasks, or all tasks if none is named; a UserError for a task that is not in the YAML."""
     if unknown := [name for name in names if name not in config.tasks]:
         raise UserError(f"no task {unknown[0]!r} (there are: {', '.join(config.tasks)})")
     return names or list(config.tasks)
 
 
 def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
-    """Return what will be read and written, and whether something would stop a task.
+    """Return what will be read and written, and whether a task would fail.
 
-    Of local data the first rows are read. Datasets on the hub are looked up when they are prepared.
+    The first rows of local data are read. Datasets on the hub are not looked up.
     """
     refused = False
     lines = [f"{len(names)} tasks to {config.output}"]
@@ -284,18 +279,17 @@ def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
 
 
 class _FirstRows:
-    """Reads the first rows of each table as `TaskWriter` does, and writes nothing."""
+    """Stands in for `TaskWriter`, but reads only the first rows of each table and writes nothing."""
 
     def __init__(self, name: str, config: TasksConfig):
         self.name, self.config = name, config
         self.label_names: list[str] | None = None
 
     def table(self, config: DatasetConfig, split: str, columns: list[str]) -> Table:
-        """Return a table's first rows."""
         return open_table(config, split, columns, _ROWS)
 
     def write(self, name: str, schema: str, rows: Rows, total: int) -> None:
-        """Refuse rows of which most can't be used. Judgments may name documents that are not among the first ones."""
+        """Raise a UserError if most rows are invalid, except for qrels: their documents may come later."""
         checked = list(rows)
         invalid = [row.args for row in checked if isinstance(row, InvalidRow)]
         if schema != "qrels" and len(invalid) > len(checked) / 2:
@@ -306,10 +300,7 @@ class _FirstRows:
 
 
 def find_problem(name: str, config: TasksConfig) -> str | None:
-    """Return what would stop the preparation of a task, as far as the first rows of its data show it; else None.
-
-    A task with data from the hub is not checked.
-    """
+    """Return the error that the first rows of a task's data cause, or None. Data from the hub is not checked."""
     task, first_rows = config.tasks[name], _FirstRows(name, config)
     paths = [dataset.path for _, dataset, _ in source_datasets("", task) if dataset.path is not None]
     if not all(is_local_path(path) or Path(path).is_dir() for path in paths):

@@ -40,14 +40,14 @@ class InvalidRow(Exception):
 
 
 class UnusedRow(Exception):
-    """A row without a fault that these splits don't use. Its first argument is the reason (for counting)."""
+    """A valid row that these splits don't use. Its first argument is the reason (for counting)."""
 
 
 Rows = Iterable[TableRow | InvalidRow | UnusedRow]
 
 
 def require_strings(name: str, *values: Any) -> None:
-    """Refuse a row of which a value, described by `name`, is not a string."""
+    """Raise `InvalidRow` if a value is not a string; `name` describes it."""
     if not all(isinstance(value, str) for value in values):
         raise InvalidRow(f"the {name} is not a string")
 
@@ -68,10 +68,7 @@ class Table:
         return len(self.rows)
 
     def convert(self, make: Callable[..., Iterable[TableRow]]) -> Rows:
-        """Yield the rows that `make` returns for the values of `columns` in each row, or the fault that it raises.
-
-        Shows a progress bar if it takes long.
-        """
+        """Yield the rows that `make` returns for each row's values of `columns`, or the exception that it raises."""
         from tqdm import tqdm
 
         batches = self.rows.select_columns(list(dict.fromkeys(self.columns))).iter(_BATCH_ROWS)
@@ -89,7 +86,7 @@ class Table:
         return getattr(getattr(feature, "feature", feature), "names", None)
 
     def divide(self, first: float, seed: int) -> tuple[Table, Table]:
-        """Divide the rows into a share and the rest with the `datasets` library, as the paper's evaluation does.
+        """Divide the rows into the share `first` and the rest, with `datasets` as in the paper's evaluation.
 
         Raises:
             UserError: there are fewer than two rows.
@@ -162,7 +159,7 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
         names: Sequence[str] = []
         for file in files:
             names = require_rows_of_one_width(file, separator, quoted, config.columns, first)
-        # pandas would read the texts `null` and `NA` as no text.
+        # By default, pandas reads the texts `null` and `NA` as missing values.
         options = {"sep": separator, "keep_default_na": False, "na_values": [""], "column_names": config.columns}
         options["features"] = datasets.Features({name: datasets.Value("string") for name in names})  # 007 stays a text
         options |= {} if quoted else {"quoting": csv.QUOTE_NONE}
@@ -173,11 +170,7 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
 
 
 def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
-    """Return the names of the labels in a column of `.conll` files, in all splits; None for files of other kinds.
-
-    Raises:
-        UserError: a file can't be read.
-    """
+    """Return the label names in a column of `.conll` files, in all splits; None for other files."""
     files, builder = _local_files(file_patterns(config))
     try:
         rows = (row for file in files for row in column_rows(file, config.columns))
@@ -187,15 +180,15 @@ def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
 
 
 def file_patterns(config: DatasetConfig) -> list[str]:
-    """Return the patterns of a dataset's files, of all splits."""
+    """Return the file patterns of all of a dataset's splits."""
     return [pattern for patterns in (config.files or {}).values() for pattern in patterns]
 
 
 def _cache_folder(folder: Path) -> str:
     """Return the `datasets` library's cache folder for a dataset folder in its current state.
 
-    The library identifies a folder only by its last name and its card. In its default cache it would read another
-    folder of the same name, or this folder's earlier content.
+    The library identifies a folder only by its last name and its card. From its default cache, it would read another
+    folder of the same name, or earlier content of this folder.
     """
     from datasets import config
 

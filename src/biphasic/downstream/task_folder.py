@@ -20,14 +20,11 @@ from biphasic.storage import cached_file_hash, first_line, is_remote, join, open
 class TaskFolder:
     """The tables of a prepared dataset, by name: `train`, `test`, `corpus`, `qrels/test`, …
 
-    Args:
-        path: folder or bucket prefix of the dataset.
-        cache: local folder for downloaded files.
-        kind: expected kind: `classification`, `tokens`, `question_answering` or `retrieval`.
-        record: the content of its record, if no table is read. Default: it is read.
+    `path` is a folder or a bucket prefix, and `cache` a local folder for downloaded files. `record` is the content of
+    the dataset's record, if no table is read; by default, it is read from `path`.
 
     Raises:
-        UserError: there is no complete dataset, or it has another kind.
+        UserError: there is no complete dataset, or its kind is not `kind`.
     """
 
     def __init__(self, path: str, cache: str, kind: str, record: dict[str, Any] | None = None):
@@ -46,11 +43,7 @@ class TaskFolder:
 
     @property
     def label_names(self) -> list[str]:
-        """Return the labels' names in the order of their numbers.
-
-        Raises:
-            UserError: the record has no label names.
-        """
+        """The labels' names in the order of their numbers; a UserError if the record has none."""
         names = self.record.get("label_names")
         if not names:
             raise UserError(f"{self.path}/{TASK_RECORD}: has no label names; prepare it again with `biphasic tasks`")
@@ -61,7 +54,7 @@ class TaskFolder:
         return self._open(table, cached_file_hash)
 
     def size(self, table: str) -> tuple[int, int]:
-        """Return the number of rows of a table, and about the number of characters: its bytes before compression."""
+        """Return a table's number of rows, and about its number of characters: its bytes before compression."""
         metadata = self._open(table, parquet.read_metadata)
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         return metadata.num_rows, sum(group.total_byte_size for group in groups)
@@ -87,7 +80,7 @@ class TaskFolder:
             raise UserError(f"{self.path}/{table}.parquet: can't be read ({first_line(error)})") from None
 
     def _file(self, table: str) -> Path:
-        """Return the local path of a table's file, which is downloaded if necessary."""
+        """Return the local path of a table's file, downloading it if necessary."""
         if table in self._files:
             return self._files[table]
         store, name = open_store(self.path), f"{table}.parquet"

@@ -1,4 +1,4 @@
-"""The four schemas of downstream datasets, and the folder of a task that is being written in one of them."""
+"""The schemas of downstream datasets, and the writer of a task's folder."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from biphasic.storage import join, open_store
 
 TASK_RECORD = "task.json"
 STARTED = "task.started"
-"""Written before the first table and removed after the record: only tables beside it may be removed."""
+"""Written before the first table and removed after the record. Only tables beside this file may be removed."""
 _WRITE_ROWS = 1000
 _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
@@ -45,8 +45,8 @@ class TaskWriter:
         self.scratch: Path = self.store.scratch()
         self.label_names: list[str] | None = None
         self.record: dict[str, Any] = {"rows": {}, "left_out": {}, "not_used": {}, "warnings": [], "commits": {}}
-        """Number of rows by file name, without `.parquet`; number of invalid rows, and of rows without a fault that these
-        splits don't use, by file name and reason; warnings; and the commit that was read, by the source's path."""
+        """Number of rows by file name, without `.parquet`; numbers of invalid and unused rows by file name and reason;
+        warnings; and commits by the source's path."""
         self._contents: dict[str, set[int]] = {}
         """Hashes of the examples, without their ids, by file name."""
 
@@ -80,7 +80,7 @@ class TaskWriter:
                         f"the first: {first_fault}"
                     )
                 for row in valid:
-                    if "id" in row:  # not of retrieval sets
+                    if "id" in row:  # rows of retrieval sets have none
                         content = json.dumps([row[name] for name in row if name != "id"])
                         contents.add(xxhash.xxh3_64_intdigest(content) >> 1)  # a small integer of Python
                 answered = answered or any(row["answers"]["text"] for row in valid if "answers" in row)

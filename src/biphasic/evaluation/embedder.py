@@ -63,7 +63,7 @@ class EncoderEmbedder:
 
 
 class RandomEmbedder:
-    """A random baseline: an embedding depends only on a hash of the text."""
+    """A random baseline, whose embeddings depend only on a hash of the text."""
 
     name, revision, width = "biphasic/random", "random-1", 64
     sentence_settings = SentenceSettings()
@@ -71,7 +71,7 @@ class RandomEmbedder:
     device = torch.device("cpu")
 
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
-        """See `EncoderEmbedder`."""
+        """Return standard normal embeddings, fp32 [texts, width]."""
         embeddings = np.empty((len(texts), self.width), np.float32)
         for row, text in enumerate(texts):
             seed = hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()

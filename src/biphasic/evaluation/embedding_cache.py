@@ -18,7 +18,7 @@ from biphasic.storage import atomic_path, first_line
 
 
 class EmbeddingBlocks:
-    """The cached embeddings of one corpus, with a file for each block. Files are written atomically."""
+    """The cached embeddings of one corpus, in one file per block. Files are written atomically."""
 
     def __init__(self, folder: Path, available: int):
         self._folder, self._available = folder, available
@@ -54,7 +54,7 @@ class EmbeddingCache:
         self._folder, self._limit = folder / "embeddings", limit
 
     def open(self, key: Mapping[str, Any], size: int) -> EmbeddingBlocks:
-        """Return the blocks of one corpus, of `size` bytes. The least recently used of the others are removed if necessary.
+        """Return the blocks of one corpus of `size` bytes, removing the least recently used corpora if necessary.
 
         `key` is everything that affects the embeddings, as JSON types.
 

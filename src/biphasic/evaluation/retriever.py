@@ -114,7 +114,7 @@ class Retriever(AbsEncoder):
         return self._embed_shared(texts, self._prompt(task_metadata, prompt_type), title)
 
     def _prompt(self, task: TaskMetadata, role: PromptType | None) -> str:
-        """Return the prompt to prepend to an input, as sentence-transformers and mteb together would choose it."""
+        """Return the prompt for an input that sentence-transformers and mteb together would choose."""
         original = task.model_copy(update={"name": task.name.removesuffix(JUDGED)})
         settings = self.embedder.sentence_settings
         name = get_prompt_name(self._prompts, original, role) or settings.default_prompt
@@ -139,7 +139,7 @@ class Retriever(AbsEncoder):
         return embeddings
 
     def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield the first document's position and the embeddings, fp32 [documents, width], of each of this rank's blocks."""
+        """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks."""
         rank, world, count = dist.get_global_rank(), dist.get_world_size(), len(corpus)
         block = SMALL_BLOCK if count < _SMALL_CORPUS else BLOCK
         blocks = None
@@ -185,7 +185,6 @@ def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
 
 
 def _corpus_hash(corpus: Any) -> str:
-    """Return a hash of the ids, titles and texts in the corpus order."""
     parts = (corpus[first : first + 10_000] for first in range(0, len(corpus), 10_000))
     return _hash([_hash([columns.get(name) for name in ("id", "title", "text")]) for columns in parts])
 

@@ -42,7 +42,6 @@ class ScoredSystem:
     """A model or baseline to score."""
 
     name: str
-    """The name shown in tables."""
     fingerprint: str
     """Fingerprint of everything that affects the scores."""
     results: Path | None
@@ -53,7 +52,7 @@ class ScoredSystem:
 
 
 def run(config: EvaluateConfig) -> Path:
-    """Score the model and the baselines, and return the run's folder. Scores with a record are not computed again.
+    """Score the model and the baselines, and return the run's folder. Existing records are not computed again.
 
     mteb's own files are in `results/` (official tasks), `local/results/` (judged documents, local datasets) and
     `baselines/results/`.
@@ -102,7 +101,7 @@ def _score_task(
 def _record(
     system: ScoredSystem, task: PlannedTask, documents: str, load: Callable[[], Any], folder: Path
 ) -> dict[str, Any]:
-    """Return a system's record for a task; the task is scored first if there is no record."""
+    """Return a system's record for a task, scoring the task first if there is no record."""
     about = {"system": system.fingerprint, "task": task.name, "documents": documents, "data": task.fingerprint,
              "mteb": importlib.metadata.version("mteb"), **task.chosen}  # fmt: skip
     key = f"{task.name}-{documents}/{hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]}"
@@ -185,7 +184,7 @@ def _read_record(file: Path) -> dict[str, Any] | None:
 
 
 def _use_all_gpus() -> None:
-    """Restart the command with one process per GPU if it is a single process and there are several GPUs."""
+    """Restart a single process with one process per GPU if there are several GPUs."""
     count = torch.cuda.device_count()
     if "WORLD_SIZE" not in os.environ and count > 1:
         command = [sys.executable, "-m", "composer.cli", "-n", str(count), *sys.argv]

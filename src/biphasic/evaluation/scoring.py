@@ -26,7 +26,7 @@ class SplitScores:
     subset: str
     split: str
     metric: str
-    """The task's main metric; `value` is its score. The fields below are for retrieval only."""
+    """The task's main metric; `value` is its score. Only retrieval tasks have the other scores and counts."""
     value: float
     ndcg_at_10: float | None = None
     mrr_at_10: float | None = None
@@ -85,7 +85,7 @@ def score(system: Any, task: Any) -> tuple[list[SplitScores], TaskResult]:
 def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, float]:
     """Return the 95% percentile interval of the mean over 10,000 resamples of the queries (Efron, 1979).
 
-    `values` has a score for each query; to compare two systems, the difference for each query (a paired bootstrap).
+    `values` has a score for each query or, to compare two systems, a difference for each query (a paired bootstrap).
     """
     import numpy as np
     from scipy.stats import bootstrap
@@ -102,8 +102,8 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
 def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     """Return the lines of a Markdown table whose columns are also aligned in a terminal.
 
-    Each record has a `system` and its `scores`, the fields of `SplitScores`. A main score other than NDCG@10 is shown with
-    its name.
+    Each record has a `system` and its `scores`, dictionaries of `SplitScores`. Main scores other than NDCG@10 are
+    named.
     """
     rows = [_COLUMNS, *(_row(record["system"], scores) for record in records for scores in record["scores"])]
     columns = []

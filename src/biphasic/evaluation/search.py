@@ -26,12 +26,11 @@ _EMPTY = -(1 << 63)
 class ExactTopK:
     """Finds the k nearest documents of each query by comparing all documents, which are added block by block.
 
-    At most `block` x `block` similarities exist at once and no document is kept, so memory doesn't grow with the corpus.
-    Similarities are summed in fp64 and rounded to fp32, so that equal documents get equal scores on every device, with or
-    without TF32, at any position in a block. Among documents with equal scores, the lower position ranks first.
+    At most `block` x `block` similarities exist at once and no document is kept: memory doesn't grow with the corpus.
+    Similarities are summed in fp64 and rounded to fp32, so that equal documents get equal scores on every device, with
+    or without TF32, at any position in a block. Of equal scores, the lower position ranks first.
 
-    The queries' embeddings are floating [queries, width]; documents are compared on their device. `similarity` is `cosine`
-    or `dot`.
+    `queries` are floating [queries, width]; documents are moved to their device. `similarity` is `cosine` or `dot`.
     """
 
     def __init__(self, queries: Tensor, k: int, similarity: str = "cosine", block: int = 2048):
@@ -42,8 +41,8 @@ class ExactTopK:
     def add(self, documents: Tensor, first: int, mask: Tensor | None = None) -> None:
         """Compare more documents, floating [documents, width], with the queries.
 
-        `first` is the position of the first one; each position may be added once. `mask`, bool [queries, documents], is true
-        for the documents to compare with each query.
+        `first` is the position of the first document; each position may be added once. `mask`, bool [queries,
+        documents], selects the documents to compare with each query.
 
         Raises:
             ValueError: an embedding is not finite.
@@ -61,7 +60,7 @@ class ExactTopK:
             self._best = torch.cat(best) if best else self._best
 
     def merge(self, gather: Callable[[Tensor], list[Tensor]]) -> None:
-        """Merge the results of all ranks; `gather` returns all ranks' tensors, which may have different widths."""
+        """Merge the results of all ranks; `gather` returns the tensors of all ranks, whose widths may differ."""
         best = torch.cat(gather(self._best), dim=1)
         self._best = best.topk(min(self._k, best.shape[1]), dim=1).values
 
@@ -94,8 +93,7 @@ def rank_documents(
 ) -> Run:
     """Return the best 100 documents of each query by cosine similarity.
 
-    The ids belong to the rows of `queries` and `documents`, floating [queries or documents, width]. Documents with equal
-    scores are ranked in descending order of their ids, as in trec_eval.
+    Embeddings are floating [rows, width]. Equal scores are ranked in descending order of the ids, as in trec_eval.
 
     Raises:
         ValueError: an embedding is not finite.
@@ -112,15 +110,15 @@ def rank_documents(
 
 
 def best_documents(scores: Mapping[str, float]) -> list[tuple[str, float]]:
-    """Return the best documents as trec_eval orders them: equal scores in descending order of their ids."""
+    """Return the best 100 documents in trec_eval's order: equal scores in descending order of their ids."""
     return sorted(scores.items(), key=lambda document: (document[1], document[0]), reverse=True)[:RANKED]
 
 
 def trec_run(run: Run, tag: str) -> bytes:
-    """Return a ranking as trec_eval reads it: `query Q0 document rank score tag`, compressed by gzip.
+    """Return a ranking in trec_eval's format, `query Q0 document rank score tag`, compressed by gzip.
 
-    White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32.
-    Equal rankings give equal bytes.
+    White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32. Equal
+    rankings give equal bytes.
     """
 
     def field(name: str) -> str:
@@ -135,7 +133,7 @@ def trec_run(run: Run, tag: str) -> bytes:
 
 
 def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
-    """Return `ndcg_at_10`, `mrr_at_10` and `recall_at_100` as mteb reports them, averaged over the queries of a ranking.
+    """Return mteb's `ndcg_at_10`, `mrr_at_10` and `recall_at_100`, averaged over the queries of a ranking.
 
     `qrels` must have each query of the ranking. A query without a relevant document scores 0.
     """
@@ -148,7 +146,7 @@ def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
         by_query = RelevanceEvaluator(judged, {measure}).evaluate(rankings)
         return fmean(scores[measure] for scores in by_query.values())
 
-    # trec_eval's reciprocal rank has no cutoff, so it is given only the documents that count.
+    # trec_eval's reciprocal rank has no cutoff, so each ranking is truncated first.
     return {
         "ndcg_at_10": mean("ndcg_cut_10", 10),
         "mrr_at_10": mean("recip_rank", 10),

@@ -28,7 +28,7 @@ _LONGEST_LINE = 1 << 28
 
 
 class LocalRetrieval(AbsTaskRetrieval):
-    """A retrieval task with texts in memory instead of a download."""
+    """A retrieval task whose texts are in memory."""
 
     content: dict[str, dict[str, Any]]
     """The data by subset and split: `corpus`, `queries`, `relevant_docs` and `top_ranked`, as in mteb."""
@@ -110,12 +110,12 @@ def read_set(folder: str, name: str, language: str, only: Sequence[str] | None =
     """Read a folder in BEIR's layout as a task.
 
     It holds `corpus` (`_id`, `text`, optionally `title`), `queries` (`_id`, `text`) and for each split `qrels/<split>`
-    (`query-id`, `corpus-id`, `score`), or one `qrels`, which is the split `test`. Each is a .jsonl, .parquet or .tsv file;
-    corpus and queries may be folders of such files. `only` names the splits to read.
+    (`query-id`, `corpus-id`, `score`), or one `qrels`, which is the split `test`. Each is a .jsonl, .parquet or .tsv
+    file; corpus and queries may be folders of such files. `only` names the splits to read.
 
     Raises:
-        UserError: a file or split is missing, a file is damaged, a column is missing or has another type, or the texts and
-            judgments are not valid, see `retrieval_task`.
+        UserError: a file or split is missing, a file is damaged, a column is missing or has another type, or as for
+            `retrieval_task`.
     """
     corpus, texts = _read_table(Path(folder), "corpus"), _read_table(Path(folder), "queries").to_pydict()
     _require_unique(name, "queries have", texts["_id"])
@@ -169,7 +169,7 @@ def _read_qrels(folder: Path) -> dict[str, Qrels]:
 
 
 def _read_table(folder: Path, name: str) -> pa.Table:
-    """Read the corpus or the queries. A title that is null or missing in some of the files is an empty text."""
+    """Read the corpus or the queries. A title that is null, or missing in some of the files, becomes an empty text."""
     parts = [_read_file(file, SCHEMAS[name]) for file in _files(folder, name)]
     table = pa.concat_tables(parts, promote_options="default")
     index = table.column_names.index("title") if "title" in table.column_names else None
@@ -186,7 +186,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
-    """Read the columns of a schema, of which `title` may be missing."""
+    """Read the columns of a schema; only `title` may be missing."""
     try:
         table = _open(file, schema)
         # The JSON reader fills a missing column with nulls.

@@ -1,7 +1,7 @@
 """Score extractive question answering, from 0 to 1, by the rules of SQuAD's evaluation scripts.
 
-In all functions, `golds` are the correct answers to a question. Answers that normalize to nothing are ignored; if none is
-left, the empty prediction is correct (SQuAD v2.0's script).
+`golds` are the correct answers to a question. Answers that normalize to an empty text are ignored; if none is left, the
+empty prediction is correct (SQuAD v2.0's script).
 """
 
 from __future__ import annotations
@@ -18,10 +18,7 @@ _NO_PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalize_answer(text: str) -> str:
-    """Lower the case, then remove ASCII punctuation, English articles and repeated whitespace.
-
-    SQuAD's scripts (v1.1 and v2.0) and ReCoRD's script use this rule.
-    """
+    """Lowercase, and remove ASCII punctuation, English articles and repeated whitespace (SQuAD's and ReCoRD's rule)."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_NO_PUNCTUATION)).split())
 
 
@@ -37,8 +34,8 @@ def exact_match(prediction: str, golds: Sequence[str]) -> float:
 def token_f1(prediction: str, golds: Sequence[str]) -> float:
     """Return the best F1 between the words of the prediction and of an answer, counting repeated words.
 
-    If either text is empty, the score is 1 if both are and 0 otherwise, as in SQuAD v2.0's script. The scripts of v1.1 and
-    ReCoRD differ only for answers that normalize to nothing (`the`), for which every prediction is wrong.
+    If either text is empty, the score is 1 if both are and 0 otherwise, as in SQuAD v2.0's script. The scripts of v1.1
+    and ReCoRD differ only for answers that normalize to an empty text (`the`), for which every prediction is wrong.
     """
     words, best = normalize_answer(prediction).split(), 0.0
     for gold in (text.split() for text in _normalized(golds)):
@@ -52,14 +49,10 @@ def best_no_answer_threshold(
 ) -> float:
     """Return the threshold with the best mean F1 if questions with a higher no-answer score get no answer.
 
-    This is the search of SQuAD v2.0's script with two differences. Questions with equal scores are treated together, as they
-    are when the threshold is applied. Scores may be negative, so the threshold that leaves all questions unanswered is just
-    below the lowest score instead of 0. Of equally good thresholds, the lowest is returned.
-
-    Args:
-        golds: the answers to each question; empty if it has none.
-        predictions: the best answer to each question, regardless of its no-answer score.
-        no_answer: the no-answer score of each question; +inf is allowed.
+    This is the search of SQuAD v2.0's script with two differences. Questions with equal scores are treated together, as
+    they are when the threshold is applied. Scores may be negative, so the threshold that leaves all questions
+    unanswered is just below the lowest score instead of 0. Of equally good thresholds, the lowest is returned.
+    `predictions` has the best answer to each question, regardless of its no-answer score, which may be +inf.
     """
     gains: defaultdict[float, float] = defaultdict(float)
     for answers, prediction, score in zip(golds, predictions, no_answer, strict=True):
@@ -78,12 +71,10 @@ def squad_scores(
     no_answer: Sequence[float] | None = None,
     threshold: float = math.inf,
 ) -> dict[str, float]:
-    """Return exact match and token F1, averaged over the questions (SQuAD, SQuAD v2, ReCoRD).
+    """Return `exact_match` and `f1`, averaged over the questions (SQuAD, SQuAD v2, ReCoRD).
 
-    A question whose `no_answer` score is above the `threshold` gets no answer instead of its prediction.
-
-    Returns:
-        `exact_match` and `f1`; if some questions have no answer, also `no_answer_f1` and, if others do, `has_answer_f1`.
+    A question whose `no_answer` score is above the `threshold` gets no answer instead of its prediction. If some
+    questions have no answer, `no_answer_f1` is also returned, and `has_answer_f1` if others have one.
     """
     exact: list[float] = []
     f1: dict[bool, list[float]] = {True: [], False: []}  # by whether the question has an answer

@@ -154,7 +154,7 @@ def _find_in_mirror(dataset: Any, mirror: str) -> Path:
 
 
 def _folder_hash(folder: Path) -> str:
-    """Return a hash of the names and contents of a folder's files, without hidden ones."""
+    """Return a hash of the names and contents of a folder's files, except hidden ones."""
     names = [file.relative_to(folder).as_posix() for file in sorted(folder.rglob("*")) if file.is_file()]
     content = [(name, file_hash(folder / name)) for name in names if "/." not in f"/{name}"]
     return hashlib.sha256(repr(content).encode()).hexdigest()[:24]

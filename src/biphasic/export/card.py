@@ -117,7 +117,7 @@ class ExportForm:
     has_head_class: bool = True
     """Whether transformers has a class with the head."""
     marks_continuations: bool = False
-    """Whether the tokenizer marks tokens within a word (WordPiece), so that a pipeline takes every other one for a word."""
+    """Whether the tokenizer marks tokens within a word (WordPiece), so that a pipeline takes all others for words."""
     lowercase: bool = False
     """Whether texts are lowercased before they are tokenized."""
 
@@ -131,10 +131,10 @@ _PLAIN = ExportForm()
 
 
 def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
-    """Return the model's name: as the paper names its released models if the size is a preset, else from the run's name.
+    """Return the model's name: as the paper names its models if the size is a preset, else from the run's name.
 
-    The paper's names have the objective and last step of each phase, and the step of a checkpoint from before the end of
-    the run (`610m-clm-10k-mlm40-42k-20000`).
+    The paper's names have the objective and last step of each phase. The step of a checkpoint from before the end of
+    the run is appended (`610m-clm-10k-mlm40-42k-20000`).
     """
     total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
     parts = [config["run_name"]] if size is None else [size]
@@ -149,7 +149,7 @@ def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
 
 
 def pretrained_card(record: dict[str, Any], name: str | None = None, form: ExportForm = _PLAIN) -> str:
-    """Return the card of a pretrained model from its checkpoint's record. The title is `name`, by default `model_name`.
+    """Return a pretrained model's card from its checkpoint's record. The title is `name`, by default `model_name`.
 
     Raises:
         UserError: the hub would refuse the card's metadata.
@@ -193,7 +193,7 @@ def untrained_card(config: dict[str, Any], name: str | None = None, form: Export
 def finetuned_card(name: str, rows: dict[str, Any], task: Any, form: ExportForm, max_length: int) -> str:
     """Return the card of a fine-tuned model, with `rows` as its table and code that runs it on the YAML's `task:`.
 
-    Inputs are cut to `max_length` tokens. Errors are as for `pretrained_card`.
+    Inputs are truncated to `max_length` tokens. Errors are as for `pretrained_card`.
     """
     length = _WINDOWS if task.kind == "question_answering" else _LENGTH
     limits = [_BIASES, _FINETUNED, length.format(length=max_length)]
@@ -214,7 +214,7 @@ def _card(
     trained_from: str | None,
     metadata: dict[str, Any] | None = None,
 ) -> str:
-    """Return a card with metadata, without a license for a model trained from another one, and without URLs' credentials."""
+    """Return a card without credentials in URLs, and without a license for a model trained from another one."""
     base = hub_id(trained_from)
     values: dict[str, Any] = {
         "license": None if trained_from else "apache-2.0",
@@ -236,7 +236,7 @@ def _card(
 
 
 def _use_of_task(name: str, task: Any, form: ExportForm) -> str:
-    """Return text with code that runs a fine-tuned model with its head."""
+    """Return example code that runs a fine-tuned model with its head."""
     version = "  # transformers >= 5" if form.has_code or form.family == "eurobert" else ""
     names = {"name": name, "trust": form.trust, "version": version}
     if task.kind == "retrieval":

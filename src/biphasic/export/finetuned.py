@@ -22,7 +22,7 @@ _KINDS: dict[type[nn.Module], Kind] = {TextHead: "ForSequenceClassification", To
 
 
 def require_exportable(encoder: Encoder) -> None:
-    """Check before training that the model can be exported afterwards; a UserError as for `choose_format` if it can't be."""
+    """Raise a UserError, before training, if the model can't be exported afterwards; see `choose_format`."""
     try:
         if not encoder.is_own_family:
             choose_format(encoder.backbone.config, encoder.tokenizer)
@@ -31,10 +31,10 @@ def require_exportable(encoder: Encoder) -> None:
 
 
 def _own_network(encoder: Encoder, head: nn.Module, label_names: list[str] | None) -> Any:
-    """Return an encoder of its own family in transformers' class with this head, or None if there is no such class.
+    """Return the encoder in its family's transformers class with this head, or None if there is no such class.
 
-    The classes for tokens and for questions have a linear head in most families (not in ModernBERT's). No family has the
-    head of a text classifier: mean pooling with two layers.
+    The classes for tokens and for questions have a linear head in most families (not in ModernBERT's). No family has
+    the head of a text classifier: mean pooling with two layers.
     """
     from transformers import MODEL_FOR_QUESTION_ANSWERING_MAPPING as QUESTION_CLASSES
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING as TOKEN_CLASSES
@@ -68,14 +68,11 @@ def export_finetuned(
 ) -> None:
     """Export a trained encoder and its head in fp32, atomically, in place of an earlier export.
 
-    Decoders are written in the format of `choose_format`, and other encoders in their own format, in transformers' class
-    with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
+    Decoders are written in the format of `choose_format`, and other encoders in their own format, in transformers'
+    class with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
 
     Args:
-        encoder: the encoder.
-        head: its head.
         label_names: a classifier's label names, in the order of the label ids.
-        out: the folder.
         card: returns the text of README.md for the form of the export.
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.

@@ -23,7 +23,7 @@ _ACCEPTED = {
     "base_model": _ID,
     "tags": (r".+", "a word"),
 }
-"""The form of a value, or of each value of a list, that the hub accepts. Its list of licenses is only on the hub."""
+"""Pattern and description of the values that the hub accepts for a key. Its list of licenses is only on the hub."""
 
 
 def require_export(folder: Path) -> None:
@@ -33,7 +33,7 @@ def require_export(folder: Path) -> None:
 
 
 def read_card(folder: Path) -> ModelCard:
-    """Read the folder's model card; a UserError if the folder isn't an export, or as for `parse_card`."""
+    """Read the model card of an exported folder; a UserError if it isn't an export, or as for `parse_card`."""
     require_export(folder)
     try:
         text = (folder / CARD_FILE).read_text(encoding="utf-8")
@@ -43,7 +43,7 @@ def read_card(folder: Path) -> ModelCard:
 
 
 def write_card(folder: Path, card: ModelCard) -> None:
-    """Replace the folder's model card, atomically; a UserError if it can't be written, or the hub would refuse it."""
+    """Replace the folder's model card atomically; a UserError if that fails or the hub would refuse it."""
     parse_card(str(card))
     try:
         open_store(str(folder)).write(CARD_FILE, str(card).encode())
@@ -52,7 +52,7 @@ def write_card(folder: Path, card: ModelCard) -> None:
 
 
 def parse_card(text: str) -> ModelCard:
-    """Parse a model card; a UserError if it has no metadata, or the hub would refuse them."""
+    """Parse a model card; a UserError if it has no metadata, or the hub would refuse it."""
     from huggingface_hub import ModelCard
 
     refused = "model card: the hub would refuse its metadata"
@@ -73,7 +73,7 @@ def parse_card(text: str) -> ModelCard:
 
 
 def hub_id(path: Any) -> str | None:
-    """Return `path` if it is the name of a repository on the hub (`organisation/name`) and not a local path, else None."""
+    """Return `path` if it is a repository's name on the hub (`organisation/name`) and not a local path, else None."""
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
     if not isinstance(path, str) or path.count("/") != 1 or path.endswith((".pt", ".yaml")) or Path(path).exists():

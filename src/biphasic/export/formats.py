@@ -66,7 +66,7 @@ class Format:
 
 
 def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
-    """Return EuroBERT's format if it can represent the network with this Hugging Face configuration, else the family's.
+    """Return EuroBERT's format if it can represent the network of this Hugging Face configuration, else the family's.
 
     The tokenizer's special tokens are written into the format's configuration. A family's code is verified on a small
     network with the same configuration.
@@ -130,7 +130,7 @@ def _code_of(config: Any) -> str:
 
 @functools.cache
 def _module_of(code: str) -> ModuleType:
-    """Run the code as a module, so that the exported classes are the ones that were verified."""
+    """Execute the code as a module, so that the exported classes are those that were verified."""
     module = ModuleType(f"_biphasic_bidirectional_{hashlib.sha256(code.encode()).hexdigest()[:16]}")
     sys.modules[module.__name__] = module
     exec(code, module.__dict__)
@@ -139,7 +139,7 @@ def _module_of(code: str) -> ModuleType:
 
 @functools.cache
 def _require_equal_results(content: str, family: str, code: str) -> None:
-    """Compare the code's hidden states, padded left and right, with those of training's attention on a small network."""
+    """Compare the code's hidden states, padded left and right, with training's on a small network."""
     module = _module_of(code)
     refused = f"export: a {family} model can't be written"
     try:
@@ -165,7 +165,7 @@ def _require_equal_results(content: str, family: str, code: str) -> None:
 
 @torch.no_grad()
 def _difference(trained: Any, written: Any, lengths: tuple[int, ...]) -> float:
-    """Return the largest difference between hidden states for texts of these lengths; infinite if there is a NaN."""
+    """Return the largest difference between hidden states for texts of these lengths; infinite for a NaN."""
     generator = torch.Generator().manual_seed(1)
     texts = [torch.randint(trained.config.vocab_size, (length,), generator=generator) for length in lengths]
     expected = packed_forward(trained, torch.cat(texts), Segments.of(lengths, torch.device("cpu")), causal=False)

@@ -33,7 +33,7 @@ TOLERANCE = 1e-3
 SINGLE_FILE_BYTES = 1_900_000_000
 """Largest size of weights stored in the graph's own file, in bytes, because a protobuf message is smaller than 2 GiB."""
 _LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
-"""Lengths in tokens of the texts that a graph is verified with, as far as the model takes them."""
+"""Lengths in tokens of the texts that a graph is verified with, limited to the model's maximum."""
 
 
 class PaddedEncoder(nn.Module):
@@ -79,11 +79,11 @@ def export_onnx(folder: Path) -> Path:
     """Write `onnx/model.onnx` into an exported folder: a `PaddedEncoder` in fp32, with dynamic batch and length.
 
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
-    Large weights are written beside the graph, to `model.onnx_data`. An earlier graph is replaced. Returns the graph's file.
+    Large weights are written to `model.onnx_data`. An earlier graph is replaced. Returns the graph's path.
 
     Raises:
-        UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not supported, the
-            graph's results differ from the model's, or the graph can't be written.
+        UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not supported,
+            the graph's results differ from the model's, or the graph can't be written.
     """
     require_onnx()
     require_export(folder)
@@ -121,7 +121,7 @@ def export_onnx(folder: Path) -> Path:
 
 @torch.inference_mode()
 def _packed(encoder: Encoder, text: Tensor) -> tuple[Tensor, Tensor]:
-    """Return hidden states [tokens, width] and the embedding [width] of a text, computed by packed attention."""
+    """Return the hidden states [tokens, width] and embedding [width] of a text, by packed attention."""
     segments = Segments.of([len(text)], torch.device("cpu"))
     hidden = encoder.hidden(text, segments)
     return hidden, encoder.pooling(hidden, segments)[0]
@@ -155,7 +155,7 @@ def _trace(model: PaddedEncoder, folder: Path) -> None:
 
 
 def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the graph's largest difference (or NaN) for single texts and for batches with padding on either side."""
+    """Return the graph's largest difference (or NaN) for single texts and for batches padded on either side."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()

@@ -26,13 +26,13 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "onnx/model.onnx", "onn
 def push(folder: Path, repo: str, *, revision: str | None = None, private: bool = False, dry_run: bool = False) -> None:
     """Upload an exported folder as one commit. A missing repository or branch is created.
 
-    The example code in the uploaded card uses the repository's name. Weights from an earlier push that are not in the folder
-    are deleted in the same commit. `revision` is a branch (default: `main`), and `private` holds for a new repository. A dry
-    run prints what would be uploaded, without sending any request.
+    The example code in the uploaded card uses the repository's name. Weights from an earlier push that are not in the
+    folder are deleted in the same commit. `revision` is a branch (default: `main`), and `private` applies to a new
+    repository. A dry run prints what would be uploaded, without any request.
 
     Raises:
-        UserError: the folder is not an export or has a file that can't be uploaded, the hub would refuse its card or the
-            repository's name, there is no token, or the hub can't be reached or refuses.
+        UserError: the folder is not an export or has a file that can't be uploaded, the hub would refuse its card or
+            the repository's name, there is no token, or the hub can't be reached or refuses.
     """
     require_repo(repo)
     card = read_card(folder)
@@ -82,7 +82,7 @@ def require_token() -> None:
 
 
 def files_of(folder: Path) -> dict[str, Path]:
-    """Return the files to upload by name in the repository; a UserError for a link, which may point outside the export."""
+    """Return the files to upload, by name in the repository; a UserError for a link, which may point outside."""
     files = {}
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)

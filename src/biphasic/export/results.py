@@ -1,4 +1,4 @@
-"""Put mteb's results onto a model card, as the hub's `model-index` in its metadata and as a table in its text."""
+"""Add mteb's results to a model card, as the hub's `model-index` in its metadata and as a table in its text."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ published ones.
 
 
 def add_results(card: ModelCard, results: Path, model_name: str | None = None) -> None:
-    """Put mteb's results into a card's metadata and a separate section, in place of earlier results.
+    """Add mteb's results to a card's metadata and in a separate section, in place of earlier results.
 
-    Arguments and errors are as for `read_results`.
+    Arguments and errors are those of `read_results`.
     """
     scores = read_results(results, model_name)
     title = re.search(r"^# (.+)$", card.text, re.MULTILINE)
@@ -54,10 +54,9 @@ def _table(scores: list[EvalResult]) -> str:
 def read_results(results: Path, model_name: str | None = None) -> list[EvalResult]:
     """Read one model's scores, sorted by task.
 
-    Args:
-        results: a folder with mteb's results (mteb's cache, or the folder of a `job: evaluate`), or its `results/`.
-        model_name: the model, needed if the folder has results of several: its name in mteb, or the part after the slash;
-            with `@revision` if there are several revisions.
+    `results` is a folder with mteb's results (mteb's cache, or the folder of a `job: evaluate`), or its `results/`.
+    `model_name` is needed if it has results of several models: the name in mteb, or its part after the slash; with
+    `@revision` if there are several revisions.
 
     Raises:
         UserError: there are no results, several models match, or a file can't be read.
@@ -76,7 +75,7 @@ def read_results(results: Path, model_name: str | None = None) -> list[EvalResul
         raise UserError(f"--results {results}: {problem}: name one with --results-of: {', '.join(models)}")
     files = sorted(models[matching[0]], key=lambda file: file.name)
     scores = [score for file in files for score in _scores(file)]
-    # huggingface_hub would join the results of two tasks with the same dataset under the first task's name.
+    # huggingface_hub would merge the results of two tasks with the same dataset under the first task's name.
     names = {(score.unique_identifier, score.dataset_name) for score in scores}
     tasks = Counter(identifier for identifier, _ in names)
     for score in scores:
@@ -86,7 +85,7 @@ def read_results(results: Path, model_name: str | None = None) -> list[EvalResul
 
 
 def _scores(file: Path) -> Iterator[EvalResult]:
-    """Yield a task's main score and, if it ranks documents, the retrieval metrics, for each subset and split."""
+    """Yield the main score and, for retrieval, the other retrieval metrics of each of a task's subsets and splits."""
     from mteb import get_task
     from mteb.results import TaskResult
 

@@ -1,4 +1,4 @@
-"""Write exported folders, which transformers and sentence-transformers load, with at most one file's weights in memory."""
+"""Write exported folders for transformers and sentence-transformers, with at most one file's weights in memory."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ class Weights:
 
 
 def _exported_name(name: str) -> str:
-    """Return transformers' name for a weight of `LanguageModel`, whose backbone is `model` there."""
+    """Return transformers' name for a weight of `LanguageModel`, whose backbone it calls `model`."""
     return re.sub(r"^backbone\.", "model.", name)
 
 
 def _unique_weights(network: nn.Module) -> dict[str, Tensor]:
-    """Return a network's stored weights by name; a weight with several names is returned under the first."""
+    """Return a network's stored weights by name; a weight with several names under the first."""
     stored = network.state_dict()
     named = [*network.named_parameters(), *network.named_buffers()]
     return {name: weight for name, weight in named if name in stored}
@@ -137,15 +137,10 @@ def write_folder(
 ) -> int:
     """Write a network, its tokenizer and its card atomically to a folder, and return the number of parameters.
 
-    Args:
-        kind: the network to export, of those of the format.
-        weights: the weights, named as in that network.
-        card: the text of README.md.
-        settings: prompts, maximum length (default: the context length) and lowercasing for sentence-transformers.
-        dtype: the dtype of the weights on disk.
-        force: whether an earlier export is replaced.
-        keep_special_tokens: whether the tokenizer adds its special tokens to a text.
-        head: the head's weights, which are also written to `head.safetensors`.
+    `kind` is one of the format's networks, and `weights` has that network's names. `settings` has the prompts, maximum
+    length (default: the context length) and lowercasing for sentence-transformers. `force` replaces an earlier export.
+    With `keep_special_tokens`, the tokenizer adds its special tokens to a text. `head` has the head's weights, which
+    are also written to `head.safetensors`.
 
     Raises:
         UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
@@ -188,7 +183,7 @@ def require_free(out: Path, force: bool) -> None:
 
 
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
-    """Call `fill` with a temporary folder beside `out`, then replace `out` by that folder; a UserError if that fails."""
+    """Replace `out` by a folder that `fill` writes beside it under a temporary name; a UserError if that fails."""
     out = out.resolve()
     try:
         with atomic_path(out) as partial:
@@ -199,7 +194,7 @@ def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
 
 
 def _remove_special_tokens(file: Path) -> None:
-    """Stop the tokenizer from adding special tokens, because training had none (Llama 3's adds beginning-of-text)."""
+    """Stop the tokenizer from adding special tokens, because training had none (Llama 3's adds one)."""
     content = json.loads(file.read_text(encoding="utf-8"))
     processor = content.get("post_processor") or {}
     parts = processor.get("processors", [processor])
@@ -210,7 +205,7 @@ def _remove_special_tokens(file: Path) -> None:
 def write_shared_files(
     folder: Path, width: int, settings: SentenceSettings, card: str, head: dict[str, Tensor] | None
 ) -> None:
-    """Write the files of every export: sentence-transformers' modules (encoder, mean pooling), a head if given, the card."""
+    """Write the files of every export: sentence-transformers' modules (mean pooling), a head if given, the card."""
     # A flag for each mode: the format of sentence-transformers before version 6 and of text-embeddings-inference.
     pooling = {"word_embedding_dimension": width, "pooling_mode_mean_tokens": True, "pooling_mode_cls_token": False}
     sentences = {"prompts": settings.prompts, "default_prompt_name": None, "similarity_fn_name": "cosine"}

@@ -19,7 +19,7 @@ from biphasic.finetuning.task import Examples, FinetuneTask, TaskBatch
 
 @dataclass(eq=False)
 class GlobalBatches(IterableDataset[TaskBatch]):
-    """Iterates over a rank's share of each global batch, as microbatches in `parts`. The ranks don't affect the order."""
+    """Yields this rank's share of each global batch as microbatches (`parts`). The ranks don't affect the order."""
 
     task: FinetuneTask
     examples: Examples
@@ -56,7 +56,7 @@ class GlobalBatches(IterableDataset[TaskBatch]):
 
 
 def epoch_order(examples: int, seed: int, epoch: int) -> list[int]:
-    """Return the order of the examples in an epoch."""
+    """Return the shuffled indices of the examples in an epoch."""
     order = list(range(examples))
     random.Random(f"finetune order {seed} {epoch}").shuffle(order)
     return order
@@ -69,10 +69,9 @@ def derive_seed(*purpose: Any) -> int:
 
 
 def count_steps(config: FinetuneConfig, examples: int) -> int:
-    """Return the number of batches. A duration in batches or rows is at most one epoch; a partial last batch is dropped.
+    """Return the number of batches; a partial last batch is dropped.
 
-    Raises:
-        UserError: there are fewer examples than one batch needs.
+    A duration in batches or rows is limited to one epoch. Raises a UserError if the examples don't fill one batch.
     """
     per_epoch = examples // config.batch_size
     if not per_epoch:
@@ -83,11 +82,7 @@ def count_steps(config: FinetuneConfig, examples: int) -> int:
 
 
 def warmup_batches(config: FinetuneConfig, steps: int) -> int:
-    """Return the length of the warmup in a training of `steps` batches.
-
-    Raises:
-        UserError: the warmup is as long as the training, so the peak rate is never reached.
-    """
+    """Return the number of warmup batches; a UserError if they are not fewer than the training's `steps`."""
     if config.warmup.unit in ("dur", "ep"):
         share = config.warmup.value / (config.max_duration.value if config.warmup.unit == "ep" else 1)
         return int(Duration(share, "dur").resolve(Duration(steps, "ba")).value)

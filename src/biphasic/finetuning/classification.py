@@ -31,7 +31,7 @@ class Classification(PredictionTask):
         return TextHead(width, len(self.data.label_names))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
-        """Return the texts, made by the template `task.text`, and the label of each."""
+        """Format the texts with the template `task.text`, and return their tokens and labels."""
         if "{text_pair}" in self.config.text and None in columns["text_pair"]:
             raise UserError(f"task.text: uses {{text_pair}}, but {self.config.data} has single texts")
         pairs = zip(columns["text"], columns["text_pair"], strict=True)
@@ -48,7 +48,7 @@ class Classification(PredictionTask):
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return the most likely label of each text, and its probability."""
+        """Return each text's most likely label and its probability."""
         best = head(mean_pool(hidden, segments)).float().softmax(-1).max(-1)
         return list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
 
@@ -87,7 +87,7 @@ class TokenClassification(PredictionTask):
         return TokenHead(width, len(self.data.label_names))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
-        """Return the texts, and for each token the index of the word that it begins (`words`), or -1, and its label."""
+        """Return the texts, and for each token its label and the index of the word that it begins, or -1 (`words`)."""
         texts, words, labels = [], [], []
         encodings = self.text_tokenizer.tokenize_with_offsets([" ".join(words) for words in columns["tokens"]], title)
         for sentence, numbers, (ids, offsets) in zip(columns["tokens"], columns["labels"], encodings, strict=True):
@@ -136,19 +136,16 @@ class TokenClassification(PredictionTask):
         return [[names[number] for number in numbers] for numbers in columns["labels"]]
 
     def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
-        """Return the scores of entities; see `entity_scores`."""
+        """Return `f1`, `precision` and `recall` of entities."""
         return entity_scores(gold, answers["predicted"])
 
 
 def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, float]:
-    """Return micro-averaged F1, precision and recall of entities over all types and sentences; 0 if there are no entities.
+    """Return micro-averaged `f1`, `precision` and `recall` of entities over all sentences; 0 if there are no entities.
 
-    This is seqeval's default mode, as in conlleval and run_ner: an entity is correct if its type, first and last word are
-    correct, and an inside label that follows no word of its own type begins an entity.
-
-    Args:
-        gold: the BIO labels of each sentence's words.
-        predicted: the predicted labels, with the same lengths.
+    Both arguments have the BIO labels of each sentence's words. This is seqeval's default mode, as in conlleval and
+    run_ner: an entity is correct if its type, first and last word are correct, and an inside label that follows no word
+    of its own type begins an entity.
     """
     from seqeval.metrics.sequence_labeling import precision_recall_fscore_support
 
@@ -160,9 +157,7 @@ def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str
 def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
     """Return, for each token of the words joined by spaces, the index of the word that the token begins, or -1.
 
-    Args:
-        words: the words of a text.
-        offsets: each token's first character and the one after its last; a token may include the space before a word.
+    `offsets` has each token's first character and the one after its last; a token may include the space before a word.
     """
     text = " ".join(words)
     word_of_character = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]

@@ -22,7 +22,7 @@ from biphasic.model.encoder import load_encoder
 from biphasic.storage import first_line
 
 TASK_FILE = "finetuned.json"
-"""What predictions need besides weights and tokenizer, in the folder of a fine-tuned model."""
+"""File in a fine-tuned model's folder with what predictions need besides weights and tokenizer."""
 _ROWS_AT_ONCE = 100_000
 """Rows in memory at once. Among them, texts of similar length share forward passes."""
 _COLUMNS = {
@@ -31,7 +31,7 @@ _COLUMNS = {
     "question_answering": ["question", "context"],
     "retrieval": ["text"],
 }
-"""Columns of new text for each kind of task. `id` and, for classifiers of pairs, `text_pair` may be added."""
+"""Required columns of new text by kind of task. `id` and, for classifiers of pairs, `text_pair` are optional."""
 _TEXT_COLUMNS = {"text", "text_pair", "tokens", "question", "context"}
 
 
@@ -48,11 +48,7 @@ def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
 
 
 def read_task(folder: str) -> dict[str, Any] | None:
-    """Return the content of a folder's `TASK_FILE`, or None if the model is not fine-tuned by Biphasic.
-
-    Raises:
-        UserError: it can't be read.
-    """
+    """Return the content of a folder's `TASK_FILE`, or None without one; a UserError if it can't be read."""
     file = Path(folder) / TASK_FILE
     try:
         return json.loads(file.read_text(encoding="utf-8"))
@@ -63,11 +59,7 @@ def read_task(folder: str) -> dict[str, Any] | None:
 
 
 def open_texts(file: str, kind: str) -> Table:
-    """Open a file of new text for a kind of task, in any of the formats of `open_table`.
-
-    Raises:
-        UserError: the file can't be read, or lacks a column.
-    """
+    """Open a file of new text for a kind of task. Formats and errors are those of `open_table`."""
     return open_table(DatasetConfig(files={"texts": [file]}), "texts", _COLUMNS[kind])
 
 
@@ -83,7 +75,7 @@ def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
 
 
 def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, PredictionTask]:
-    """Load a fine-tuned encoder with its head, on the GPU if there is one, and its task, which is not one for retrieval.
+    """Load a fine-tuned encoder and its head, on the GPU if there is one, and its task, which can't be retrieval.
 
     Raises:
         UserError: the model can't be loaded.
@@ -105,15 +97,12 @@ def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, P
 
 
 def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: Columns) -> Columns:
-    """Predict rows of new text.
-
-    Returns:
-        The columns `id`, `predicted`, `score`, and others of the family's `answers`.
+    """Return the predictions for new text: `id`, `predicted`, `score` and other columns of the family's `answers`.
 
     Raises:
         UserError: the text can't be used.
     """
-    # The correct answers, which nothing reads.
+    # `tokenize` expects the columns of correct answers; their values have no effect.
     unknown: Columns = {
         "text_pair": [None] * len(ids),
         "label": [0] * len(ids),

@@ -15,9 +15,9 @@ from biphasic.storage.hub import why_missing
 
 
 def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
-    """Return the plan. Reads the records of the data and, if everything is there, the model's configuration and tokenizer.
+    """Return the plan, from the data's records and, if everything is there, the model's configuration and tokenizer.
 
-    PyTorch is only imported if model and data are there, since counting tokens needs the tokenizer.
+    PyTorch is imported only in that case.
     """
     job_plan, task = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}"), config.task
     lines = job_plan.lines

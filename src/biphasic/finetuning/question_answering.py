@@ -35,8 +35,8 @@ class QuestionAnswering(PredictionTask):
     def tokenize(self, columns: Columns, title: str) -> Examples:
         """Return a text for each window.
 
-        `labels` has the positions of the answer's first and last token, or 0 twice; `about` the row of the question and the
-        position of the context's first token; `offsets` each context token's first character and the one after its last.
+        `labels` has the positions of the answer's first and last token, or two zeros; `about` the question's row and
+        the position of the context's first token; `offsets` each context token's characters, [first, end).
         """
         tokenizer = self.text_tokenizer
         examples: dict[str, list[Any]] = {name: [] for name in ("texts", "labels", "about", "offsets")}
@@ -63,7 +63,7 @@ class QuestionAnswering(PredictionTask):
         return [(first + between + second)[: self.max_length // 2] for first, second in zip(*parts, strict=True)]
 
     def _windows(self, question: int, context: int) -> list[tuple[int, int]]:
-        """Return for each window the index of its first context token and the one after its last."""
+        """Return the range of context tokens, [first, end), of each window."""
         size = self.max_length - question - len(self.text_tokenizer.prefix) - len(self.text_tokenizer.suffix)
         if size < 1:
             raise UserError(
@@ -84,7 +84,7 @@ class QuestionAnswering(PredictionTask):
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
-        """Return the best span of each window, and the sum of its first token's logits."""
+        """Return each window's best span, and the sum of its first token's logits."""
         windows = np.split(head(hidden).float().cpu().numpy(), np.cumsum(segments.lengths)[:-1])
         predictions = []
         for index, logits in zip(indices, windows, strict=True):
@@ -96,8 +96,8 @@ class QuestionAnswering(PredictionTask):
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
         """Return the answers; `score` is the sum of the logits of the answer's start and end.
 
-        With `unanswerable`, `no_answer` is the score that is compared with the no-answer threshold, which is chosen on the
-        first split that is scored, the validation split; `predicted` is empty above it.
+        With `unanswerable`, `no_answer` is the score to compare with the no-answer threshold; above it, `predicted` is
+        empty. The threshold is chosen on the first scored split, which is the validation split.
         """
         windows: list[list[Any]] = [[] for _ in columns["context"]]
         for index, prediction in enumerate(predictions):
@@ -113,7 +113,7 @@ class QuestionAnswering(PredictionTask):
         return {"predicted": predicted, "score": scores, "no_answer": no_answer}
 
     def gold(self, columns: Columns) -> list[Any]:
-        """Return all correct answers to each question; none if it has no answer."""
+        """Return all correct answers to each question; an empty list if it has none."""
         return [list(answer["text"]) for answer in columns["answers"]]
 
     def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:

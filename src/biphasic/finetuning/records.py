@@ -26,10 +26,9 @@ class DownstreamResult:
 
 @dataclass(frozen=True)
 class TrialResult:
-    """The outcome of a trial."""
+    """The outcome of a trial, with one result for each test set."""
 
     results: tuple[DownstreamResult, ...]
-    """One result for each test set."""
     seconds: dict[str, float]
     """Durations: `load`, `train`, `score` and `total`."""
     about: dict[str, Any]
@@ -40,8 +39,8 @@ class TrialResult:
 class TrialCost:
     """The estimated FLOPs and peak memory in bytes of a trial; None if the model's dimensions are unknown.
 
-    `parameters` has no language-model head; `train_tokens` counts four characters as a token; `forward_tokens` are those of
-    a forward pass of one rank.
+    `parameters` excludes the language-model head, `train_tokens` assumes four characters per token, and
+    `forward_tokens` counts one rank's tokens in a forward pass.
     """
 
     flops: float | None

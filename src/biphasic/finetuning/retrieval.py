@@ -51,8 +51,8 @@ class Retrieval(FinetuneTask):
     def training_examples(self) -> Examples:
         """Return the training pairs.
 
-        `texts` has the queries; `documents` their documents, then all hard negatives; `ids` one row with the hashes of the
-        documents; `negatives` the indices of each query's hard negatives in `documents`.
+        `texts` has the queries; `documents` their documents, then all hard negatives; `ids` has one row, the documents'
+        hashes; `negatives` the indices of each query's hard negatives in `documents`.
         """
 
         def make() -> Examples:
@@ -74,7 +74,7 @@ class Retrieval(FinetuneTask):
         return examples
 
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
-        """Concatenate the queries, each query's document, then the hard negatives, which are sampled for each epoch."""
+        """Concatenate the queries, each query's document, then hard negatives, sampled anew in each epoch."""
         documents, count = list(indices), self.config.hard_negatives
         for index in indices if count else ():
             negatives = examples["negatives"][index].tolist()
@@ -97,7 +97,7 @@ class Retrieval(FinetuneTask):
         return info_nce(queries, documents, batch["ids"], self.config.temperature) * len(queries)
 
     def evaluate(self, model: TrainedModel) -> Scored:
-        """Return the scores, and the ranking of each set's split, `SET-SPLIT.run.gz`."""
+        """Return the scores, and a ranking for each set and split, `SET-SPLIT.run.gz`."""
         results, files = [], {}
         for name, folder in self._scored_sets().items():
             queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
@@ -150,17 +150,14 @@ def _judged_splits(folder: TaskFolder) -> list[str]:
 def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float) -> Tensor:
     """Return the cross-entropy of each query's own document among all documents of the global batch.
 
-    This is the loss of the paper's evaluation library: cosine similarity, in-batch negatives, temperature 0.05. With several
-    ranks, the documents of all ranks are negatives and receive gradients.
+    This is the loss of the paper's evaluation library: cosine similarity, in-batch negatives, temperature 0.05. With
+    several ranks, the documents of all ranks are negatives and receive gradients. The result is the mean over this
+    rank's queries; its mean over ranks equals the loss of a single rank with all pairs.
 
     Args:
         queries: query embeddings [pairs, width].
-        documents: embeddings [at least pairs, width] of the queries' documents in the same order, then of hard negatives.
+        documents: embeddings [at least pairs, width] of the queries' documents in order, then of hard negatives.
         ids: int64 [documents]; a document with the same id as a query's own document is not a negative for it.
-        temperature: the similarities are divided by it.
-
-    Returns:
-        Scalar, the mean over this rank's queries. Its mean over ranks equals the loss of a single rank with all pairs.
     """
     queries, documents = F.normalize(queries.float(), dim=1), F.normalize(documents.float(), dim=1)
     offset, count, own = 0, len(queries), ids[: len(queries)]

@@ -26,10 +26,9 @@ FINETUNING_FILE = "record.json"
 
 
 def run(config: FinetuneConfig) -> Path:
-    """Fine-tune, score and save a model, and write the run's record last. A run with a record is not repeated.
+    """Fine-tune, score and save a model, and return the run's folder.
 
-    Returns:
-        The run's folder.
+    The record is written last; a run with a record is not repeated.
 
     Raises:
         UserError: the model or the data can't be used, or the folder holds another run.

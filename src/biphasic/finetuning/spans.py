@@ -16,17 +16,12 @@ def best_span(logits: np.ndarray, offsets: np.ndarray, longest_answer: int) -> S
     """Return the span with the highest sum of start and end logits in one window of a question's context.
 
     A span has at most `longest_answer` tokens and at least one character. The rules are those of Hugging Face's run_qa,
-    except that all spans are compared, not only those of the twenty best starts and ends.
+    except that all spans are compared, not only those of the twenty best starts and ends. Among spans with equal
+    scores, the earliest start and then the shortest span is chosen. The score is -inf if there are no tokens.
 
     Args:
-        logits: float [tokens, 2], of being the answer's first and last token, for the context's tokens in this window.
-        offsets: int [tokens, 2]: each token's first character in the context and the one after its last; neither ever
-            decreases.
-        longest_answer: the maximum number of tokens in an answer.
-
-    Returns:
-        The best span. Among spans with equal scores, the one that starts first, then the shortest. Its score is -inf if
-        there are no tokens.
+        logits: float [tokens, 2], the start and end logits of the context's tokens in this window.
+        offsets: int [tokens, 2], each token's characters in the context, [first, end), which never decrease.
 
     Raises:
         ValueError: a logit is not finite.
@@ -46,16 +41,11 @@ def best_span(logits: np.ndarray, offsets: np.ndarray, longest_answer: int) -> S
 
 
 def best_answer(context: str, windows: Sequence[tuple[Span, float]]) -> tuple[str, float, float]:
-    """Return the best answer to a question: its text, its score and the score for no answer.
+    """Return the best answer to a question: its text, its score and the no-answer score.
 
-    Args:
-        context: the text that the spans refer to.
-        windows: for each window of the context, in any order, its best span and its null score, the sum of the start and
-            end logits at the window's first position.
-
-    Returns:
-        The text, empty if no window has tokens; start logit plus end logit, then -inf; and the no-answer score, to compare
-        with a threshold: the lowest null score among the windows, as in run_qa, minus the answer's score.
+    `windows` has, in any order, each window's best span in `context` and its null score, the sum of the start and end
+    logits at the window's first position. Without tokens, the text is empty and its score -inf. The no-answer score, to
+    be compared with a threshold, is the lowest null score among the windows, as in run_qa, minus the answer's score.
 
     Raises:
         ValueError: a null score is not finite.

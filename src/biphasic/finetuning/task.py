@@ -39,12 +39,9 @@ class TrainedModel:
     def predict(
         self, texts: Ragged, predict_pass: Callable[[Tensor, Segments, list[int]], Sequence[Any]], title: str
     ) -> list[Any]:
-        """Return the predictions for all texts, in the order of the texts, on every rank.
+        """Return the predictions for all texts (token ids), in the order of the texts, on every rank.
 
-        Args:
-            texts: token ids.
-            predict_pass: maps hidden states [tokens, width], segments and text indices to the predictions for these texts.
-            title: label of the progress bar.
+        `predict_pass` maps hidden states [tokens, width], segments and text indices to the predictions for these texts.
         """
         from composer.utils import dist
 
@@ -84,7 +81,7 @@ class TrainedModel:
 
 
 RESULT_FORMAT = 1
-"""Version of tokenization and training. Increase it with any change that gives other scores for the same settings."""
+"""Version of tokenization and training. Increase it with every change that alters scores for the same settings."""
 _TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt"}
 """Keys of a `task:` section that affect the tokens, besides `max_length`."""
 
@@ -101,13 +98,9 @@ Scored = tuple[list[DownstreamResult], dict[str, Callable[[], bytes]]]
 class FinetuneTask(ABC):
     """A family of tasks, for one dataset and one tokenizer. Trainer, data order, cache and records are shared.
 
-    A new family needs a section in `config/finetune.py` and a line in `biphasic.finetuning.families`.
-
-    Args:
-        config: the YAML's `task:` section.
-        text_tokenizer: turns texts into the encoder's tokens.
-        cache: the folder for tokenized data.
-        record: the content of the dataset's record, if only new text is predicted. Default: it is read.
+    A new family needs a section in `config/finetune.py` and a line in `biphasic.finetuning.families`. `config` is the
+    YAML's `task:` section, and `cache` the folder for tokenized data. `record` is the content of the dataset's record
+    if only new text is predicted; by default, it is read.
 
     Raises:
         UserError: the data is missing or belongs to another family.
@@ -121,7 +114,7 @@ class FinetuneTask(ABC):
     prompts: dict[str, str] = {}
     """Text to prepend to inputs by role (`query`, `document`), saved with the fine-tuned encoder."""
     no_answer_threshold: float | None = None
-    """What question answering chooses while it is scored, and needs to predict."""
+    """The threshold that question answering chooses on the validation split and applies to predictions."""
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         self.config, self.text_tokenizer, self.cache = config, text_tokenizer, cache
@@ -160,16 +153,13 @@ class FinetuneTask(ABC):
         return len(indices)
 
     def split_batch(self, examples: Examples, indices: Sequence[int], tokens: int) -> Sequence[Sequence[int]]:
-        """Return a rank's examples in full microbatches of at most `tokens` tokens; a longer example has its own.
-
-        Where a batch may not be divided, return the complete one.
-        """
+        """Divide a rank's examples into full microbatches of at most `tokens` tokens, or of one longer example."""
         if not self.splits_batches:
             return [indices]
         return full_groups(tokens, indices, lambda index: len(examples["texts"][index]))
 
     def tokenize_once(self, folder: TaskFolder, table: str, make: Callable[[], Examples]) -> Examples:
-        """Return what `make` returns for a table of a folder, or read it from the cache."""
+        """Return the examples of a folder's table from the cache, or from `make` if they are not cached."""
         key = {
             "format": RESULT_FORMAT,
             "family": self.family,
@@ -187,7 +177,7 @@ class FinetuneTask(ABC):
 
 
 class PredictionTask(FinetuneTask):
-    """A task that is scored by a prediction for each example in splits of its own dataset."""
+    """A task that is scored by its predictions for the examples in splits of its own dataset."""
 
     @abstractmethod
     def tokenize(self, columns: Columns, title: str) -> Examples:
@@ -201,19 +191,15 @@ class PredictionTask(FinetuneTask):
 
     @abstractmethod
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
-        """Return what the predictions for all examples say about each row of a table.
-
-        Returns:
-            Columns: `predicted`, its `score`, and others to keep.
-        """
+        """Return each row's `predicted`, its `score` and further columns, from the predictions for all examples."""
 
     @abstractmethod
     def gold(self, columns: Columns) -> list[Any]:
-        """Return the correct `predicted` of each row of a table."""
+        """Return the correct value of `predicted` for each row of a table."""
 
     @abstractmethod
     def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
-        """Return the metrics for `answers` from what is correct."""
+        """Return the metrics of `answers`, given the correct values."""
 
     def scored_splits(self) -> list[str]:
         """Return the validation split, if there is one, then the test splits."""
@@ -252,13 +238,13 @@ class PredictionTask(FinetuneTask):
         return results, files
 
     def run(self, model: TrainedModel, columns: Columns, examples: Examples, title: str) -> Columns:
-        """Return a model's `answers` for rows of a table and the examples made from them, the same on every rank."""
+        """Return a model's `answers` for rows of a table and their examples, the same on every rank."""
         predict_pass = functools.partial(self.predict, model.head, examples)
         return self.answers(columns, examples, model.predict(examples["texts"], predict_pass, title))
 
 
 def resolve_max_length(max_length: int | float, model_maximum: int) -> int:
-    """Return an example's maximum tokens, given as a number or a share of the model's maximum, which limits it."""
+    """Return the maximum length in tokens, given as a number or a share of the model's maximum, its upper limit."""
     if isinstance(max_length, float):
         max_length = max(round(max_length * model_maximum), 1)
     return min(max_length, model_maximum)

@@ -49,7 +49,7 @@ class FinetuneModel(ComposerModel):
 
 
 class SeededDropout(Callback):
-    """Seeds dropout for each batch and rank, so that it doesn't depend on earlier random draws."""
+    """Seeds dropout for each batch and rank, so that it doesn't depend on earlier random numbers."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Seed PyTorch's generator."""
@@ -57,10 +57,7 @@ class SeededDropout(Callback):
 
 
 def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: FinetuneTask) -> dict[str, Any]:
-    """Train the encoder and the head in place.
-
-    Returns:
-        `steps` (number of batches), `tokens` (sum over ranks) and `loss` (the last batch's).
+    """Train the encoder and head in place; return `steps` (batches), `tokens` (summed over ranks) and the last `loss`.
 
     Raises:
         UserError: the data can't be used, or the loss is NaN or Inf.
@@ -78,7 +75,7 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
         trainer.engine.close()
         raise
     finally:
-        # Composer leaves the closed engine's exit handler registered, and with it model, optimizer and data.
+        # Composer leaves the closed engine's exit handler registered, which keeps model, optimizer and data in memory.
         atexit.unregister(trainer.engine._close)
     losses: dict[str, float] = trainer.state.total_loss_dict or {}
     tokens = trainer.state.timestamp.token.value

@@ -64,7 +64,7 @@ def trial_name(config: FinetuneConfig) -> str:
 
 
 def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
-    """Return (task, name, metric) of each test set that a trial is scored on; see `DownstreamResult`."""
+    """Return the (task, name, metric) of each test set of a trial, as in `DownstreamResult`."""
     task = config.task
     if task.kind == "retrieval":
         return tuple((name, name, FAMILIES[task.kind].metric) for name in task.retrieval_sets)
@@ -73,11 +73,7 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
 
 
 def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
-    """Return the task for a model's tokenizer.
-
-    Raises:
-        UserError: the model or the data is missing.
-    """
+    """Return the task for a model's tokenizer; a UserError if the model or the data is missing."""
     text_tokenizer = _load_text_tokenizer(model.path, model.revision, model.trust_remote_code, file_stamps(model.path))
     if isinstance(text_tokenizer, UserError):
         raise UserError(str(text_tokenizer))
@@ -85,7 +81,7 @@ def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTa
 
 
 def run_trial(config: FinetuneConfig) -> TrialResult:
-    """Train and score a model like `train_and_score`, and return only the result."""
+    """Train and score a model with `train_and_score`, and return only the result."""
     return train_and_score(config)[0]
 
 
@@ -94,8 +90,7 @@ def train_and_score(
 ) -> tuple[TrialResult, TrainedModel, FinetuneTask, dict[str, Callable[[], bytes]]]:
     """Train and score a model, in this process or on all ranks. Only the `logging` destinations write files.
 
-    Returns:
-        The result, the model, its task, and the contents of files with its predictions, by name.
+    The model, its task, and the contents of prediction files by name are also returned.
 
     Raises:
         UserError: model or data can't be used, or the loss is NaN or Inf.
