@@ -26,8 +26,8 @@ from biphasic.errors import PREEMPTED, ConfigError, Preempted, Unavailable, User
 from biphasic.storage import first_line
 
 FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
-"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT); nobody reads
-the output any more (128 + SIGPIPE)."""
+"""Exit statuses: a restart may help; something must be changed first; interrupted with Ctrl-C (128 + SIGINT); the
+reader of the output has closed the pipe (128 + SIGPIPE)."""
 _POLL_SECONDS = 1.0
 _GRACE_SECONDS = 3.0
 """Time for the main thread to fail by itself after another rank's fault, since often all ranks have the same fault."""
@@ -44,10 +44,9 @@ _ENDED = "ended in the middle of a step without a message: it was killed or abor
 def run_rank(job: Callable[[], int]) -> int:
     """Run one rank's part of a job. If a rank fails, end all ranks together.
 
-    Returns:
-        The job's exit status; 1 if it failed or a bucket is unavailable, 2 if something must be changed first, 75 if it was
-        preempted, 130 after Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault and is not
-        local rank 0 returns 0, because the launcher prints the output of a rank with any other status.
+    Returns the job's exit status; 1 if it failed or a bucket is unavailable, 2 if something must be changed first, 75
+    if it was preempted, 130 after Ctrl-C, 141 if the reader of the output closed the pipe. A rank that shows no fault
+    and is not local rank 0 returns 0, because the launcher prints the output of a rank with any other status.
     """
     global _ranks
     # With the umask 0 of some containers, anyone on the machine could replace checkpoints and records.
@@ -81,7 +80,7 @@ def run_rank(job: Callable[[], int]) -> int:
 
 
 def _is_read(stream: TextIO) -> bool:
-    """Return whether a stream's reader is there: False for a pipe whose other end is closed."""
+    """Return False if a stream is a pipe whose other end is closed."""
     poll = select.poll()
     poll.register(stream.fileno(), 0)
     return not any(events & (select.POLLERR | select.POLLHUP) for _, events in poll.poll(0))
@@ -134,7 +133,6 @@ class _Fault:
 
     @property
     def line(self) -> str:
-        """The first line of `text`."""
         return self.text.partition("\n")[0]
 
     def __str__(self) -> str:
@@ -166,7 +164,6 @@ class _Ranks:
         self._thread.start()
 
     def stop(self) -> None:
-        """Stop the listening thread."""
         with self._lock:
             self._stopped = not self._listener_ends_process
         if self._listener_ends_process:

@@ -25,10 +25,10 @@ def groups_up_to(
 
 
 def full_groups(limit: float, items: Iterable[Item], size: Callable[[Item], float]) -> list[list[Item]]:
-    """Return groups of items, in any order, with a total size of at most `limit`: fewer than of consecutive items.
+    """Return groups of items, in any order, with a total size of at most `limit`: fewer groups than `groups_up_to`.
 
-    First-fit decreasing: from the largest item to the smallest, each goes to the first group with enough room. A larger item
-    than `limit` forms its own group.
+    First-fit decreasing: from the largest item to the smallest, each goes to the first group with enough room. An item
+    larger than `limit` forms its own group.
     """
     groups: list[list[Item]] = []
     room: list[float] = []

@@ -9,7 +9,7 @@ from typing import Any
 
 @contextmanager
 def progress_bars(shown: bool) -> Iterator[None]:
-    """Draw no bar of `tqdm` within the context if they should not be `shown`. transformers and datasets use tqdm too."""
+    """Within the block, draw tqdm's bars, which transformers and datasets use too, only if `shown`."""
     from tqdm import tqdm
 
     original = tqdm.__init__

@@ -1,4 +1,4 @@
-"""Note signals in a process that starts others, instead of ending by them."""
+"""Record signals in a process that starts others, instead of ending it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import FrameType
 def noted_signals(numbers: Sequence[signal.Signals], interrupt_on_second: bool = False) -> Iterator[list[str]]:
     """Yield a list to which the name of each of these signals is appended when it arrives.
 
-    An ignored signal stays ignored: `nohup` ignores SIGHUP. With `interrupt_on_second` every further signal raises
-    KeyboardInterrupt.
+    Ignored signals stay ignored, such as SIGHUP under `nohup`. With `interrupt_on_second`, every signal after the first
+    raises KeyboardInterrupt.
     """
     received: list[str] = []
 

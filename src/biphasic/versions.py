@@ -12,14 +12,8 @@ from biphasic.errors import UserError
 def require_form(package: str, owner: Any, name: str, replacement: Any) -> Any:
     """Return the original `owner.name`, after checking that `replacement` can replace it.
 
-    Args:
-        package: the library's name on the package index, e.g. `mosaicml-streaming`.
-        owner: module, class or object that has the attribute.
-        name: name of the attribute.
-        replacement: function or method with the same parameter names, or value or property of the same type.
-
-    Raises:
-        UserError: the attribute does not exist, or has other parameters or another type.
+    Raises a UserError if the attribute does not exist, or has other parameter names or another type. `package` is the
+    library's name on the package index, e.g. `mosaicml-streaming`.
     """
     missing = object()
     original = getattr(owner, name, missing)

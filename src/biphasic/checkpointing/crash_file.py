@@ -28,7 +28,7 @@ class CrashFile:
                 faulthandler.enable(self._file)
 
     def remove(self) -> list[str]:
-        """Remove the file at the end of the attempt. Return what `read_crashes` returns about the other ranks."""
+        """Remove the file at the end of the attempt, and return the other ranks' crashes (`read_crashes`)."""
         if self._file is not None:
             faulthandler.disable()
             self._file.close()

@@ -33,8 +33,9 @@ from biphasic.storage import Store, StoredFile, first_line, is_remote, join, ope
 def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest | None:
     """Find the newest complete checkpoint of a run, and download it to every node's `config.local_checkpoints`.
 
-    What earlier attempts have left to upload on any node is uploaded first. Other runs' checkpoints are skipped. Returns
-    None if the run has none. Raises a UserError if the destination can't be read from every node, or holds only other runs'.
+    Pending uploads of earlier attempts on any node are completed first. Other runs' checkpoints are skipped. Returns
+    None if there is none. Raises a UserError if the destination can't be read from every node, or holds only other
+    runs' checkpoints.
     """
     destination, local_folder = config.checkpoint_destination, config.local_checkpoints
     place, entries, uploads = f"checkpoint.folder {destination}", dict[str, StoredFile | None](), list[int]()
@@ -51,7 +52,7 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     def upload() -> None:
         with user_errors(f"{place}: can't be reached"):
             store = open_store(destination)
-            # A machine that can't reach the bucket shows it now, not at its first upload.
+            # So a machine that can't reach the bucket fails now, not at its first upload.
             store.stat(LOCK_FILE)
             uploads.append(upload_pending(local_folder, store, newest))
 

@@ -70,7 +70,7 @@ class Manifest:
 
     @property
     def progress(self) -> TrainingProgress:
-        """What has been trained at the checkpoint."""
+        """The batches, rows, tokens and epochs trained so far."""
         return TrainingProgress(self.batch, *(self.run[name] for name in ("rows", "tokens", "epochs")))
 
     def to_bytes(self) -> bytes:
@@ -81,9 +81,8 @@ class Manifest:
 def read_manifest(folder: Store, name: str) -> Manifest:
     """Read the file `name`: the manifest of a checkpoint or of a rank's part.
 
-    Raises:
-        ValueError: it is not that manifest, or names a file outside its checkpoint, which must not be written or deleted.
-        OSError: it can't be read.
+    Raises an OSError if it can't be read, and a ValueError if it is not that manifest, or names a file outside its
+    checkpoint, which must not be written or deleted.
     """
     content = folder.read(name)
     try:
@@ -108,7 +107,7 @@ class StoredCheckpoint:
     manifest: Manifest | None
     fault: str | None = None
     error: OSError | None = None
-    """The error because of which it can't be read; it may be undamaged."""
+    """The error that prevented reading the checkpoint, which may be undamaged."""
 
 
 def manifest_name(batch: int) -> str:
@@ -134,7 +133,7 @@ def rank_of(name: str) -> int:
 
 
 def batches_of(entries: Entries) -> list[int]:
-    """Return the batches of all checkpoints, also of incomplete ones, newest first."""
+    """Return the batches of all checkpoints, including incomplete ones, newest first."""
     return sorted({batch for name in entries if (batch := batch_of(name)) is not None}, reverse=True)
 
 
@@ -145,7 +144,7 @@ def manifest_batches(entries: Entries) -> list[int]:
 
 def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
     """List all checkpoints in a folder, newest first. The sizes of their files are checked; hashes are not."""
-    # With the subfolders, whose files would otherwise be listed for each checkpoint.
+    # One listing with subfolders, instead of one for each sharded checkpoint.
     entries = folder.list()
     return [_inspect(folder, entries, batch) for batch in batches_of(entries)]
 
@@ -259,7 +258,7 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
 def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile]) -> set[int]:
     """Return the batches of the complete checkpoints that `remaining_checkpoints` leaves out.
 
-    `kept` holds the manifests, by name, of checkpoints that are marked as kept. The call adds those that it reads, so that
+    `kept` holds, by name, the manifests of checkpoints that are marked as kept. This adds those that it reads, so that
     each is read once.
     """
     complete = list[int]()

@@ -62,7 +62,7 @@ class Run:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
         config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
         attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
-        # How the ranks of a killed attempt ended, from the files of all nodes. Also without a killed attempt, so that no
+        # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
         # rank creates its file while another one removes empty ones.
         lines = []
         if ranks.local_rank == 0:
@@ -128,7 +128,7 @@ class Run:
             require_same_data(*self._branch_point, indexes)
 
     def train(self, trainer: Trainer) -> None:
-        """Train to the run's end, after repeating the validation within which the run was stopped, if it was."""
+        """Train to the end of the run. If it was stopped within a validation, repeat the validation first."""
         self._trainer, config, resume = trainer, self._config, self._resume
         batch, end = int(trainer.state.timestamp.batch), config.max_duration
         length = f"of {int(end.value):,}" if end.unit == "ba" else f"(length: {end})"
@@ -188,9 +188,8 @@ class Run:
 def open_run(config: PretrainConfig) -> Iterator[Run]:
     """Open a run. On leaving the block, close it, release its lock and record why the attempt ended.
 
-    Raises:
-        UserError: the machine can't compute in the run's precision, another run holds the lock, or the checkpoint is missing
-            or doesn't match.
+    Raises a UserError if the machine can't compute in the run's precision, another run holds the lock, or the
+    checkpoint is missing or doesn't match.
     """
     require_precision(config.precision)
     if config.compute.deterministic:

@@ -33,10 +33,11 @@ class RunLock:
     process, if it ran on this machine, no longer exists. Clocks of different machines are never compared. Each attempt has a
     file in `attempts/` with its start, its progress and the reason why it ended.
 
-    Before it writes the lock, each start writes a claim of its own in `claims/` and lists all claims. Of two starts at the
-    same moment, at least the one that wrote its claim last sees the other's. The later name withdraws its claim and waits;
-    the earlier one waits until it has. So only one of them writes the lock, on any store whose listings show each finished
-    write. A conditional write would need an SDK for each kind of store, and some S3 servers ignore its condition.
+    Before writing the lock, each start writes its own claim in `claims/` and lists all claims. Of two simultaneous
+    starts, at least the one that writes its claim last sees the other's. The one with the later name withdraws its
+    claim and waits; the other one waits for that. So only one of them writes the lock, on any store whose listings show
+    each finished write. A conditional write would need an SDK for each kind of store, and some S3 servers ignore its
+    condition.
 
     Messages name the YAML key of the destination (`key`), and the one to change in order to run beside the lock's holder
     (`alternative`).
@@ -80,7 +81,7 @@ class RunLock:
         return name
 
     def explain_killed(self, cause: str) -> None:
-        """Add to the record of the attempt `killed` how its ranks ended."""
+        """Add to the killed attempt's record how its ranks ended."""
         if self.killed is not None:
             with suppress(OSError):
                 record = {**self.killed, "reason": f"{KILLED}: {cause}"}

@@ -41,8 +41,7 @@ _QUIET_SECONDS = 5.0
 class ShardWriter(FileSystemWriter):
     """PyTorch's writer of sharded checkpoints, which here stores the folder as a string in the checkpoint's index.
 
-    PyTorch pickles a `Path` object. The class is in another module in Python 3.13 than in 3.12, which therefore
-    could not read checkpoints written by 3.13.
+    PyTorch pickles a `Path` object, whose class is in another module since Python 3.13, so 3.12 could not read it.
     """
 
     @property
@@ -101,8 +100,8 @@ class Saver(Callback):
         self._at_interval = create_interval_scheduler(str(config.checkpoint.interval))
         self._branch_points = branch_points(config)
         self._group = ProcessGroup().group
-        # PyTorch's writer synchronizes with the thread's current GPU. That would be GPU 0, where each rank would then open
-        # a context of half a gigabyte.
+        # PyTorch's writer synchronizes with the thread's current GPU. By default that is GPU 0, where each rank would
+        # create a context of half a gigabyte.
         use_gpu = partial(torch.cuda.set_device, torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="checkpoint-writer", initializer=use_gpu)
         self._writing: Future[None] | None = None
@@ -130,7 +129,7 @@ class Saver(Callback):
         self._stop_if_requested(state, logger, validating=True)
 
     def save_after_validation(self, state: State, logger: Logger) -> None:
-        """Replace the checkpoint of a run that was stopped within a validation, once this start has repeated it."""
+        """Replace a checkpoint that was saved within a validation, after repeating the validation."""
         assert self._resume is not None
         self._save(state, logger, self._resume.run["kept"])
 

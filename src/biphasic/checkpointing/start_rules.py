@@ -54,9 +54,9 @@ def _last_batch(manifest: Manifest) -> TrainingProgress:
 def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainConfig) -> Iterator[StoredCheckpoint]:
     """Yield the checkpoints in a run's folder; those of other runs without their manifests, as they can't be used.
 
-    A checkpoint is of another run if that has another name and another configuration. A common past is not enough: the run
-    would write into the other run's folder. Raises a UserError at the end if one of them is of another run: this run has no
-    usable checkpoint there.
+    A checkpoint is another run's if name and configuration both differ. A common past is not enough, because the run
+    would write into the other run's folder. After the last checkpoint, raises a UserError if there were some of another
+    run.
     """
     other = None
     for checkpoint in checkpoints:
@@ -105,9 +105,9 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
 
 
 def overridden_keys(manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> list[str]:
-    """Return the keys that a run has changed on the way, by `checkpoint.resume_overrides`, if it resumes from a checkpoint.
+    """Return the keys that `checkpoint.resume_overrides` has changed, now or at an earlier restart, if a run resumes.
 
-    The checkpoints of such a run hold its last configuration, which isn't that of its past.
+    The configuration in the checkpoints of such a run isn't that of its whole past.
     """
     keys = {difference.key for difference in past_differences(manifest, config)}
     return sorted({*manifest.run["overridden"], *keys, *(key for key, _, _ in _changed_indexes(manifest, indexes))})
@@ -136,9 +136,9 @@ def _describe(difference: Difference) -> str:
 def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]:
     """Find the newest complete checkpoint of another run whose past is this run's own past.
 
-    `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it. Returns
-    that folder or prefix, and the checkpoint's manifest. Raises a UserError if there is none, which says where the runs part
-    and which checkpoints there are.
+    `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it.
+    Returns that folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where
+    the runs part and which checkpoints there are.
     """
     folder, batch = checkpoint_folder(path), batch_in_path(path)
     complete, unusable, difference = list[str](), list[str](), None
@@ -174,7 +174,7 @@ def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]
 
 
 def _shortened(names: list[str]) -> str:
-    """Join names; of many, only the first three and the last."""
+    """Join names, or only the first three and the last if there are many."""
     return ", ".join(names if len(names) <= 5 else [*names[:3], "…", names[-1]])
 
 
@@ -187,7 +187,7 @@ def batch_in_path(path: str) -> int | None:
 def checkpoint_folder(path: str) -> str:
     """Return the folder or bucket prefix that holds a run's checkpoints.
 
-    `path` is a run's folder, whose `config.yaml` says where it saves, that folder or prefix, or one checkpoint in it.
+    `path` is a run's folder, whose `config.yaml` says where it saves; that folder or prefix; or one checkpoint in it.
     """
     if batch_in_path(path) is not None:
         return path.rstrip("/").rpartition("/")[0] or "."
@@ -201,10 +201,9 @@ def checkpoint_folder(path: str) -> str:
 
 
 def plan_start(config: PretrainConfig) -> StartPlan:
-    """Say where a run would start now, from the manifests alone. Files' hashes and the data are compared when it starts."""
+    """Return where a run would start, from the manifests alone. File hashes and the data are checked when it starts."""
     destination = config.checkpoint_destination
     try:
-        # Reads a manifest only when it is reached.
         checkpoints = own_checkpoints(newest_first(open_store(destination)), config)
         own = next((checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest is not None), None)
         if own is not None:

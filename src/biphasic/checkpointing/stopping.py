@@ -21,7 +21,7 @@ from biphasic.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0
-"""Time during which a repeated signal is ignored: one to a process group arrives twice, because the launcher forwards it."""
+"""Seconds in which a repeated signal is ignored: one to a process group arrives twice, as the launcher forwards it."""
 _TIMEOUT = timedelta(minutes=30)
 T = TypeVar("T")
 _CONTINUE, _PREEMPTED, _FAULT = range(3)
@@ -58,7 +58,7 @@ class ProcessGroup:
         """Return rank 0's value on all ranks."""
         if self.group is None:
             return value
-        # Gathered, a manifest that lists a file for each rank would take memory that grows with the ranks' square.
+        # Not `all_gather`: a manifest lists a file for each rank, so memory would grow with the square of the ranks.
         values: list[Any] = [value if self.rank == 0 else None]
         torch.distributed.broadcast_object_list(values, src=0, group=self.group, device=torch.device("cpu"))
         return values[0]

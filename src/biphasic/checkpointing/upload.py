@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointUpload:
-    """Uploads one rank's part of a checkpoint, the files in its manifest. A step that failed continues when repeated."""
+    """Uploads one rank's part of a checkpoint, the files in its manifest. A failed step resumes when it is repeated."""
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
@@ -77,7 +77,7 @@ class CheckpointUpload:
     def _read_rank_manifests(self, destination: Store) -> bool:
         """Read the ranks' manifests that were uploaded since the last call. Return whether all have been read.
 
-        The first one is read alone, so that waiting for it costs one request each time.
+        The first one is read alone, so that each poll costs one request.
         """
         count = 1
         with ThreadPoolExecutor(_READERS) as pool:
@@ -239,7 +239,7 @@ def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int
 def write_missing_manifests(destination: Store, entries: Entries) -> int:
     """Write missing manifests of checkpoints that all ranks have uploaded, and return their number.
 
-    `entries` are those of `destination`, the store that the run saves to. Raises an OSError if it can't be reached.
+    `entries` are the destination's. Raises an OSError if it can't be reached.
     """
     count = 0
     # Rank 0's manifest tells how many ranks there are.

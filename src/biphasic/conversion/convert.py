@@ -43,13 +43,10 @@ _ADVICE = "restore the file and run the same command again, or set on_bad_file: 
 
 
 def convert(config: ConvertConfig) -> dict[str, Any]:
-    """Run a `job: convert` YAML, or resume it where an earlier attempt stopped. A finished one is left unchanged.
+    """Run or resume a `job: convert` YAML, and return its record (see the module's docstring).
 
-    Returns:
-        The record (see the module's docstring).
-
-    Raises:
-        UserError: the source, tokenizer or output can't be used, or a unit failed. Finished units are kept.
+    A finished conversion is left unchanged. Raises a UserError if the source, tokenizer or output can't be used, or a
+    unit failed; finished units are kept.
     """
     start = time.monotonic()
     tokenizer = load_tokenizer(config.tokenizer)
@@ -79,10 +76,9 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
 
 
 def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
-    """Return the files of the YAML's `source:`, of a hub dataset at `commit` (default: the YAML's `revision`).
+    """Return the files of the YAML's `source:`; those of a hub dataset at `commit`, by default the YAML's `revision`.
 
-    Raises:
-        UserError: there is no usable file.
+    Raises a UserError if there is no usable file.
     """
     if isinstance(config.source, FilesSource):
         return find_files(config.source)
@@ -90,10 +86,9 @@ def source_files(config: ConvertConfig, commit: str | None = None) -> Sources:
 
 
 def inspect_sources(config: ConvertConfig) -> tuple[Sources, list[FileLayout]]:
-    """Return the files of the YAML's `source:` and their layouts, for what only reads them.
+    """Return the files of the YAML's `source:` and their layouts, for a plan or for training a tokenizer.
 
-    Raises:
-        UserError: there is no usable file, or one can't be read and the YAML says to stop.
+    Raises a UserError if there is no usable file, or one can't be read and the YAML says to stop.
     """
     sources = source_files(config)
     layouts = inspect_files(sources.files, config)
@@ -110,10 +105,10 @@ def _stopping_faults(config: ConvertConfig, damaged: list[str]) -> list[str]:
 class _Driver:
     """Converts the units that have no valid record yet.
 
-    With `max_tokens`, the dataset consists of the first units, and the last of them is stopped where the limit is
-    reached. This depends only on the text, not on the order in which units finish. A unit is submitted with the tokens
-    that remain after the finished units before it. More units before it may finish later, so fewer tokens may remain in
-    the end; a unit that was stopped at too many is converted once more.
+    With `max_tokens`, the dataset consists of the first units, the last of which is stopped at the limit. This depends
+    only on the text, not on the order in which units finish. A unit is submitted with the tokens that remain after the
+    finished units before it. Fewer may remain once the others have finished; a unit with more tokens is then converted
+    once more.
     """
 
     def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], output: LockedOutput):
@@ -132,8 +127,7 @@ class _Driver:
     def run(self) -> list[tuple[WorkUnit, UnitRecord]]:
         """Convert the units, and return those that make up the dataset, with their records.
 
-        Raises:
-            UserError: lists all faults, one per line, after everything else has been converted.
+        Raises a UserError that lists all faults, one per line, after everything else has been converted.
         """
         config = self.context.config
         waiting = sum(unit.name not in self.records and self._remaining(unit) != 0 for unit in self.units)
@@ -182,10 +176,7 @@ class _Driver:
         return max(limit - sum(record["splits"]["train"]["tokens"] for record in before if record is not None), 0)
 
     def _select(self) -> tuple[list[tuple[WorkUnit, UnitRecord]], WorkUnit | None]:
-        """Return the units up to the limit, or up to one without a record.
-
-        The second value is the unit to convert once more because it exceeds the limit, if there is one.
-        """
+        """Return the units up to the limit or to one without a record, and the unit that exceeds the limit, if any."""
         selected: list[tuple[WorkUnit, UnitRecord]] = []
         for unit in self.units:
             record, remaining = self.records.get(unit.name), self._remaining(unit)

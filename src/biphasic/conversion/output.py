@@ -56,10 +56,8 @@ class LockedOutput:
 def read_record(output: str) -> dict[str, Any] | None:
     """Return the record of the finished conversion at `output`, or None if it is empty or unfinished.
 
-    Removes `conversion.started` beside a record, which a command that was killed in between left.
-
-    Raises:
-        UserError: `output` holds other files, is a conversion with missing or damaged shards, or can't be read.
+    Removes a `conversion.started` that a killed command left beside the record. Raises a UserError if `output` holds
+    other files, is a conversion with missing or damaged shards, or can't be read.
     """
     store = open_store(output)
     files = _sizes(store)
@@ -87,8 +85,7 @@ def read_record(output: str) -> dict[str, Any] | None:
 def require_record(output: str) -> dict[str, Any]:
     """Return the record of a finished conversion.
 
-    Raises:
-        UserError: there is none. The message about an unfinished conversion names units that are missing.
+    Raises a UserError if there is none. For an unfinished conversion, it names units that are missing.
     """
     store = open_store(output)
     with user_errors(f"{join(output, CONVERSION_RECORD)}: can't be read", ValueError):
@@ -109,8 +106,7 @@ def require_same_settings(
 ) -> None:
     """Check that the conversion in an output has the requested settings, except for `free_keys` and `FREE_KEYS`.
 
-    Raises:
-        UserError: names the settings that differ.
+    Raises a UserError that names the settings that differ.
     """
     current = context.config.model_dump(mode="json")
     different = [key for key in current if key not in (*FREE_KEYS, *free_keys) and config.get(key) != current[key]]
@@ -121,11 +117,7 @@ def require_same_settings(
 
 
 def require_same_files(record: dict[str, Any], output: str, files: list[SourceFile]) -> None:
-    """Check that a finished conversion has the source's files.
-
-    Raises:
-        UserError: names the first file that differs.
-    """
+    """Raise a UserError, which names a file, if a finished conversion has other files than the source."""
     current = {file.path: (file.bytes, file.version) for file in files}
     recorded = {file["path"]: (file["bytes"], file["version"]) for file in record["source"]["files"]}
     if changed := sorted(path for path in current | recorded if current.get(path) != recorded.get(path)):
@@ -139,11 +131,8 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
     """Open an output for writing, and lock it for this process if it is a local folder.
 
     `commit` is the commit of a hub dataset. A bucket is not locked, because two conversions with the same settings only
-    do the same work twice and write the same bytes.
-
-    Raises:
-        UserError: another conversion is writing the output, or it holds an unfinished one with other settings.
-        OSError: the output can't be written.
+    do the same work twice and write the same bytes. Raises a UserError if another conversion is writing the output, or
+    it holds an unfinished one with other settings, and an OSError if it can't be written.
     """
     output = context.config.output
     store = open_store(output)
@@ -156,7 +145,7 @@ def lock_output(context: ConversionContext, units: list[WorkUnit], commit: str |
                 raise UserError(f"output {output}: another conversion is writing it at this moment") from None
             stack.callback((Path(output) / LOCK_FILE).unlink)
             store.remove_unfinished()
-            # What dead workers leave behind.
+            # Workers that died have left files.
             stack.callback(store.remove_unfinished)
         if CONVERSION_STARTED in _sizes(store):
             started = _read_json(store, CONVERSION_STARTED)
@@ -222,13 +211,10 @@ def publish(
     damaged: list[str],
     seconds: float,
 ) -> dict[str, Any]:
-    """Merge the units' records into the conversion's record (see `biphasic.conversion.convert`), and make it the dataset.
+    """Merge the units' records into the conversion's record (see `biphasic.conversion.convert`) and publish it.
 
-    Removes files that are not part of the dataset, then writes the tokenizer, the indexes, and last the record.
-
-    Raises:
-        UserError: a split has no documents.
-        OSError: the output can't be written.
+    Removes files that are not part of the dataset, then writes the tokenizer, the indexes, and last the record. Raises
+    a UserError if a split has no documents, and an OSError if the output can't be written.
     """
     config, tokenizer, store = context.config, context.tokenizer, output.store
     units = [unit.name for unit, _ in records]

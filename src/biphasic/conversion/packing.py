@@ -69,17 +69,17 @@ def in_validation(number: int, fraction: float) -> bool:
 
 
 _CANDIDATES = 32
-"""Number of lengths compared for one free space. With only the longest, twice as many positions stay empty."""
+"""Number of lengths compared for one free space. Trying only the longest leaves twice as many positions empty."""
 
 
 class DocumentPacker(Packer):
     """Best-fit packing of whole documents, each one segment, chosen among `window` waiting pieces.
 
     A document longer than a row is cut into full rows and a rest. Each row starts with the piece that has waited
-    longest, so that rows roughly keep the order of the documents. The free space is given to the piece that, together
-    with a second one, leaves the least space. After the last document, rows start with the longest piece (best-fit
-    decreasing). With the quickstart's docstrings (mean 321 tokens), this fills 99.3% of the positions in rows of 256
-    tokens and 99.9% in rows of 2,048.
+    longest, so that rows roughly keep the order of the documents. Next comes the piece that, together with a second
+    one, leaves the least free space. After the last document, rows start with the longest piece (best-fit decreasing).
+    With the quickstart's docstrings (mean 321 tokens), this fills 99.3% of the positions in rows of 256 tokens and
+    99.9% in rows of 2,048.
     """
 
     def __init__(self, sequence_length: int, window: int):
@@ -189,10 +189,7 @@ class StreamCutter(Packer):
 
 
 def cut_position(seed: int, row: int, sequence_length: int, shortest: int) -> int:
-    """Return the length of a row's first segment: uniform in [shortest, sequence_length - shortest].
-
-    The length is the same on all machines.
-    """
+    """Return a first segment's length: uniform in [shortest, sequence_length - shortest], the same on all machines."""
     # numpy guarantees stable output for SeedSequence, but not for a Generator's distributions.
     word = int(np.random.SeedSequence((seed, row)).generate_state(1, np.uint64)[0])
     return shortest + (word * (sequence_length - 2 * shortest + 1) >> 64)

@@ -34,7 +34,7 @@ _SCRATCH_SHARDS = 9
 def plan_conversion(config: ConvertConfig) -> JobPlan:
     """Return what a conversion reads and writes, with an estimate of tokens, bytes, hours and peak disk.
 
-    The plan names sources and tokenizer that are not there or can't be used, instead of the estimate.
+    If the sources or the tokenizer are missing or can't be used, the plan says so instead of the estimate.
     """
     source, segments = config.source, config.segments
     if isinstance(source, FilesSource):
@@ -82,10 +82,8 @@ def plan_conversion(config: ConvertConfig) -> JobPlan:
 def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     """Add the sources' files to a plan and, if nothing is missing, an estimate of tokens, bytes, time and disk use.
 
-    Inspects the sources, and reads and tokenizes a few hundred documents from each of up to eight places in them.
-
-    Raises:
-        UserError: the sources or the tokenizer can't be used, or the documents read include none.
+    Inspects the sources, and tokenizes a few hundred documents from each of up to eight places in them. Raises a
+    UserError if the sources or the tokenizer can't be used, or no document was found.
     """
     import zstandard
 

@@ -21,7 +21,7 @@ from biphasic.workers.resources import available_cores
 _REPORT_SECONDS = 0.5
 _ENVIRONMENT = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "true", "OMP_NUM_THREADS": "1"}
 _MODULES = ("biphasic.conversion.pool", "streaming")
-"""What workers import."""
+"""Modules that workers import."""
 
 
 Job = tuple[WorkUnit, int | None]
@@ -130,7 +130,7 @@ class UnitWorker:
             return UnitResult(unit, fault=write_error_message(self._context.config.output, error))
 
     def convert_all(self, jobs: Iterator[Job]) -> Iterator[UnitResult]:
-        """Yield the results of units that are converted one after the other. The tokenizer uses all cores."""
+        """Convert units one after the other, and yield their results. The tokenizer uses all cores."""
         return starmap(self.convert, jobs)
 
 
@@ -144,8 +144,7 @@ class WorkerPool:
     def convert_all(self, jobs: Iterator[Job]) -> Iterator[UnitResult]:
         """Yield the results of units as they end. The next job is taken when a worker is idle.
 
-        Raises:
-            UserError: workers repeatedly die while they start.
+        Raises a UserError if workers repeatedly die while they start.
         """
         lost, losses = deque[Job](), Counter[str]()
         while True:
@@ -179,8 +178,7 @@ class WorkerPool:
 def open_pool(context: ConversionContext, units: int, progress: Progress) -> Iterator[UnitWorker | WorkerPool]:
     """Open the pool that the YAML's `cluster:` section describes, for this number of units.
 
-    Raises:
-        UserError: the cluster does not exist, or its nodes don't share the output.
+    Raises a UserError if the cluster does not exist, or its nodes don't share the output.
     """
     config, cluster = context.config, context.config.cluster
     if units == 0 or (cluster.address is None and min(units, cluster.workers or available_cores()) == 1):

@@ -73,8 +73,7 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
 
     Raises:
         DamagedFileError: the file can't be read to its end. The message says how far it was read.
-        UserError: the file lacks a column (text files have none), a text is not a string, or the file can't be reached any
-            more.
+        UserError: a column is missing (text files have none), a text is not a string, or the file became unreachable.
     """
     kind, readers = _kind(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
     return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, config)
@@ -86,7 +85,6 @@ def _kind(path: str) -> str:
 
 
 def _passes(value: Any, condition: FilterConfig) -> bool:
-    """Return whether a column's value passes a filter."""
     low, high = condition.min, condition.max
     try:
         in_range = value is not None and (low is None or value >= low) and (high is None or value <= high)
@@ -105,7 +103,7 @@ def missing_column(where: str, column: str, existing: Sequence[str], path: str, 
 
 
 def _expected(path: str, config: ConvertConfig) -> str:
-    """Return what a file with columns should hold, with a line of it."""
+    """Return what a file with columns should hold, with an example line."""
     if (kind := _kind(path)) == "parquet":
         return f"the columns {', '.join(columns(config))}"
     if kind in _DELIMITERS:
@@ -114,7 +112,7 @@ def _expected(path: str, config: ConvertConfig) -> str:
 
 
 def read_start(file: SourceFile, config: ConvertConfig) -> None:
-    """Read a file's first entry, or a text file's first line. Raises what `read_documents` raises."""
+    """Read a file's first entry, or a text file's first line. Raises the errors of `read_documents`."""
     is_text = _kind(file.path) in TEXT_KINDS and not config.filters
     next(iter(_lines(file) if is_text else read_documents(file, config)), None)
 
@@ -150,7 +148,7 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document 
             reader = pq.ParquetFile(handle, page_checksum_verification=True)
             first, end = file.row_groups or (0, reader.num_row_groups)
             row = sum(reader.metadata.row_group(group).num_rows for group in range(first))
-            # Read one row group at a time, because with several pyarrow keeps in memory what it has read of each.
+            # One row group at a time: of several, pyarrow would keep in memory all that it has read.
             for group in range(first, end):
                 for batch in reader.iter_batches(_BATCH_ROWS, [group], names):
                     for entry in zip(*(_column_values(batch.column(name)) for name in names), strict=True):
@@ -174,7 +172,7 @@ def _read_error(file: SourceFile, position: str, error: Exception) -> UserError:
 
 
 def _column_values(column: Any) -> list[Any]:
-    """Return a column's values. Texts that are not UTF-8 are bytes."""
+    """Return a column's values, as bytes if they are texts that are not UTF-8."""
     import pyarrow as pa
 
     try:

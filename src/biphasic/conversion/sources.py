@@ -35,8 +35,7 @@ _NAMED_SUFFIXES = 8
 
 @dataclass(frozen=True)
 class Sources:
-    """The files that a conversion reads, sorted by path; the commit of a hub dataset; and the number of files of its
-    folders and patterns that are not read, by suffix."""
+    """A conversion's files, sorted by path; the commit of a hub dataset; and the numbers of unread files, by suffix."""
 
     files: list[SourceFile]
     commit: str | None = None
@@ -59,8 +58,7 @@ class FileLayout:
 def find_files(source: FilesSource) -> Sources:
     """Return the files that a source names, each once.
 
-    Raises:
-        UserError: a path, folder or pattern matches no file of a supported kind, or can't be read.
+    Raises a UserError if a path, folder or pattern matches no file of a supported kind, or can't be read.
     """
     suffixes = f".parquet, {', '.join(_LINE_SUFFIXES)}; all but .parquet also with {' or '.join(COMPRESSIONS)}"
     files: dict[str, SourceFile] = {}
@@ -118,12 +116,9 @@ def _files_at(path: str) -> dict[str, StoredFile]:
 
 
 def _local_files(folder: str, pattern: list[str]) -> dict[str, StoredFile]:
-    """Return the files below a folder, without folders that a pattern, split at `/`, can't match.
+    """Return the files below a folder, except in hidden folders and in those that a pattern, split at `/`, can't match.
 
-    Each folder is read once: links are followed, which may form cycles. Hidden folders are left out.
-
-    Raises:
-        UserError: a folder can't be read.
+    Links are followed. They may form cycles, so each folder is read once. Raises a UserError if a folder can't be read.
     """
     files, visited, root = {}, set[str](), folder or "."
     for place, folders, names in os.walk(root, onerror=_unreadable, followlinks=True) if Path(root).is_dir() else ():
@@ -150,9 +145,8 @@ def _unreadable(error: OSError) -> NoReturn:
 def find_hub_files(source: HubSource) -> Sources:
     """Return the files of a hub dataset's configuration and split, at one commit (None if it is a local folder).
 
-    Raises:
-        UserError: the hub can't be reached, the dataset, configuration or split does not exist, or a file is of a kind
-            that can't be read.
+    Raises a UserError if the hub can't be reached, the dataset, configuration or split does not exist, or a file is of
+    a kind that can't be read.
     """
     import datasets
     from datasets.exceptions import DatasetsError
@@ -189,9 +183,8 @@ def find_hub_files(source: HubSource) -> Sources:
 def hub_commit(path: str, revision: str | None) -> str:
     """Return the commit of a hub dataset's revision, by default the newest commit.
 
-    Raises:
-        OSError: the hub can't be reached, or the dataset or revision does not exist.
-        ValueError: `path` is not a valid dataset name.
+    Raises an OSError if the hub can't be reached or the dataset or revision does not exist, and a ValueError if `path`
+    is not a valid dataset name.
     """
     from huggingface_hub import HfApi
 
@@ -204,10 +197,8 @@ def hub_commit(path: str, revision: str | None) -> str:
 def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLayout]:
     """Inspect files before the work begins, and return their layouts.
 
-    Empty files, incomplete Parquet files and files whose start can't be read get a `fault`.
-
-    Raises:
-        UserError: names the first file that lacks a column, or whose text column does not hold text.
+    Empty files, incomplete Parquet files and files whose start can't be read get a `fault`. Raises a UserError that
+    names the first file without one of the columns, or without text in the text column.
     """
     from tqdm import tqdm
 

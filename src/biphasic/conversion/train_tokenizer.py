@@ -49,12 +49,12 @@ def train_tokenizer(
 
     Args:
         config: the conversion, whose source, columns, filters and validation split decide which documents are read.
-        folder: local folder to write, as transformers reads it.
-        size: number of tokens, special tokens and the 256 bytes included. A small text may give fewer.
+        folder: local folder to write, in the format of transformers.
+        size: number of tokens, including special tokens and the 256 bytes. A small text may give fewer.
         special_tokens: token by role, e.g. `{"mask": "<mask>"}`.
         added_tokens: further tokens that are never split, e.g. for markup.
-        max_bytes: bytes of text (UTF-8) to read at most: from each file its share. None reads all.
-        force: replace an earlier tokenizer in `folder`.
+        max_bytes: maximum bytes of text (UTF-8) to read, of each file in proportion to its size. None reads all.
+        force: whether to replace an earlier tokenizer in `folder`.
 
     Raises:
         UserError: the source can't be read, the size is too small, or the folder exists.
@@ -111,7 +111,7 @@ def _training_text(
     stored, so_far = sum(file.bytes for file in files) or 1, 0
     with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
         for file in files:
-            # A file's share, and what the files before it left.
+            # A file's share, and what the files before it have left of theirs.
             so_far += file.bytes
             limit = None if max_bytes is None else max_bytes * so_far // stored
             for document in read_documents(file, config):

@@ -42,15 +42,10 @@ def verify(output: str, *, sources: bool = True) -> Verification:
     """Read a finished conversion and compare it with its record.
 
     Checks the presence, bytes and hash of every file; the length, segments, padding and ids of each row; the counts of
-    rows, tokens and documents; that no text was converted twice, no document is in the wrong split, and no text contains
-    a mask token; and the tokenizer. If there are many shards, one process per core reads them.
-
-    Args:
-        output: folder or bucket prefix of the conversion.
-        sources: whether to check that the source files are unchanged and have as many documents as were read.
-
-    Raises:
-        UserError: there is no finished conversion.
+    rows, tokens and documents; that no text was converted twice, no document is in the wrong split, and no text
+    contains a mask token; the tokenizer; and with `sources`, that the source files are unchanged and have as many
+    documents as were read. If there are many shards, one process per core reads them. Raises a UserError if there is no
+    finished conversion.
     """
     verification = Verification(output)
     verification.check_tokenizer()
@@ -63,12 +58,7 @@ def verify(output: str, *, sources: bool = True) -> Verification:
 
 
 class Verification:
-    """Checks of a conversion.
-
-    Attributes:
-        faults: one line for each fault.
-        summary: one line for each part that was read.
-    """
+    """Checks of a conversion. `faults` has a line for each fault, `summary` one for each part that was read."""
 
     def __init__(self, output: str):
         self.output, self.record = output, require_record(output)

@@ -29,12 +29,12 @@ from biphasic.grouping import groups_up_to
 
 UnitRecord = dict[str, Any]
 _COMPRESSION_RATIO = 3
-"""Compressed text is estimated at three times its stored size, because its true size is known only after it was read."""
+"""Compressed text is estimated at three times its stored size, because its true size is known only after reading it."""
 _FORMAT = 2
 """Version of the row format. Increment it when reading, packing or storage gives other bytes for the same text."""
 FREE_KEYS = ("output", "tokenizer", "cluster", "on_bad_document", "on_bad_file")
-"""Keys that may change between two starts of one conversion: finished units stay valid. Of the tokenizer only the path may
-change, not the hash."""
+"""Keys that may change between two starts of a conversion, whose finished units stay valid. The tokenizer's path may
+change, but not its hash."""
 _NO_BYTES_KEYS = (*FREE_KEYS, "max_tokens", "source", "unit_bytes")
 """Keys that are left out of the settings' hash: they don't affect a unit's bytes, or its record stores them separately."""
 
@@ -78,7 +78,7 @@ class ConversionContext:
 
     @staticmethod
     def of(config: ConvertConfig, tokenizer: Tokenizer) -> ConversionContext:
-        """Build the context from a configuration and its tokenizer."""
+        """Build the context, and hash the settings."""
         keys = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NO_BYTES_KEYS}
         if config.source.kind == "files":
             keys["text_files"] = config.source.text_files
@@ -89,7 +89,7 @@ class ConversionContext:
 def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit]:
     """Divide the readable files into units of about `unit_bytes` of text, in the files' order.
 
-    All runs of a conversion plan the same units, because these depend only on the files and `unit_bytes`.
+    The units depend only on the files and `unit_bytes`, so all starts of a conversion plan the same ones.
     """
     units: list[WorkUnit] = []
 

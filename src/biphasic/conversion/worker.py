@@ -41,7 +41,7 @@ from biphasic.grouping import groups_up_to
 from biphasic.storage import Store, json_bytes, open_store
 
 HASH = "xxh64"
-"""Hash algorithm for the shard files, which Streaming can check when it opens them."""
+"""Hash algorithm for the shard files. Streaming can check the hashes when it opens the files."""
 _BATCH_CHARACTERS = 2_000_000
 _PART_CHARACTERS = 1 << 20
 """Longer texts are tokenized in parts of this length, because the tokenizer's memory grows with a text's length."""
@@ -79,7 +79,7 @@ def boundary_tokens(config: ConvertConfig, tokenizer: Tokenizer) -> tuple[list[i
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Iterable[str]) -> list[list[int]]:
-    """Return the token ids of each text. A very long text is cut before a line or a word, which changes few tokens."""
+    """Return the token ids of each text. A very long text is cut between lines or words, which changes few tokens."""
     parts = [list(_parts(text)) for text in texts]
     encoded = iter(tokenizer.encode([part for text in parts for part in text]))
     return [[id for _ in text for id in next(encoded)] if len(text) > 1 else next(encoded) for text in parts]
@@ -115,7 +115,6 @@ class _UnitConversion:
         self.splits = {name: _Split(name, context, unit, self.uploads) for name in self.config.splits}
 
     def run(self) -> UnitRecord:
-        """Convert the unit, store its record and return it."""
         start, cpu = time.monotonic(), time.process_time()
         before, after = boundary_tokens(self.config, self.context.tokenizer)
         dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
@@ -130,7 +129,7 @@ class _UnitConversion:
             self.report(sum(split.taken for split in self.splits.values()) - taken, self.text_bytes - text_bytes)
             if self.stopped:
                 break
-        # They belong to the unit, because no training token follows.
+        # Because no training token follows, they belong to the unit.
         for document, tokens in [] if self.stopped else self.after_limit:
             self._store(document, document_number(document.id), tokens)
         for split in self.splits.values():
@@ -231,7 +230,6 @@ class _Uploads:
         self._running.append(self._pool.submit(self.store.move, file, name))
 
     def wait(self) -> None:
-        """Wait until all files are moved."""
         for upload in self._running:
             upload.result()
         self._pool.shutdown()
@@ -267,7 +265,6 @@ class _Split:
         )
 
     def add(self, tokens: Tokens) -> None:
-        """Add one document."""
         self.documents += 1
         self.taken += len(tokens)
         self._write(self._packer.add(tokens))
@@ -280,7 +277,6 @@ class _Split:
         self._upload_shards()
 
     def record(self) -> dict[str, Any]:
-        """Return the split's part of the unit's record."""
         counts = {name: getattr(self, name) for name in ("documents", "tokens", "rows")}
         stored = sum(shard_file(shard)["bytes"] for shard in self._writer.shards)
         return {**counts, "bytes": stored, "shards": self._writer.shards}

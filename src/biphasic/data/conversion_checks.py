@@ -15,7 +15,7 @@ from biphasic.storage import join
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 _MAX_UNUSED = 0.1
-"""Share of a model's vocabulary without tokens that is not worth a warning. Sizes are often rounded up."""
+"""Unused share of a model's vocabulary that gives no warning, because sizes are often rounded up."""
 
 
 @dataclass
@@ -30,7 +30,7 @@ class RowChecks:
 def row_problems(
     config: PretrainConfig, conversions: dict[str, StreamRecord], tokenizer: Tokenizer | None
 ) -> list[str]:
-    """Return why the run can't read the rows of conversions: another tokenizer (if it is known) or sequence length."""
+    """Return why the run can't read the rows of conversions: another tokenizer (unless None) or sequence length."""
     problems = []
     for key, conversion in conversions.items():
         sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]

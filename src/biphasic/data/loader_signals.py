@@ -33,8 +33,8 @@ def handle_loader_signals(worker: int) -> None:
 
     signal.signal(signal.SIGTERM, on_sigterm)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
-    # PyTorch's loader processes look for their parent between batches only. One that waits in Streaming's barrier for
-    # another rank's loader would wait forever once that rank has been killed, and keep the dataset's shared memory.
+    # PyTorch's loader processes check only between batches whether their parent is alive. One that waits in Streaming's
+    # barrier for a killed rank's loader would wait forever, and keep the dataset's shared memory.
     die_with_parent(parent)
 
 

@@ -16,11 +16,7 @@ INDEX = "index.json"
 
 
 def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, StoredRow]]:
-    """Yield rows of a dataset, each with its id. Ids beyond the dataset's end are skipped.
-
-    Raises:
-        UserError: the dataset can't be read.
-    """
+    """Yield rows of a dataset with their ids, but none beyond its end. Raises a UserError if it can't be read."""
     first, row_ids = 0, sorted(set(row_ids))
     with user_errors(f"dataset {dataset}: can't be read", ValueError):
         store = open_store(dataset)
@@ -33,11 +29,7 @@ def read_rows(dataset: str, row_ids: Iterable[int]) -> Iterator[tuple[int, Store
 
 
 def row_count(dataset: str) -> int:
-    """Return the number of rows in a dataset.
-
-    Raises:
-        UserError: the dataset can't be read.
-    """
+    """Return the number of rows in a dataset. Raises a UserError if it can't be read."""
     with user_errors(f"dataset {dataset}: can't be read", ValueError):
         return sum(shard["samples"] for shard in json.loads(open_store(dataset).read(INDEX))["shards"])
 

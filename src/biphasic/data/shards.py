@@ -65,11 +65,8 @@ class CheckedStream(Stream):
     def get_shards(self, world: Any, allow_unsafe_types: bool) -> list[Reader]:
         """Read the index, close the client that downloaded it, and refuse shards outside the stream's folder.
 
-        Loader processes are forked later. A client that they inherited would share its open connection with them all, so
-        that one process reads another one's answer.
-
-        Raises:
-            UserError: the cache holds another dataset, or a shard's name leads out of the folder, or into a link.
+        Loader processes, which are forked later, would share an inherited client's connection and read each other's
+        responses. Raises a UserError if the cache holds another dataset, or a shard's path leads out of the folder.
         """
         try:
             if self.remote is not None and world.is_local_leader:
@@ -104,8 +101,7 @@ class CheckedStream(Stream):
     def prepare_shard(self, shard: Any) -> int:
         """Download, check and unpack a shard, and return by how many bytes the cache has grown.
 
-        Raises:
-            ShardError: any step failed. The downloaded part of the shard is removed so that it is not used later.
+        After an error, removes the downloaded part, so that it is not used later, and raises a ShardError.
         """
         try:
             return super().prepare_shard(shard)
@@ -140,8 +136,7 @@ class CheckedStream(Stream):
 def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:
     """Build Streaming's object for a stream without reading the data.
 
-    Raises:
-        UserError: the dataset is missing or unfinished, or this version of Streaming unpacks shards differently.
+    Raises a UserError if the dataset is missing or unfinished, or this version of Streaming unpacks shards differently.
     """
     name = "_decompress_shard_part"
     require_form("mosaicml-streaming", Stream, name, getattr(CheckedStream, name))
@@ -167,11 +162,7 @@ def index_hashes(streams: dict[str, StreamConfig]) -> dict[str, str]:
 
 
 def require_first_shard(stream: StreamConfig) -> None:
-    """Read a dataset's index and its first shard, and check the shard's hash.
-
-    Raises:
-        UserError: the index or the shard can't be read, or the shard is damaged.
-    """
+    """Read a dataset's index and first shard, and check the shard's hash. Raises a UserError if anything fails."""
     import xxhash
 
     dataset = stream.remote or stream.local
@@ -186,7 +177,7 @@ def require_first_shard(stream: StreamConfig) -> None:
 
 
 def _require_dataset(dataset: str, local: str) -> None:
-    """Refuse a dataset without an index, unless the folder `local` has one."""
+    """Raise a UserError if neither the dataset nor the folder `local` has an index."""
     conversion = split_conversion_path(dataset)[0]
     with user_errors(f"dataset {dataset}: can't be opened"):
         if (Path(local) / INDEX).is_file() or open_store(dataset).stat(INDEX) is not None:

@@ -3,7 +3,7 @@
 Streaming names a dataset's shared memory `<number>_<name>`, in the folder `/dev/shm` that all jobs on the node use. Here
 each number also has a file `biphasic_<number>`, which the job's processes lock (`flock`) as long as they live. Containers
 that share the folder see these locks although they don't see each other's processes, and the kernel releases them when a
-process dies. Numbers are random: the resource tracker (Python's) of a killed job may remove its names later.
+process dies. Numbers are random, because Python's resource tracker may remove a killed job's names later.
 """
 
 from __future__ import annotations
@@ -64,8 +64,7 @@ class _SizedSharedMemory(shared_memory.SharedMemory):
 def wait_for_sizes_of_shared_memory() -> None:
     """Let Streaming's datasets wait for the size of shared memory that another rank has just created.
 
-    Raises:
-        UserError: this version of Streaming opens shared memory differently.
+    Raises a UserError if this version of Streaming opens shared memory differently.
     """
     name = "BuiltinSharedMemory"
     require_form("mosaicml-streaming", memory, name, _SizedSharedMemory)
@@ -73,10 +72,10 @@ def wait_for_sizes_of_shared_memory() -> None:
 
 
 def remove_stale_shared_memory() -> None:
-    """Remove the shared memory of jobs of which no process is left, in any container that shares the folder.
+    """Remove the shared memory of jobs that have no process left in any container that shares the folder.
 
-    Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. Memory without a lock file is
-    left alone: another program has made it.
+    Streaming's own `clean_stale_shared_memory` also removes the shared memory of running jobs. Memory without a lock
+    file belongs to other programs and is kept.
     """
     for path in _SHARED_MEMORY.glob("biphasic_*"):
         if match := _LOCK_FILE.match(path.name):
@@ -85,11 +84,7 @@ def remove_stale_shared_memory() -> None:
 
 
 def _remove_unless_locked(number: int) -> None:
-    """Remove a number's shared memory and lock files.
-
-    Raises:
-        OSError: a process holds the lock, or the files are another user's.
-    """
+    """Remove a number's shared memory and lock files. Raises an OSError if they are locked, or another user's."""
     with _lock_path(number).open("rb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for path in _SHARED_MEMORY.glob(prefix._get_path(number, "*")):
@@ -138,10 +133,8 @@ def names_chosen_by_local_rank_0() -> Iterator[None]:
     """Let local rank 0 of each node choose the shared-memory names of datasets opened in this block.
 
     In Streaming, each rank looks for a free number before local rank 0 takes one. If another job starts or ends
-    meanwhile, the ranks find different numbers.
-
-    Raises:
-        UserError: this version of Streaming chooses names differently.
+    meanwhile, the ranks find different numbers. Raises a UserError if this version of Streaming chooses names
+    differently.
     """
     original = require_form("mosaicml-streaming", dataset, "get_shm_prefix", _choose_names)
     setattr(dataset, original.__name__, _choose_names)
@@ -154,15 +147,10 @@ def names_chosen_by_local_rank_0() -> Iterator[None]:
 def _choose_names(
     streams_local: list[str], streams_remote: list[str | None], world: World, retry: int = 0
 ) -> tuple[int, SharedMemory]:
-    """Take a free number on each node, and send it to the node's ranks.
+    """Take a free number on each node. Return it and its shared memory, which lists the dataset's folders.
 
-    No collective runs while the lock is held, so that jobs on several nodes can't deadlock.
-
-    Returns:
-        The number, and the shared memory that reserves it and lists the dataset's folders.
-
-    Raises:
-        ValueError: two streams have the same folder, or another job uses a stream's cache. Raised on all ranks.
+    No collective runs while the lock is held, so that jobs on several nodes can't deadlock. Raises a ValueError on all
+    ranks if two streams have the same folder, or another job uses a stream's cache.
     """
     reserved, answer = None, None
     if world.is_local_leader:
@@ -206,9 +194,9 @@ def _take_free_number(streams_local: list[str]) -> tuple[int, SharedMemory]:
         if not taken.isdisjoint(prefix._get_path(number, name) for name in (*SHM_TO_CLEAN, *_FILE_LOCKS)):
             continue
         content = prefix._pack_locals(streams_local, number)
-        with suppress(FileExistsError):  # taken meanwhile, by another job or by another program's
+        with suppress(FileExistsError):  # another job or program has taken it meanwhile
             lock = _lock(number, "xb")
-            if not os.fstat(lock.fileno()).st_nlink:  # another job's start has locked it first, and removed it
+            if not os.fstat(lock.fileno()).st_nlink:  # another job has locked it first, and removed it
                 lock.close()
                 continue
             try:
@@ -222,10 +210,7 @@ def _take_free_number(streams_local: list[str]) -> tuple[int, SharedMemory]:
 
 
 def _cache_conflict(caches: set[str]) -> str | None:
-    """Return an error message if another job uses one of the caches.
-
-    Streaming's own check works only until the other job's first batch.
-    """
+    """Return an error message if another job uses a cache. Streaming checks this only until that job's first batch."""
     for path in _SHARED_MEMORY.glob(f"*_{LOCALS}") if caches else []:
         try:
             number, (locals_of_job, _) = int(path.name[:6]), prefix._unpack_locals(path.read_bytes())

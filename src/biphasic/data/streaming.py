@@ -63,7 +63,7 @@ class RowDataset(StreamingDataset):
         """End an epoch with its last complete global batch.
 
         Streaming repeats rows until the epoch divides evenly among ranks and nodes, so the number of batches would
-        depend on how many there are.
+        depend on their number.
         """
         assert self.batch_size is not None
         ranks = self._parallel_rank_world.num_ranks
@@ -73,7 +73,7 @@ class RowDataset(StreamingDataset):
     def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
         """Return the position in the order of rows, for a checkpoint.
 
-        After an epoch's end it is the beginning of the next one. Streaming's own would repeat the epoch.
+        At the end of an epoch it is the beginning of the next one, where Streaming's would repeat the epoch.
         """
         state = super().state_dict(num_samples, from_beginning)
         return state if num_samples else {**state, "epoch": self.next_epoch}
@@ -137,8 +137,8 @@ def build_loader(
     Args:
         config: the YAML's `data:` section.
         streams: one split, or the streams of a mix, by their keys in the YAML.
-        batch_size: number of rows per rank and batch.
-        seed: random seed for shuffling.
+        batch_size: rows per rank.
+        seed: seed for shuffling.
         train: whether to shuffle as the YAML says and drop an incomplete last batch. Otherwise rows are read in order.
         first_row: number of rows in the order, over all ranks, before the first batch (`DataConfig.first_row`).
 
@@ -212,10 +212,7 @@ def _require_room(limit: int, dataset: StreamingDataset, workers: int) -> None:
     """Refuse a cache limit that makes Streaming delete shards between their download and their use.
 
     Streaming deletes the least recently used shard. If a node reads rows from more shards than the cache holds, each
-    row needs its own download, until a read fails.
-
-    Raises:
-        UserError: names the smallest sufficient limit.
+    row needs its own download, until a read fails. The UserError names the smallest sufficient limit.
     """
     largest = max(shard.get_max_size() for shard in dataset.shards)
     shards = _shards_in_use(dataset, workers)

@@ -47,11 +47,7 @@ class Tokenizer:
         return {"pad": self.pad_id, "bos": self.bos_id, "eos": self.eos_id, "mask": self.mask_id}
 
     def require(self, role: str) -> int:
-        """Return the id of the special token for `role` (`bos` or `eos`).
-
-        Raises:
-            UserError: the tokenizer has no such token.
-        """
+        """Return the id of the special token for `role` (`bos` or `eos`). Raises a UserError if there is none."""
         token_id = self.role_ids[role]
         if token_id is None:
             message = f"tokenizer {self.source}: has no {role} token, which add_{role}: true needs"
@@ -94,17 +90,11 @@ class Tokenizer:
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:
-    """Load a tokenizer from a folder, a bucket or the hub.
+    """Load a tokenizer from the hub, or a folder or bucket prefix with `tokenizer.json` and `tokenizer_config.json`.
 
-    A tokenizer without a mask token gets one, `<|mask|>`, after its last id. Without a pad token, EOS is the padding, as
-    in EuroBERT's tokenizer, because nothing attends to padding.
-
-    Args:
-        path: folder or bucket prefix with `tokenizer.json` and `tokenizer_config.json`, or a hub id.
-        revision: revision of a hub id.
-
-    Raises:
-        UserError: there is no usable tokenizer, or it has neither a pad nor an EOS token.
+    A tokenizer without a mask token gets one, `<|mask|>`, after its last id. Without a pad token, EOS is the padding,
+    as in EuroBERT's tokenizer, because nothing attends to padding. Raises a UserError if there is no usable tokenizer,
+    or it has neither a pad nor an EOS token.
     """
     if Path(path).is_dir():
         return _read(Path(path), path)

@@ -41,8 +41,7 @@ Store = LocalStore | S3Store | ArrowStore
 def open_store(path: str) -> Store:
     """Return the store for a local folder or a bucket prefix.
 
-    Raises:
-        UserError: the URL's scheme is not supported, its package is not installed, or it holds a password.
+    Raises a UserError if the URL's scheme is not supported, its package is not installed, or it holds a password.
     """
     if not is_remote(without_password(path)):
         return LocalStore(path)

@@ -25,9 +25,9 @@ _UNSUPPORTED = (400, 405, 411, 501)
 _BUSY = (408, 429)
 _GOOGLE_BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
 _AZURE_BUSY = re.compile(r"Azure Error: \[(ServerBusy|InternalError|OperationTimedOut|\].*(connect|timed out))")
-"""Without a code in the brackets, no answer arrived."""
+"""Brackets without a code mean that no response arrived."""
 _CONNECTIONS = 96
-"""Connections of a client, which several threads use, with ten connections for each large file."""
+"""Connections of a client. Several threads use it, with ten connections for each large file."""
 
 
 class _BucketStore(ABC):
@@ -83,7 +83,7 @@ class S3Store(_BucketStore):
         return dict(sorted(files.items()))
 
     def entries(self) -> dict[str, StoredFile | None]:
-        """A subfolder counts as one object, however many it has: a request returns up to 1,000."""
+        """A request returns up to 1,000 entries, and a subfolder is one entry, however many objects it has."""
         entries: dict[str, StoredFile | None] = {}
         for page in self._pages(self._prefix, Delimiter="/"):
             entries |= {item["Key"]: _stored_file(item) for item in page.get("Contents", [])}
@@ -108,7 +108,7 @@ class S3Store(_BucketStore):
         return StoredFile(head["ContentLength"], head["ETag"].strip('"'))
 
     def read(self, name: str) -> bytes:
-        """boto3 retries requests, but not the rest of an answer that breaks off."""
+        """boto3 retries requests, but not a response that breaks off."""
         from botocore.exceptions import IncompleteReadError, ReadTimeoutError, ResponseStreamingError
 
         attempt = 1
@@ -246,21 +246,16 @@ class ArrowStore(_BucketStore):
 
 
 def _described_file(info: Any) -> StoredFile:
-    """Return pyarrow's description of an object."""
     return StoredFile(info.size, f"mtime:{info.mtime_ns}")
 
 
 def _stored_file(item: dict[str, Any]) -> StoredFile:
-    """Return boto3's description of an object."""
     return StoredFile(item["Size"], item["ETag"].strip('"'))
 
 
 @functools.cache
 def _session() -> Any:
-    """Return boto3's session for this process.
-
-    botocore spends most of the time of a long listing on parsing times of modification with dateutil.
-    """
+    """Return this process's boto3 session, without dateutil's parser, which takes most of a long listing's time."""
     import boto3
     import botocore.session
 
@@ -280,7 +275,7 @@ def _time(text: Any) -> datetime:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Convert boto3's errors to OSErrors, which file operations on a disk raise too."""
+    """Convert boto3's errors to OSErrors, as for files on a disk."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
 

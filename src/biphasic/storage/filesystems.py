@@ -18,17 +18,15 @@ if TYPE_CHECKING:
 ATTEMPTS = 10
 CONNECT_SECONDS, READ_SECONDS = 10, 60
 _GCS_RETRIES = timedelta(seconds=60)
-"""Google's own default is 15 minutes, in which a run at its start would print nothing."""
+"""Google's default is 15 minutes, during which a starting run would print nothing."""
 
 
 def filesystem(path: str) -> tuple[FileSystem, str]:
     """Return the pyarrow file system for `path`, and the path within it.
 
-    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if set, and `gs://` the one in STORAGE_EMULATOR_HOST.
-    `az://container/…` uses the account in AZURE_ACCOUNT_NAME (`azure_account`). `oci://` and `hf://` use fsspec.
-
-    Raises:
-        UserError: the URL's scheme is not supported, or its package is not installed.
+    `s3://` uses the endpoint in S3_ENDPOINT_URL or AWS_ENDPOINT_URL, if set, and `gs://` the one in
+    STORAGE_EMULATOR_HOST. `az://container/…` uses the account in AZURE_ACCOUNT_NAME (`azure_account`). `oci://` and
+    `hf://` use fsspec. Raises a UserError if the URL's scheme is not supported, or its package is not installed.
     """
     from pyarrow.fs import FSSpecHandler, LocalFileSystem, PyFileSystem
 
@@ -57,8 +55,7 @@ def filesystem(path: str) -> tuple[FileSystem, str]:
 def endpoint() -> str | None:
     """Return the URL of an S3 store other than Amazon's, from Streaming's or boto3's environment variable.
 
-    Raises:
-        UserError: it holds a user and a password, or has no scheme.
+    Raises a UserError if it holds a user and a password, or has no scheme.
     """
     for variable in ("S3_ENDPOINT_URL", "AWS_ENDPOINT_URL"):
         if url := os.environ.get(variable):
@@ -91,10 +88,8 @@ def azure_account() -> AzureAccount:
     """Return the storage account of `az://`, from the environment.
 
     AZURE_ACCOUNT_NAME and AZURE_ACCOUNT_ACCESS_KEY are Streaming's variables. AZURE_STORAGE_SERVICE_ENDPOINT, the Azure
-    CLI's, is the URL of an account elsewhere: another cloud, a private endpoint or an emulator.
-
-    Raises:
-        UserError: there is no AZURE_ACCOUNT_NAME.
+    CLI's, is the URL of an account elsewhere: another cloud, a private endpoint or an emulator. Raises a UserError if
+    there is no AZURE_ACCOUNT_NAME.
     """
     name = os.environ.get("AZURE_ACCOUNT_NAME")
     if name is None:

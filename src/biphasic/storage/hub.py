@@ -36,8 +36,7 @@ def is_made_by_jobs(path: str) -> bool:
 def why_missing(path: str, revision: str | None = None) -> str | None:
     """Return why a model or tokenizer can't be loaded, or None if it is a folder here, in the hub's cache or on the hub.
 
-    The hub is asked once, without retries. Also None for a path in a bucket, which is not checked, and if the hub is
-    overloaded.
+    The hub is asked once, without retries. Paths in a bucket are not checked and give None, as does an overloaded hub.
     """
     if Path(path).is_dir() or is_remote(path):
         return None
@@ -65,7 +64,7 @@ def _why_not_on_hub(path: str, revision: str | None) -> str | None:
         return "there is no such model, or it is private and you are not logged in (hf auth login)"
     except (OSError, ValueError) as error:
         if isinstance(error, HfHubHTTPError) and error.response.status_code in (429, *range(500, 600)):
-            return None  # The hub is there, so the libraries' retries may help.
+            return None  # The hub has answered, so the libraries' retries may help.
         answered = isinstance(error, (HfHubHTTPError, ValueError))
         return first_line(error) if answered else f"{UNREACHABLE} ({first_line(error)})"
     return None

@@ -134,8 +134,8 @@ class LocalStore:
 def atomic_path(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside `path`, for a file or a folder that replaces `path` at the end.
 
-    It is removed after an error. Its name has the process and the host, because several may write the same file, also to
-    a folder that machines share. What killed processes of this host left is removed.
+    It is removed after an error. Its name contains the process and the host, because several processes may write the
+    same file, also from several machines. Temporary files of this host's killed processes are removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = re.compile(rf"{UNFINISHED_PREFIX}(\d+)-{re.escape(f'{socket.gethostname()}-{path.name}')}")
@@ -143,7 +143,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
         if (match := name.fullmatch(other)) and not Path("/proc", match[1]).exists():
             _remove(path.with_name(other))
     partial = path.with_name(f"{UNFINISHED_PREFIX}{os.getpid()}-{socket.gethostname()}-{path.name}")
-    # Left in a folder from elsewhere, a link would lead to a file outside.
+    # A link of this name, in a folder from elsewhere, would lead to a file outside.
     _remove(partial)
     try:
         yield partial

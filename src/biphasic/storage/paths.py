@@ -34,7 +34,7 @@ def is_remote(path: str) -> bool:
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a file's name, in a record from elsewhere, stays in the record's folder: relative, without `..`."""
+    """Return whether a file name in a record stays in the record's folder: relative, without `..`."""
     return bool(name) and not posixpath.isabs(name) and ".." not in name.split("/") and "\0" not in name
 
 
@@ -46,7 +46,7 @@ def require_inside(name: str) -> str:
 
 
 def without_password(path: str) -> str:
-    """Return a path or URL. Raises a UserError, which doesn't show it, if it is a URL with user and password."""
+    """Return `path`. If it is a URL with user and password, raises a UserError that doesn't show it."""
     if PASSWORD.search(path):
         scheme = path.partition("://")[0]
         raise UserError(

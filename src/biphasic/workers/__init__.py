@@ -1,4 +1,4 @@
-"""Worker processes whose methods are called: on this machine, or on a Ray cluster of several machines."""
+"""Worker processes on this machine or on a Ray cluster."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from biphasic.workers.local import LocalWorkers
 def open_workers(
     cluster: ClusterConfig, output: str, environment: dict[str, str], modules: Sequence[str]
 ) -> Iterator[WorkerGroup]:
-    """Prepare workers for the YAML's `cluster:` section, and kill them when the block ends. `WorkerGroup.open` is next.
+    """Yield the workers of the YAML's `cluster:` section, for `WorkerGroup.open`, and kill them when the block ends.
 
-    The environment is added to that of this process, or of the cluster's nodes. Workers of this machine share one import
-    of the modules.
-
-    Raises:
-        UserError: no cluster can be reached at the address, or its nodes don't share the output.
+    `environment` is added to that of this process, or of the cluster's nodes. Workers of this machine share one import
+    of `modules`. Raises a UserError if no cluster can be reached at the address, or its nodes don't share the output.
     """
     if cluster.address is None:
         with closing(LocalWorkers(environment, modules)) as group:

@@ -34,8 +34,8 @@ class Slot:
     def _submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
         try:
             return self._executor.submit(function, *arguments)
-        except (BrokenExecutor, EOFError, OSError) as error:  # the worker is dead, or the process that forks it
-            time.sleep(1)  # the latter is started again only when it has ended
+        except (BrokenExecutor, EOFError, OSError) as error:  # the worker or the fork server is dead
+            time.sleep(1)  # the fork server is started again only after it has ended
             future: Future[Any] = Future()
             future.set_exception(BrokenExecutor(first_line(error)))
             return future
@@ -66,7 +66,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def start(self, number: int, cpus: int, gpu_share: float) -> Executor:
-        """Start the worker with this number, from 0. One that replaces a dead worker has its number."""
+        """Start the worker with this number, from 0. A dead worker's replacement has the same number."""
 
     @abstractmethod
     def make_report(self) -> Callable[..., None]:
@@ -81,7 +81,7 @@ class WorkerGroup(ABC):
         """Kill all workers."""
 
     def store(self, arguments: tuple[Any, ...]) -> Any:
-        """Return what is sent to each worker in place of arguments that all of them need."""
+        """Store arguments that all workers need, and return what is sent to each worker instead."""
         return arguments
 
     def smallest_gpu_bytes(self) -> int | None:
@@ -113,11 +113,8 @@ class WorkerGroup(ABC):
     def wait(self, seconds: float) -> list[EndedJob]:
         """Wait up to `seconds` until a job has ended or a worker has started, and return the jobs that ended.
 
-        The first call can take longer, because starting waits for the imports of this machine's workers.
-
-        Raises:
-            UserError: workers repeatedly die while they start.
-            Exception: a worker's object can't be created.
+        The first call can take longer, because it waits for the imports of this machine's workers. Raises a UserError
+        if workers repeatedly die while they start, and any error that a worker's `factory` raises.
         """
         self.slots = self.slots or [self._slot(number) for number in range(self._size)]
         numbers = {slot.pending: number for number, slot in enumerate(self.slots) if slot.pending is not None}
@@ -127,7 +124,7 @@ class WorkerGroup(ABC):
         return [ended for call in calls if (ended := self._collect(numbers[call], call)) is not None]
 
     def _collect(self, number: int, call: Future[Any]) -> EndedJob | None:
-        """Return the slot's job; None if the call was the worker's start."""
+        """Return the slot's ended job; None if the call was the worker's start."""
         slot, error = self.slots[number], call.exception()
         job, slot.job, slot.pending = slot.job, None, None
         if lost := isinstance(error, (BrokenExecutor, *self.lost)):

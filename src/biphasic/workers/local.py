@@ -1,4 +1,4 @@
-"""Workers as processes of this machine, forked by multiprocessing's fork server, which has imported what they need."""
+"""Workers as processes of this machine, forked by multiprocessing's fork server, which has imported their modules."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 class LocalWorkers(WorkerGroup):
     """Workers of this machine, each a pool of one process, so that one that dies breaks no other worker's pool.
 
-    They end when the group is closed or this process dies. They ignore Ctrl-C, and what they print is discarded. The fork
-    server imports `modules`. A program has one: if it runs already, it has imported what its first group named.
+    They end when the group is closed or this process dies. They ignore Ctrl-C, and their output is discarded. The fork
+    server imports `modules`. A process has only one, which keeps the imports of the first group.
     """
 
     def __init__(self, environment: dict[str, str], modules: Sequence[str] = ()):
@@ -103,7 +103,6 @@ def _send_report(*values: Any) -> None:
 
 
 def _prepare(lifeline: Connection, to_reports: Connection, environment: dict[str, str]) -> None:
-    """Prepare a worker process."""
     global _to_reports
     _to_reports = to_reports
     Thread(target=_end_with, args=(lifeline,), daemon=True).start()
@@ -117,9 +116,6 @@ def _prepare(lifeline: Connection, to_reports: Connection, environment: dict[str
 
 
 def _end_with(lifeline: Connection) -> None:
-    """End this process when the other end of the pipe is closed.
-
-    A worker that outlives its driver could write a record while the next driver runs the same work.
-    """
+    """End this process when its driver closes the other end of the pipe or dies (see `die_with_parent`)."""
     lifeline.poll(None)
     os._exit(1)

@@ -25,8 +25,7 @@ _CONNECT_SECONDS = 10
 class RayWorkers(WorkerGroup):
     """Workers of the cluster at `auto` or HOST:PORT, to which this process is connected until the group is closed.
 
-    Raises:
-        UserError: no cluster can be reached at the address.
+    Raises a UserError if no cluster can be reached at the address.
     """
 
     lost = (RayActorError, OutOfMemoryError, NodeDiedError, ObjectLostError)
@@ -46,11 +45,7 @@ class RayWorkers(WorkerGroup):
         self._actors: list[Any] = []
 
     def require_shared(self, output: str, shared_folder: bool) -> None:
-        """Check that all nodes can write to the output.
-
-        Raises:
-            UserError: the output is a local folder that is not shared, and the cluster has several nodes.
-        """
+        """Raise a UserError if the output is a local folder that the cluster's nodes don't share."""
         machines = sum(node["Alive"] for node in ray.nodes())
         if not is_remote(output) and not shared_folder and machines > 1:
             raise UserError(
@@ -72,7 +67,7 @@ class RayWorkers(WorkerGroup):
         return ray.put(arguments)
 
     def smallest_gpu_bytes(self) -> int | None:
-        """Return the memory of the smallest GPU of one of the nodes with GPUs, because this node may have none."""
+        """Return the memory, in bytes, of the smallest GPU of a node with GPUs, because this node may have none."""
         return ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_retries=3)(resources.smallest_gpu_bytes).remote())
 
     def make_report(self) -> Callable[..., None]:

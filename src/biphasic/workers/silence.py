@@ -1,4 +1,4 @@
-"""Discard what this process prints. The fork server imports this module before others, so it holds for all its workers."""
+"""Discard what this process prints. The fork server imports this module first, so this applies to all its workers."""
 
 import os
 
