@@ -13,10 +13,7 @@ from biphasic.storage import Store, first_line, is_remote, join, open_store
 
 
 def print_report(folder: str) -> None:
-    """Print the report about a run's folder, or about the folder or bucket prefix where it saves.
-
-    Raises a UserError if the folder can't be read or contains no run.
-    """
+    """Print the report about a run's folder or the place where it saves. Raises a UserError if no run can be read."""
     destination = checkpoint_folder(folder)
     try:
         print("\n".join(report(destination)))

@@ -52,7 +52,7 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     def upload() -> None:
         with user_errors(f"{place}: can't be reached"):
             store = open_store(destination)
-            # So a machine that can't reach the bucket fails now, not at its first upload.
+            # A machine that can't reach the bucket should fail now, not at its first upload.
             store.stat(LOCK_FILE)
             uploads.append(upload_pending(local_folder, store, newest))
 

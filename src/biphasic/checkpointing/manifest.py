@@ -201,9 +201,8 @@ def newest_complete(
 ) -> Manifest | None:
     """Find the newest complete checkpoint of a run's folder, and download its files to `local_folder`.
 
-    Incomplete and damaged checkpoints are skipped with a warning that gives the reason. `checkpoints` are those to choose
-    from, newest first; by default all. Returns the manifest (Composer loads `local_folder / manifest.path`), or None. Raises
-    an OSError if the source can't be listed, or if a checkpoint, which may be undamaged, can't be read or downloaded.
+    Incomplete and damaged checkpoints are skipped with a warning. `checkpoints` are those to choose from, newest first
+    (by default all). Raises an OSError if the source or a checkpoint, which may be undamaged, can't be read.
     """
     for checkpoint in newest_first(source) if checkpoints is None else checkpoints:
         fault = checkpoint.fault
@@ -216,9 +215,9 @@ def newest_complete(
 
 
 def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str | None:
-    """Download a checkpoint's files unless they exist, and check their hashes.
+    """Download a checkpoint's files unless they exist, check their hashes, and return a message about a bad one or None.
 
-    Returns None, or a message that names a damaged or missing file. Raises an OSError if a file can't be read or written.
+    Raises an OSError if a file can't be read or written.
     """
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
         for fault in pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files):

@@ -57,10 +57,7 @@ class RunLock:
         self._thread: Thread | None = None
 
     def acquire(self, ranks: int) -> str:
-        """Acquire the lock and return the attempt's name.
-
-        Raises a UserError if another run holds the lock, or the folder can't be written.
-        """
+        """Acquire the lock; return the attempt's name. Raises a UserError if the lock is held or can't be written."""
         # Microseconds: the names sort by time, and a short run ends and starts again within a second.
         name = f"{datetime.now(UTC):%Y%m%dT%H%M%S.%f}-{secrets.token_hex(3)}"
         record = {"attempt": name, "host": socket.gethostname(), "pid": os.getpid(), "process": process_id(os.getpid()),

@@ -76,9 +76,8 @@ class StagingBuffer:
 class Saver(Callback):
     """Callback that saves checkpoints to a local folder and uploads them to the run's destination, such as a bucket.
 
-    Checkpoints have Composer's names and content, so any Composer Trainer can load them. Training waits while the state is
-    copied to host memory. One thread then writes the copy to disk, using a separate process group if it is sharded, and
-    another thread uploads the files (`biphasic.checkpointing.upload`). A checkpoint is complete once it has a manifest.
+    Checkpoints have Composer's names and content, so any Composer Trainer can load them. One thread writes the copied
+    state to disk, using a separate process group if it is sharded, and another one uploads the files.
 
     `resume` is the manifest of the checkpoint that the run resumed from, if it did. `describe` returns the `run` entries of
     a new manifest.
@@ -134,7 +133,7 @@ class Saver(Callback):
         self._save(state, logger, self._resume.run["kept"])
 
     def fit_end(self, state: State, logger: Logger) -> None:
-        """Wait until all ranks have uploaded the last checkpoint, longer than training's process group would wait.
+        """Wait until all ranks have uploaded the last checkpoint, for longer than training's process group allows.
 
         Raises a UserError if a checkpoint can't be written or uploaded. Files that were written stay in the local folder.
         """

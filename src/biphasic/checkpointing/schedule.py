@@ -20,9 +20,9 @@ def elapsed(time: Timestamp) -> TrainingProgress:
 def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool]) -> Callable[[State, Event], bool]:
     """Return a function of Composer's state and event: whether to validate now.
 
-    It validates at each interval and after the last batch, always before the batch's checkpoint, which then has the losses.
-    Composer's own scheduler validates once more at the end of training, after the last checkpoint.
-    A run that stops after the batch (`is_stopping`) doesn't validate.
+    It is due at each interval and after the last batch, unless the run stops (`is_stopping`). Validation precedes the
+    batch's checkpoint, which then has the losses. Composer's own scheduler would validate at the end of training, after
+    the last checkpoint.
     """
     end = config.max_duration
     every = (config.evaluation.interval or end).resolve(end)

@@ -21,10 +21,7 @@ from biphasic.storage import first_line, is_remote, join, open_store, user_error
 
 
 def recorded_config(manifest: Manifest) -> PretrainConfig:
-    """Return the configuration with which a checkpoint was trained.
-
-    Raises a UserError if it can't be read, for example because another version wrote it.
-    """
+    """Return the configuration that a checkpoint was trained with. Raises a UserError if it can't be read."""
     try:
         return PretrainConfig.model_validate(manifest.run.get("config"))
     except ValidationError as error:

@@ -104,8 +104,8 @@ class CheckpointUpload:
 class Uploader:
     """Uploads this rank's checkpoint files in a background thread, oldest first. Rank 0 then writes the manifest.
 
-    Ranks don't wait for each other during training: each rank uploads a manifest of its own files, and rank 0's background
-    thread waits for these manifests. If the destination can't be reached, uploads are retried with growing pauses.
+    Training never waits for other ranks: each rank uploads a manifest of its own files, and only rank 0's thread waits
+    for these. If the destination can't be reached, uploads are retried with growing pauses.
 
     `destination` is the node's `local_folder`, or the bucket prefix that the run saves to. The newest `keep` checkpoints are
     kept there, besides those marked as kept; negative: all. `local_ranks` are the ranks on this node, in order. `pending`

@@ -83,10 +83,7 @@ def read_record(output: str) -> dict[str, Any] | None:
 
 
 def require_record(output: str) -> dict[str, Any]:
-    """Return the record of a finished conversion.
-
-    Raises a UserError if there is none. For an unfinished conversion, it names units that are missing.
-    """
+    """Return the record of a finished conversion. Raises a UserError if there is none, which names missing units."""
     store = open_store(output)
     with user_errors(f"{join(output, CONVERSION_RECORD)}: can't be read", ValueError):
         if store.stat(CONVERSION_RECORD) is not None:

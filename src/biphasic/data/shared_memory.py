@@ -62,10 +62,7 @@ class _SizedSharedMemory(shared_memory.SharedMemory):
 
 
 def wait_for_sizes_of_shared_memory() -> None:
-    """Let Streaming's datasets wait for the size of shared memory that another rank has just created.
-
-    Raises a UserError if this version of Streaming opens shared memory differently.
-    """
+    """Let Streaming wait until new shared memory has its size. Raises a UserError if this version can't be patched."""
     name = "BuiltinSharedMemory"
     require_form("mosaicml-streaming", memory, name, _SizedSharedMemory)
     setattr(memory, name, _SizedSharedMemory)
