@@ -215,7 +215,7 @@ def newest_complete(
 
 
 def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str | None:
-    """Download a checkpoint's files unless they exist, check their hashes, and return a message about a bad one or None.
+    """Download a checkpoint's files unless they exist, check hashes, and return a message about a bad one, if any.
 
     Raises an OSError if a file can't be read or written.
     """
