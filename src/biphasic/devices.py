@@ -1,4 +1,4 @@
-"""Choose the device of this process and its allocators' settings, and check what the device supports."""
+"""Choose this process's device and memory allocator settings, and check which precisions the device supports."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _ALLOCATOR_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORC
 
 
 def set_allocators() -> None:
-    """Set PyTorch's memory allocators by `PYTORCH_ALLOC_CONF`, unless the environment has it or one of its older names.
+    """Configure PyTorch's memory allocators, unless the environment has `PYTORCH_ALLOC_CONF` or one of its older names.
 
-    PyTorch reads it when it is imported. GPU memory is allocated in segments that grow, which leave fewer gaps. WSL's driver
-    fails on them. Pinned host memory is not rounded up to a power of two: a checkpoint of 1b takes 17 GB instead of 27.
-    torch 2.11 refuses that setting as unknown, and 2.15 has it.
+    PyTorch reads the variable when it is imported. Expandable segments of GPU memory cause less fragmentation, but
+    WSL's driver fails on them. Pinned host memory is not rounded up to a power of two: saving a checkpoint of `1b`
+    takes 17 GB instead of 27. torch 2.11 refuses that setting as unknown, and 2.15 has it.
     """
     if any(name in os.environ for name in _ALLOCATOR_VARIABLES):
         return
@@ -35,8 +35,8 @@ def set_allocators() -> None:
 def rank_device() -> Device:
     """Return this rank's GPU as a Composer device, or the CPU if there is no GPU.
 
-    Matrix products of fp32 are computed in fp32. Composer's own default is TF32, which has 10 bits of mantissa, and each
-    device that Composer creates by itself would set it again.
+    Pass it wherever Composer takes a device. Devices that Composer creates by itself turn on TF32, which rounds fp32
+    matrix products to 10 bits of mantissa.
     """
     import torch
     from composer.devices import DeviceCPU, DeviceGPU
@@ -47,7 +47,7 @@ def rank_device() -> Device:
 def supports_bf16() -> bool:
     """Return whether this machine's GPU multiplies matrices in bf16: NVIDIA's since Ampere, and AMD's.
 
-    On older ones, and on CPUs, PyTorch emulates bf16, and Triton doesn't compile for it.
+    On older GPUs and on CPUs, PyTorch emulates bf16, and Triton can't compile for it.
     """
     import torch
 
@@ -55,11 +55,7 @@ def supports_bf16() -> bool:
 
 
 def require_precision(precision: str) -> None:
-    """Check that this machine supports a precision.
-
-    Raises:
-        UserError: `amp_bf16` is requested and this machine has no GPU that computes in bf16.
-    """
+    """Raise a UserError if the precision is `amp_bf16` and this machine has no GPU that computes in bf16."""
     import torch
 
     if precision == "amp_bf16" and not supports_bf16():

@@ -1,4 +1,4 @@
-"""Check whether the machines can run a job: the checks of `biphasic preflight`, which every rank runs."""
+"""Check whether machines can run a job. Every rank runs these checks of `biphasic preflight`."""
 
 from __future__ import annotations
 
@@ -26,20 +26,22 @@ from biphasic.faults import COLLECTIVE_SECONDS, FAILED, REFUSED
 from biphasic.storage import first_line, is_remote, open_store, user_error
 
 _ALL_REDUCE_VALUES = 1 << 25
-"""Number of fp32 values in the timed all-reduce: 128 MiB on a GPU. CPUs use an eighth of this."""
+"""Number of fp32 values in the timed all-reduce on GPUs, 128 MiB. CPUs use an eighth of this."""
 _ALL_REDUCE_ROUNDS = 5
 _MAX_CLOCK_SKEW = 5.0
-"""In seconds. Signed requests to a bucket tolerate minutes, but logs of nodes are compared by the second."""
+"""In seconds. Signed requests to a bucket tolerate minutes, but logs of different nodes are compared by the second."""
 _MIN_BANDWIDTH_SHARE = 0.5
 """A node is reported if its all-reduce has less than this share of the median node's bandwidth."""
 
 RankFacts = dict[str, Any]
-"""Results of one rank: its host and node, a value for each check by name, and `faults`, a list of messages, of
-which `unavailable` are about a bucket that can't be reached for now."""
+"""Results of one rank: its host and node, each check's result by name, `faults` (a list of messages), and `unavailable`
+(how many of these are about a bucket that can't be reached at the moment)."""
 
 
 def check(file: str, overrides: list[str]) -> int:
-    """Run all checks on all ranks, print the report on rank 0, and return the exit status: 2 with faults, 1 if all may pass.
+    """Run all checks on all ranks, print the report on rank 0, and return the exit status.
+
+    The status is 0 without faults, `FAILED` if all faults may be temporary, and `REFUSED` otherwise.
 
     Raises:
         ConfigError: the YAML can't be used.
@@ -64,10 +66,10 @@ def check(file: str, overrides: list[str]) -> int:
 def require_reachable_name() -> None:
     """Check that this machine's name doesn't resolve to a loopback address if there are several nodes.
 
-    Gloo gives the other nodes the address of the host's name, and the loopback address if the name doesn't resolve.
+    Gloo sends the other nodes the address of the host's name, or the loopback address if the name doesn't resolve.
 
     Raises:
-        UserError: it does, and `GLOO_SOCKET_IFNAME` names no network interface.
+        UserError: the other nodes would get a loopback address, and `GLOO_SOCKET_IFNAME` isn't set.
     """
     one_node = os.environ.get("WORLD_SIZE", "1") == os.environ.get("LOCAL_WORLD_SIZE", "1")
     if one_node or os.environ.get("GLOO_SOCKET_IFNAME") or _is_loopback(os.environ.get("MASTER_ADDR", "")):
@@ -114,7 +116,7 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
 
 
 def find_faults(all_facts: list[RankFacts]) -> list[str]:
-    """Return a line for each fault of a node, and for each difference between nodes."""
+    """Return a line for each fault of a rank, and for each difference between nodes."""
     usual = {name: Counter(facts[name] for facts in all_facts).most_common(1)[0][0] for name in ("device", "versions")}
     clock = statistics.median_high(facts["clock"] for facts in all_facts)
     bandwidths = {facts["node"]: facts["node_bandwidth"] for facts in all_facts if facts["node_bandwidth"]}
@@ -127,7 +129,7 @@ def find_faults(all_facts: list[RankFacts]) -> list[str]:
         ]
         if abs(skew := facts["clock"] - clock) > _MAX_CLOCK_SKEW:
             messages.append(f"its clock differs from the others' by {skew:+.0f} s")
-        own = bandwidths.get(facts["node"], bandwidth)  # one number a node, although each of its ranks has measured one
+        own = bandwidths.get(facts["node"], bandwidth)  # one value per node, although each rank measures it
         if own < _MIN_BANDWIDTH_SHARE * bandwidth:
             messages.append(
                 f"its ranks all-reduce among themselves at {own:.3g} GB/s, the median node at {bandwidth:.3g}"
@@ -203,7 +205,7 @@ def _bucket(config: PretrainConfig) -> str:
         fault = "reads back other bytes than were written" if not same else "does not delete"
         raise UserError(f"checkpoint.folder {destination}: {fault}")
     if not is_remote(destination):
-        with suppress(OSError):  # not empty, or another node that sees the folder has removed it
+        with suppress(OSError):  # not empty, or removed by another node that shares the folder
             Path(destination).rmdir()
     return f"{destination}: written, read and deleted in {time.perf_counter() - start:.2g} s"
 
@@ -231,9 +233,9 @@ def _disk(config: PretrainConfig) -> str:
 def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     """Return the bytes that a run will still write on a node, by folder: shards from a bucket, and checkpoints.
 
-    A cache grows to the dataset's unpacked size or to `data.cache_limit`. Checkpoints that are saved to a local folder are
-    those that `checkpoint.keep`, the switches, the decay's start and `checkpoint.keep_at` keep; of those saved to a bucket,
-    the newest and the one being written are on the disk. Files that are there already are subtracted.
+    A cache grows to the dataset's unpacked size or to `data.cache_limit`. A local folder has all checkpoints that the
+    run keeps (`checkpoint.keep`, `checkpoint.keep_at`, the switches and the decay's start). If they are saved to a
+    bucket, only the newest and the one being written are on the disk. Files that exist already are subtracted.
     """
     needs = []
     for stream in config.data.splits.values():
@@ -247,14 +249,14 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
 
 
 def _cache_bytes(stream: StreamConfig, limit: int | None) -> int | None:
-    """Return the size to which a stream's cache grows. Return None if neither a limit nor the dataset's size is known."""
+    """Return the size to which a stream's cache grows; None if neither a limit nor the dataset's size is known."""
     from biphasic.data.mds_reader import INDEX
 
     try:
         shards = json.loads(open_store(stream.remote or stream.local).read(INDEX))["shards"]
         size = sum(int(shard["raw_data"]["bytes"]) for shard in shards)
     except (UserError, OSError, ValueError, LookupError, TypeError):
-        return limit  # The check of the data reports that the index can't be read.
+        return limit  # `_data` reports that the index can't be read
     return size if limit is None else min(size, limit)
 
 

@@ -47,16 +47,16 @@ def attention(
     """Compute attention within each segment. The signature is that of transformers' AttentionInterface.
 
     Args:
-        module: the attention layer; required by the interface, but not used.
+        module: the attention layer; not used.
         query: [1, heads, tokens, head_dim].
         key: [1, kv_heads, tokens, head_dim].
         value: [1, kv_heads, tokens, head_dim].
         attention_mask: must be None; padding is removed before the backbone is called.
         scaling: factor that scores are multiplied by. Default: 1/sqrt(head_dim).
         dropout: probability of dropping an attention weight.
-        segments: where each packed text begins and ends. `segments`, `is_causal` and `attention_backend` are passed down by
+        segments: where each packed text begins and ends. Required; this and the next two arguments come from
             `attention_arguments`.
-        is_causal: If True, use causal attention.
+        is_causal: whether attention is causal. Required.
         attention_backend: one of `BACKENDS`.
         sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2).
         softcap: bound of the absolute scores, applied by tanh (Gemma 2).
@@ -96,14 +96,10 @@ def register() -> None:
 def attention_arguments(
     backbone: Any, segments: Segments, device: str, dtype: torch.dtype, causal: bool
 ) -> dict[str, Any]:
-    """Return the arguments of a backbone's forward that its layers pass on to `attention`.
+    """Return the keyword arguments of a backbone's forward that its layers pass on to `attention`.
 
-    Args:
-        backbone: a Hugging Face base model. Its attribute `attention_backend`, if there is one, is the requested backend.
-        segments: segments of the tokens. FlexAttention's block masks are added to them.
-        device: device type of the tokens.
-        dtype: dtype of queries, keys and values.
-        causal: If True, use causal attention.
+    The requested backend is the backbone's attribute `attention_backend`, if it has one. `device` is the device type of
+    the tokens, and `dtype` that of queries, keys and values. FlexAttention's block masks are added to `segments`.
     """
     requested: str = getattr(backbone, "attention_backend", "auto")
     backend = choose_backend(backbone.config, requested, device, dtype, backbone.training)
@@ -116,9 +112,9 @@ def attention_arguments(
 
 
 def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dtype, training: bool) -> str:
-    """Return the requested one of `BACKENDS`, or with `auto` the first available one that supports the model's options.
+    """Return the requested backend, or with `auto` the first available one that supports the model's options.
 
-    `device` and `dtype` are those of `attention_arguments`. In training mode, the model drops attention weights.
+    `device` and `dtype` are as in `attention_arguments`. The model's attention dropout applies only in `training`.
     """
     if requested != "auto":
         return requested
@@ -147,7 +143,7 @@ def backend_available(backend: str) -> bool:
 
 
 _DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
-"""Names of the probability of dropping an attention weight, in the configurations of transformers' families."""
+"""Names of the attention dropout probability in configurations of transformers."""
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
 # Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
@@ -201,7 +197,7 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    # The window of some layers differs from the configuration's (ModernBERT); those are not compiled.
+    # Some layers have another window than the configuration's (ModernBERT). Such layers are not compiled.
     mask = segments.block_masks.get(options.window)
     if mask is None:
         mask = segments.block_masks[options.window] = block_mask(segments, options.causal, options.window)
@@ -225,7 +221,7 @@ def _sdpa(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
         return _dense(q, k, v, options).transpose(1, 2).flatten(0, 1)[None]
     dense, heads = segments.dense_groups, query.shape[1]
     sizes = [count * longest for count, longest in dense.shapes]
-    # Taken by `F.embedding`, because the gradient of indexing is slow on CPUs.
+    # By `F.embedding` and not by indexing, because the gradient of indexing is slow on CPUs.
     by_group = [F.embedding(dense.tokens, x[0].transpose(0, 1).flatten(1)).split(sizes) for x in (query, key, value)]
     outputs = []
     for shape, mask, *group in zip(dense.shapes, dense.masks, *by_group, strict=True):
@@ -258,7 +254,7 @@ def _dense(
 def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, options: AttentionOptions) -> Tensor:
     """Compute dense attention of [batch, heads, length, head_dim], with the options' scale, dropout and softcap.
 
-    `mask` is bool [queries, keys], or [batch, 1, queries, keys]: true where a query attends to a key.
+    `mask` is bool [queries, keys] or [batch, 1, queries, keys], true where a query attends to a key.
     """
     if options.softcap is None:
         return F.scaled_dot_product_attention(query, key, value, mask, options.dropout, scale=options.scale)

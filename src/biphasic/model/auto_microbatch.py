@@ -1,4 +1,4 @@
-"""Find the number of rows that fit the GPU by a few measurements. Imports torch only, for benchmarks/gpu.py."""
+"""Find the number of rows that fit in GPU memory by a few measurements. Imports torch only, for benchmarks/gpu.py."""
 
 from __future__ import annotations
 
@@ -16,13 +16,9 @@ MEMORY_SHARE = 0.94
 def largest_microbatch(measure: Callable[[int], float | None], limit: int, available: float) -> int:
     """Return the largest number of rows, up to `limit`, whose peak memory stays within `available` bytes.
 
-    Memory grows almost linearly with rows, so the line through two measurements predicts the next number to measure. The
-    search ends when that number is less than 5% larger than one that fits.
-
-    Args:
-        measure: returns the peak bytes of training on the given number of rows; None if they didn't fit.
-        limit: maximum number of rows.
-        available: available bytes.
+    `measure` returns the peak bytes of training on a number of rows; None if they didn't fit. Memory grows almost
+    linearly with rows, so the line through two measurements predicts the next number to measure. The search ends when
+    that number is less than 5% larger than one that fits.
 
     Raises:
         UserError: not even one row fits.
@@ -47,7 +43,7 @@ def largest_microbatch(measure: Callable[[int], float | None], limit: int, avail
 
 
 def even_microbatch(rows: int, fitting: int) -> int:
-    """Return the size that splits `rows` into the fewest microbatches of at most `fitting` rows, as evenly as possible."""
+    """Return the microbatch size that splits `rows` evenly into the fewest microbatches of at most `fitting` rows."""
     return math.ceil(rows / math.ceil(rows / fitting))
 
 

@@ -1,4 +1,4 @@
-"""Build the network that a YAML describes, or load it from a checkpoint, a folder or the hub."""
+"""Build the network that a YAML describes, or load one from a checkpoint, a folder or the hub."""
 
 from __future__ import annotations
 
@@ -35,16 +35,11 @@ _FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", "
 def build_language_model(
     config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0, on_meta: bool = False
 ) -> LanguageModel:
-    """Build the network that a YAML describes, on the CPU in fp32. New weights depend on the seed alone.
+    """Build or load the network that a YAML's `model:` section describes, on the CPU in fp32.
 
-    Args:
-        config: the YAML's `model:` section.
-        sequence_length: number of tokens in a training row.
-        seed: random seed for the initial weights.
-        vocabulary: number of tokens that need an embedding, including the mask token. A loaded model's embedding is
-            enlarged to it.
-        on_meta: build a new model on the meta device, for a rank that receives its weights from rank 0. Has no effect on
-            models loaded by `init_from`.
+    New weights depend only on the seed. `vocabulary` is the number of tokens that need an embedding, including the mask
+    token; a loaded model's embedding is enlarged to it. With `on_meta`, a new model is built on the meta device, for
+    ranks that receive their weights from rank 0; models loaded by `init_from` are not.
 
     Raises:
         UserError: the folder or checkpoint can't be used, its `max_position_embeddings` is less than `sequence_length`, its
@@ -95,11 +90,10 @@ def load_language_model(
         trust_remote_code: allow the model to run its own Python files.
         revision: branch, tag or commit of a hub id.
         rope_theta: base of the rotary positions. Default: the model's own.
-        max_position_embeddings: number of positions that the model is for. Default: the model's own.
+        max_position_embeddings: maximum number of positions. Default: the model's own.
 
     Raises:
-        UserError: the model can't be loaded or used, or its positions have a scaling or several bases, which one
-            `rope_theta` can't replace.
+        UserError: the model can't be loaded or used, or `rope_theta` is given for scaled positions or several bases.
     """
     if is_checkpoint(path):
         hf_config = hf_config_from_json(read_record(path)["backbone"])
@@ -151,7 +145,7 @@ def hf_config_from_json(text: str) -> PretrainedConfig:
 
 
 def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bool = False) -> Any:
-    """Load the Hugging Face configuration of a folder or hub id. For an export of a decoder family, it is the family's own.
+    """Load the Hugging Face configuration of a folder or hub id; for the export of a decoder, in the decoder's class.
 
     Raises:
         UserError: the configuration is missing, its family is unknown, or it has values that are invalid for the family.
@@ -192,8 +186,8 @@ def config_content(path: str, revision: str | None = None) -> dict[str, Any]:
 
 
 def is_decoder_export(content: dict[str, Any]) -> bool:
-    """Return whether a config.json is of an export of a decoder family, whose code in the folder isn't needed here."""
-    # Both are checked, because other models may have a model type with this prefix too.
+    """Return whether a config.json belongs to an export of a decoder family. Its code in the folder isn't needed."""
+    # Both are checked, because other models may have a model type with this prefix.
     code = str((content.get("auto_map") or {}).get("AutoConfig"))
     return str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)
 
@@ -201,7 +195,7 @@ def is_decoder_export(content: dict[str, Any]) -> bool:
 def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any:
     """Load a network and its weights, in fp32, with one of transformers' Auto classes.
 
-    Weights of heads that the class does not have are left out. Other weights without a place in the network are logged.
+    Weights of heads that the class doesn't have are ignored. A warning is logged for other unused weights.
 
     Raises:
         UserError: the network can't be loaded, or its files lack weights (other than a pooler's).
@@ -231,11 +225,7 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
 
 
 def model_fingerprint(path: str, revision: str | None) -> str:
-    """Return the hashes of a model's files; for a model on the hub, the commit.
-
-    Raises:
-        UserError: the model doesn't exist.
-    """
+    """Return the hashes of a local model's files, or a hub model's commit. Raise a UserError if there is no model."""
     local = Path(path)
     if local.is_file():
         return cached_file_hash(local)
@@ -243,14 +233,14 @@ def model_fingerprint(path: str, revision: str | None) -> str:
         from huggingface_hub import hf_hub_download
 
         load_hf_config(path, revision)
-        # The hub's cache stores a commit's files in a folder that is named after the commit.
+        # In the hub's cache, a commit's files are in a folder with the commit's name.
         return Path(hf_hub_download(path, "config.json", revision=revision)).parent.name
     files = sorted({file for pattern in _FINGERPRINTED for file in local.glob(pattern) if file.is_file()})
     return "-".join(cached_file_hash(file) for file in files)
 
 
 def file_stamps(path: str) -> tuple[Any, ...]:
-    """Return name, size and modification time of a file or of a folder's entries, as a key for caches of their content."""
+    """Return name, size and modification time of a file or of a folder's entries, as a cache key for their content."""
     local = Path(path)
     files = sorted(local.iterdir()) if local.is_dir() else [local] if local.is_file() else []
     return tuple((file.name, status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()])

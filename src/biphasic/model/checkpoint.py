@@ -23,8 +23,8 @@ from biphasic.storage import first_line, is_inside
 _PREFIX = "model."
 _SHARDED_PREFIX = "state.model."
 """Prefix of the weights in a sharded checkpoint."""
-# Composer's checkpoints have RNG states, wall-clock times and a version besides tensors. PyTorch also checks the class of an
-# array's dtype, although the pickle doesn't name it.
+# Besides tensors, Composer's checkpoints have RNG states, wall-clock times and a version. PyTorch also checks the class
+# of an array's dtype, although the pickle doesn't name it.
 _PLAIN_TYPES: list[Any] = [np.dtype, np.ndarray, _reconstruct, type(np.dtype(np.uint32)), timedelta, TorchVersion]
 _METADATA_TYPES = (
     *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties"),
@@ -44,10 +44,7 @@ def is_checkpoint(path: str) -> bool:
 
 
 def read_record(path: str) -> dict[str, Any]:
-    """Read a checkpoint's run record: configuration, progress, losses and command (`biphasic.training.record.RunRecord`).
-
-    Args:
-        path: file of a monolithic checkpoint, or folder of a sharded one.
+    """Read the run record (`biphasic.training.record.RunRecord`) of a checkpoint: a file, or a sharded one's folder.
 
     Raises:
         UserError: the checkpoint is missing, incomplete, unsafe to load, or was not written by Biphasic.
@@ -60,14 +57,11 @@ def read_record(path: str) -> dict[str, Any]:
 def read_weights(path: str, names: Iterable[str] | None = None) -> dict[str, Tensor]:
     """Read a checkpoint's weights by their names in `LanguageModel`, on the CPU.
 
-    Each call memory-maps a file anew, so its memory is freed together with the returned weights.
-
-    Args:
-        path: file of a monolithic checkpoint, or folder of a sharded one.
-        names: weights to read from a checkpoint that `weight_shapes` has accepted. Default: all.
+    With `names`, only these weights are read, and the checkpoint must have been checked by `weight_shapes` before. Each
+    call memory-maps a file anew, so its memory is freed together with the returned weights.
 
     Raises:
-        UserError: as `read_record`.
+        UserError: as in `read_record`.
     """
     if names is None:
         require_safe_checkpoint(path)
@@ -85,7 +79,7 @@ def weight_shapes(path: str) -> dict[str, Tensor]:
     """Return a checkpoint's weights by name as meta tensors, which have shapes and dtypes but no data.
 
     Raises:
-        UserError: as `read_record`.
+        UserError: as in `read_record`.
     """
     if not Path(path).is_dir():
         return {name: torch.empty_like(weight, device="meta") for name, weight in read_weights(path).items()}
@@ -105,10 +99,10 @@ def weight_shapes(path: str) -> dict[str, Tensor]:
 
 
 def require_safe_checkpoint(path: str) -> None:
-    """Check that a checkpoint contains only tensors and plain values, without loading it: a pickle can run any code.
+    """Check, without loading a checkpoint, that it contains only tensors and plain values: a pickle can run any code.
 
-    Call this before Composer loads a checkpoint, because Composer allows any pickle, and before PyTorch reads a sharded one,
-    whose index and small values are pickles.
+    Call this before Composer loads a checkpoint, because Composer allows any pickle, and before PyTorch reads a sharded
+    checkpoint, because its index and small values are pickles.
 
     Raises:
         UserError: the checkpoint is missing, contains other objects, or can't be read.
@@ -140,7 +134,7 @@ def _reported_errors(path: str) -> Iterator[None]:
 
 
 def _read_state(path: Path, keys: set[str]) -> dict[str, Any]:
-    """Read the parts of a sharded checkpoint's state with these keys (dotted names), or all of a monolithic one's state."""
+    """Read a checkpoint's state; from a sharded checkpoint, only the parts with these keys (dotted names)."""
     if not path.is_dir():
         with torch.serialization.safe_globals(_PLAIN_TYPES):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["state"]
@@ -150,7 +144,7 @@ def _read_state(path: Path, keys: set[str]) -> dict[str, Any]:
     from torch.distributed.checkpoint.state_dict_loader import _load_state_dict
 
     state: dict[str, Any] = {}
-    # Like torch's dcp_to_torch_save, but for the given keys only: the optimizer state is twice as large as the weights.
+    # As torch's dcp_to_torch_save, but without the optimizer state, which is twice as large as the weights.
     planner = _EmptyStateDictLoadPlanner(keys=keys)
     try:
         _load_state_dict(state, storage_reader=FileSystemReader(path), planner=planner, no_dist=True)
@@ -171,7 +165,7 @@ class _UnsafeGlobalError(Exception):
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """Unpickler for a sharded checkpoint's `.metadata` that allows only the classes that describe the contents."""
+    """Unpickler for a sharded checkpoint's `.metadata` that allows only `_INDEX_GLOBALS` and dtypes."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)

@@ -6,8 +6,8 @@ import re
 
 import torch
 
-# TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16 and in fp32 without tensor cores, which is
-# PyTorch's default. The first pattern that a device's name contains counts, so the longer names come first.
+# TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16, and in fp32 without tensor cores
+# (PyTorch's default). The first pattern that a device's name contains is used, so longer names come first.
 #
 # Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. Hopper: the
 # H100, H200, GH200 and H800 data sheets (an NVL card has 1,671, a PCIe card 1,513, SXM 1,979, with sparsity). Blackwell: the
@@ -43,10 +43,7 @@ _PEAKS = {
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return the peak FLOP/s of a GPU, by its name from `torch.cuda.get_device_name`, with operands of the given dtype.
-
-    None for an unknown GPU.
-    """
+    """Return a GPU's peak FLOP/s for operands of a dtype, by `torch.cuda.get_device_name`; None if it is unknown."""
     for pattern, (half, single) in _PEAKS.items():
         if re.search(pattern, name, re.IGNORECASE):
             return 1e12 * (single if dtype == torch.float32 else half)

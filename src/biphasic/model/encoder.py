@@ -25,7 +25,7 @@ from biphasic.model.segments import Segments
 _TEXTS_AT_ONCE = 5000
 """Number of texts that are tokenized in one call."""
 _TOKENS_AT_ONCE = {"cpu": 1024, "cuda": 65536}
-"""Number of tokens in a forward pass of `Encoder.embed`, by device type. On CPUs, hidden states should fit the caches."""
+"""Number of tokens in a forward pass of `Encoder.embed`, by device type. On CPUs, hidden states fit in the cache."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,6 @@ class TextTokenizer:
 
     Attributes:
         max_length: maximum number of tokens of the encoder, including special tokens.
-        settings: the model's sentence-transformers settings.
         prefix: special tokens before a text, such as BERT's [CLS]; none for models trained by Biphasic.
         suffix: special tokens after a text, such as BERT's [SEP].
     """
@@ -52,7 +51,7 @@ class TextTokenizer:
 
     @property
     def fingerprint(self) -> list[Any]:
-        """Everything that decides a text's tokens, besides the maximum length, as JSON types."""
+        """Everything that a text's tokens depend on, except the maximum length, as JSON types."""
         tokenizer, special = self.tokenizer, [list(self.prefix), list(self.suffix)]
         # The hash is of tokenizer.json alone; separator and EOS are named in tokenizer_config.json.
         return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, self.settings.lowercase]
@@ -64,7 +63,7 @@ class TextTokenizer:
         return tokens[:max_length] or [self.empty_text_token]
 
     def tokenize(self, texts: Sequence[str], max_length: int, title: str = "") -> Iterator[list[int]]:
-        """Yield the token ids of each text. With a `title`, a progress bar is shown if it takes more than five seconds."""
+        """Yield each text's token ids. With a `title`, show a progress bar if this takes more than five seconds."""
         for portion in _portions(texts, title):
             if self.settings.lowercase:
                 portion = [text.lower() for text in portion]
@@ -84,9 +83,9 @@ class Encoder:
     """A bidirectional network and its tokenizer.
 
     Attributes:
-        is_own_family: whether the network is of an encoder family (BERT) or has code of its own. Exports then keep its
-            format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
-        pooling: pooling of hidden states. Default: that of the model's files, or the mean, as in Biphasic's fine-tuning.
+        is_own_family: whether the network belongs to an encoder family (BERT) or has its own code, so that exports keep
+            its format. Otherwise it was trained by Biphasic, or is a decoder that was made bidirectional.
+        pooling: pooling of hidden states. Default: the one in the model's files, or the mean.
     """
 
     backbone: nn.Module
@@ -98,7 +97,7 @@ class Encoder:
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """The text tokenizer's tokenizer."""
+        """The tokenizer without special tokens and settings."""
         return self.text_tokenizer.tokenizer
 
     @property
@@ -116,7 +115,7 @@ class Encoder:
         return list(self.text_tokenizer.tokenize(texts, self.text_tokenizer.max_length))
 
     def hidden(self, tokens: Tensor, segments: Segments) -> Tensor:
-        """Compute bidirectional hidden states of concatenated texts, from int64 [tokens] to [tokens, width]."""
+        """Compute bidirectional hidden states [tokens, width] from the token ids of concatenated texts, int64 [tokens]."""
         if self.is_packed:
             if self.is_own_family:
                 return packed_encoder_forward(self.backbone, tokens, segments)
@@ -125,11 +124,9 @@ class Encoder:
 
     @torch.inference_mode()
     def embed(self, texts: Sequence[Sequence[int]], progress: Callable[[int], object] | None = None) -> Tensor:
-        """Compute pooled embeddings, fp32 [texts, width] on the CPU. Texts of similar length share a forward pass.
+        """Compute the pooled embeddings of tokenized texts, fp32 [texts, width] on the CPU. No text may be empty.
 
-        Args:
-            texts: token ids of each text; none may be empty.
-            progress: called after each forward pass with its number of texts.
+        Texts of similar length share a forward pass. `progress` is called after each pass with its number of texts.
         """
         device = next(self.backbone.parameters()).device
         at_once = _TOKENS_AT_ONCE.get(device.type, _TOKENS_AT_ONCE["cpu"])
@@ -158,7 +155,7 @@ def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 
 
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
-    """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are those of `load_encoder`."""
+    """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`."""
     if is_checkpoint(path):
         run = yaml.safe_load(read_record(path)["config"])
         return TextTokenizer(load_tokenizer(run["tokenizer"]), run["data"]["sequence_length"])
@@ -188,7 +185,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         revision: branch, tag or commit of a hub id.
 
     Raises:
-        UserError: the model can't be loaded or used, or its own code is causal.
+        UserError: the model can't be loaded or used, or has its own code and isn't bidirectional.
     """
     if is_checkpoint(path):
         return Encoder(load_language_model(path).backbone, load_text_tokenizer(path))
@@ -208,7 +205,7 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
         is_own_family = True
     else:
         backbone = load_language_model(path, trust_remote_code, revision).backbone
-    # A pooler is removed, because it gets no gradients here, for which several ranks would wait.
+    # A pooler is removed, because it gets no gradients here, and DDP would wait for them.
     if isinstance(getattr(backbone, "pooler", None), nn.Module):
         backbone.pooler = None  # pyright: ignore[reportArgumentType]
     if is_own_family and not own_code:

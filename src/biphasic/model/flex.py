@@ -1,7 +1,7 @@
 """Compute attention within segments by PyTorch's FlexAttention, with block masks that are cheap to build.
 
-`create_block_mask` would compare every pair of tokens. Segments are contiguous, so the first and last tokens of two blocks
-show whether the blocks share a segment: the mask of 32,768 tokens takes 256 x 256 comparisons.
+PyTorch's `create_block_mask` compares every pair of tokens. Segments are contiguous, so the first and last tokens of
+two blocks show whether the blocks share a segment: a mask for 32,768 tokens takes 256 x 256 comparisons.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def block_mask(segments: Segments, causal: bool, window: int) -> BlockMask:
     row, column = blocks[:, None], blocks[None, :]
     some = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
     single = first == last
-    # Blocks in which every token attends to every token. An incomplete last block needs the mask function.
+    # In full blocks, every token attends to every token. An incomplete last block needs the mask function.
     full = some & single[:, None] & single[None, :]
     if tokens % BLOCK:
         full[-1] = False
@@ -60,7 +60,7 @@ def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def softcapped(softcap: float) -> Callable[..., Tensor]:
-    """Return the function that bounds FlexAttention's scores by tanh. One function a value, so that it compiles once."""
+    """Return the function that bounds FlexAttention's scores by tanh. It is cached, so that it is compiled once."""
 
     def score_mod(score: Tensor, *_: Any) -> Tensor:
         return softcap * torch.tanh(score / softcap)
@@ -71,5 +71,6 @@ def softcapped(softcap: float) -> Callable[..., Tensor]:
 @functools.cache
 def compiled_flex_attention() -> Callable[..., Any]:
     """Return FlexAttention compiled for any number of tokens."""
-    # With static shapes, the form without a kernel would run after eight token counts, and keep all scores in memory.
+    # With static shapes, PyTorch would fall back to uncompiled FlexAttention after eight token counts, which keeps all
+    # scores in memory.
     return torch.compile(flex_attention, dynamic=True)

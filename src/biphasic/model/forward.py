@@ -16,22 +16,19 @@ from biphasic.model.kernels import avoid_plans
 from biphasic.model.segments import Segments, padding_groups
 
 _EXTRA_TOKENS = 256
-"""Number of padding tokens in a batch that take hardly any time."""
+"""Number of padding tokens in a batch whose cost is negligible."""
 
 
 def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, causal: bool) -> Tensor:
-    """Compute hidden states [tokens, width], after the final norm, without padding.
+    """Compute hidden states [tokens, width], after the final norm, from token ids, int64 [tokens], without padding.
 
-    Args:
-        backbone: a Hugging Face base model whose attention is `biphasic`.
-        tokens: int64 [tokens].
-        segments: segments of the tokens. Tokens attend within a segment, and positions restart at each segment.
-        causal: If True, use causal attention.
+    The backbone is a Hugging Face base model with `biphasic` attention. Tokens attend within their segment, and
+    positions restart at each segment.
     """
     embedded = backbone.get_input_embeddings()(tokens[None])  # pyright: ignore[reportCallIssue]
     device, dtype = embedded.device.type, embedded.dtype
     if torch.is_autocast_enabled(device):
-        # The sum over layers and the rotary tables stay fp32, also with FSDP, which gathers the embedding in bf16.
+        # The residual stream and the rotary tables stay in fp32, even if FSDP gathers the embedding in bf16.
         embedded, dtype = embedded.float(), torch.get_autocast_dtype(device)
     arguments = attention_arguments(backbone, segments, device, dtype, causal)
     positions = segments.position_ids[None]
@@ -40,13 +37,10 @@ def packed_forward(backbone: nn.Module, tokens: Tensor, segments: Segments, caus
 
 
 def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> Tensor:
-    """Compute an encoder's hidden states [tokens, width] without padding.
+    """Compute an encoder's hidden states [tokens, width] from token ids, int64 [tokens], without padding.
 
-    Args:
-        encoder: a Hugging Face encoder (BERT, RoBERTa, ModernBERT) for which
-            `biphasic.model.packing_probe.switch_to_packed_attention` returned true.
-        tokens: int64 [tokens].
-        segments: as in `packed_forward`.
+    The encoder is a Hugging Face model (BERT, RoBERTa, ModernBERT) for which
+    `biphasic.model.packing_probe.switch_to_packed_attention` returned True.
     """
     device = tokens.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else next(encoder.parameters()).dtype
@@ -59,20 +53,17 @@ def packed_encoder_forward(encoder: Any, tokens: Tensor, segments: Segments) -> 
 
 
 def reserved_positions(encoder: nn.Module) -> int:
-    """Return the first position of a text: in RoBERTa's families, the one after the padding token's; in others 0."""
+    """Return the position of a text's first token: 0, or in RoBERTa-like families the one after the padding token's."""
     embeddings = getattr(encoder, "embeddings", None)
     padding: int | None = getattr(getattr(embeddings, "position_embeddings", None), "padding_idx", None)
     return 0 if padding is None else padding + 1
 
 
 def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id: int) -> Tensor:
-    """Compute hidden states [tokens, width] in padded batches. Texts of similar length share a batch.
+    """Compute hidden states [tokens, width] from token ids, int64 [tokens], in padded batches. Each segment is a text.
 
-    Args:
-        model: a Hugging Face encoder whose attention takes no segments, such as DeBERTa.
-        tokens: int64 [tokens].
-        segments: one segment for each text.
-        pad_id: id of the padding token; some families (RoBERTa) compute positions from it.
+    The model is a Hugging Face encoder whose attention takes no segments, such as DeBERTa. Texts of similar length
+    share a batch. Some families (RoBERTa) compute positions from `pad_id`.
     """
     if tokens.is_cuda:
         avoid_plans()
@@ -80,7 +71,7 @@ def padded_forward(model: nn.Module, tokens: Tensor, segments: Segments, pad_id:
     hidden: dict[int, Tensor] = {}
     for group in padding_groups(segments.lengths, exponent=1, extra=_EXTRA_TOKENS):
         inputs = pad_sequence([texts[index] for index in group], batch_first=True, padding_value=pad_id)
-        # Built on the host, because slicing by values on the device would need a synchronization.
+        # Lengths stay on the host, because slicing by values on the device would need a synchronization.
         lengths = torch.tensor([segments.lengths[index] for index in group])
         mask = (torch.arange(inputs.shape[1]) < lengths[:, None]).long().to(tokens.device, non_blocking=True)
         output: Any = model(input_ids=inputs, attention_mask=mask)

@@ -9,10 +9,7 @@ from torch import nn
 
 
 class TextHead(nn.Sequential):
-    """Classify texts by their mean hidden state, with a dense layer, GELU and a linear layer as in EuroBERT's own class.
-
-    Maps [texts, width] to logits [texts, labels].
-    """
+    """Head that classifies mean hidden states with EuroBERT's layers, from [texts, width] to logits [texts, labels]."""
 
     def __init__(self, width: int, labels: int):
         layers = {"dense": nn.Linear(width, width), "activation": nn.GELU(), "classifier": nn.Linear(width, labels)}
@@ -20,7 +17,7 @@ class TextHead(nn.Sequential):
 
 
 class TokenHead(nn.Sequential):
-    """Classify tokens with a linear layer, from [tokens, width] to logits [tokens, labels]."""
+    """Linear head that classifies hidden states, from [tokens, width] to logits [tokens, labels]."""
 
     classifier: nn.Linear
 
@@ -29,7 +26,7 @@ class TokenHead(nn.Sequential):
 
 
 def initialize_head(head: nn.Module, deviation: float, seed: int) -> None:
-    """Draw weight matrices from N(0, deviation^2), depending on the seed alone, and set biases to 0."""
+    """Draw weight matrices from N(0, deviation^2), depending only on the seed, and set biases to 0."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in head.parameters():

@@ -35,7 +35,7 @@ KERNELS = {"fa4": "FlashAttention 4", "fa3": "FlashAttention 3", "cudnn": "cuDNN
 _MODULES = {"fa4": "flash_attn.cute", "fa3": "flash_attn_interface"}
 _CAPABILITIES = {"fa4": (9, 10), "fa3": (9,), "cudnn": (9, 10)}
 _CUDNN_WITH_EMPTY_SEGMENTS = 92500
-"""Oldest cuDNN whose attention is right for empty segments (cudnn-frontend, issue 943: NaN before)."""
+"""Oldest cuDNN version whose attention supports empty segments; older ones return NaN (cudnn-frontend, issue 943)."""
 # In PyTorch 2.11, grouped-query attention needs no argument.
 GQA_OPTIONS: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 _TRIED_LENGTHS = (150, 0, 1, 90, 0)
@@ -45,15 +45,11 @@ _selected: str | None = None
 
 
 def select_kernels(hf_config: Any, requested: str = "auto") -> str:
-    """Let PyTorch's variable-length attention use the requested kernels, for training on packed rows of fixed length.
+    """Set the kernels of PyTorch's variable-length attention, for training on packed rows of fixed length.
 
     Kernels are first tried on a small forward and backward pass, because packages may be broken, and some kernels are
-    generated only when they are first used. With `auto`, those that fail are skipped with a warning. Returns the name of the
-    kernels that ran.
-
-    Args:
-        hf_config: the backbone's Hugging Face configuration.
-        requested: `auto`, or a key of `KERNELS`.
+    generated only when they are first used. `requested` is `auto` or a key of `KERNELS`. With `auto`, kernels that fail
+    are skipped with a warning. Returns the kernels' full name.
 
     Raises:
         UserError: the requested kernels can't be used, or with `auto` none can.
@@ -74,10 +70,10 @@ def select_kernels(hf_config: Any, requested: str = "auto") -> str:
 
 
 def avoid_plans() -> None:
-    """Turn cuDNN's attention off, unless `select_kernels` has chosen it.
+    """Turn off cuDNN's attention, unless `select_kernels` has chosen it.
 
-    cuDNN prepares a plan for each combination of number of segments, number of tokens, and maximum length, which takes about
-    50 ms (PyTorch, pull request 191576). In fine-tuning and evaluation, nearly every batch has a new combination.
+    cuDNN takes about 50 ms to prepare a plan for each combination of number of segments, number of tokens, and maximum
+    length (PyTorch, pull request 191576). In fine-tuning and evaluation, nearly every batch has a new combination.
     """
     if _selected != "cudnn":
         torch.backends.cuda.enable_cudnn_sdp(False)
@@ -106,7 +102,7 @@ def _has_module(name: str) -> bool:
 
 
 def _activation_problem(name: str, hf_config: Any) -> str | None:
-    """Activate kernels and try them. Return why they can't be used; None if they work."""
+    """Activate and try kernels. Return why they can't be used; None if they work."""
     try:
         torch.backends.cuda.enable_cudnn_sdp(name == "cudnn")
         if name in _MODULES:
@@ -123,7 +119,7 @@ def _activation_problem(name: str, hf_config: Any) -> str | None:
 def try_attention(hf_config: Any, device: torch.device) -> str:
     """Check PyTorch's variable-length attention and its gradients, causal and bidirectional, on a few short segments.
 
-    Some segments are empty, as in batches (`Segments.of`). Returns the name of the kernels that ran, which is found in the
+    Some segments are empty, as in batches (`Segments.of`). Returns the name of the kernels that ran, according to a
     profile of the operators.
 
     Raises:
@@ -148,7 +144,7 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
             assert isinstance(output, Tensor)
             results = [output.detach(), *torch.autograd.grad(output, leaves, upstream)]
             for result, expected in zip(results, _dense(inputs, upstream, causal), strict=True):
-                # Not `>`, so that NaN is an error.
+                # `not <=` instead of `>`, so that NaN is an error.
                 if not float((result.float() - expected).norm()) <= _TOLERANCE * float(expected.norm()):
                     raise RuntimeError(f"wrong results ({'causal' if causal else 'bidirectional'})")
     names = {event.key for event in events.key_averages()}
@@ -158,7 +154,7 @@ def try_attention(hf_config: Any, device: torch.device) -> str:
 
 
 def _dense(inputs: list[Tensor], upstream: Tensor, causal: bool) -> list[Tensor]:
-    """Return output and gradients, fp32 [tokens, heads, head_dim], by dense attention under a mask."""
+    """Return the output and gradients of dense attention with a mask, fp32 [tokens, heads, head_dim]."""
     leaves = [x.float().requires_grad_() for x in inputs]
     mask = torch.block_diag(*(visibility_mask(length, causal, 0, upstream.device) for length in _TRIED_LENGTHS))
     query, key, value = (x.transpose(0, 1)[None] for x in leaves)

@@ -1,4 +1,4 @@
-"""Define the language model: a backbone with a head, which computes the loss of tokens, causal or bidirectional.
+"""Define the language model: a backbone with a head, which computes the loss with causal or bidirectional attention.
 
 Imports torch and transformers only, so that benchmarks/gpu.py runs without other packages.
 """
@@ -29,8 +29,7 @@ class LanguageModel(nn.Module):
         lm_head: linear layer from hidden states to logits; may share its weight with the embedding.
 
     Attributes:
-        compiled_loss: whether the operations between the loss's matrix products are compiled. Set by
-            `biphasic.training.compute.configure_compute`.
+        compiled_loss: whether the loss is compiled; set by `biphasic.training.compute.configure_compute`.
     """
 
     def __init__(self, backbone: nn.Module, lm_head: nn.Linear):
@@ -44,19 +43,11 @@ class LanguageModel(nn.Module):
         self.softcap: float | None = getattr(backbone.config, "final_logit_softcapping", None)
 
     def forward(self, inputs: Tensor, targets: Tensor, segments: Segments, causal: bool) -> tuple[Tensor, Tensor]:
-        """Sum the cross-entropy over the predicted positions, and count these positions.
+        """Return the summed cross-entropy, an fp32 scalar in nats, and the number of targets, an int64 scalar.
 
-        The loss is computed here, and not by the caller from hidden states, because sharded parameters (here the head's)
-        are gathered only while this module's forward runs.
-
-        Args:
-            inputs: int64 [tokens].
-            targets: int64 [tokens], `IGNORE` where nothing is predicted.
-            segments: segments of the tokens.
-            causal: If True, use causal attention.
-
-        Returns:
-            Summed loss, fp32 scalar in nats, and number of targets, int64 scalar.
+        Inputs and targets are int64 [tokens]; targets are `IGNORE` where nothing is predicted. The loss is computed
+        here, and not by the caller from hidden states, because FSDP gathers the head's weight only during this module's
+        forward.
         """
         hidden = packed_forward(self.backbone, inputs, segments, causal)
         total = cross_entropy_sum(hidden, self.lm_head.weight, targets, self.softcap, self.compiled_loss)
@@ -68,11 +59,11 @@ class LanguageModel(nn.Module):
         return self.backbone.config
 
     def architecture(self) -> Architecture:
-        """Return the model's dimensions, from which FLOPs and bytes are computed."""
+        """Return the model's dimensions."""
         return Architecture.from_hf_config(self.config)
 
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
-        """Return whether FSDP wraps a module separately: true for decoder layers. Composer calls this."""
+        """Return whether FSDP wraps a module separately, which is true for decoder layers. Composer calls this."""
         return any(module is layer for layer in self.backbone.layers)  # pyright: ignore[reportGeneralTypeIssues]
 
     def resize_token_embeddings(self, vocab_size: int) -> None:
@@ -92,7 +83,7 @@ class LanguageModel(nn.Module):
 
 
 def llama_config(size: Architecture, positions: int, **settings: float) -> PretrainedConfig:
-    """Build the Hugging Face configuration of a Llama with these dimensions, for rows of up to `positions` tokens.
+    """Build the Hugging Face configuration of a Llama with these dimensions, for sequences of up to `positions` tokens.
 
     `settings` replace the defaults of `rms_norm_eps`, `rope_theta` and `initializer_range`.
     """
@@ -118,10 +109,8 @@ def llama_config(size: Architecture, positions: int, **settings: float) -> Pretr
 def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = None) -> LanguageModel:
     """Build a network with new weights in fp32, drawn from a normal distribution with std `initializer_range`.
 
-    Args:
-        hf_config: configuration of the backbone.
-        seed: random seed for the weights. Different device types draw different weights from it.
-        device: device to draw the weights on. Default: CPU. `meta` allocates no weights.
+    `device` is the device to draw the weights on. Default: CPU. Different device types draw different weights from the
+    same seed, and `meta` allocates none.
     """
     attention.register()
     from transformers import AutoModel

@@ -15,18 +15,18 @@ from torch.compiler import config as compiler
 from torch.utils.checkpoint import checkpoint
 
 _VARIANTS = 64
-"""Maximum number of compilations of a layer's forward function. Each combination of layer kind, objective, microbatch size,
-and training or validation needs one."""
+"""Maximum number of compilations of a layer's forward function: one for each combination of layer kind, objective,
+microbatch size, and training or validation."""
 
 
 def compile_layers(backbone: Any) -> None:
     """Compile each decoder layer and the final norm separately. Layers of the same kind share a compilation.
 
-    The first batch with another microbatch size or of the other objective triggers another compilation. Wrappers of layers
-    (FSDP's gathering, recomputation) stay outside the compiled code.
+    The first batch with a new microbatch size or objective triggers another compilation. FSDP's hooks and recomputation
+    stay outside the compiled code.
     """
     compiler.recompile_limit = max(_VARIANTS, compiler.recompile_limit)
-    # DDP's optimizer would split each layer at its buckets, and a layer has no more than one bucket to overlap.
+    # DDPOptimizer would split each layer's graph at DDP's buckets, but a layer has at most one bucket to overlap.
     torch._dynamo.config.optimize_ddp = False
     final_norm = [backbone.norm] if hasattr(backbone, "norm") else []
     for module in (*backbone.layers, *final_norm):
@@ -41,7 +41,7 @@ def _recomputed_forward(layer: nn.Module, forward: Callable[..., Any], *inputs: 
 def recompute_layers(backbone: Any, indices: Iterable[int]) -> None:
     """Store only the inputs of the given layers (counted from 0), and recompute the layers in the backward pass.
 
-    Call this function after `compile_layers`: the compiled forward function is recomputed as a whole. transformers' own
+    Call this after `compile_layers`, so that compiled forward functions are recomputed as a whole. transformers' own
     gradient checkpointing would be compiled with the layer, and each recomputed layer would need its own compilation.
     """
     for index in indices:

@@ -1,8 +1,8 @@
 """Compute cross-entropy from hidden states, with the logits of one chunk of tokens in memory at a time.
 
-Gradients are computed chunk by chunk in the forward pass, while the chunk's logits exist, and only scaled in the backward
-pass. This takes three matrix products, as many as with full logits. The idea is from fused linear cross-entropy kernels
-(cut-cross-entropy), here in plain PyTorch for every device.
+Gradients are computed chunk by chunk in the forward pass, while the chunk's logits are in memory, and only scaled in
+the backward pass. This takes three matrix products, as many as with full logits. The idea is from fused linear
+cross-entropy kernels (cut-cross-entropy), here in plain PyTorch for every device.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ IGNORE = -100
 CHUNK_BYTES = 128 * 2**20
 """Largest size of a chunk's logits in bytes on a CPU."""
 _CACHED_BYTES = 8 * 2**20
-"""Logits up to this size fit in a CPU's cache. A larger chunk is used if the head is large, because the head is read from
-memory once per chunk."""
+"""Logits up to this size fit in a CPU's cache. With a large head, chunks are larger, because each one reads the head
+from memory."""
 GPU_SHARE = 1 / 64
 """Share of a GPU's memory for a chunk's logits. Small chunks are slow, because each one adds to the head's full gradient."""
 
@@ -92,7 +92,7 @@ def _softcapped(logits: Tensor, softcap: float | None) -> Tensor:
 def _loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float | None) -> tuple[Tensor, Tensor]:
     """Return a chunk's summed loss and the gradient of its logits, with twice the logits' memory in fp32.
 
-    log_softmax takes a row while it is in the cache; logsumexp reads and writes all logits several times.
+    log_softmax processes a row while it is in the cache; logsumexp reads and writes all logits several times.
     """
     capped = _softcapped(logits, softcap)
     log_probabilities = capped.log_softmax(1)
@@ -144,9 +144,9 @@ def cross_entropy_sum(
         compiled: whether the operations between the matrix products are compiled.
 
     Returns:
-        fp32 scalar; 0 with zero gradients if there are no targets.
+        fp32 scalar. Without targets, it is 0 and has zero gradients.
     """
-    # The size of `nonzero` is the only thing that the host waits for; indexing by a mask would wait each time.
+    # The host waits only for the size of `nonzero`; indexing by a mask would make it wait each time.
     predicted = (targets != IGNORE).nonzero().squeeze(1)
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype

@@ -18,21 +18,21 @@ _LENGTH = 4
 _TOLERANCE = 1e-3
 """Maximum difference from the family's own attention, relative to the largest absolute hidden state."""
 _ROUNDING = 1e-5
-"""Maximum difference due to rounding, relative to the largest absolute hidden state. Mixtures of experts round differently
-when other tokens change."""
+"""Maximum difference due to rounding, relative to the largest absolute hidden state. In mixtures of experts, a token's
+rounding depends on the other tokens."""
 
 
 @torch.no_grad()
 def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
     """Return why a backbone can't compute packed segments, for an error message; None if there is no problem.
 
-    Two short segments, causal and bidirectional, show which hidden states change with one token. This detects families whose
-    layers don't call the registered attention function, leak between segments, or can't be made causal or bidirectional
-    (convolutions, state spaces).
+    One token of two short segments is changed, to see which hidden states change, with causal and with bidirectional
+    attention. This detects families whose layers don't call the registered attention function, leak between segments,
+    or can't be made causal or bidirectional (convolutions, state spaces).
 
     Args:
-        backbone: a Hugging Face base model, in evaluation mode, whose attention is `biphasic`.
-        decoder: whether the family's own forward is causal. If so, its hidden states are compared too, segment by segment.
+        backbone: a Hugging Face base model with `biphasic` attention, in evaluation mode.
+        decoder: whether the family's own attention is causal. If so, hidden states are also compared with its own.
     """
     vocabulary = _vocabulary(backbone)
     tokens = torch.arange(1, 2 * _LENGTH + 1) * 7 % vocabulary
@@ -73,7 +73,7 @@ def _hidden(backbone: nn.Module, tokens: Tensor, causal: bool) -> Tensor:
 
 
 def _difference_from_own(backbone: Any, tokens: Tensor, hidden: Tensor) -> float:
-    """Return the largest relative difference from the family's own causal attention, one segment at a time."""
+    """Return the largest relative difference from hidden states of the family's own attention, segment by segment."""
     backbone.set_attn_implementation("eager")
     try:
         own = backbone(input_ids=tokens.view(2, _LENGTH), use_cache=False).last_hidden_state.flatten(0, 1).float()
@@ -84,7 +84,7 @@ def _difference_from_own(backbone: Any, tokens: Tensor, hidden: Tensor) -> float
 
 @torch.no_grad()
 def is_bidirectional(encoder: nn.Module) -> bool:
-    """Return whether a text's first hidden state, with a Hugging Face encoder's own attention, depends on its last token."""
+    """Return whether a text's first hidden state depends on its last token, with the encoder's own attention."""
     length, vocabulary = 8, _vocabulary(encoder)
     tokens = torch.arange(1, length + 1) * max(vocabulary // 16, 1) % vocabulary
     both = torch.cat([tokens, _with_changed_token(tokens, -1, vocabulary)])
@@ -94,17 +94,15 @@ def is_bidirectional(encoder: nn.Module) -> bool:
 
 @torch.no_grad()
 def switch_to_packed_attention(encoder: Any) -> bool:
-    """Let an encoder of transformers (BERT) attend to packed segments, if its family's attention can be replaced.
+    """Replace the attention of a Hugging Face encoder (BERT) by `biphasic` attention, if its family supports that.
 
-    Its packed hidden states are compared with its own padded ones, of texts that are longer than its sliding window. If they
-    differ, the encoder keeps its own attention, and False is returned.
-
-    Args:
-        encoder: a Hugging Face encoder without pooler, in evaluation mode, on the CPU in fp32.
+    Packed hidden states are compared with padded ones of the encoder's own attention, on texts longer than its sliding
+    window. If they differ, the encoder keeps its own attention, and the result is False. The encoder must have no
+    pooler, and be in evaluation mode, on the CPU in fp32.
     """
     own_attention = encoder.config._attn_implementation
     try:
-        with without_warnings():  # of families whose attention can't be replaced
+        with without_warnings():  # from families whose attention can't be replaced
             packs = _packs(encoder)
     except Exception:  # the family's code may raise anything
         packs = False

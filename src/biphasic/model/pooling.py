@@ -57,15 +57,12 @@ class Pooling:
 
 @dataclass(frozen=True)
 class SentenceSettings:
-    """The sentence-transformers settings in a model's files. A value of None means that the files don't specify it.
+    """The sentence-transformers settings in a model's files. None means that the files don't specify a setting.
 
     Attributes:
         prompts: prompts to put before texts, by role or task.
         default_prompt: name of the prompt for texts that have no other prompt.
-        max_length: number of tokens to truncate texts to.
-        lowercase: whether texts are lowercased.
-        pooling: pooling of hidden states to embeddings.
-        similarity: similarity function of embeddings.
+        max_length: maximum number of tokens of a text, including special tokens.
     """
 
     prompts: dict[str, str] = field(default_factory=dict)
@@ -110,7 +107,7 @@ def _pooling(path: str, read: Callable[[str], Any], prompts: dict[str, str]) -> 
     content = read(name)
     if content is None:
         raise UserError(f"model {path}: its modules.json names {name}, which is missing: copy the complete folder")
-    # Before version 6, each mode had a flag, such as pooling_mode_cls_token and pooling_mode_mean_tokens.
+    # Before sentence-transformers 6, each mode had a flag, such as pooling_mode_cls_token and pooling_mode_mean_tokens.
     flags = [re.fullmatch(r"pooling_mode_(\w+?)(_tokens?)?", key) for key, on in content.items() if on]
     named = content.get("pooling_mode") or [flag[1] for flag in flags if flag]
     modes: list[Any] = [named] if isinstance(named, str) else list(named)

@@ -1,4 +1,4 @@
-"""Define segments, the parts of a packed sequence within which tokens attend to each other."""
+"""Define segments: the parts of a packed sequence within which tokens attend to each other."""
 
 from __future__ import annotations
 
@@ -14,16 +14,14 @@ from torch import Tensor
 _MAX_PADDING = 0.1
 """Maximum share of padding in the cost of a group of texts, besides `extra`."""
 _EXTRA_SQUARES = 64**2
-"""Cost of padding in a call of dense attention, in squared tokens, that takes hardly any time."""
+"""Padding in a call of dense attention, in squared tokens, whose cost is negligible."""
 
 
 def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[list[int]]:
-    """Group text indices into batches with little padding, from the longest text to the shortest.
+    """Group the indices of texts into batches with little padding, from the longest text to the shortest.
 
-    Args:
-        lengths: number of tokens of each text.
-        exponent: the cost of a text is its length to this power: 1 for a forward pass, 2 for attention.
-        extra: cost of padding in a batch that is allowed besides `_MAX_PADDING`.
+    A text's cost is its length to the power `exponent`: 1 for a forward pass, 2 for attention. Each batch may have
+    padding of cost `extra` besides the share `_MAX_PADDING`.
     """
     groups: list[list[int]] = []
     cost = 0
@@ -41,12 +39,12 @@ def padding_groups(lengths: Sequence[int], exponent: int, extra: int) -> list[li
 
 @dataclass(frozen=True)
 class DenseGroups:
-    """Groups of segments that dense attention pads to the length of their longest."""
+    """Groups of segments, each padded to its longest segment for dense attention."""
 
     shapes: tuple[tuple[int, int], ...]
     """For each group, its number of segments and the length of the longest."""
     tokens: Tensor
-    """int64 [padded tokens]: index of each token, group by group; at padding, the segment's first token."""
+    """int64 [padded tokens]: index of each token, group by group; at padding, that of the segment's first token."""
     masks: tuple[Tensor | None, ...]
     """For each group, bool [segments, 1, 1, longest]: true at tokens; None for a group without padding."""
     outputs: Tensor
@@ -75,8 +73,8 @@ class DenseGroups:
 class Segments:
     """Consecutive segments of a packed sequence of tokens.
 
-    `lengths` are on the host and the tensors on the tokens' device, so no kernel needs a synchronization. To avoid
-    recompilation, compiled layers read only `cu_seqlens`, whose size is marked as dynamic, `max_seqlen` and
+    `lengths` are on the host and tensors on the tokens' device, so no kernel needs a synchronization. To avoid
+    recompilation, compiled layers read only `cu_seqlens` (its size is marked as dynamic), `max_seqlen` and
     `block_masks`.
     """
 
@@ -90,26 +88,23 @@ class Segments:
     max_seqlen: int
     """Upper bound of the segment lengths."""
     block_masks: dict[int, Any] = field(default_factory=dict)
-    """FlexAttention's block masks by sliding window (0: none); see `biphasic.model.flex`."""
+    """FlexAttention's block masks by sliding window (0: none)."""
 
     @classmethod
     def of(
         cls, lengths: Sequence[int], device: torch.device, max_seqlen: int | None = None, count: int | None = None
     ) -> Segments:
-        """Build segments of the given lengths.
+        """Build segments of the given lengths, each at least 1.
 
-        Args:
-            lengths: number of tokens in each segment, at least 1.
-            device: device of the tokens.
-            max_seqlen: upper bound of the lengths that is the same for all batches. Default: the maximum length.
-            count: number of segments in `cu_seqlens`; empty ones follow the others. Default: the number of lengths.
+        `max_seqlen` is an upper bound of the lengths. Default: the maximum length. `count` is the number of segments in
+        `cu_seqlens`, of which the last ones may be empty. Default: the number of lengths.
         """
         ends = torch.zeros((count or len(lengths)) + 1, dtype=torch.int32)
         ends[1 : len(lengths) + 1] = torch.tensor(lengths, dtype=torch.int64).cumsum(0)
         tokens = sum(lengths)
         ends[len(lengths) + 1 :] = tokens
         if device.type == "cuda":
-            # Pinned, because a copy from pageable memory would wait for the device.
+            # Pinned, because a copy from pageable memory would make the host wait.
             ends = ends.pin_memory()
         cu_seqlens = ends.to(device, non_blocking=True)
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
@@ -120,12 +115,12 @@ class Segments:
 
     @functools.cached_property
     def dense_groups(self) -> DenseGroups:
-        """Groups that dense attention pads."""
+        """The segments, grouped for dense attention."""
         return DenseGroups.of(self.lengths, self.cu_seqlens.device)
 
 
 def rounded_count(segments: int) -> int:
-    """Round up to a multiple of 8 with three significant bits: cuDNN prepares kernels for each number of segments."""
+    """Round up to a multiple of 8 with three significant bits, because cuDNN prepares a plan for each number."""
     step = max(1 << max(segments.bit_length() - 3, 0), 8)
     return -(-segments // step) * step
 

@@ -19,6 +19,6 @@ def clm_targets(tokens: Tensor, segment_ids: Tensor) -> Tensor:
         int64 [rows, length]: the next token; `IGNORE` at a segment's last token and at padding.
     """
     has_next = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] > 0)
-    # Not by indexing with the mask, for which the host would wait for the device.
+    # Not by indexing with the mask, which would make the host wait for the device.
     next_tokens = torch.where(has_next, tokens[:, 1:], IGNORE)
     return torch.cat([next_tokens, torch.full_like(tokens[:, :1], IGNORE)], dim=1)

@@ -1,9 +1,8 @@
 """Generate random numbers by a counter-based RNG, for masks that don't depend on batching, devices or resumes.
 
 The number for (seed, purpose, counter, row, position) is a hash of these five, computed with 64-bit integers, which are
-exact on every device. A row therefore gets the same mask on any rank or machine, among any other rows, and after any number
-of resumes.
-The hash is splitmix64's finalizer (Steele, Lea and Flood, 2014).
+exact on every device. A row therefore gets the same mask on any rank or machine, together with any other rows, and
+after any number of resumes. The hash is splitmix64's finalizer (Steele, Lea and Flood, 2014).
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _signed(number: int) -> int:
-    """Return the number modulo 2**64, as an int64."""
+    """Return the number modulo 2**64, as a signed 64-bit integer."""
     return (number + (1 << 63)) % (1 << 64) - (1 << 63)
 
 
@@ -33,17 +32,14 @@ def _mix(x: Tensor) -> Tensor:
 
 
 def random_integers(seed: int, purpose: int, counter: int, row_ids: Tensor, length: int) -> Tensor:
-    """Generate a uniformly distributed integer for each position of each row.
+    """Generate uniformly distributed integers in [0, 2**BITS), int64 [rows, length].
 
     Args:
         seed: the run's seed.
         purpose: id of the use; different purposes get independent numbers.
-        counter: a number that changes each time the row is revisited: the epoch, or in a mix the batch. 0 in validation.
+        counter: a number that changes each time a row is seen again: the epoch, or in a mix the batch. 0 in validation.
         row_ids: int64 [rows], ids in the dataset.
         length: number of positions in a row.
-
-    Returns:
-        int64 [rows, length] in [0, 2**BITS).
     """
     key = torch.zeros((), dtype=torch.int64, device=row_ids.device)
     for part in (seed, purpose, counter):
@@ -54,5 +50,5 @@ def random_integers(seed: int, purpose: int, counter: int, row_ids: Tensor, leng
 
 
 def with_probability(integers: Tensor, probability: float) -> Tensor:
-    """Return a bool tensor that is true with the given probability, for integers of `random_integers`."""
+    """Convert the result of `random_integers` to a bool tensor that is true with the given probability."""
     return integers < round(probability * (1 << BITS))

@@ -43,10 +43,10 @@ def mlm_inputs_and_targets(
     Args:
         tokens: int64 [rows, length].
         segment_ids: [rows, length]; 0 at padding.
-        row_ids: int64 [rows], ids in the dataset. Random numbers depend on seed, counter, row id and position.
+        row_ids: int64 [rows], ids in the dataset.
         vocabulary: which tokens exist and which are special.
-        seed: the run's seed.
-        counter: a number that changes each time the row is revisited: the epoch, or in a mix the batch. 0 in validation.
+        seed: seed of the random numbers, as in `random_integers`.
+        counter: counter of the random numbers, as in `random_integers`.
         masking_ratio: probability of selecting a token, in (0, 1).
         random_share: share of the selected tokens that are replaced by a random token instead of the mask token.
         keep_share: share of the selected tokens that are left unchanged.

@@ -19,18 +19,16 @@ _WINDOW, _MIN_LOSSES = 100, 20
 
 
 class AnomalyLog:
-    """Writes a line of JSON for each anomalous batch. `biphasic show FILE.yaml ID ...` prints the rows' text.
+    """Writes a line of JSON for each anomalous batch to the run's folder, on rank 0.
 
-    Args:
-        folder: the run's folder, on rank 0's node.
-        row_ids: returns the ids of a batch's rows, int64 [rows].
+    `biphasic show FILE.yaml ID ...` prints the rows' text. `row_ids` returns the ids of a batch's rows, int64 [rows].
     """
 
     def __init__(self, folder: Path, row_ids: Callable[[Any], Tensor]):
         self.file, self._row_ids = folder / ANOMALOUS_BATCHES, row_ids
 
     def write(self, state: State, fields: dict[str, Any], batch: int | None = None) -> list[int]:
-        """Write a line about the current batch, or `batch`. Return the ids of its rows on all ranks."""
+        """Write a line about the current batch, with its number or `batch`. Return the ids of its rows on all ranks."""
         local = self._row_ids(state.batch).tolist()
         row_ids = [row for rank in dist.all_gather_object(local) for row in rank]
         if dist.get_global_rank() == 0:
@@ -45,14 +43,9 @@ class AnomalyLog:
 
 
 class SpikeDetector(Callback):
-    """Callback that records a loss above a multiple of the median of the last 100 batches of the same objective.
+    """Callback that records losses above `threshold` times the median of the objective's last 100 batches.
 
-    It logs `loss/spike`, the loss as a multiple of the median.
-
-    Args:
-        threshold: the multiple.
-        anomalies: where spikes are recorded.
-        objective: returns a batch's objective.
+    It logs `loss/spike`, the loss divided by the median. `objective` returns a batch's objective.
     """
 
     def __init__(self, threshold: float, anomalies: AnomalyLog, objective: Callable[[Any], str]):
@@ -61,7 +54,7 @@ class SpikeDetector(Callback):
         self._objective = ""
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Compare the batch's loss with the median."""
+        """Record the batch if its loss is a spike."""
         objective = self.objective(state.batch)
         if objective != self._objective:
             self._objective = objective

@@ -28,15 +28,9 @@ MICROBATCH_FILE = "microbatch.json"
 
 
 def configure_compute(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
-    """Set compilation, activation checkpointing and attention as configured. Results stay the same, within rounding.
+    """Set compilation, activation checkpointing and attention as configured. Return a line that describes the setup.
 
-    Args:
-        model: the model, on any device.
-        config: the YAML's `compute:` section.
-        precision: the YAML's `precision`.
-
-    Returns:
-        A line that describes the setup.
+    Results stay the same, within rounding. The model may be on any device.
 
     Raises:
         UserError: the requested attention backend or its kernels aren't installed, or don't run on this machine.
@@ -74,18 +68,18 @@ class AutoMicrobatch(Algorithm):
     """Algorithm that sets the microbatch size to as many rows as fit the GPU, measured before the first batch.
 
     The result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
-    training, after which FSDP ranks would wait for each other forever.
+    training, and after such an error FSDP's ranks would wait for each other forever.
     """
 
     def __init__(self, config: PretrainConfig):
         self.config, self._is_set = config, False
 
     def match(self, event: Event, state: State) -> bool:
-        """Run once, before training or before the validation that a resumed run repeats."""
+        """Run once: before training, or before the validation that a resumed run repeats first."""
         return event in (Event.FIT_START, Event.EVAL_STANDALONE_START) and not self._is_set
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Set the microbatch size, measured or read from the stored result. Weights and optimizer state don't change."""
+        """Set the microbatch size, from the stored result or by measuring. Weights and optimizer state don't change."""
         self._is_set = True
         rows = find_microbatch(
             lambda count: self._train(state, count),
@@ -100,10 +94,10 @@ class AutoMicrobatch(Algorithm):
             evaluator.device_eval_microbatch_size = rows
 
     def _train(self, state: State, rows: int) -> None:
-        """Run two forward and backward passes, and restore the modules' modes and the RNG states.
+        """Run two forward and backward passes, then restore the modules' modes and the RNG states.
 
-        A backbone that transformers has loaded is in evaluation mode, in which no layer is recomputed. Dropout draws random
-        numbers, and later ones must not depend on whether a stored result was used.
+        transformers loads backbones in evaluation mode, in which no layer is recomputed. Dropout draws random numbers,
+        and training must not depend on whether the microbatch was measured or read from the file.
         """
         model = state.model
         modes = [(module, module.training) for module in model.modules()]
@@ -150,8 +144,8 @@ def find_microbatch(
         rows: number of rows in a rank's batch.
         reserved: bytes that training allocates later, such as the optimizer state.
         sharded: whether ranks wait for each other in `train`.
-        file: file that stores the result.
-        circumstances: settings that affect the result. A stored result is used only if they are equal.
+        file: where the result is stored.
+        circumstances: settings that affect the result. A stored result is used only if its own are equal.
 
     Raises:
         UserError: not even one row fits, or a sharded rank ran out of memory.
@@ -164,7 +158,7 @@ def find_microbatch(
     def measure(count: int) -> float | None:
         peak = peak_bytes(lambda: train(count))
         if peak is None and sharded:
-            # The other ranks are waiting in a collective for this rank.
+            # The other ranks wait for this one in a collective of FSDP.
             raise UserError(f"microbatch_size: auto: {count} rows didn't fit; set a number")
         peaks = dist.all_gather_object(peak)
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
@@ -204,7 +198,7 @@ def _missing_optimizer_state(state: State) -> float:
 
 
 def _circumstances(config: PretrainConfig) -> dict[str, Any]:
-    """Return everything that affects how much memory a row takes and how much is available."""
+    """Return the settings that affect the memory that a row takes, and the memory that is available."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
         "device": device.name,

@@ -1,8 +1,8 @@
 """Run code for a GPU and many ranks on a machine that has neither, with tensors that have no values.
 
-Tensors on `cuda` are PyTorch's fake tensors: they have shapes, dtypes and a device, and take no memory. Tensors on the CPU
-are real. The process group is PyTorch's fake one, whose collectives do nothing. PyTorch has no public interface for all of
-this, so private parts are replaced within `fake_gpu`. It is tested with the versions in requirements.lock.
+Tensors on `cuda` are PyTorch's fake tensors: they have shapes, dtypes and a device, but no data. Tensors on the CPU are
+real. The process group is PyTorch's fake one, whose collectives do nothing. PyTorch has no public interface for all of
+this, so `fake_gpu` replaces private parts. It is tested with the versions in requirements.lock.
 """
 
 from __future__ import annotations
@@ -40,27 +40,28 @@ GPU_NAME = "NVIDIA H100 80GB HBM3"
 GPU_BYTES = 79 * 2**30
 """Memory that PyTorch reports for this GPU."""
 _BLOCK = 512
-"""PyTorch allocates memory of a GPU in blocks of this many bytes."""
+"""Size in bytes of the blocks in which PyTorch allocates GPU memory."""
 _CUDA = torch.device("cuda", 0)
 _RANKS_OF_A_MACHINE = 8
 _KNOWN_NUMBERS = 16
-"""Largest number of values that are kept of a tensor which was copied from the host."""
+"""Maximum number of elements of a GPU tensor whose values are kept on the host."""
 _aten: Any = torch.ops.aten
 
 
 class FakeGPU(TorchDispatchMode):
-    """Mode that computes on the host, and counts the bytes and FLOPs of the fake GPU's operators.
+    """Mode that runs operators on fake tensors, and counts the bytes and FLOPs that they would take on the GPU.
 
-    The host reads numbers from the GPU: losses, counts, flags. Those that came from the host keep their values, also through
-    collectives. Other floating-point numbers are answered with 1, integers and flags with 0.
+    Programs read numbers from the GPU, such as losses, counts and flags. Small tensors that were computed from values
+    of the host keep these values, also through collectives. For other tensors, floating-point numbers are read as 1,
+    and integers and flags as 0.
 
     Attributes:
-        share: share of a tensor's elements that `nonzero` finds.
-        nonzero: number of elements that `nonzero` has found.
-        flops: FLOPs of the operators since the start, by the dtype of their first tensor.
+        share: share of a tensor's elements that `nonzero` returns.
+        nonzero: number of elements that `nonzero` has returned.
+        flops: FLOPs of the operators, by the dtype of their first tensor.
         current: bytes of the tensors that exist on the GPU.
         peak: largest number of bytes since the last call of `reset_peak`.
-        formulas: FLOPs of an operator, by operator.
+        formulas: function that returns an operator's FLOPs, by operator.
     """
 
     supports_higher_order_operators = True
@@ -80,7 +81,7 @@ class FakeGPU(TorchDispatchMode):
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operator, on the host if no fake tensor is involved, and count its FLOPs and the memory of its results."""
+        """Run an operator, on the host if it has no fake tensors, and count its FLOPs and the memory of its results."""
         kwargs = kwargs or {}
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         is_operator = isinstance(func, torch._ops.OpOverload)
@@ -88,14 +89,14 @@ class FakeGPU(TorchDispatchMode):
             device = torch.device(kwargs.get("device") or "cpu")
             if device.type == "cpu" and not any(isinstance(x, FakeTensor) for x in tensors):
                 result = _on_host(func, args, kwargs)
-                self._track(result)  # of sharded tensors, whose local parts are on the GPU
+                self._track(result)  # sharded tensors have local parts on the GPU
                 return result
             if device.type == "meta" and func is _aten._to_copy.default and _only_moves(kwargs):
                 return _aten.alias(*args)  # see `_device`
             if func is _aten._local_scalar_dense.default:
                 return _number(args[0])
             if func is _aten.copy_.default and not isinstance(args[0], FakeTensor):
-                return args[0]  # DDP copies back what rank 0 has just sent, which is this rank
+                return args[0]  # DDP copies back the values that rank 0, this rank, has just sent
         if func is _aten.nonzero.default:
             count = round(self.share * args[0].numel())
             self.nonzero += count
@@ -112,7 +113,7 @@ class FakeGPU(TorchDispatchMode):
         return result
 
     def fused(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return the function without its temporary tensors, as a compiler that fuses all of its operations computes it."""
+        """Return the function with only its results counted as memory, as if the compiler fused all operations."""
 
         def run(*args: Any) -> Any:
             self._is_fused = True
@@ -126,7 +127,7 @@ class FakeGPU(TorchDispatchMode):
         return run
 
     def reset_peak(self, *_: Any) -> None:
-        """Begin a new peak at the current bytes."""
+        """Set the peak to the current bytes."""
         self.peak = self.current
 
     def _track(self, results: Any) -> None:
@@ -139,14 +140,14 @@ class FakeGPU(TorchDispatchMode):
         self.peak = max(self.peak, self.current)
 
     def _set_bytes(self, address: int, size: int | None) -> None:
-        """Set the size of a storage; None: it is freed."""
+        """Set the size of a storage, or None after it was freed."""
         blocks = -(-(size or 0) // _BLOCK) * _BLOCK
         self.current += blocks - self._bytes.pop(address, 0)
         if size is not None:
             self._bytes[address] = blocks
 
     def resize(self, storage: torch.UntypedStorage, size: int) -> None:
-        """Resize a storage, as FSDP does to free gathered weights. No operator is called."""
+        """Resize a storage. FSDP does so to free gathered weights, without calling an operator."""
         _resize(storage, size)
         if storage._cdata in self._bytes:
             self._set_bytes(storage._cdata, size)
@@ -177,7 +178,7 @@ def _is_known(tensor: Any) -> bool:
 
 
 def _keep_values(func: Any, tensors: list[Tensor], args: Any, kwargs: Any, result: Any) -> None:
-    """Compute the values of a result of few numbers on the host too, if those of all arguments are known there."""
+    """Compute a small result on the host too, if the values of all arguments are known there."""
     output: Any = args[0] if func._schema.is_mutable else result
     if func.namespace == "c10d" or not isinstance(output, FakeTensor) or output.numel() > _KNOWN_NUMBERS:
         return
@@ -195,7 +196,7 @@ def _only_moves(kwargs: dict[str, Any]) -> bool:
 
 
 class _Stream:
-    """A stream or event of the GPU. Everything runs in the order of the program."""
+    """A stream or event of the GPU, which does nothing, because operators run in program order."""
 
     device, device_index, device_type, stream_id = _CUDA, 0, 1, 0
 
@@ -212,10 +213,10 @@ class _Stream:
 
 
 def _device(tensor: Any) -> torch.device:
-    """Return what autograd sees as the device of a fake tensor: `meta` instead of `cuda`.
+    """Return the device of a fake tensor for C++ code: `meta` instead of `cuda`.
 
-    Autograd asks the driver for a GPU's streams. It needs none for `meta`. Python code sees `cuda`: fake tensors have
-    a property for it. Where C++ code passes `meta` on as the device of a new tensor, the tensor is created on `cuda`.
+    For a GPU, autograd would ask the driver for its streams. Python code sees `cuda`, by a property of fake tensors.
+    Where C++ code creates a new tensor on the same device, `meta`, it is created on `cuda`.
     """
     return torch.device("meta") if tensor.fake_device.type == "cuda" else tensor.fake_device
 
@@ -226,7 +227,7 @@ def _seen_by_python(tensor: Any) -> torch.device:
 
 
 def _linear_under_autocast(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a linear layer with autocast's casts, which autocast leaves out for the device that C++ code sees."""
+    """Return a linear function that casts as autocast does for `cuda`; C++ code sees `meta`, which has no autocast."""
 
     def cast_and_multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         if torch.is_autocast_enabled("cuda"):
@@ -322,7 +323,7 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
 
 
 def _without_all_reduce(model: Any) -> Any:
-    """Let DDP take a bucket's gradients for the ranks' mean. Its own hook reads a tensor from the fake group's result."""
+    """Let DDP take this rank's gradients as the mean. Its own hook would read a tensor from the fake group's result."""
 
     def keep(state: object, bucket: Any) -> Any:
         future: Any = torch.futures.Future()
@@ -336,11 +337,9 @@ def _without_all_reduce(model: Any) -> Any:
 
 @contextmanager
 def fake_gpu(ranks: int, attention_flops: dict[Any, Callable[..., float]]) -> Iterator[FakeGPU]:
-    """Make this process rank 0 of `ranks` processes with a GPU each, within the context.
+    """Make this process rank 0 of `ranks` processes with a GPU each, up to 8 on a node, within the context.
 
-    Args:
-        ranks: number of ranks, up to 8 on a node.
-        attention_flops: formulas for the operators of attention, whose FLOPs depend on the values of tensors.
+    `attention_flops` has formulas for attention operators, whose FLOPs depend on tensors' values.
 
     Raises:
         RuntimeError: a process group exists.

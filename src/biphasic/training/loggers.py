@@ -26,7 +26,7 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
     """
     destinations: list[LoggerDestination] = []
     if config.progress_bar:
-        # Composer recommends its own bar, which can't be replaced in another way.
+        # Composer warns about a ProgressBarLogger among the loggers, but takes a subclass in no other way.
         warnings.filterwarnings("ignore", "Specifying the ProgressBarLogger")
         destinations.append(ProgressBar())
     if config.jsonl:
@@ -48,11 +48,10 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
 
 
 class ProgressBar(ProgressBarLogger):
-    """Composer's progress bar, without its state in checkpoints and without printing Composer's settings.
+    """Composer's progress bar, without state in checkpoints and without printing Composer's settings.
 
-    Composer can't load the state of a bar that was saved within a validation (`KeyError: 'n'`), so a run that was stopped
-    there could not be resumed. A resumed run's bar begins at the run's batch. The settings are in the run folder's
-    `config.yaml`.
+    Composer can't load the state of a bar that was saved during a validation (`KeyError: 'n'`), so a run that was
+    stopped there could not be resumed. The settings are in the run folder's `config.yaml`.
     """
 
     def __init__(self) -> None:
@@ -60,21 +59,21 @@ class ProgressBar(ProgressBarLogger):
         self.hparams_already_logged_to_console = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return nothing: the run's time is the bar's state."""
+        """Return an empty state: the bar's position is the run's timestamp."""
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load nothing."""
+        """Ignore a checkpoint's state."""
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Build the bar if the run was resumed within an epoch, which Composer does not start again."""
+        """Build the bar after a resume within an epoch, for which Composer doesn't call `epoch_start`."""
         if self.train_pbar is None:
             self.epoch_start(state, logger)
 
     def _build_pbar(self, state: State, is_train: bool) -> Any:
         bar = super()._build_pbar(state, is_train)
         if is_train:
-            # So that the rate counts only batches of this attempt.
+            # A resumed run's bar begins at the run's batch, and its rate counts only batches of this attempt.
             bar.pbar.initial = bar.pbar.n = bar.pbar.last_print_n = int(getattr(state.timestamp, bar.timestamp_key))
         return bar
 
@@ -82,8 +81,8 @@ class ProgressBar(ProgressBarLogger):
 class JSONLLogger(LoggerDestination):
     """Logger that writes `{"batch": …, "tokens": …, "time": …, metric: value, …}` lines on rank 0.
 
-    `batch` and `tokens` are totals trained so far, and `time` is in seconds since the epoch. A resumed run appends to the
-    file, so a batch that is trained again has two lines, of which `read_metrics` takes the last.
+    `batch` and `tokens` are totals trained so far, and `time` is Unix time in seconds. A resumed run appends to the
+    file, so a batch that is trained again has two lines, and `read_metrics` takes the last one.
     """
 
     def __init__(self, path: str | Path):
@@ -108,14 +107,14 @@ class JSONLLogger(LoggerDestination):
                 continue
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Write the collected metrics under the last trained batch: its own, those of a validation, or totals."""
+        """Write the collected metrics with the number of the last trained batch."""
         if self.file is not None and self.pending:
             when = {"batch": state.timestamp.batch.value, "tokens": state.timestamp.token.value, "time": time.time()}
             self.file.write(json.dumps({**when, **self.pending}) + "\n")
             self.file.flush()
         self.pending = {}
 
-    eval_after_all = eval_standalone_end = fit_end = batch_end  # standalone: `Trainer.eval` has repeated a validation
+    eval_after_all = eval_standalone_end = fit_end = batch_end  # standalone: a resumed run's `Trainer.eval`
 
     def post_close(self) -> None:
         """Close the file."""
@@ -132,5 +131,5 @@ def _ends_within_a_line(path: Path) -> bool:
 
 
 def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the metrics of each batch, in order, from the last attempt that trained it. An incomplete line is skipped."""
+    """Read the metrics of each batch from a `metrics.jsonl`, as `parse_metrics` does."""
     return parse_metrics(Path(path).read_text(encoding="utf-8"))

@@ -23,7 +23,7 @@ _PERCENTILES = (50, 90, 99)
 
 @dataclass
 class _StepTotals:
-    """Step durations in seconds, the seconds waited for data, and the tokens and FLOPs of these steps."""
+    """Durations of steps in seconds, the seconds that they waited for data, and their tokens and FLOPs."""
 
     seconds: list[float] = field(default_factory=list)
     waiting: float = 0.0
@@ -59,25 +59,18 @@ class Meters(Callback):
     """Callback that logs step durations, tokens and FLOPs per second, and how long steps wait for their batch.
 
     A step lasts from the request for a batch to the end of its training; validation and checkpoints are between steps.
-    Tokens are counted over all ranks, without padding. FLOPs are counted for one rank, by `Architecture.flops` from the
-    batch's documents and targets. MFU is FLOP/s divided by the device's dense peak in the compute type. HFU is the same for
-    `Architecture.hardware_flops`. Both are missing if the peak is unknown, as on CPUs.
+    Tokens are counted over all ranks, without padding, and FLOPs for one rank (`Architecture.flops`). MFU is FLOP/s
+    divided by the device's dense peak for `precision`, and HFU is the same for `Architecture.hardware_flops`. Both are
+    missing if the peak is unknown, as on CPUs.
 
-    For each batch it logs `time/step_seconds` and `data/wait_seconds`. For each window of batches it logs `data/wait_share`,
-    `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and `memory/peak_bytes` (allocated on the
-    GPU, or resident in the process without one). At the end it logs and prints the totals of each objective
-    (`throughput/clm/mfu`), percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`), and
-    `data/wait_share_total`.
+    For each batch it logs `time/step_seconds` and `data/wait_seconds`. For each `window` of batches it logs
+    `data/wait_share`, `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and
+    `memory/peak_bytes`, and warns if the share is above `max_wait_share`. At the end it logs and prints the totals of
+    each objective (`throughput/clm/mfu`), percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`),
+    and `data/wait_share_total`.
 
     The first step after a start is left out, because it waits for loader processes and compilation. Every rank waits for
     the slowest one, so rank 0's numbers hold for all. Nothing is stored in checkpoints.
-
-    Args:
-        size: dimensions of the model.
-        recomputed: number of layers that are recomputed in the backward pass.
-        precision: dtype of matrix products.
-        window: number of batches in a window.
-        max_wait_share: a warning is logged if a window's share of waiting is larger.
     """
 
     def __init__(

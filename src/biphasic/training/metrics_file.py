@@ -7,25 +7,24 @@ from collections.abc import Iterator
 from typing import Any
 
 _TRAINED = "loss/train/total"
-"""A key of every line that a trained batch writes."""
+"""A key in the line of every trained batch; lines of validations don't have it."""
 
 
 def parse_metrics(text: str) -> list[dict[str, Any]]:
-    """Return the metrics of each batch, in order, from the last attempt that trained it. An incomplete line is skipped.
+    """Return the metrics of each batch, in order, from the content of a run's `metrics.jsonl`.
 
-    Args:
-        text: the content of a run's `metrics.jsonl`.
+    If several attempts have trained a batch, the last one's metrics are returned. Incomplete lines are skipped.
     """
     batches: dict[int, dict[str, Any]] = {}
     for entry in _entries(text):
-        # A validation line is merged into its batch's line and keeps that line's time. A batch trained again replaces both.
+        # A validation's line is merged into its batch's, which keeps its time. A batch trained again replaces both.
         previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
         batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
     return [batches[batch] for batch in sorted(batches)]
 
 
 def trained_batches(text: str) -> list[int]:
-    """Return the batches that all attempts of a run have trained, counted from 1. A batch trained again is there again."""
+    """Return the batches that all attempts of a run have trained, counted from 1, with repetitions."""
     return [entry["batch"] for entry in _entries(text) if _TRAINED in entry]
 
 

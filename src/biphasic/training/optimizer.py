@@ -17,12 +17,9 @@ from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
 
 
 def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer that a YAML names, with weight decay on every parameter.
+    """Build the optimizer that a YAML names, for all parameters of `model` and with weight decay on each.
 
-    Args:
-        model: the model to train, which contains the backbone.
-        backbone: a Hugging Face base model. With `muon`, the weights of its linear layers are updated by Muon.
-        config: the YAML's `optimizer:` section.
+    With `muon`, Muon updates the linear layers of the backbone, and AdamW the other parameters.
     """
     if config.name == "adamw":
         return _adamw(model.parameters(), config)
@@ -43,15 +40,11 @@ def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Muon for the layers' matrices, and AdamW for embeddings, heads, norms and biases, as the one optimizer Composer takes.
+    """Muon for matrices and AdamW for all other parameters, in one optimizer, because Composer takes only one.
 
-    Both have the same learning rate and weight decay, because Muon's updates are scaled to the size of AdamW's (Liu et al.,
-    "Muon is Scalable for LLM Training", arXiv 2502.16982; `adjust_lr_fn="match_rms_adamw"`).
-
-    Args:
-        matrices: parameters with two dimensions, in the first parameter group.
-        others: all other parameters, in the second parameter group.
-        config: the YAML's `optimizer:` section.
+    Both have the same learning rate and weight decay, because Muon's updates are scaled to the size of AdamW's (Liu et
+    al., "Muon is Scalable for LLM Training", arXiv 2502.16982; `adjust_lr_fn="match_rms_adamw"`). `matrices` have two
+    dimensions and are the first parameter group; `others` are the second.
     """
 
     def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], config: OptimizerConfig):
@@ -62,10 +55,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
 
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters. See `torch.optim.Optimizer.step`."""
+        """Update all parameters."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for optimizer, group in zip((self._muon, self._adamw), self.param_groups, strict=True):
-            # Assigned at each step, because loading a checkpoint replaces both.
+            # Assigned at each step, because loading a checkpoint replaces this optimizer's groups and state.
             optimizer.param_groups, optimizer.state = [group], self.state
             optimizer.step()
         return loss
@@ -74,9 +67,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class WarmupStableDecay(Algorithm):
     """Algorithm that sets the learning rate: a linear warmup from 0, a stable phase, and a decay to `max_duration`.
 
-    It is not a Composer scheduler, because Composer asks a scheduler for the next batch's rate before it counts the last
-    batch. Every rate would come one batch late: the first would be used twice and the last never. Here the rate depends on
-    the timestamp alone, so nothing is stored in checkpoints. `lr` is the highest rate.
+    `lr` is the highest rate. The rate depends only on the timestamp, so nothing is stored in checkpoints. It is not a
+    Composer scheduler, because Composer asks a scheduler for the next batch's rate before it counts the last batch:
+    every rate would come one batch late, so that the first is used twice and the last never.
     """
 
     def __init__(self, schedule: ScheduleConfig, max_duration: Duration, lr: float):

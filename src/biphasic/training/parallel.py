@@ -31,11 +31,6 @@ STATES_SHARE = 0.5
 def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str | None) -> Strategy:
     """Choose DDP or FSDP. `auto` chooses FSDP if the checkpoint is sharded or DDP would exceed `STATES_SHARE`.
 
-    Args:
-        config: the run's configuration.
-        size: dimensions of the model.
-        checkpoint: path of the checkpoint that the run starts from.
-
     Raises:
         UserError: the checkpoint is sharded and the YAML says `ddp`.
     """
@@ -57,13 +52,9 @@ def choose_strategy(config: PretrainConfig, size: Architecture, checkpoint: str 
 def parallelism_config(config: PretrainConfig, strategy: Strategy, *, monolithic: bool) -> dict[str, Any] | None:
     """Return Composer's parallelism configuration; None for DDP, Composer's default.
 
-    Weights, gradients and optimizer state are fp32. With `precision: amp_bf16` layers compute in bf16 from gathered bf16
-    copies, and gradients are reduced in fp32 (Composer's `DEFAULT`).
-
-    Args:
-        config: the run's configuration.
-        strategy: the strategy that `choose_strategy` returned.
-        monolithic: whether the run starts from a monolithic checkpoint. It still saves sharded ones; see `ShardedModel`.
+    Weights, gradients and optimizer state are fp32. With `precision: amp_bf16`, layers compute with bf16 copies of the
+    gathered weights, and gradients are reduced in fp32 (Composer's `DEFAULT`). A run that starts from a `monolithic`
+    checkpoint loads a full state dict, and `ShardedModel` then sets it to save sharded ones.
     """
     if strategy == "ddp":
         return None
@@ -83,7 +74,7 @@ def parallelism_config(config: PretrainConfig, strategy: Strategy, *, monolithic
 
 
 class _FSDP2(FSDP2Config):
-    """An FSDP2Config with shard and replicate degrees. Without them, Composer replaces the device mesh by a flat one."""
+    """An FSDP2Config with shard and replicate degrees, without which Composer builds a flat device mesh."""
 
     def __init__(self, replicas: int, shards: int, **settings: Any):
         for name in ("data_parallel_shard_degree", "data_parallel_replicate_degree"):
@@ -126,7 +117,7 @@ def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
     """Set how FSDP2's modules gather weights and reduce gradients.
 
     A layer's weights are prefetched while the previous layer computes; in the backward pass FSDP2 does so by default. Gloo's
-    reduce-scatter sums even if FSDP2 requests an average. FSDP2 is therefore set to request a sum, which it then divides.
+    reduce-scatter sums even if FSDP2 requests an average, so FSDP2 is set to request a sum and divide it.
     """
     for layer, following in pairwise(layers):
         if isinstance(layer, FSDPModule) and isinstance(following, FSDPModule):
@@ -137,11 +128,11 @@ def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:
 
 
 def keep_inputs(model: nn.Module) -> None:
-    """Let FSDP2 pass each module's inputs on as they are.
+    """Let FSDP2 pass each module's inputs on unchanged (`cast_forward_inputs=False`, which Composer can't set).
 
-    By default FSDP2 casts them to the dtype of the gathered weights. With bf16 weights, the sum over layers and the rotary
-    tables would be rounded at every layer, which autocast alone doesn't do. FSDP2 would also copy the segments, and each
-    layer would compute their groups again. Composer creates the policy without this option.
+    By default FSDP2 casts inputs to the dtype of the gathered weights. In bf16, the residual stream and the rotary
+    tables would be rounded at every layer, which autocast alone doesn't do. FSDP2 would also copy the segments, and
+    each layer would compute their groups again.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):

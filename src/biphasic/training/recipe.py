@@ -1,6 +1,6 @@
 """The recipe: pretrain a text encoder with causal language modeling (CLM), then with masked language modeling (MLM).
 
-Read it from top to bottom. `biphasic.training.step` is what happens to a batch.
+Read it from top to bottom. `biphasic.training.step` shows what happens to each batch.
 """
 
 from __future__ import annotations
@@ -38,10 +38,7 @@ from biphasic.training.step import EVALUATIONS, GradientGuard, ObjectiveSchedule
 
 
 def pretrain(config: PretrainConfig) -> Path:
-    """Train, resuming from the newest checkpoint if there is one.
-
-    Returns:
-        The run's folder.
+    """Train a model, resuming from the newest checkpoint if there is one. Return the run's folder.
 
     Raises:
         UserError: data, tokenizer or checkpoint is missing or doesn't match the configuration, or a shard is damaged.
@@ -131,7 +128,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         device_train_microbatch_size=microbatch,
         parallelism_config=parallelism_config(config, strategy, monolithic=(run.checkpoint or "").endswith(".pt")),
         device=rank_device(),
-        progress_bar=False,  # ours is one of the loggers
+        progress_bar=False,  # `loggers` adds our own
         load_path=run.checkpoint,
         auto_log_hparams=False,
     )
@@ -160,8 +157,8 @@ def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
     rows = (config.evaluation.batch_size or config.global_batch_size) // dist.get_world_size()
     data = config.data
     if config.evaluation.batches is None:
-        # With several canonical nodes Streaming leaves rows out and repeats others. They spread a number of batches over
-        # the split.
+        # With several canonical nodes, Streaming leaves out some rows of a split and repeats others. Their purpose is
+        # only to spread `evaluation.batches` over the split.
         data = data.model_copy(update={"num_canonical_nodes": 1})
     batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
     is_due = validation_schedule(config, lambda: run.is_stopping)

@@ -28,7 +28,7 @@ _VERSIONS = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformer
 
 
 class RunRecord(Callback):
-    """Callback that keeps the run record. Composer stores it under this class's name (see `biphasic.model.checkpoint`).
+    """Callback that keeps the run record. Composer stores it in checkpoints under this class's name.
 
     `data` is the result of `conversion_record`.
     """
@@ -70,8 +70,8 @@ class RunRecord(Callback):
     def state_dict(self) -> dict[str, Any]:
         """Return the record as one string of JSON.
 
-        PyTorch would store the entries of a dictionary one by one, and a run that starts from a sharded checkpoint would
-        need the same entries, such as the same number of phases.
+        PyTorch would store a dictionary's entries one by one, and a run that starts from a sharded checkpoint would
+        need to have the same entries, such as the same number of phases.
         """
         return {"record": json.dumps(self.record)}
 

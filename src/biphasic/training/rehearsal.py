@@ -1,7 +1,7 @@
 """Rehearse the first batches of a pretraining run without GPUs, and measure their memory and FLOPs.
 
-The run's own `prepare` and Composer's Trainer run on a fake GPU (`biphasic.training.fake_gpu`): each phase, the switch, the
-choice of the microbatch, and validation. Only the data, the tokenizer, checkpoints and loggers are replaced.
+A run's own `prepare` and Composer's Trainer run on a fake GPU (`biphasic.training.fake_gpu`): every phase, the switch,
+the choice of the microbatch size, and validation. Only data, tokenizer, checkpoints and loggers are replaced.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from biphasic.training.step import EVALUATIONS, PreparedBatch
 
 BATCHES_PER_PHASE = 2
 MICROBATCHES = 2
-"""Number of microbatches in a batch: the second one's gradients are added to the first one's."""
+"""Number of microbatches in a batch; two, so that gradients are accumulated."""
 FLOPS_TOLERANCE = 0.01
 HALF_PRECISION_SHARE = 0.99
 """Smallest share of a bf16 run's FLOPs that are in bf16. Rotary positions are computed in fp32."""
 _LOSS = losses._loss_and_gradient_to_compile.__qualname__
 _COMPILER = "aot_eager_decomp_partition"
-"""Compiles for no GPU, and stores the same activations for the backward pass as Inductor."""
+"""A backend that needs no GPU, and stores the same activations for the backward pass as Inductor."""
 
 
 @dataclass
@@ -56,22 +56,22 @@ class Rehearsal:
 
     ranks: int
     strategy: str = ""
-    """How ranks share the model."""
+    """`ddp`, or `fsdp` with the number of ranks that share a model."""
     setup: str = ""
-    """How the model is computed."""
+    """The line that `configure_compute` returned."""
     microbatch: int = 0
-    """Number of rows of a microbatch."""
+    """Number of rows in a microbatch."""
     state_bytes: int = 0
     """Weights, gradients and optimizer state after a batch."""
     peak_bytes: int = 0
-    """The most that existed at a time during training."""
+    """Peak memory of training."""
     validation_peak_bytes: int = 0
     flops: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
-    """For each objective, the FLOPs of each batch: those counted, and those of `Architecture.hardware_flops`."""
+    """For each objective, each batch's FLOPs as counted, and as computed by `Architecture.hardware_flops`."""
     half_precision_share: float = 1.0
     """Smallest share of a batch's FLOPs whose operands are bf16."""
     graphs: Counter[tuple[str, bool, int]] = field(default_factory=Counter)
-    """Number of graphs by function, whether it is differentiated, and number of tokens."""
+    """Number of compiled graphs by function name, whether gradients are enabled, and number of tokens."""
     problems: list[str] = field(default_factory=list)
 
     @property
@@ -80,7 +80,7 @@ class Rehearsal:
         return self.setup.partition("attention ")[2].partition(" ")[0]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the measurements as values of JSON."""
+        """Return the measurements as JSON types."""
         names = ("function", "training", "tokens", "count")
         return {
             **vars(self),
@@ -88,7 +88,7 @@ class Rehearsal:
         }
 
     def describe(self) -> str:
-        """Return the memory as lines of text, with what is counted and what isn't."""
+        """Describe the memory in lines of text, including what is and isn't counted."""
         temporary = self.peak_bytes - self.state_bytes
         validation = [f"validation: {format_bytes(self.validation_peak_bytes)}"] if self.validation_peak_bytes else []
         lines = [
@@ -108,17 +108,10 @@ class Rehearsal:
 
 
 def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
-    """Run the first batches of each phase of a configuration on a fake GPU.
-
-    Args:
-        config: a checked configuration, whose model is described by the YAML.
-        ranks: number of ranks of the run.
-
-    Returns:
-        Measurements, and the problems that were found.
+    """Run the first batches of each phase of a checked configuration on a fake GPU. Return measurements and problems.
 
     Raises:
-        UserError: the model is `init_from` another one.
+        UserError: the configuration has `model.init_from`.
         Exception: anything that the run itself raises, such as for tensors on different devices.
     """
     architecture = architecture_of(config.model)
@@ -188,7 +181,7 @@ def _check(config: PretrainConfig, measured: Rehearsal) -> None:
 
 
 def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU) -> Iterator[Any]:
-    """Yield patches of what the rehearsal has not: data, tokenizer, checkpoints, loggers, kernels and their compiler."""
+    """Yield patches that replace data, tokenizer, loggers, kernels and the compiler."""
     tokenizer = SimpleNamespace(
         vocab_size=getattr(architecture_of(config.model), "vocab_size", 0), mask_id=1, special_ids=(0,)
     )
@@ -234,13 +227,13 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU) -> 
 
 
 class _Loader:
-    """A loader of rows whose documents have random lengths. Some rows end with padding."""
+    """A loader of rows with documents of random lengths. Some rows end with padding."""
 
     def __init__(self, config: PretrainConfig, rows: int, microbatches: int):
         self.config, self.microbatches = config, microbatches
         self.batch_size, self.dataset = rows, mock.Mock(spec=RowDataset, first_epoch=0, skipped_batches=0)
         self.microbatch: int | None = None
-        """Number of rows in a microbatch, if it is measured first."""
+        """Number of rows in a microbatch; None until it has been measured."""
 
     def __len__(self) -> int:
         return len(self.config.objective.phases) * BATCHES_PER_PHASE
@@ -264,14 +257,14 @@ def _lengths(random: np.random.Generator, length: int) -> np.ndarray:
 class _Measuring(Callback):
     """Callback that compares FLOPs with the formula, and reads the memory after training and after validation."""
 
-    reason = None  # of stopping; this callback is in the place of the one that stops runs
+    reason = None  # why the run stops, an attribute of the callback that this one replaces
 
     gpu: FakeGPU
 
     def __init__(self, config: PretrainConfig, measured: Rehearsal):
         self.config, self.measured = config, measured
         self.pairs = {True: 0.0, False: 0.0}
-        """Number of pairs of tokens that see each other in a microbatch, by whether attention is causal."""
+        """Mean number of (query, key) pairs in a microbatch's attention, by whether it is causal."""
         self.is_causal = False
         operators: Any = torch.ops.torch_attn
         self.attention_flops: dict[Any, Callable[..., float]] = {
@@ -282,11 +275,11 @@ class _Measuring(Callback):
         }
 
     def _flops(self, query: Tensor, causal: bool, heads: int, head_dim: int) -> float:
-        """Return the FLOPs of the two matrix products; the kernels' own recomputation in the backward pass isn't counted."""
+        """Return the FLOPs of attention's two matrix products, without recomputation in the backward pass."""
         return 4 * query.shape[heads] * query.shape[head_dim] * self.pairs[causal]
 
     def fit_start(self, state: State, logger: Logger) -> None:
-        """Let the loaders give batches of the microbatch size that was measured."""
+        """Set the loaders' batch size from the microbatch size that was measured."""
         microbatch = int(state.device_train_microbatch_size or 1)
         self.measured.microbatch = microbatch
         for loader in [state.train_dataloader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)]:
@@ -294,7 +287,7 @@ class _Measuring(Callback):
         self.gpu.reset_peak()
 
     def batch_start(self, state: State, logger: Logger) -> None:
-        """Begin to count."""
+        """Reset the counts for the batch."""
         batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
         self.gpu.share = self._share(batch)
         microbatches, lengths = len(batch.lengths) / self.measured.microbatch, batch.segment_lengths
@@ -305,7 +298,7 @@ class _Measuring(Callback):
         self.gpu.nonzero = 0
 
     def after_train_batch(self, state: State, logger: Logger) -> None:
-        """Record the FLOPs of the batch."""
+        """Record the batch's FLOPs, and tensors with a wrong dtype or device."""
         batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
         model: Any = getattr(state.model, "module", state.model)  # DDP's module
         recomputed = recomputed_layers(model.model.backbone)
@@ -319,19 +312,19 @@ class _Measuring(Callback):
         self.measured.problems += _misplaced(model, state.optimizers)
 
     def batch_end(self, state: State, logger: Logger) -> None:
-        """Record the memory of training."""
+        """Record the memory that training takes."""
         self.measured.state_bytes, self.measured.peak_bytes = self.gpu.current, self.gpu.peak
 
     def eval_start(self, state: State, logger: Logger) -> None:
-        """Begin a new peak."""
+        """Reset the peak memory, to measure that of validation."""
         self.gpu.reset_peak()
 
     def eval_batch_start(self, state: State, logger: Logger) -> None:
-        """Set the share of targets."""
+        """Set the share of positions that are predicted."""
         self.gpu.share = self._share(state.batch)  # pyright: ignore[reportArgumentType]
 
     def eval_end(self, state: State, logger: Logger) -> None:
-        """Record the memory of validation."""
+        """Record the memory that validation takes."""
         self.measured.validation_peak_bytes = max(self.measured.validation_peak_bytes, self.gpu.peak)
 
     def _share(self, batch: PreparedBatch) -> float:

@@ -1,6 +1,6 @@
 """The training step: what happens to a batch between the loader and the optimizer.
 
-Composer's Trainer runs the loop, and calls the parts of this module in this order, for each batch:
+Composer's Trainer runs the loop and, for each batch, calls the parts of this module in this order:
 
     AFTER_DATALOADER    The rank's rows are on the host: tokens, segment ids, row ids, segment lengths (data/streaming.py).
     BATCH_START         `WarmupStableDecay` sets the learning rate (training/optimizer.py).
@@ -8,19 +8,19 @@ Composer's Trainer runs the loop, and calls the parts of this module in this ord
                         counts the targets of all ranks, and replaces the rows by a `PreparedBatch`.
     for each microbatch, a `PreparedBatch.split`:
         forward         `PretrainModel.forward`: `LanguageModel` computes hidden states and the loss summed over the targets.
-        loss            `PretrainModel.loss` scales it so that the result of all microbatches and ranks is the mean over
-                        the targets of the global batch.
-        AFTER_LOSS      `GradientGuard` checks it for NaN and Inf.
+        loss            `PretrainModel.loss` scales the sum so that all microbatches and ranks together give the mean
+                        over the targets of the global batch.
+        AFTER_LOSS      `GradientGuard` checks the loss for NaN and Inf.
         backward        Gradients are summed over microbatches; DDP and FSDP2 average them over ranks.
     AFTER_TRAIN_BATCH   `GradientGuard` clips the gradient norm. After a NaN or Inf on any rank, all ranks drop the
                         gradients, or stop (the default, `optimizer.max_skipped_batches: 0`).
-    optimizer.step      A parameter without a gradient is left as it is.
-    BATCH_END           `SpikeDetector`, meters, run record and loggers (training/); the ranks agree whether to stop.
-                        Validation runs here if it is due.
+    optimizer.step      Parameters without a gradient don't change.
+    BATCH_END           `SpikeDetector`, meters, run record and loggers (training/); the ranks agree on whether to
+                        stop. Validation runs here if it is due.
     BATCH_CHECKPOINT    `Saver` saves if a checkpoint is due (checkpointing/save.py).
 
-Validation takes the same way without gradients: `ObjectiveSchedule` at EVAL_BATCH_START, then `PretrainModel.eval_forward`
-and `update_metric`.
+Validation follows the same path without gradients: `ObjectiveSchedule` at EVAL_BATCH_START, then
+`PretrainModel.eval_forward` and `update_metric`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
 from biphasic.training.anomalies import AnomalyLog
 
 EVALUATIONS = ("clm", "mlm")
-"""Labels of the validation dataloaders, which are the objectives that they evaluate."""
+"""Labels of the validation dataloaders: the objective that each one evaluates."""
 RESUME_ADVICE = "Start again to resume from the newest checkpoint; "
 
 
@@ -74,7 +74,7 @@ class PreparedBatch:
         row_ids: int64 [rows], ids in the dataset.
         lengths: segment lengths of each row, without the padding at the row's end.
         mean_targets_per_rank: fp32 scalar, number of targets in the global batch divided by the number of ranks. DDP and
-            FSDP average gradients over ranks, so a rank's loss sum divided by it gives the mean over the global batch.
+            FSDP average gradients over ranks, so each rank's summed loss is divided by this number.
         rows_per_rank: number of rows in the rank's batch, before it is split.
     """
 
@@ -90,7 +90,7 @@ class PreparedBatch:
 
     @property
     def segment_lengths(self) -> list[int]:
-        """Lengths of all segments of the flattened rows; the padding at a row's end is a segment of its own."""
+        """Lengths of all segments of the flattened rows. The padding at a row's end is a separate segment."""
         length, segments = self.inputs.shape[1], list[int]()
         for lengths in self.lengths:
             segments += lengths
@@ -101,8 +101,8 @@ class PreparedBatch:
     @cached_property
     def segments(self) -> Segments:
         """Segments of the flattened rows, computed once."""
-        # Attention kernels may be prepared for each combination of number of segments and maximum length. The row length is
-        # an upper bound of the segment lengths that is the same for every batch.
+        # Some attention kernels are prepared for each combination of number of segments and maximum length. So that few
+        # combinations occur, the number is rounded, and the row length is given as the maximum.
         lengths, count = self.segment_lengths, rounded_count(len(self.segment_lengths))
         return Segments.of(lengths, self.inputs.device, self.inputs.shape[1], count)
 
@@ -113,7 +113,7 @@ class PreparedBatch:
         return [replace(self, **{name: getattr(self, name)[part] for name in by_row}) for part in parts]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PreparedBatch:
-        """Return the batch itself: Composer copies each microbatch for training metrics, of which there are none."""
+        """Return the batch itself. Composer copies each microbatch for training metrics, but there are none."""
         return self
 
 
@@ -137,21 +137,21 @@ def _lengths(batch: Batch | PreparedBatch) -> list[list[int]]:
 
 
 class ObjectiveSchedule(Algorithm):
-    """Algorithm that applies the current phase's objective to the rank's rows, on the device: the switch happens here.
+    """Algorithm that applies the current phase's objective to the rank's rows. The switch from CLM to MLM happens here.
 
-    The phase depends on the timestamp alone, so it starts at the configured batch however many batches the loader's workers
-    have prefetched, and after a resume too. Targets are counted over all ranks, because the loss is the mean over the
-    targets of the global batch.
+    A batch's phase depends only on the timestamp, so a phase starts at the configured batch regardless of how many
+    batches the loader has prefetched, and also after a resume. Targets are counted over all ranks, because the loss is
+    the mean over the targets of the global batch.
 
     Args:
         phases: the YAML's `objective.phases`.
-        max_duration: duration of the run, against which shares (`dur`) are resolved.
+        max_duration: the run's duration, which lengths in `dur` are shares of.
         vocabulary: which tokens exist and which are special.
         seed: random seed for the masks.
-        validation_masking_ratio: masking ratio in MLM validation, whose masks never change.
+        validation_masking_ratio: masking ratio in MLM validation. Its masks never change.
         first_epoch: the epoch of the data in which the run begins (`data.start_at`).
-        repeats_rows: if True (a mix), a row may occur several times in an epoch, and masks are drawn anew for each batch. If
-            False, they are drawn anew for each epoch. Duplicates of a row in one batch get the same mask.
+        repeats_rows: if True (a mix), a row may occur several times in an epoch, and each batch has new masks. If
+            False, each epoch has new masks. Duplicates of a row in one batch get the same mask.
     """
 
     def __init__(
@@ -272,20 +272,15 @@ def mean_over_global_batch(
 ) -> Tensor:
     """Scale a microbatch's summed loss so that Composer's sum is the mean over the global batch's targets.
 
-    Composer multiplies a microbatch's loss by `rows / rows_per_rank`, and DDP and FSDP divide gradients by the number of
-    ranks. The loss is the sum divided by the global number of targets, so both factors are cancelled here.
-
-    Args:
-        total: summed loss of the microbatch.
-        mean_targets_per_rank: number of targets in the global batch, divided by the number of ranks.
-        rows: number of rows in the microbatch.
-        rows_per_rank: number of rows in the rank's batch.
+    Composer multiplies a microbatch's loss by its share of the rank's rows, `rows / rows_per_rank`, which is cancelled
+    here. DDP and FSDP divide gradients by the number of ranks, which is why `mean_targets_per_rank` is the number of
+    targets in the global batch divided by the number of ranks.
     """
     return total / mean_targets_per_rank / (rows / rows_per_rank)
 
 
 class PretrainModel(ComposerModel):
-    """A ComposerModel for batches prepared by `ObjectiveSchedule`. Checkpoints store its weights as `model.…`."""
+    """A ComposerModel for batches prepared by `ObjectiveSchedule`. Weights have the prefix `model.`."""
 
     def __init__(self, model: LanguageModel):
         super().__init__()
@@ -298,7 +293,7 @@ class PretrainModel(ComposerModel):
     def loss(  # pyright: ignore[reportIncompatibleMethodOverride] - Composer reads dictionaries too
         self, outputs: tuple[Tensor, Tensor], batch: PreparedBatch
     ) -> dict[str, Tensor]:
-        """Return the loss as `total`, which is differentiated, and under the objective's name, for a curve per objective."""
+        """Return the loss as `total`, which is differentiated, and under the objective's name, for a separate curve."""
         loss = mean_over_global_batch(outputs[0], batch.mean_targets_per_rank, len(batch.lengths), batch.rows_per_rank)
         return {"total": loss, batch.objective: loss}
 
@@ -308,7 +303,7 @@ class PretrainModel(ComposerModel):
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
         """Return the validation metric: the mean loss per target, in nats. Training has none, since it logs its loss."""
-        # A NaN stays NaN. "disable" would do so too, but it ignores the weights (torchmetrics 1.9, its issue 3434).
+        # NaN stays NaN. "disable" would keep it too, but ignores the weights (torchmetrics 1.9, issue 3434).
         return {} if is_train else {"loss": MeanMetric(nan_strategy=math.nan)}
 
     def update_metric(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
@@ -329,13 +324,8 @@ class GradientGuard(Algorithm):
     rate advance. After `max_skipped` such batches in a run, the next one ends the run on all ranks, with the weights as they
     were before it. The ids of the batch's rows are written to `anomalies`.
 
-    Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`, with this batch.
-
-    Args:
-        clip_norm: maximum gradient norm; None: no clipping.
-        max_skipped: maximum number of skipped batches in a run.
-        anomalies: where batches with NaN or Inf are recorded.
-        advice: start of the advice in the error message.
+    Logs `optimizer/grad_norm` (L2, before clipping, over all ranks) and `optimizer/skipped_batches`, including this
+    batch. A `clip_norm` of None means no clipping. `advice` is the start of the error message's advice.
     """
 
     def __init__(self, clip_norm: float | None, max_skipped: int, anomalies: AnomalyLog, advice: str = RESUME_ADVICE):
@@ -348,7 +338,7 @@ class GradientGuard(Algorithm):
         return event in (Event.AFTER_LOSS, Event.AFTER_TRAIN_BATCH)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Check a microbatch's loss for NaN and Inf, or clip the batch's gradients and skip it if anything is NaN or Inf.
+        """Check a microbatch's loss, or clip the batch's gradients and skip the batch if loss or norm is NaN or Inf.
 
         Raises:
             UserError: loss or gradient norm is NaN or Inf after `max_skipped` skips; raised on all ranks.
