@@ -11,8 +11,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from helpers import warm
 warm.remember_machine()
 
 ROOT = Path(__file__).parents[2]
+T = TypeVar("T")
 WORDS, LENGTH = 64, 32
 PAD, BOS, EOS, MASK = range(4)
 
@@ -184,50 +186,27 @@ def keep_checkpoints_up_to(folder: Path, batch: int) -> None:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
-_held: list[SharedMemory] = []
-_create = SharedMemory.__init__
-
-
-def _create_and_record(self: SharedMemory, *arguments: Any, **keys: Any) -> None:
-    _create(self, *arguments, **keys)
-    _held.append(self)
-
-
-SharedMemory.__init__ = _create_and_record
-
-_iterators: list[_Iterator] = []
-_start = _Iterator.__init__
-
-
-def _start_and_record(self: _Iterator, *arguments: Any) -> None:
-    _start(self, *arguments)
-    _iterators.append(self)
-
-
-_Iterator.__init__ = _start_and_record
-
-
 def release_streaming() -> None:
     """End the threads of datasets that were not read to their end, and free the shared memory of those that no longer exist.
 
     Streaming does so when the process ends. In a process with many tests, each such thread would look for work 140 times a
     second, and each new dataset would open all shared memory, until the process runs out of files.
     """
-    if not _held:
+    if not _alive(SharedMemory):
         return
-    unfinished = [iterator for iterator in _iterators if iterator._state == _IterState.ITERATING]
-    _iterators.clear()
+    unfinished = [iterator for iterator in _alive(_Iterator) if iterator._state == _IterState.ITERATING]
     for iterator in unfinished:
         iterator.non_blocking_exit()
     time.sleep(2 * TICK if unfinished else 0)
     gc.collect()
-    for memory in list(_held):
-        try:
+    for memory in _alive(SharedMemory):  # `atexit` refers to each until it is cleaned up
+        with suppress(BufferError):  # still in use
             memory.cleanup()
-        except BufferError:  # still in use
-            continue
-        atexit.unregister(memory.cleanup)
-        _held.remove(memory)
+            atexit.unregister(memory.cleanup)
+
+
+def _alive(kind: type[T]) -> list[T]:
+    return [thing for thing in gc.get_objects() if type(thing) is kind]
 
 
 def dump_json(path: Path, content: Any) -> None:
