@@ -68,3 +68,16 @@ def test_local_checkpoints_are_shown_when_the_bucket_cannot_be_read(
     printed = capsys.readouterr()
     assert "12       2 KB  on this machine; its manifest is in the bucket" in printed.out
     assert printed.err.startswith("s3://no-such-bucket-here/x: ")
+
+
+def test_damaged_files_of_a_run_are_named(
+    write_yaml: Write, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    folder = train(config_of(write_yaml("damaged")))
+    [attempt] = (folder / "checkpoints" / "attempts").iterdir()
+    attempt.write_text("")
+    assert main(["runs", str(folder)]) == 2
+    assert f"{attempt}: is not a run's record; remove it" in capsys.readouterr().err
+    (folder / "config.yaml").write_text("")
+    assert main(["runs", str(folder)]) == 2
+    assert f"{folder / 'config.yaml'}: is not a run's configuration" in capsys.readouterr().err

@@ -29,6 +29,7 @@ from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.faults import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.model.checkpoint import require_safe_checkpoint
+from biphasic.storage import open_store
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
 """Long enough to download a large checkpoint from a slow bucket."""
@@ -86,8 +87,7 @@ class Run:
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]
         if ranks.rank == 0:
-            config.run_folder.mkdir(parents=True, exist_ok=True)
-            (config.run_folder / "config.yaml").write_text(dump(config), encoding="utf-8")
+            open_store(str(config.run_folder)).write("config.yaml", dump(config).encode())
         dist.barrier()
 
     def close(self, reason: str) -> None:

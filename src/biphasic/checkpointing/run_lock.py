@@ -190,7 +190,8 @@ def read_attempts(folder: Store) -> list[dict[str, Any]]:
     Keys: `attempt`, `host`, `pid`, `since`, `ranks`, `from`, `batch`, `tokens`; of an ended attempt also `until` and
     `reason`. Raises an OSError if the folder can't be read.
     """
-    records = [json.loads(folder.read(name)) for name in folder.list(ATTEMPTS) if name.endswith(".json")]
+    names = [name for name in folder.list(ATTEMPTS) if name.endswith(".json")]
+    records = [record for name in names if (record := _read_record(folder, name, {"attempt"})) is not None]
     lock = _read_lock(folder) or {"attempt": None}
     return [record | lock if record["attempt"] == lock["attempt"] else record for record in records]
 
@@ -204,15 +205,21 @@ def _now() -> str:
 
 
 def _read_lock(folder: Store) -> dict[str, Any] | None:
+    return _read_record(folder, LOCK_FILE, {"attempt", "host", "pid", "process", "since", "beat"})
+
+
+def _read_record(folder: Store, name: str, keys: set[str]) -> dict[str, Any] | None:
+    """Return a lock, a claim or the record of an attempt; None if there is no such file."""
     try:
-        content = folder.read(LOCK_FILE)
+        content = folder.read(name)
     except FileNotFoundError:
         return None
     with suppress(ValueError):
-        lock = json.loads(content)
-        if isinstance(lock, dict) and lock.keys() >= {"attempt", "host", "pid", "process", "since", "beat"}:
-            return lock
-    raise UserError(f"{folder.root}/{LOCK_FILE}: is not a run's lock; remove it if no run writes there")
+        record = json.loads(content)
+        if isinstance(record, dict) and record.keys() >= keys:
+            return record
+    kind = "lock" if name == LOCK_FILE else "record"
+    raise UserError(f"{folder.root}/{name}: is not a run's {kind}; remove it if no run writes there")
 
 
 def _claim(attempt: str) -> str:
@@ -221,12 +228,10 @@ def _claim(attempt: str) -> str:
 
 def _other_claims(folder: Store, own: str) -> list[dict[str, Any]]:
     """Return the claims of other starts, earliest name first."""
-    claims = []
-    for name in folder.list(CLAIMS):
-        if name != _claim(own):
-            with suppress(FileNotFoundError):  # withdrawn since it was listed
-                claims.append(json.loads(folder.read(name)))
-    return claims
+    names = [name for name in folder.list(CLAIMS) if name != _claim(own)]
+    # One that is missing was withdrawn since it was listed.
+    claims = (_read_record(folder, name, {"attempt", "host", "pid", "process", "since"}) for name in names)
+    return [claim for claim in claims if claim is not None]
 
 
 def _polls() -> Iterator[None]:

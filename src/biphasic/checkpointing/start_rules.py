@@ -192,8 +192,10 @@ def checkpoint_folder(path: str) -> str:
         return path
     config, local = Path(path) / "config.yaml", join(path, "checkpoints")
     if config.is_file():
-        section = yaml.safe_load(config.read_text(encoding="utf-8")).get("checkpoint") or {}
-        return section.get("folder") or local
+        try:
+            return yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]["folder"] or local
+        except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
+            raise UserError(f"{config}: is not a run's configuration ({first_line(error)})") from None
     return local if Path(local).is_dir() else path
 
 
