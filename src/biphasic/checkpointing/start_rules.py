@@ -192,10 +192,8 @@ def checkpoint_folder(path: str) -> str:
         return path
     config, local = Path(path) / "config.yaml", join(path, "checkpoints")
     if config.is_file():
-        try:
+        with user_errors(f"{config}: is not a run's configuration", yaml.YAMLError, LookupError, TypeError):
             return yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]["folder"] or local
-        except (OSError, yaml.YAMLError, LookupError, TypeError) as error:
-            raise UserError(f"{config}: is not a run's configuration ({first_line(error)})") from None
     return local if Path(local).is_dir() else path
 
 

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from biphasic.errors import UserError
-from biphasic.storage import atomic_path, first_line
+from biphasic.storage import atomic_path, user_errors
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
     """
     text = json.dumps(key, sort_keys=True)
     entry = Path(folder) / "arrays" / hashlib.sha256(text.encode()).hexdigest()[:24]
-    try:
+    with user_errors(f"cache {folder}: can't be written and read"):
         with FileLock(f"{entry}.lock"):
             if not entry.is_dir():
                 with atomic_path(entry) as partial:
@@ -70,8 +69,6 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
                     (partial / "key.json").write_text(text + "\n", encoding="utf-8")
         names = [file.name.removesuffix(".ends.npy") for file in entry.glob("*.ends.npy")]
         return {name: Ragged(_load(entry / f"{name}.flat.npy"), _load(entry / f"{name}.ends.npy")) for name in names}
-    except OSError as error:
-        raise UserError(f"cache {folder}: can't be written and read ({first_line(error)})") from None
 
 
 def _load(file: Path) -> np.ndarray:

@@ -39,7 +39,7 @@ from biphasic.downstream.tables import (
 )
 from biphasic.downstream.writer import STARTED, TASK_RECORD, TaskWriter
 from biphasic.errors import UserError
-from biphasic.storage import first_line, join, json_bytes, open_store
+from biphasic.storage import join, json_bytes, open_store, user_errors
 from biphasic.storage.hub import is_local_path, is_made_by_jobs
 
 _ROWS = 100
@@ -53,7 +53,7 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
         UserError: a source can't be read or doesn't match the YAML, or the folder holds something else.
     """
     task, path = config.tasks[name], join(config.output, name)
-    try:
+    with user_errors(f"{name}: {path} can't be written"):
         if (record := finished_record(name, config)) is not None:
             return record
         writer = TaskWriter(name, config)
@@ -66,8 +66,6 @@ def prepare_task(name: str, config: TasksConfig) -> dict[str, Any]:
             writer.store.remove([STARTED])
         finally:
             shutil.rmtree(writer.scratch, ignore_errors=True)
-    except OSError as error:
-        raise UserError(f"{name}: {path} can't be written ({first_line(error)})") from error
     return record
 
 

@@ -21,7 +21,7 @@ from biphasic.downstream.formats import (
     squad_rows,
 )
 from biphasic.errors import UserError
-from biphasic.storage import first_line
+from biphasic.storage import first_line, user_errors
 from biphasic.storage.hub import is_local_path
 
 _BUILDERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json", ".csv": "csv", ".tsv": "csv"}
@@ -172,11 +172,9 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
 def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
     """Return the label names in a column of `.conll` files, in all splits; None for other files."""
     files, builder = _local_files(file_patterns(config))
-    try:
+    with user_errors(f"{', '.join(files)}: can't be read", ValueError):
         rows = (row for file in files for row in column_rows(file, config.columns))
         return bio_names(row[column] for row in rows) if builder == "columns" else None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{', '.join(files)}: can't be read ({first_line(error)})") from None
 
 
 def file_patterns(config: DatasetConfig) -> list[str]:

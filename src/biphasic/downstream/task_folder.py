@@ -14,7 +14,7 @@ from pyarrow import parquet
 
 from biphasic.downstream.writer import SCHEMAS, TASK_RECORD
 from biphasic.errors import UserError
-from biphasic.storage import cached_file_hash, first_line, is_remote, join, open_store
+from biphasic.storage import cached_file_hash, first_line, is_remote, join, open_store, user_errors
 
 
 class TaskFolder:
@@ -74,10 +74,8 @@ class TaskFolder:
         return content.select(columns).to_pydict()
 
     def _open(self, table: str, read: Callable[[Path], Any]) -> Any:
-        try:
+        with user_errors(f"{self.path}/{table}.parquet: can't be read", pa.ArrowException):
             return read(self._file(table))
-        except (OSError, pa.ArrowException) as error:
-            raise UserError(f"{self.path}/{table}.parquet: can't be read ({first_line(error)})") from None
 
     def _file(self, table: str) -> Path:
         """Return the local path of a table's file, downloading it if necessary."""

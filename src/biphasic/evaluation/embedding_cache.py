@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock
 
-from biphasic.errors import UserError
-from biphasic.storage import atomic_path, first_line
+from biphasic.storage import atomic_path, user_errors
 
 
 class EmbeddingBlocks:
@@ -63,14 +62,11 @@ class EmbeddingCache:
         """
         text = json.dumps(key, sort_keys=True)
         folder = self._folder / hashlib.sha256(text.encode()).hexdigest()[:24]
-        try:
-            with FileLock(self._folder / "room.lock"):
-                folder.mkdir(exist_ok=True)
-                (folder / "key.json").write_text(text + "\n", encoding="utf-8")
-                os.utime(folder)
-                return EmbeddingBlocks(folder, self._make_room(folder, size))
-        except OSError as error:
-            raise UserError(f"cache {self._folder}: can't be written to ({first_line(error)})") from None
+        with user_errors(f"cache {self._folder}: can't be written to"), FileLock(self._folder / "room.lock"):
+            folder.mkdir(exist_ok=True)
+            (folder / "key.json").write_text(text + "\n", encoding="utf-8")
+            os.utime(folder)
+            return EmbeddingBlocks(folder, self._make_room(folder, size))
 
     def _make_room(self, folder: Path, size: int) -> int:
         """Remove the least recently used embeddings if necessary, and return the bytes available for `folder`."""

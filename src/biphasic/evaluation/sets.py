@@ -18,7 +18,7 @@ from mteb.abstasks.task_metadata import TaskMetadata
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.errors import UserError
 from biphasic.evaluation.search import Qrels
-from biphasic.storage import first_line
+from biphasic.storage import user_errors
 
 JUDGED = "-judged"
 """Suffix of the names of tasks that search only the judged documents."""
@@ -187,7 +187,7 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
     """Read the columns of a schema; only `title` may be missing."""
-    try:
+    with user_errors(f"{file} can't be read", pa.ArrowException):
         table = _open(file, schema)
         # The JSON reader fills a missing column with nulls.
         existing = [name for name in table.column_names if table[name].null_count < table.num_rows or not len(table)]
@@ -196,8 +196,6 @@ def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
         table = table.select([name for name in schema.names if name in existing])
         table = table.cast(pa.schema([schema.field(name) for name in table.column_names]))
         table.validate(full=True)  # the JSON reader does not check that texts are UTF-8
-    except (OSError, pa.ArrowException) as error:
-        raise UserError(f"{file} can't be read ({first_line(error)})") from None
     for name in table.column_names:
         if name != "title" and table[name].null_count:
             raise UserError(f"column `{name}` of {file} has {table[name].null_count:,} rows without a value")

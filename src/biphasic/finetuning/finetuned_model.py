@@ -19,7 +19,7 @@ from biphasic.export.write import HEAD_FILE
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask, TrainedModel
 from biphasic.model.encoder import load_encoder
-from biphasic.storage import first_line
+from biphasic.storage import first_line, user_errors
 
 TASK_FILE = "finetuned.json"
 """File in a fine-tuned model's folder with what predictions need besides weights and tokenizer."""
@@ -86,10 +86,8 @@ def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, P
     task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.kind})
     task.no_answer_threshold = record["no_answer_threshold"]
     head = task.build_head(encoder.width)
-    try:
+    with user_errors(f"{folder}/{HEAD_FILE}: can't be read", RuntimeError):
         head.load_state_dict(load_file(Path(folder) / HEAD_FILE))
-    except (OSError, RuntimeError) as error:
-        raise UserError(f"{folder}/{HEAD_FILE}: can't be read ({first_line(error)})") from None
     for module in (encoder.backbone, head):
         rank_device().module_to_device(module)
     bf16 = record["precision"] == "amp_bf16" and supports_bf16()

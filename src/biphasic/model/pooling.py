@@ -17,7 +17,7 @@ from torch import Tensor
 from biphasic.config.evaluate import PoolingMode
 from biphasic.errors import UserError
 from biphasic.model.segments import Segments
-from biphasic.storage import first_line
+from biphasic.storage import user_errors
 
 
 def mean_pool(hidden: Tensor, segments: Segments) -> Tensor:
@@ -126,7 +126,7 @@ def _json(path: str, revision: str | None, name: str) -> Any:
     from huggingface_hub import constants
     from transformers.utils.hub import cached_file
 
-    try:
+    with user_errors(f"model {path}: {name} can't be read from the hub", ValueError):
         file = cached_file(
             path,
             name,
@@ -134,8 +134,6 @@ def _json(path: str, revision: str | None, name: str) -> Any:
             _raise_exceptions_for_missing_entries=False,
             _raise_exceptions_for_connection_errors=not constants.HF_HUB_OFFLINE,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(f"model {path}: {name} can't be read from the hub ({first_line(error)})") from None
     if file is None:
         return None
     try:

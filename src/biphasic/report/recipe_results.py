@@ -20,7 +20,7 @@ from pydantic import Field, ValidationError
 from biphasic.config.base import Section
 from biphasic.errors import UserError
 from biphasic.report.formatting import NOT_AVAILABLE, escape, markdown_page, markdown_table
-from biphasic.storage import Store, first_line, join, open_store
+from biphasic.storage import Store, first_line, join, open_store, user_errors
 from biphasic.training.metrics_file import parse_metrics
 
 RESULTS_FILE = "results.json"
@@ -95,10 +95,8 @@ def read_results(recipe: str) -> RecipeResults:
 def write_results_page(recipes: str) -> None:
     """Write `RESULTS.md` in the folder `recipes`. Raises a UserError if that fails."""
     page = results_page(recipes)
-    try:
+    with user_errors(f"{join(recipes, PAGE)}: can't be written"):
         open_store(recipes).write(PAGE, page)
-    except OSError as error:
-        raise UserError(f"{join(recipes, PAGE)}: can't be written ({first_line(error)})") from None
     print(join(recipes, PAGE))
 
 

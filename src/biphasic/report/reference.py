@@ -24,7 +24,7 @@ from biphasic.report.formatting import (
 )
 from biphasic.report.scores import ScoreTable, differences
 from biphasic.report.study_models import facets_of_name
-from biphasic.storage import first_line, open_store
+from biphasic.storage import open_store, user_errors
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv")
 _ORDER_COLUMNS = [
@@ -58,12 +58,10 @@ def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
     Raises a UserError if a file can't be read or a line is invalid.
     """
     folder, _, name = path.rpartition("/")
-    try:
+    with user_errors(f"{path}: can't be read", ValueError, csv.Error):
         text = io.StringIO(open_store(folder or ".").read(name).decode())
         reader = csv.DictReader(text, restkey="further", restval="", strict=True)
         columns, rows = list(reader.fieldnames or ()), list(reader)
-    except (OSError, ValueError, csv.Error) as error:
-        raise UserError(f"{path}: can't be read ({first_line(error)})") from None
     if columns != COLUMNS:
         raise UserError(f"{path}:1: expected the columns {','.join(COLUMNS)}; got {','.join(columns)}")
     try:
@@ -172,10 +170,8 @@ def _orders_section(orders: pd.DataFrame) -> list[str]:
 
 
 def _measured_models(path: str, published: set[str]) -> dict[str, str]:
-    try:
+    with user_errors(f"{path}: can't be read", ValueError, yaml.YAMLError):
         names = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        raise UserError(f"{path}: can't be read ({first_line(error)})") from None
     if not isinstance(names, dict) or not all(isinstance(name, str) for pair in names.items() for name in pair):
         raise UserError(f"{path}: expected lines of `published model: measured model`")
     for name in sorted(names.keys() - published):

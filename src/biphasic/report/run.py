@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from biphasic.errors import UserError
 from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
 from biphasic.report.scores import chosen_scores, score_table, trial_table
 from biphasic.report.study_folder import is_study, read_study
 from biphasic.report.study_report import report_files as study_files
 from biphasic.report.sweep_report import report_files as sweep_files
-from biphasic.storage import first_line, is_remote, join, open_store
+from biphasic.storage import is_remote, join, open_store, user_errors
 from biphasic.sweep.records import read_grid, read_records
 
 
@@ -38,12 +37,10 @@ def write_report(
     pages = (content.decode() for name, content in written.items() if name.endswith(".md"))
     print("\n".join(page.partition("\n## Differences")[0] for page in pages))
     folder = out or join(next((folder for folder in folders if not is_remote(folder)), ""), "report")
-    try:
+    with user_errors(f"{folder}: can't be written"):
         target = open_store(folder)
         # Files without content may exist from an earlier report.
         target.remove(files.keys() - written.keys())
         for name, content in written.items():
             target.write(name, content)
-    except OSError as error:
-        raise UserError(f"{folder}: can't be written ({first_line(error)})") from None
     print("\n".join(join(folder, name) for name in written))

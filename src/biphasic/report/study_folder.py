@@ -23,7 +23,7 @@ from biphasic.errors import ConfigError, UserError
 from biphasic.report.scores import chosen_scores, trial_table
 from biphasic.report.study_losses import loss_events, loss_points, loss_table
 from biphasic.report.study_models import Facets, facets_of_models
-from biphasic.storage import Store, first_line, join, open_store
+from biphasic.storage import Store, first_line, join, open_store, user_errors
 from biphasic.sweep.records import GRID_FILE, Grid, read_grid, read_records
 from biphasic.training.metrics_file import parse_metrics
 
@@ -99,17 +99,13 @@ def _files(folders: Sequence[str]) -> dict[str, Store]:
 
 
 def _list(store: Store) -> list[str]:
-    try:
+    with user_errors(f"{store.root}: can't be read"):
         return list(store.list())
-    except OSError as error:
-        raise UserError(f"{store.root}: can't be read ({first_line(error)})") from None
 
 
 def _read(files: Mapping[str, Store], name: str) -> bytes:
-    try:
+    with user_errors(f"{join(files[name].root, name)}: can't be read"):
         return files[name].read(name)
-    except OSError as error:
-        raise UserError(f"{join(files[name].root, name)}: can't be read ({first_line(error)})") from None
 
 
 def _named(files: Iterable[str], base: str) -> list[str]:

@@ -18,7 +18,7 @@ from pydantic import TypeAdapter
 
 from biphasic.errors import UserError
 from biphasic.finetuning.records import DownstreamResult
-from biphasic.storage import Store, first_line, json_bytes
+from biphasic.storage import Store, first_line, json_bytes, user_errors
 
 GRID_FILE = "sweep.json"
 TRIALS_FOLDER = "trials"
@@ -123,12 +123,10 @@ def read_records(folder: Store, trials: Iterable[str]) -> dict[str, TrialRecord]
 
     Raises a UserError if the folder can't be read or a file is not a record.
     """
-    try:
+    with user_errors(f"{folder.root}: can't be read"):
         names = sorted(set(trials) & set(recorded_trials(folder)))
         with ThreadPoolExecutor(16) as pool:
             contents = list(pool.map(folder.read, map(record_file, names)))
-    except OSError as error:
-        raise UserError(f"{folder.root}: can't be read ({first_line(error)})") from None
     return {name: _parse(folder, name, content) for name, content in zip(names, contents, strict=True)}
 
 
