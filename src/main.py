@@ -38,7 +38,7 @@ _JOBS_OF_OPTIONS = {
     "retry_failed": ("sweep", "study"),
     "memory": ("pretrain",),
 }
-_SAME_COMMAND = "next: the same command, for those that --limit has left out"
+_SAME_COMMAND = "next: the same command runs the rest, which --limit left out"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -109,7 +109,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         from biphasic.report.run import write_report
 
         if options.limit is not None:
-            raise UserError("--limit is for the other stages: a report is of all that is there")
+            raise UserError("--limit can't be used with --stage report, which always covers all results")
         # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket.
         write_report(list(dict.fromkeys([config.folder, config.local_folder])))
         return 0

@@ -160,7 +160,7 @@ def test_the_line_of_memory_says_what_it_counts() -> None:
     end = "; not counted: logits, workspaces, CUDA's context"
     assert all(line.endswith(f" at 1 rows{end}") for line in lines.values())
     begin = "  memory a rank  22.6 GB weights, gradients and optimizer; "
-    assert lines["auto", 8].startswith(f"{begin}5.64 GB DDP's buckets of gradients; activations roughly ")
+    assert lines["auto", 8].startswith(f"{begin}5.64 GB DDP gradient buckets; activations roughly ")
     assert lines["ddp", 1].startswith(f"{begin}activations roughly ")
     assert lines["fsdp", 8].startswith(
         "  memory a rank  2.82 GB weights, gradients and optimizer; activations roughly "

@@ -200,7 +200,7 @@ def test_convert_and_verify_commands(config_for: Make, tmp_path: Path, capsys: p
     assert json.loads((tmp_path / "out" / "conversion.json").read_text())["config"]["seed"] == 5
     assert main(["verify", str(tmp_path / "out"), "--sample", "2"]) == 0
     output = capsys.readouterr().out
-    assert "complete, and as its record says" in output
+    assert "complete and consistent with its record" in output
     assert output.count("=== train, row") == 2
     assert "<|eos|>" in output
     shard = next((tmp_path / "out" / "train").glob("*/shard.00000.mds.zstd"))

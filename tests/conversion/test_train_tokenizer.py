@@ -94,7 +94,7 @@ def test_the_limit_with_files_of_one_document(file: Path, tmp_path: Path, capsys
         (["--special", "masked=x"], "--special: expected ROLE=TOKEN with a role of pad, bos, eos, mask"),
         (["--special", "mask=<|eos|>"], "special tokens: expected different ones"),
         (["--max-text", "much"], "--max-text: expected a size such as 200gb; got 'much'"),
-        (["tokenizer=EuroBERT/EuroBERT-210m"], "is no folder on this machine: name the folder to write with --out"),
+        (["tokenizer=EuroBERT/EuroBERT-210m"], "is not a local folder; set the folder to write with --out"),
         (["--out", "text"], "text: exists and is no tokenizer"),
         (["source.paths=[absent]"], "source absent: there is no such file"),
         (["text_column=body"], "has no column 'body' (it has: id, text)"),

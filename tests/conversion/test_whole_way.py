@@ -84,7 +84,7 @@ def test_conversion_to_training_through_a_bucket(
     assert same_bytes(stored, undisturbed)
     verified = run("verify", out)
     assert verified.returncode == 0, verified.stderr
-    assert f"{out}: complete, and as its record says" in verified.stdout
+    assert f"{out}: complete and consistent with its record" in verified.stdout
 
     # Trained on through a cache that is smaller than the data, with the tokenizer from the bucket too.
     index = json.loads((undisturbed / "train" / "index.json").read_text())

@@ -59,7 +59,7 @@ def test_the_stage_of_a_study(study: Path, tmp_path: Path, capsys: pytest.Captur
     assert run_main([str(tmp_path / "study.yaml"), "--stage", "report"]) == 0
     assert (study / "report" / "scores.csv").read_bytes() == before
     assert run_main([str(tmp_path / "study.yaml"), "--stage", "report", "--limit", "1"]) == 2
-    assert "--limit is for the other stages" in capsys.readouterr().err
+    assert "--limit can't be used with --stage report, which always covers all results" in capsys.readouterr().err
 
 
 def test_numbers_of_a_figure(study: Path) -> None:
@@ -120,7 +120,8 @@ def test_the_same_records_give_the_same_bytes_in_one_folder_or_two(study: Path, 
     for file in (study / "report").iterdir():
         assert (tmp_path / "report" / file.name).read_bytes() == file.read_bytes(), file.name
     shutil.copytree(records / "sweep", logs / "sweep")
-    with pytest.raises(UserError, match=r"sweep/sweep.json is in .*records and in .*logs: a study has it once"):
+    refused = r"sweep/sweep.json is in both .*records and .*logs: expected it in only one of a study's folders"
+    with pytest.raises(UserError, match=refused):
         read_study([str(records), str(logs)])
 
 
@@ -145,7 +146,9 @@ def test_what_is_missing_is_left_out_with_the_reason(tmp_path: Path, capsys: pyt
 def test_scores_of_a_model_in_two_sweeps(tmp_path: Path) -> None:
     for folder in ("one", "two"):
         write_sweep(tmp_path / folder, ["610m-clm-42k"])
-    with pytest.raises(UserError, match="scores of 610m-clm-42k on sst2 are also in one: a study has them once"):
+    with pytest.raises(
+        UserError, match="scores of 610m-clm-42k on sst2 are also in one: expected them in only one sweep"
+    ):
         read_study([str(tmp_path)])
 
 
@@ -167,7 +170,8 @@ def test_configurations_that_are_not_used(tmp_path: Path) -> None:
 
 def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "is no sweep's output (it has no sweep.json), and no study's folder" in capsys.readouterr().err
+    refused = "expected a sweep's output (with sweep.json) or a study's folder (with a run or a sweep in a subfolder)"
+    assert refused in capsys.readouterr().err
     write_run(tmp_path, "610m-clm-400")
     open_store(str(tmp_path)).write("610m-clm-400/scores.json", b"[]")
     assert main(["report", str(tmp_path)]) == 2

@@ -224,7 +224,7 @@ def test_failures_that_the_sweep_does_not_run_again_are_not_counted() -> None:
 
 def test_a_folder_that_is_not_a_sweeps_output_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
-    assert "is no sweep's output (it has no sweep.json)" in capsys.readouterr().err
+    assert "expected a sweep's output (with sweep.json) or a study's folder" in capsys.readouterr().err
     grid = grid_of()
     write_grid(open_store(str(tmp_path)), grid)
     (tmp_path / "trials").mkdir()

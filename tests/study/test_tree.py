@@ -93,7 +93,7 @@ def test_a_continued_run_is_trained_first_and_shares_nothing() -> None:
 
 def test_two_models_with_one_history() -> None:
     with pytest.raises(
-        UserError, match=r"models.b: expected another history than that of models.a: both train the same 2"
+        UserError, match=r"models.b: expected a history that differs from that of models.a; both train the same 2"
     ):
         tree_of({"a": "xy", "b": "xy"})
 

@@ -24,13 +24,15 @@ from biphasic.errors import PREEMPTED, UserError
 from biphasic.finetuning.records import DownstreamResult
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
-from biphasic.sweep.plan import describe_plan, plan_sweep
+from biphasic.sweep.plan import TrialSeconds, describe_plan, plan_sweep
 from biphasic.sweep.records import GRID_FILE, TrialRecord, read_grid, read_records, record_file
 from biphasic.sweep.run import Driver, run
 from biphasic.sweep.workers import FinishedJob, TrialJob, Workers, choose_layout
 from biphasic.workers.group import WorkerGroup
 from conftest import MakeBucket
 from helpers.small_trials import read_log
+from helpers.sweeps import grid_of
+from helpers.sweeps import records_of as scored_records
 
 LoadSweep = Callable[..., SweepConfig]
 DRIVE = [sys.executable, "-m", "helpers.drive_sweep"]
@@ -101,10 +103,24 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
     seconds = [record.seconds["total"] for record in records_of(config).values()]
     assert after.lines[0].device_hours == pytest.approx(sum(seconds) / 3600)
     unknown = plan_sweep(config.model_copy(update={"cost": None}), "helpers.small_trials")
-    assert unknown.unknown == 4 and "4 trials of unknown length" in describe_plan(unknown)
+    assert unknown.unknown == 4 and "trials of unknown duration: 4; run a few" in describe_plan(unknown)
     Path(config.models["b"].path).unlink()
     missing = plan_sweep(config, "helpers.small_trials")
     assert missing.faults is not None and "b.model: is not there" in missing.faults
+
+
+def test_durations_are_estimated_from_trained_trials_only() -> None:
+    """Two trials of 10 seconds that shared a device. A failed trial and a copy were alone on theirs."""
+    grid = grid_of(models=("a",))
+    first, second, failed, copied, *rest = scored_records(grid, lambda cell, name: (0.5, 0.5)).values()
+    records = [
+        *(replace(record, about={"trials_on_device": 2}) for record in (first, second)),
+        replace(failed, status="failed", seconds={"total": 100.0}, about={"trials_on_device": 1}),
+        replace(copied, seconds={"total": 100.0}, about={"trials_on_device": 1, "copy_of": first.trial}),
+    ]
+    seconds = TrialSeconds({record.trial: record for record in records})
+    assert seconds.on_device == {("a", "sst2"): 5.0}
+    assert seconds.total([record.cell for record in rest[:4]]) == 4 * 10
 
 
 def test_other_seeds_run_at_the_chosen_rate(sweep: LoadSweep, log: Path, capsys: pytest.CaptureFixture[str]) -> None:

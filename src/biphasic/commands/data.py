@@ -86,7 +86,7 @@ def _tokenizer_folder(tokenizer: str) -> Path:
     # A hub id has one slash: EuroBERT/EuroBERT-210m.
     is_hub_id = len(folder.parts) == 2 and not tokenizer.startswith(".") and not folder.parent.exists()
     if is_remote(tokenizer) or is_hub_id:
-        raise UserError(f"tokenizer: {tokenizer} is no folder on this machine: name the folder to write with --out")
+        raise UserError(f"tokenizer: {tokenizer} is not a local folder; set the folder to write with --out")
     return folder
 
 
@@ -153,7 +153,7 @@ def verify(options: Namespace) -> int:
         row_ids = {round(index * (rows - 1) / max(number - 1, 1)) for index in range(number)}  # evenly spaced
         for row_id, row in read_rows(join(output, split), row_ids):
             print(f"=== {split}, row {row_id:,}\n{row_as_text(row, tokenizer)}")
-    print(f"{output}: complete, and as its record says")
+    print(f"{output}: complete and consistent with its record")
     print(after_conversion(output, record))
     return 0
 

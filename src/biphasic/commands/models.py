@@ -73,7 +73,7 @@ def export(options: Namespace) -> int:
 def _check_export(args: Namespace) -> None:
     """Raise a UserError for invalid options before anything is loaded or written."""
     if args.overrides and not args.initial:
-        raise UserError(f"{args.overrides[0]}: values can be replaced with --initial only, which reads a YAML")
+        raise UserError(f"{args.overrides[0]}: key=value needs --initial, which reads a YAML")
     if args.push is None and (args.revision or args.private or args.dry_run):
         raise UserError("--revision, --private and --dry-run belong to --push ORG/NAME, which is missing")
     if args.results_of and not args.results:

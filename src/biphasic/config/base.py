@@ -101,7 +101,7 @@ def template(*names: str, required: str = "") -> AfterValidator:
 def _distinct(values: list[Any]) -> list[Any]:
     for index, value in enumerate(values):
         if value in values[:index]:
-            raise ValueError(f"names {value} twice")
+            raise ValueError(f"contains {value} twice")
     return values
 
 

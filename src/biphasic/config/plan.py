@@ -274,7 +274,7 @@ def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> t
     layers = architecture.activation_bytes(tokens, width) * max(stored_layers, 1) // max(architecture.layers, 1)
     state, activations = architecture.state_bytes(shards), layers + inputs
     text = f"{format_bytes(state)} weights, gradients and optimizer; "
-    text += f"{format_bytes(buckets)} DDP's buckets of gradients; " if buckets else ""
+    text += f"{format_bytes(buckets)} DDP gradient buckets; " if buckets else ""
     auto = " if a rank's complete batch is one microbatch" if config.microbatch_size == "auto" else ""
     text += f"activations roughly {format_bytes(activations)} at {rows} rows{auto}"
     numbers = {"weights_gradients_optimizer": state, "ddp_buckets": buckets}

@@ -58,8 +58,8 @@ def is_study(folder: str) -> bool:
         return False
     files = _files([folder])
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
-        raise UserError(f"{folder}: is no sweep's output (it has no {GRID_FILE}), and no study's folder (none of its "
-                        "folders has a run or a sweep)")  # fmt: skip
+        raise UserError(f"{folder}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a run or a "
+                        "sweep in a subfolder)")  # fmt: skip
     return True
 
 
@@ -93,7 +93,8 @@ def _files(folders: Sequence[str]) -> dict[str, Store]:
             # Runs are directly below the study's folder: fine-tuning and evaluation also write a config.yaml.
             if (depth == 1 and base in (CONFIG_FILE, METRICS_FILE)) or (depth and base in (GRID_FILE, EVALUATION_FILE)):
                 if name in files:
-                    raise UserError(f"{name} is in {files[name].root} and in {folder}: a study has it once")
+                    message = f"{name} is in both {files[name].root} and {folder}"
+                    raise UserError(f"{message}: expected it in only one of a study's folders")
                 files[name] = store
     return dict(sorted(files.items()))
 
@@ -137,7 +138,7 @@ def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
         parts.append(scores[scores.score.notna()])
         for model, test_set in parts[-1][["model", "test_set"]].drop_duplicates().to_numpy():
             if (owner := owners.setdefault((model, test_set), folder)) != folder:
-                message = f"scores of {model} on {test_set} are also in {owner}: a study has them once"
+                message = f"scores of {model} on {test_set} are also in {owner}: expected them in only one sweep"
                 raise UserError(f"{source.root}: {message}")
     return pd.concat(parts or [chosen_scores(trial_table(Grid((), (), (), (), {}, 0), {}))], ignore_index=True)
 

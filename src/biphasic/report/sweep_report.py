@@ -120,7 +120,7 @@ def _main_table(table: ScoreTable, models: list[str], absent: set[tuple[str, str
         *["## Test scores", ""],
         *markdown_table(["", "metric", *map(escape, models)], body),
         "Points (100 times the score): mean ± half of the 95% interval over seeds, with the number of seeds in brackets.",
-        "Bold: the best of the complete ones. `3 of 5`: the other seeds have no score. `rate open`: missing trials could",
+        "Bold: the best complete mean. `3 of 5`: the other seeds have no score. `rate open`: missing trials could",
         f"change the chosen learning rate. `{MISSING}`: no score so far. `{NOT_AVAILABLE}`: no test set.",
         "",
     ]

@@ -45,7 +45,7 @@ def trained_totals(study: StudyConfig) -> TrainedTotals:
 def describe_totals(trained: TrainedTotals, plan: StudyPlan) -> str:
     """Format the totals, compared with the plan's and with those of training each model alone."""
     if trained.without_record:
-        return f"what was trained is not known: no metrics here of {', '.join(trained.without_record)}"
+        return f"the trained totals are unknown: this machine has no metrics of {', '.join(trained.without_record)}"
     lines = [f"trained, by the runs' records: {_amount(trained.batches, trained.flops)}"]
     for label, totals in (("planned", plan.shared), ("each model alone", plan.alone)):
         if trained.flops is not None and totals.flops:

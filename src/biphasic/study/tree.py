@@ -126,7 +126,7 @@ def build_tree(
     for first, second in combinations(lengths, 2):
         common[first, second] = common[second, first] = shared(second, first)
         if common[first, second] == lengths[first] == lengths[second]:
-            message = f"expected another history than that of models.{first}: both train the same"
+            message = f"expected a history that differs from that of models.{first}; both train the same"
             raise UserError(f"models.{second}: {message} {lengths[first]:,} batches")
     runs: dict[str, StudyRun] = {}
     for name in _order(lengths, continues, common):

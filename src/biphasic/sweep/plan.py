@@ -27,10 +27,11 @@ class TrialSeconds:
 
     def __init__(self, records: Mapping[str, TrialRecord]):
         durations: dict[tuple[str, str], list[float]] = defaultdict(list)
-        sharing = [float(record.about.get("trials_on_device", 1)) for record in records.values()]
-        for record, share in zip(records.values(), sharing, strict=True):
-            if record.status == "done" and "total" in record.seconds and "copy_of" not in record.about:
-                durations[record.cell.model, record.cell.task].append(record.seconds["total"] / share)
+        done = [record for record in records.values() if record.status == "done" and "total" in record.seconds]
+        trained = [record for record in done if "copy_of" not in record.about]
+        sharing = [float(record.about.get("trials_on_device", 1)) for record in trained]
+        for record, share in zip(trained, sharing, strict=True):
+            durations[record.cell.model, record.cell.task].append(record.seconds["total"] / share)
         self.on_device = {pair: fmean(values) for pair, values in durations.items()}
         """Device seconds per trial, by (model, task)."""
         self._mean = fmean(itertools.chain(*durations.values())) if durations else 0.0
@@ -133,9 +134,9 @@ def describe_plan(plan: SweepPlan) -> str:
         price = "" if plan.dollars is None else f", {plan.dollars:,.2f} dollars"
         text.append(f"{bound}{plan.device_hours:,.3g} hours of a device (a GPU, or a machine without one){price}")
     if plan.unknown:
-        text.append(f"{plan.unknown} trials of unknown length: run a few (--limit), or set cost.flops_per_second")
+        text.append(f"trials of unknown duration: {plan.unknown}; run a few (--limit), or set cost.flops_per_second")
     if plan.faults is not None:
-        text += ["it can't run yet:", *(f"  {line}" for line in plan.faults.splitlines())]
+        text += ["the sweep can't start yet:", *(f"  {line}" for line in plan.faults.splitlines())]
     return "\n".join(text)
 
 
