@@ -51,7 +51,7 @@ def test_report_of_a_killed_and_resumed_run(write_yaml: Write, capsys: pytest.Ca
 def test_folder_without_a_run(tmp_path: Path, where: str, capsys: pytest.CaptureFixture[str], s3: Any) -> None:
     assert main(["runs", where if "://" in where else str(tmp_path / where)]) == 2
     error = capsys.readouterr().err
-    assert "no checkpoints and no attempts" in error or "can't be read" in error
+    assert "holds no run (no checkpoints, no attempts)" in error or "can't be read" in error
 
 
 def test_local_checkpoints_are_shown_when_the_bucket_cannot_be_read(

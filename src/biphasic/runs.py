@@ -33,7 +33,7 @@ def report(path: str) -> list[str]:
     place = open_store(path)
     checkpoints, attempts = list_checkpoints(place), read_attempts(place)
     if not checkpoints and not attempts:
-        raise UserError(f"{path}: no checkpoints and no attempts of a run are here")
+        raise UserError(f"{path}: holds no run (no checkpoints, no attempts)")
     sizes = _sizes(place)
     lines = [path, "", f"{'batch':>10}  {'tokens':>16}  {'phase':6} {'bytes':>9}  checkpoint"]
     for checkpoint in reversed(checkpoints):

@@ -66,9 +66,11 @@ def test_a_lock_that_another_start_has_taken_stays(tmp_path: Path, monkeypatch: 
 def test_a_held_lock_is_refused_and_its_owner_named(tmp_path: Path) -> None:
     first = RunLock(str(tmp_path))
     first.acquire(1)
-    with pytest.raises(UserError, match=rf"alive: process {os.getpid()} on .+, since 20") as raised:
+    with pytest.raises(
+        UserError, match=rf"is locked by a running process: process {os.getpid()} on .+, since 20"
+    ) as raised:
         RunLock(str(tmp_path)).acquire(1)
-    assert "Stop that one, or choose another run_name" in str(raised.value)
+    assert "Stop it, or choose another run_name" in str(raised.value)
     first.release("finished")
     again = RunLock(str(tmp_path))
     again.acquire(1)

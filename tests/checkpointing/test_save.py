@@ -122,7 +122,9 @@ def test_pending_checkpoints_are_uploaded_by_the_next_start(
     place = f"s3://{bucket_for(s3, 'saver-gone')}/gone"
     bucket = UnavailableBucket(monkeypatch, 1000)
     path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba", checkpoint__upload_timeout=1)
-    with pytest.raises(UserError, match=r"can't be written \(ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt stayed in "):
+    with pytest.raises(
+        UserError, match=r"can't be written; not yet uploaded: ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt \(in "
+    ):
         train(config_of(path))
     folder = Path(config_of(path).output) / "gone" / "checkpoints"
     assert {"ba12-rank0.pt", "ba6-rank0.pt", "ba12.rank0.json"} <= {path.name for path in folder.iterdir()}
@@ -276,7 +278,7 @@ def test_another_run_s_checkpoints_are_skipped(write_yaml: Write, caplog: pytest
     for name in ("ba11.json", "ba11-rank0.pt"):
         shutil.copy(other / "checkpoints" / name, folder / "checkpoints" / name)
     train(config_of(path))
-    assert "checkpoint ba11 in" in caplog.text and "it is of another run, other" in caplog.text
+    assert "checkpoint ba11 in" in caplog.text and "it belongs to another run, other" in caplog.text
     assert losses(folder) == expected
     # Nothing but another run's: nothing is written over.
     with pytest.raises(UserError, match=r"holds the checkpoints of another run, other: choose another folder"):

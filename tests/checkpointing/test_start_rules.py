@@ -76,7 +76,9 @@ def test_the_newest_checkpoint_of_the_same_past_is_taken(write_yaml: Write) -> N
     content["run"]["overridden"] = ["optimizer.lr"]
     (folder / "ba10.json").write_text(json.dumps(content))
     assert branch_point(folder, config) == 5
-    with pytest.raises(UserError, match=r"that run has changed optimizer.lr on the way"):
+    with pytest.raises(
+        UserError, match=r"ba10 \(that run changed optimizer.lr when it resumed, with resume_overrides\)"
+    ):
         branch_point(folder / "ba10-rank0.pt", config)
 
 
@@ -105,8 +107,8 @@ def test_without_a_checkpoint_of_the_same_past_the_difference_is_named(write_yam
     with pytest.raises(UserError) as refused:
         branch_point(folder, early)
     assert str(refused.value) == (
-        f"start_from: {folder}: no checkpoint there is part of this run, since the two part at batch 4: "
-        "objective.phases.0.until is the end there, 4ba here. Complete checkpoints there: ba20, ba10; "
+        f"start_from: {folder}: no checkpoint there has the same past as this run: the two differ from batch 4 on "
+        "(objective.phases.0.until is the end there, 4ba here). Complete checkpoints there: ba20, ba10; "
         "not usable: ba25 (it has no ba25.json, so it was not finished)"
     )
     with pytest.raises(UserError, match=r"this run ends \(10ba\) before or at every checkpoint there: ba20, ba10"):
@@ -172,7 +174,7 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
         "  seed: 7 until now, 8 here",
         "  data.mix.more.index: 'nothing' until now, 'y' here",
         "  data.train.index: 'x' until now, 'nothing' here",
-        "change that back, choose another run_name (start_from takes what the two share), or let it differ: "
+        "restore the earlier values, choose another run_name (start_from can use the common part), or allow the difference: "
         f"checkpoint.resume_overrides=[{', '.join(keys)}]",
     ]
     manifest.run["overridden"] = ["precision"]
@@ -188,7 +190,7 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
     for config in (changed, recorded_config(manifest).model_copy(update={"run_name": "named"})):
         assert list(own_checkpoints([stored], config)) == [stored]
     checkpoints = own_checkpoints([stored], changed.model_copy(update={"run_name": "named"}))
-    assert next(checkpoints) == StoredCheckpoint(4, None, "it is of another run, run")
+    assert next(checkpoints) == StoredCheckpoint(4, None, "it belongs to another run, run")
     with pytest.raises(UserError, match="holds the checkpoints of another run, run: choose another folder"):
         next(checkpoints)
 
@@ -223,7 +225,9 @@ def test_many_checkpoints_are_not_all_listed(write_yaml: Write) -> None:
     content = json.loads((folder / "ba16.json").read_text())
     content["run"]["overridden"] = ["optimizer.lr", "seed"]
     (folder / "ba16.json").write_text(json.dumps(content))
-    with pytest.raises(UserError, match=r"usable checkpoint there \(ba16 \(that run has changed optimizer.lr, seed on"):
+    with pytest.raises(
+        UserError, match=r"usable checkpoint there \(ba16 \(that run changed optimizer.lr, seed when it resumed"
+    ):
         branch_point(folder / "ba16-rank0.pt", short)
 
 

@@ -29,7 +29,7 @@ def trained_batches(folder: Path) -> list[str]:
 
 
 def assert_stopped_and_saved(output: str, name: str, destination: str, folder: Path) -> None:
-    match = re.search(rf"{name}: saved at batch (\d+), ([\d.]+) s after it; status 75", output)
+    match = re.search(rf"{name}: saved at batch (\d+), ([\d.]+) s after the request; status 75", output)
     assert match, output[-3000:]
     batch = int(match[1])
     assert len(trained_batches(folder)) == batch

@@ -88,7 +88,7 @@ def test_in_any_order_of_calls_one_start_gets_the_lock(
         held = [outcome for outcome in outcomes if isinstance(outcome, str)]
         assert len(held) == 1, (seed, outcomes)
         others = [str(outcome) for outcome in outcomes if not isinstance(outcome, str)]
-        assert all("belongs to another run that is alive" in other for other in others), (seed, outcomes)
+        assert all("is locked by a running process" in other for other in others), (seed, outcomes)
         assert held[0] in (folder / LOCK_FILE).read_text() and not (folder / "claims").exists(), seed
 
 
@@ -158,9 +158,7 @@ def test_of_two_runs_started_at_once_one_trains_and_the_other_names_it(
     run = refused.wait(0)
     try:
         assert run.returncode == 2, (run.stdout[-2000:], run.stderr[-2000:])
-        assert re.search(
-            rf"belongs to another run that is alive: process {trains.ranks[0]} on .+, since 20", run.stderr
-        )
+        assert re.search(rf"is locked by a running process: process {trains.ranks[0]} on .+, since 20", run.stderr)
         wait_for_batch(Path(config_of(path).output) / "twice", 3, trains)
     finally:
         trains.kill()

@@ -277,7 +277,7 @@ def problems_of(config: ConvertConfig, folder: Path, capsys: pytest.CaptureFixtu
          "filters; expected text,id in the first line"),
         ("a.parquet", None, "a.parquet: has no column 'text' (it has: body); set text_column, id_column or filters; "
          "expected the columns text, id"),
-        ("a.parquet", "PAR1", "a.parquet: is no complete Parquet file ("),
+        ("a.parquet", "PAR1", "a.parquet: is not a complete Parquet file ("),
         ("a.jsonl", "", "a.jsonl: is empty (0 bytes); restore the file and run the same command again, "
          "or set on_bad_file: skip"),
         ("a.jsonl.gz", "no gzip", "a.jsonl.gz: is damaged after line 0 ("),

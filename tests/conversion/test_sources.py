@@ -242,7 +242,7 @@ def test_a_parquet_file_cut_short(tmp_path: Path) -> None:
     file.write_bytes(file.read_bytes()[:-100])
     [layout] = inspect_files(find_files(source(file)).files, OPTIONS)
     assert layout.fault is not None
-    assert layout.fault.startswith(f"source {file}: is no complete Parquet file")
+    assert layout.fault.startswith(f"source {file}: is not a complete Parquet file")
 
 
 def test_a_parquet_file_that_is_damaged_inside(tmp_path: Path) -> None:
@@ -313,7 +313,7 @@ def test_filters(tmp_path: Path, ending: str) -> None:
     assert kept({"column": "int_score", "min": 3, "max": 4}, {"column": "language", "any_of": ["en", "fr"]}) == ["3 en"]
     assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de", "0 fr"]
     assert kept({"column": "int_score", "max": 2}) == ["2 en", "0 fr"]
-    with pytest.raises(UserError, match=r"filters: column 'language' holds 'en', which is no number"):
+    with pytest.raises(UserError, match=r"filters: column 'language' holds 'en'; min and max need numbers"):
         kept({"column": "language", "min": 3})
     with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
         kept({"column": "dump", "any_of": ["x"]})

@@ -92,10 +92,10 @@ def test_the_limit_with_files_of_one_document(file: Path, tmp_path: Path, capsys
     [
         (["--size", "100"], "--size: expected at least 260 (256 bytes and 4 special tokens); got 100"),
         (["--special", "masked=x"], "--special: expected ROLE=TOKEN with a role of pad, bos, eos, mask"),
-        (["--special", "mask=<|eos|>"], "special tokens: expected different ones"),
+        (["--special", "mask=<|eos|>"], "special tokens: must be distinct"),
         (["--max-text", "much"], "--max-text: expected a size such as 200gb; got 'much'"),
         (["tokenizer=EuroBERT/EuroBERT-210m"], "is not a local folder; set the folder to write with --out"),
-        (["--out", "text"], "text: exists and is no tokenizer"),
+        (["--out", "text"], "text: exists and is not a tokenizer folder"),
         (["source.paths=[absent]"], "source absent: there is no such file"),
         (["text_column=body"], "has no column 'body' (it has: id, text)"),
         (["tokenizer="], "command line: tokenizer: expected a value; got nothing (tokenizer=null sets null)"),
@@ -113,7 +113,7 @@ def test_refused(
 def test_an_earlier_tokenizer_is_kept(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["tokenizer", str(file), "--size", "280"]) == 0
     assert main(["tokenizer", str(file), "--size", "300"]) == 2
-    assert "there is a tokenizer already" in capsys.readouterr().err
+    assert "already holds a tokenizer" in capsys.readouterr().err
     assert main(["tokenizer", str(file), "--size", "300", "--force"]) == 0
     assert load_tokenizer(str(tmp_path / "tokenizer")).vocab_size == 300
 

@@ -133,7 +133,7 @@ def test_a_file_that_changed_in_between_is_read_again(many: Path, config_for: Ma
     (text / "11.parquet").rename(tmp_path / "away")
     (text / "11.parquet").write_bytes(b"PAR1 no more")
     with pytest.raises(
-        UserError, match=r"11\.parquet: is no complete Parquet file .*; restore the file and run the same command"
+        UserError, match=r"11\.parquet: is not a complete Parquet file .*; restore the file and run the same command"
     ):
         convert(config)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out" / "units").iterdir()}

@@ -236,7 +236,7 @@ def test_a_preempted_run_says_what_a_slow_bucket_lacks(s3: Path, write_yaml: Wri
     os.kill(job.ranks[0], signal.SIGTERM)
     run = job.wait(300)
     assert run.returncode == 75, run.stderr[-3000:]
-    saved = re.search(r"SIGTERM: saved at batch (\d+), ([\d.]+) s after it", run.stdout)
+    saved = re.search(r"SIGTERM: saved at batch (\d+), ([\d.]+) s after the request", run.stdout)
     assert saved, run.stdout[-2000:]
     print(f"\npreempted, slow bucket: {saved[0]}")
     pending = (
@@ -260,6 +260,6 @@ def test_a_preempted_run_says_what_a_slow_bucket_lacks(s3: Path, write_yaml: Wri
     # The next start on this machine uploads it first, and repeats no batch.
     run = launch(path, code=code)
     assert run.returncode == 0, run.stderr[-3000:]
-    assert "was not stored in" in run.stderr and f"resuming at batch {kept[1]} of 24" in run.stdout
+    assert "was not uploaded to" in run.stderr and f"resuming at batch {kept[1]} of 24" in run.stdout
     assert losses(folder) == losses(folder.parent / "plain")
     assert int(kept[1]) in stored(place)

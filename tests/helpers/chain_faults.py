@@ -229,7 +229,7 @@ def two_starts(chain: Chain) -> str:
     runs = sorted((job.wait(300) for job in jobs), key=lambda run: run.returncode)
     chain.outputs += [run.stdout + run.stderr for run in runs]
     assert [run.returncode for run in runs] == [-9, 2], [(run.returncode, run.stderr[-3000:]) for run in runs]
-    assert "belongs to another run that is alive: process" in runs[1].stderr, runs[1].stderr
+    assert "is locked by a running process: process" in runs[1].stderr, runs[1].stderr
     chain.reasons.append(KILLED)
     return f"two starts at once, SIGKILL at {point}"
 

@@ -171,9 +171,7 @@ def test_one_driver_at_a_time_until_a_signal_stops_it(
     config = load(path)
     assert isinstance(config, SweepConfig)
     lock = Path(config.output) / "lock.json"
-    with pytest.raises(
-        UserError, match=r"^output .*/out belongs to another run that is alive: process .*another output$"
-    ):
+    with pytest.raises(UserError, match=r"^output .*/out is locked by a running process: process .*another output$"):
         run(config, module="helpers.small_trials")
     (os.killpg if to_group else os.kill)(driver.pid, number)
     output = driver.communicate(timeout=30)[0]

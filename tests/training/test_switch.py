@@ -136,7 +136,7 @@ def test_a_changed_configuration_is_refused(write_yaml: Write, tmp_path: Path) -
         "run: its checkpoint ba8-rank0.pt was trained with another configuration:",
         "  global_batch_size: 8 until now, 16 here",
         "  seed: 7 until now, 8 here",
-        "change that back, choose another run_name (start_from takes what the two share), or let it differ: "
+        "restore the earlier values, choose another run_name (start_from can use the common part), or allow the difference: "
         "checkpoint.resume_overrides=[global_batch_size, seed]",
     ]
     with pytest.raises(UserError, match=r"\n  optimizer.lr: 0.005 until now, 0.001 here\n"):

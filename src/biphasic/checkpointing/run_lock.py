@@ -168,7 +168,7 @@ class RunLock:
 
     def _wait_for_claim(self, folder: Store, claim: dict[str, Any]) -> None:
         """Wait until another start's claim is gone, or remove it if its process has ended."""
-        print(f"{self._destination}: {_owner(claim)}, starts at the same moment; waiting for it", flush=True)
+        print(f"{self._destination}: another start ({_owner(claim)}) is claiming the lock; waiting for it", flush=True)
         for _ in _polls():
             if is_alive_here(claim["process"]) is False:
                 break
@@ -180,8 +180,8 @@ class RunLock:
         folder.remove([_claim(claim["attempt"])])
 
     def _held_message(self, lock: dict[str, Any]) -> str:
-        message = f"{self._name} belongs to another run that is alive: {_owner(lock)}"
-        return f"{message}. Stop that one, or choose another {self._alternative}"
+        message = f"{self._name} is locked by a running process: {_owner(lock)}"
+        return f"{message}. Stop it, or choose another {self._alternative}"
 
 
 def read_attempts(folder: Store) -> list[dict[str, Any]]:

@@ -184,7 +184,7 @@ class Saver(Callback):
             result = f"saved on this machine only ({error})"
         stopping.saved = True
         seconds = stopping.seconds_since_request()
-        reason = f"{stopping.reason}: {result} at batch {self._saved_batch}, {seconds:.1f} s after it"
+        reason = f"{stopping.reason}: {result} at batch {self._saved_batch}, {seconds:.1f} s after the request"
         self._lock.release(reason)
         stopping.ranks.barrier()
         raise Preempted(reason)
@@ -200,8 +200,8 @@ class Saver(Callback):
         if not self._uploader.wait(self._upload_timeout):
             paths = [manifest.path for manifest in self._uploader.pending]
             raise UserError(
-                f"checkpoint.folder: can't be written ({', '.join(paths)} stayed in "
-                f"{self._local_folder}): start again on this machine when it can be reached, and they are uploaded first"
+                f"checkpoint.folder: can't be written; not yet uploaded: {', '.join(paths)} (in {self._local_folder}). "
+                "Start again on this machine when the folder can be reached: these checkpoints are uploaded first"
             )
 
     def _save(self, state: State, logger: Logger, kept: bool, validating: bool = False) -> None:

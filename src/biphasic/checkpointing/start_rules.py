@@ -60,7 +60,7 @@ def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainCon
         if checkpoint.manifest is not None and not _is_own(checkpoint.manifest, config):
             name = checkpoint.manifest.run["name"]
             other = other or name
-            checkpoint = StoredCheckpoint(checkpoint.batch, None, f"it is of another run, {name}")
+            checkpoint = StoredCheckpoint(checkpoint.batch, None, f"it belongs to another run, {name}")
         yield checkpoint
     if other is not None:
         raise UserError(
@@ -91,8 +91,8 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
         raise UserError(
             f"{config.run_name}: its checkpoint {manifest.path} was trained with another configuration:\n  "
             + "\n  ".join(lines.values())
-            + "\nchange that back, choose another run_name (start_from takes what the two share), or let it differ: "
-            f"checkpoint.resume_overrides=[{', '.join(lines)}]"
+            + "\nrestore the earlier values, choose another run_name (start_from can use the common part), or allow the "
+            f"difference: checkpoint.resume_overrides=[{', '.join(lines)}]"
         )
     if _last_batch(manifest).reached(config.max_duration):
         raise UserError(
@@ -135,7 +135,7 @@ def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]
 
     `path` is `start_from`: a run's folder, a folder or bucket prefix that a run saves to, or one checkpoint in it.
     Returns that folder or prefix, and the checkpoint's manifest. If there is none, raises a UserError that says where
-    the runs part and which checkpoints there are.
+    the runs differ and which checkpoints there are.
     """
     folder, batch = checkpoint_folder(path), batch_in_path(path)
     complete, unusable, difference = list[str](), list[str](), None
@@ -147,7 +147,7 @@ def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]
             if manifest is None:
                 unusable.append(f"{name} ({checkpoint.fault})")
             elif keys := ", ".join(manifest.run["overridden"]):
-                unusable.append(f"{name} (that run has changed {keys} on the way, by resume_overrides)")
+                unusable.append(f"{name} (that run changed {keys} when it resumed, with resume_overrides)")
             else:
                 differences = past_differences(manifest, config)
                 if not differences and not manifest.progress.reached(config.max_duration):
@@ -156,8 +156,9 @@ def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]
                 difference = difference or next(iter(differences), None)
     if difference is not None:
         reason = (
-            f"no checkpoint there is part of this run, since the two part at batch {difference.batch}: {difference.key} is "
-            f"{difference.first} there, {difference.second} here. Complete checkpoints there: {_shortened(complete)}"
+            f"no checkpoint there has the same past as this run: the two differ from batch {difference.batch} on "
+            f"({difference.key} is {difference.first} there, {difference.second} here). Complete checkpoints there: "
+            + _shortened(complete)
             + (f"; not usable: {_shortened(unusable)}" if unusable else "")
         )
     elif complete:

@@ -229,7 +229,7 @@ def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int
     entries = local.entries()
     for rank, manifest in _pending_parts(local, entries):
         if manifest.batch > uploaded and missing_file(manifest, local, entries) is None:
-            message = "checkpoint %s was not stored in %s when the last attempt ended; it is stored now"
+            message = "checkpoint %s was not uploaded to %s when the last attempt ended; uploading it now"
             _log.warning(message, manifest.path, destination.root)
             CheckpointUpload(manifest).upload(rank, local_folder, destination)
             count += 1

@@ -89,7 +89,7 @@ def _passes(value: Any, condition: FilterConfig) -> bool:
     try:
         in_range = value is not None and (low is None or value >= low) and (high is None or value <= high)
     except TypeError:
-        raise UserError(f"filters: column {condition.column!r} holds {value!r}, which is no number") from None
+        raise UserError(f"filters: column {condition.column!r} holds {value!r}; min and max need numbers") from None
     allowed = condition.any_of is None or value in condition.any_of
     return in_range and allowed and value not in (condition.none_of or [])
 

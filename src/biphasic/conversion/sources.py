@@ -226,7 +226,7 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
             reader = pq.ParquetFile(handle)
             schema, metadata = reader.schema_arrow, reader.metadata
     except (OSError, pa.ArrowException) as error:
-        return FileLayout(file, fault=f"{source}: is no complete Parquet file ({first_line(error)})")
+        return FileLayout(file, fault=f"{source}: is not a complete Parquet file ({first_line(error)})")
     for column in columns(config):
         if column not in schema.names:
             raise missing_column(file.path, column, schema.names, file.path, config)

@@ -64,7 +64,7 @@ def train_tokenizer(
 
     special = [*special_tokens.values(), *added_tokens]
     if len(set(special)) < len(special):
-        raise UserError(f"special tokens: expected different ones; got {', '.join(special)}")
+        raise UserError(f"special tokens: must be distinct; got {', '.join(special)}")
     if size < len(special) + BYTES:
         raise UserError(f"--size: expected at least {len(special) + BYTES} ({BYTES} bytes and {len(special)} special "
                         f"tokens); got {size}")  # fmt: skip
@@ -96,9 +96,9 @@ def _require_free(folder: Path, force: bool) -> None:
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
         return
     if not (folder / "tokenizer.json").is_file():
-        raise UserError(f"{folder}: exists and is no tokenizer: name another folder to write")
+        raise UserError(f"{folder}: exists and is not a tokenizer folder: choose another folder")
     if not force:
-        raise UserError(f"{folder}: there is a tokenizer already, which data may have been converted with: "
+        raise UserError(f"{folder}: already holds a tokenizer, with which data may have been converted: "
                         "add --force to replace it")  # fmt: skip
 
 

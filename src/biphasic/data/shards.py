@@ -117,7 +117,7 @@ class CheckedStream(Stream):
                 cache = f" (or {folder} is the cache of other data: empty it)" if self.remote is not None else ""
                 message = f"is damaged: its {self.validate_hash} is not the one in {folder / INDEX}"
                 check = f"check the conversion with `biphasic verify` and restore the shard{cache}"
-                raise ShardError(f"shard {name}: {message}; nothing of it was used; {check}") from error
+                raise ShardError(f"shard {name}: {message}; none of its rows were used; {check}") from error
             kind = UnavailableShardError if is_unreachable(error) else ShardError
             raise kind(f"shard {name}: can't be read into {folder} ({first_line(error)})") from error
 
