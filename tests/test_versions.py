@@ -99,13 +99,11 @@ def test_a_cache_folder_in_another_form_is_refused(monkeypatch, tmp_path):
 
 def test_scores_by_query_in_another_form_are_refused(monkeypatch):
     task = retrieval_task("set", {"d": "text"}, {"q": "query"}, {"test": {"q": {"d": 1}}})
-    with scoring._scores_by_query(task):
-        assert "task_specific_scores" in vars(task)
     monkeypatch.setattr(AbsTaskRetrieval, "task_specific_scores", lambda self, scores, qrels, split: {})
     with pytest.raises(
         UserError, match=r"mteb \S+: .*task_specific_scores has the parameters \(scores, qrels, split\)"
     ):
-        scoring._scores_by_query(task).__enter__()
+        scoring.score(None, task)
     assert "task_specific_scores" not in vars(task)
 
 
