@@ -53,7 +53,7 @@ def test_all_faults_are_reported(s3: Path, write_yaml: Write) -> None:
     )
     assert run.returncode == 2
     faults = [line for line in run.stdout.splitlines() if line.startswith("FAULT node 0 (")]
-    assert len(faults) == 3
+    assert len(faults) == 3 and "3 faults: nothing was started" in run.stdout
     assert "checkpoint.folder s3://no-such-bucket-here/x: can't be written, read and deleted (" in faults[0]
     assert "free, but the data's cache and the checkpoints need" in faults[1]
     assert f"shard {remote}/shard.00000.mds.zstd: is damaged" in faults[2]
@@ -125,7 +125,7 @@ def test_a_differing_node_is_reported(changes: dict[str, Any], expected: str) ->
     [fault] = find_faults(all_facts)
     assert fault.startswith(expected)
     lines = report(all_facts, [fault])
-    assert f"FAULT {fault}" in lines and lines[-1] == "1 faults: nothing was started"
+    assert f"FAULT {fault}" in lines and lines[-1] == "1 fault: nothing was started"
 
 
 def test_equal_nodes_have_no_faults() -> None:

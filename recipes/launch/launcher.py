@@ -1,8 +1,8 @@
-"""Composer's launcher, deaf to the signals that are meant for its ranks.
+"""Run Composer's launcher without its reactions to signals, which the ranks handle.
 
-Slurm and others send a preemption to every process there is. Composer's launcher takes SIGTERM as the order to kill its
-ranks after 30 seconds, which may cut an upload off, and SIGUSR1 ends it and leaves the ranks behind. Here it waits for
-its ranks, which know what to do. (Handlers that do nothing, since ignored signals would be inherited by the ranks.)
+Slurm and other schedulers send a preemption signal to every process of a job. On SIGTERM, Composer's launcher kills ranks
+that still run after 30 seconds, which may interrupt an upload. SIGUSR1 ends the launcher while its ranks still run. Here the
+launcher waits until its ranks have ended. Its handlers do nothing; SIG_IGN would be inherited by the ranks.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from composer.cli.launcher import main
 
 if __name__ == "__main__":
-    # Out of the terminal's group: Ctrl-C is node.sh's, which lets the ranks save.
+    # In a process group of its own, so that Ctrl-C reaches only node.sh, which signals the ranks to save.
     os.setpgid(0, 0)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)

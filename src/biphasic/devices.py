@@ -59,7 +59,7 @@ def require_precision(precision: str) -> None:
     import torch
 
     if precision == "amp_bf16" and not supports_bf16():
-        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "there is none here"
+        name = torch.cuda.get_device_name() if torch.cuda.is_available() else "this machine has no GPU"
         raise UserError(
             f"precision: amp_bf16 needs a GPU of compute capability 8.0 (Ampere) or later ({name}): precision=fp32 runs "
             "everywhere"

@@ -151,7 +151,7 @@ def report(all_facts: list[RankFacts], faults: list[str]) -> list[str]:
     if bandwidths:
         lines.append(f"all-reduce over {len(all_facts)} ranks: {min(bandwidths):.3g} GB/s (slowest rank)")
     lines += [f"FAULT {fault}" for fault in faults]
-    lines.append(f"{len(faults)} faults: nothing was started" if faults else "no faults")
+    lines.append(f"{len(faults)} fault{'s' * (len(faults) > 1)}: nothing was started" if faults else "no faults")
     return lines
 
 
@@ -202,7 +202,7 @@ def _bucket(config: PretrainConfig) -> str:
         message = f"can't be written, read and deleted ({first_line(error)})"
         raise user_error(f"checkpoint.folder {destination}: {message}", error) from error
     if not same or not deleted:
-        fault = "reads back other bytes than were written" if not same else "does not delete"
+        fault = "a file read back differs from what was written" if not same else "a deleted file still exists"
         raise UserError(f"checkpoint.folder {destination}: {fault}")
     if not is_remote(destination):
         with suppress(OSError):  # not empty, or removed by another node that shares the folder
@@ -224,7 +224,7 @@ def _disk(config: PretrainConfig) -> str:
     for folder, size in needs.values():
         free = shutil.disk_usage(folder).free
         if free < size:
-            message = f"the data's cache and the checkpoints need {format_bytes(size)} more"
+            message = f"the data's cache and the checkpoints need {format_bytes(size)}"
             raise UserError(f"{folder}: {format_bytes(free)} free, but {message}")
         lines.append(f"{folder}: {format_bytes(free)} free for {format_bytes(size)}")
     return "; ".join(lines)

@@ -33,7 +33,7 @@ def meta() -> Any:
 
 @pytest.mark.parametrize("backend", ["varlen", "flash2", "flex"])
 def test_a_backend_that_needs_a_gpu_is_refused(backend: Any) -> None:
-    with pytest.raises(UserError, match=rf"compute\.attention: {backend} needs a GPU: expected another one, or auto"):
+    with pytest.raises(UserError, match=rf"compute\.attention: {backend} needs a GPU: choose another backend, or auto"):
         configure_compute(meta(), ComputeConfig(attention=backend), "fp32")
 
 

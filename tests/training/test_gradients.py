@@ -54,7 +54,7 @@ def test_the_run_stops_before_the_weights_change(write_yaml: Write, spoil: Any, 
     path = write_yaml("spoiled")
     quantity = "loss" if loss else "gradient's norm"
     with pytest.raises(
-        UserError, match=rf"^batch 7: the {quantity} is not a finite number; the weights are as they were"
+        UserError, match=rf"^batch 7: the {quantity} is not a finite number; the batch didn't change the weights"
     ):
         train(config_of(path))
     folder = Path(config_of(path).output) / "spoiled"

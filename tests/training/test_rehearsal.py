@@ -166,7 +166,7 @@ def test_the_memory_of_a_plan(
     arguments = [str(file), "--plan", "--ranks", "8"]
     main.main([*arguments, "--memory"])
     text = capsys.readouterr().out
-    assert "memory estimate  3 GB a rank at most, of 84.8 GB of NVIDIA H100 80GB HBM3, with 8 ranks" in text
+    assert "memory estimate  at most 3 GB per rank, of an NVIDIA H100 80GB HBM3's 84.8 GB, with 8 ranks" in text
     assert "1 GB weights, gradients and optimizer, 2 GB activations" in text and "not counted: " in text
     assert "PROBLEM: a problem" in text
     main.main([*arguments, "--memory", "--json"])

@@ -111,9 +111,9 @@ def load_language_model(
     model = load_network(head_class, path, hf_config, revision=revision, **options)
     lm_head, backbone = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
-        raise UserError(f"model {path}: {family} has no language-model head without bias, which Biphasic needs")
+        raise UserError(f"model {path}: {family} isn't supported: its language-model head must be linear, without bias")
     if not hasattr(backbone, "layers"):
-        raise UserError(f"model {path}: {family} is not a decoder of the kind that Biphasic can continue")
+        raise UserError(f"model {path}: {family} isn't supported: its base model has no `layers`")
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
     problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
@@ -219,7 +219,7 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
     prefix = f"{network.base_model_prefix}."
     unused = [name for name in info["unexpected_keys"] if name.removeprefix(prefix).split(".")[0] in parts]
     if unused:
-        message = "model %s: config.json has no place for %d of its weights, e.g. %s"
+        message = "model %s: %d of its weights are not used by the network in config.json, e.g. %s"
         _log.warning(message, path, len(unused), min(unused))
     return network
 

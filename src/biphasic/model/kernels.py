@@ -62,10 +62,10 @@ def select_kernels(hf_config: Any, requested: str = "auto") -> str:
             _selected = name
             return KERNELS[name]
         if requested != "auto" or name == "fa2":
-            raise UserError(f"compute.varlen_kernels: {KERNELS[name]} can't be used: {problem}; expected another choice, "
-                            "or compute.attention: flex")  # fmt: skip
+            raise UserError(f"compute.varlen_kernels: {KERNELS[name]} can't be used: {problem}; choose other kernels, "
+                            "or set compute.attention: flex")  # fmt: skip
         if missing is None:
-            warnings.warn(f"attention: {KERNELS[name]} can't be used ({problem}); other kernels are", stacklevel=2)
+            warnings.warn(f"attention: {KERNELS[name]} can't be used ({problem}); trying other kernels", stacklevel=2)
     raise AssertionError("FlashAttention 2 is the last")
 
 

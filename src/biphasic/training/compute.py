@@ -40,7 +40,7 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
         reason = "needs a GPU" if not gpu else "doesn't run on this GPU"
         if gpu and config.attention == "flash2":
             reason = "needs flash-attn, which isn't installed (uv pip install --no-build-isolation '.[flash-attn]')"
-        raise UserError(f"compute.attention: {config.attention} {reason}: expected another one, or auto")
+        raise UserError(f"compute.attention: {config.attention} {reason}: choose another backend, or auto")
     dtype = torch.bfloat16 if precision == "amp_bf16" else torch.float32
     backend = attention.choose_backend(model.config, config.attention, "cuda" if gpu else "cpu", dtype, training=True)
     kernels = ""
@@ -159,7 +159,10 @@ def find_microbatch(
         peak = peak_bytes(lambda: train(count))
         if peak is None and sharded:
             # The other ranks wait for this one in a collective of FSDP.
-            raise UserError(f"microbatch_size: auto: {count} rows didn't fit; set a number")
+            raise UserError(
+                f"microbatch_size: auto: a microbatch of size {count} doesn't fit in GPU memory; set a smaller size, or "
+                "compute.activation_checkpointing: all"
+            )
         peaks = dist.all_gather_object(peak)
         return None if None in peaks else max(peak for peak in peaks if peak is not None)
 
@@ -168,7 +171,7 @@ def find_microbatch(
     fitting = largest_microbatch(measure, rows, min(dist.all_gather_object(available_bytes() - reserved)))
     size = even_microbatch(rows, fitting)
     if first_rank:
-        print(f"microbatch_size: auto: {fitting} rows fit, batches are cut into microbatches of {size}")
+        print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
         with atomic_path(file) as partial:
             content = json.dumps({"circumstances": circumstances, "rows": fitting}, indent=1)
             partial.write_text(content + "\n", encoding="utf-8")

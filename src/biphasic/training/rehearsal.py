@@ -92,8 +92,9 @@ class Rehearsal:
         temporary = self.peak_bytes - self.state_bytes
         validation = [f"validation: {format_bytes(self.validation_peak_bytes)}"] if self.validation_peak_bytes else []
         lines = [
-            f"{format_bytes(self.peak_bytes)} a rank at most, of {format_bytes(GPU_BYTES)} of {GPU_NAME}, with {self.ranks} "
-            f"rank{'s' * (self.ranks > 1)} and microbatches of {self.microbatch} rows ({self.setup}, {self.strategy}):",
+            f"at most {format_bytes(self.peak_bytes)} per rank, of an {GPU_NAME}'s {format_bytes(GPU_BYTES)}, with "
+            f"{self.ranks} rank{'s' * (self.ranks > 1)} "
+            f"and microbatches of {self.microbatch} rows ({self.setup}, {self.strategy}):",
             f"{format_bytes(self.state_bytes)} weights, gradients and optimizer, {format_bytes(temporary)} activations and "
             "temporary tensors",
             *validation,
@@ -116,7 +117,7 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
     """
     architecture = architecture_of(config.model)
     if architecture is None:
-        raise UserError("a rehearsal needs a model that the YAML describes; model.init_from has weights to load")
+        raise UserError("model.init_from: a rehearsal can't load weights; give the model's dimensions in the YAML")
     measured = Rehearsal(ranks)
     counters.clear()
     torch._dynamo.reset()

@@ -369,8 +369,8 @@ class GradientGuard(Algorithm):
         if self.skipped > self.max_skipped:
             before = f" ({self.max_skipped} skipped before)" if self.max_skipped else ""
             raise UserError(
-                f"batch {int(state.timestamp.batch)}: the {quantity} is not a finite number{before}; the weights are as "
-                f"they were before it. Its rows are in {self.anomalies.file} (the first: {row_ids[0]}). {self.advice}"
+                f"batch {int(state.timestamp.batch)}: the {quantity} is not a finite number{before}; the batch didn't "
+                f"change the weights. The ids of its rows are in {self.anomalies.file} (first: {row_ids[0]}). {self.advice}"
                 "optimizer.max_skipped_batches: N skips up to N such batches, and a smaller optimizer.lr or clip_norm may "
                 "prevent them"
             )
