@@ -107,7 +107,7 @@ def test_labels_of_all_splits_have_numbers(tmp_path: Path) -> None:
     splits = {"train": "train", "validation": "train", "test": "test"}
     record = prepare_task("it", one_task(tmp_path, {**TOKENS, "source": {"files": files}, "splits": splits}))
     assert record["label_names"] == ["O", "B-LOC", "B-PER"]
-    assert record["warnings"] == ["100% of validation is also in train: scores on it say nothing about new text"]
+    assert record["warnings"] == ["100% of validation also occurs in train: scores don't measure generalization"]
 
 
 @pytest.mark.parametrize(
@@ -202,7 +202,7 @@ def test_tsv_is_not_quoted(tmp_path: Path) -> None:
     assert [(row["text"], row["label"]) for row in rows] == GLUE
     message = refused(tmp_path / "quoted", TEXT, path, quoting="standard")
     assert message.startswith(f"{path}:3: a quotation mark in this line or after it is not closed (")
-    assert message.endswith("; quoting: none reads quotation marks as text")
+    assert message.endswith("; set quoting: none to read quotation marks as text")
 
 
 def test_csv_is_quoted(tmp_path: Path) -> None:
@@ -252,7 +252,7 @@ def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     assert find_problem("it", config) is None
     record = prepare_task("it", config)
     assert record["rows"] == {"validation": 2, "train": 38, "test": 5}
-    assert record["warnings"][-1].endswith("of test is also in train: scores on it say nothing about new text")
+    assert record["warnings"][-1].endswith("of test also occurs in train: scores don't measure generalization")
 
 
 def write_beir(folder: Path) -> dict[str, Any]:

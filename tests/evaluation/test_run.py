@@ -323,9 +323,16 @@ def test_bad_input_is_refused_in_one_line(
             {"tasks": ["MultiLongDocRetrieval"], "subsets": {"MultiLongDocRetrieval": ["eng"]}},
             "eng is not one of ar, de, en",
         ),
+        (
+            {"tasks": ["CQADupstackRetrieval"], "splits": {"CQADupstackRetrieval": ["test"]}},
+            "combines 12 other tasks: to choose splits or subsets, list those tasks instead",
+        ),
         ({"tasks": ["NQ"], "mirror": str(tmp_path)}, r"mirror .*: has no mteb/nq; download it .* hf download"),
         ({"sets": ["nowhere"]}, r"sets: nowhere: there is no such folder"),
-        ({"sets": [str(own)], "model__path": str(bare)}, r"bare: has no modules\.json, which says how it pools"),
+        (
+            {"sets": [str(own)], "model__path": str(bare)},
+            r"bare: has no modules\.json \(.*\), so its pooling is unknown",
+        ),
         (
             {"sets": [str(own)], "model__path": str(wrong)},
             r"its tokenizer has 104 tokens, its embedding 64: they don't belong",

@@ -194,10 +194,10 @@ def test_unusable_results_are_refused(record: dict[str, Any], results: Path, tmp
         with_results(card, results)
     for name in ("org/mine", "mine", "org/mine@abc"):
         assert entries(with_results(card, results, name))
-    with pytest.raises(UserError, match="0 of these are other"):
+    with pytest.raises(UserError, match="0 models match other"):
         with_results(card, results, "other")
     shutil.copytree(model / "abc", model / "def")
-    with pytest.raises(UserError, match="2 of these are mine"):
+    with pytest.raises(UserError, match="2 models match mine"):
         with_results(card, results, "mine")
     assert entries(with_results(card, results, "mine@def"))
     write_result(model / "abc", "Bad", "c" * 40, {"test": [ranked(float("nan"))]})

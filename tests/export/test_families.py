@@ -157,6 +157,17 @@ def test_half_precision_and_empty_texts(out: Path, family: str) -> None:
             assert (mask_ if mask_.dtype == torch.bool else mask_ == 0).any(-1).all()
 
 
+@torch.no_grad()
+def test_a_classifier_s_mean_of_an_empty_text_is_zero(out: Path) -> None:
+    tokens, mask = padded()
+    mask[1] = 0
+    model = AutoModelForSequenceClassification.from_pretrained(out, num_labels=3, **TRUSTED).eval()
+    logits = model(input_ids=tokens, attention_mask=mask).logits
+    assert torch.isfinite(logits).all()
+    zero = torch.zeros(1, model.config.hidden_size)
+    torch.testing.assert_close(logits[1:2], model.classifier(model.activation(model.dense(zero))))
+
+
 def test_export_of_a_run_s_checkpoint(write_yaml: Write, tokenizer: Tokenizer, tmp_path: Path) -> None:
     """A run starts from an exported decoder, and its checkpoint is exported."""
     from biphasic.commands import main

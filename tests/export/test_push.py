@@ -155,14 +155,14 @@ def test_a_dry_run_makes_no_request(
     monkeypatch.setattr(socket, "getaddrinfo", forbidden)
     monkeypatch.delenv("HF_TOKEN", raising=False)
     push(folder, "org/encoder", revision="step-1000", private=True, dry_run=True)
-    listed, _, rest = capsys.readouterr().out.partition("would go to ")
+    listed, _, rest = capsys.readouterr().out.partition("would be pushed to ")
     *lines, total = [line.split(maxsplit=1) for line in listed.splitlines()]
     sizes = {name: int(size.replace(",", "")) for size, name in lines}
     assert set(sizes) == UPLOADED
     assert sizes["model.safetensors"] == 10_240
     assert total == [f"{sum(sizes.values()):,}", "bytes in 7 files"]
     target, _, metadata = rest.partition("\n")
-    assert target == "org/encoder at step-1000 (a private repository, if it is new), with this metadata:"
+    assert target == "org/encoder at step-1000 (created as a private repository if missing), with this metadata:"
     assert yaml.safe_load(metadata)["base_model"] == "EuroBERT/EuroBERT-210m"
 
 

@@ -92,8 +92,8 @@ def test_weights_that_do_not_fit_are_named(tmp_path: Path, tokenizer: Path, caps
         assert not (tmp_path / "out").exists()
 
     fails("lacks 1 weights that EuroBertForMaskedLM has, e.g. model.norm.weight", backbone__norm__weight=None)
-    fails("has 1 weights that EuroBertForMaskedLM has no place for, e.g. model.extra", backbone__extra=torch.ones(2))
-    fails("model.norm.weight is [7], where EuroBertForMaskedLM has [32]", backbone__norm__weight=torch.ones(7))
+    fails("has 1 weights that EuroBertForMaskedLM doesn't have, e.g. model.extra", backbone__extra=torch.ones(2))
+    fails("model.norm.weight has shape [7]; EuroBertForMaskedLM expects [32]", backbone__norm__weight=torch.ones(7))
 
 
 def test_shapes_and_some_weights_of_a_run_s_checkpoints(write_yaml: Write, tmp_path: Path) -> None:

@@ -239,7 +239,7 @@ def test_special_tokens_of_a_model_are_used(tmp_path: Path) -> None:
 
 def test_a_window_without_room_for_a_context_is_refused(tmp_path: Path, toy: Path) -> None:
     model = bert(tmp_path / "bert")
-    with pytest.raises(UserError, match="leave no room for a context"):
+    with pytest.raises(UserError, match="leave no room for the context after the question"):
         run_trial(config_of("squad", toy / "tasks", model, tmp_path, task__max_length=2))
 
 

@@ -60,4 +60,4 @@ def test_what_is_missing(tmp_path: Path) -> None:
 def test_data_of_another_kind(toy: Path) -> None:
     data = toy / "tasks" / "squad"
     job_plan = plan_finetuning(config_of(f"model.path={toy / 'start'}", f"task.data={data}"), 1)
-    assert job_plan.problems == [f"{data}: holds a question_answering set; this task needs a classification one"]
+    assert job_plan.problems == [f"{data}: is a dataset of kind question_answering; expected classification"]

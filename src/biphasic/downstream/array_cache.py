@@ -58,7 +58,7 @@ def cached(folder: str, key: Mapping[str, Any], make: Callable[[], dict[str, Rag
     """
     text = json.dumps(key, sort_keys=True)
     entry = Path(folder) / "arrays" / hashlib.sha256(text.encode()).hexdigest()[:24]
-    with user_errors(f"cache {folder}: can't be written and read"):
+    with user_errors(f"cache {folder}: can't be read or written"):
         with FileLock(f"{entry}.lock"):
             if not entry.is_dir():
                 with atomic_path(entry) as partial:

@@ -136,7 +136,7 @@ def require_rows_of_one_width(
     """
     csv.field_size_limit(sys.maxsize)
     width, start = None if columns is None else len(columns), 1
-    advice = "none reads quotation marks as text" if quoted else "standard, if fields are in quotation marks"
+    advice = "none to read quotation marks as text" if quoted else "standard if fields are quoted"
     with open_text(file) as lines:
         quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
@@ -145,9 +145,9 @@ def require_rows_of_one_width(
                 width, columns = width or len(row), columns or row
                 if row and len(row) != width:
                     problem = f"has {len(row)} fields; expected {width}, as before"
-                    raise UserError(f"{file}:{start}: {problem}; quoting: {advice}")
+                    raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}")
                 start = rows.line_num + 1
         except csv.Error as error:
             problem = f"a quotation mark in this line or after it is not closed ({error})"
-            raise UserError(f"{file}:{start}: {problem}; quoting: {advice}") from None
+            raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}") from None
     return columns or []

@@ -39,7 +39,7 @@ class TaskFolder:
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}/{TASK_RECORD}: can't be read ({first_line(error)})") from None
         if recorded_kind != kind:
-            raise UserError(f"{path}: holds a {recorded_kind} set; this task needs a {kind} one")
+            raise UserError(f"{path}: is a dataset of kind {recorded_kind}; expected {kind}")
 
     @property
     def label_names(self) -> list[str]:

@@ -82,7 +82,7 @@ class TaskWriter:
                 for row in valid:
                     if "id" in row:  # rows of retrieval sets have none
                         content = json.dumps([row[name] for name in row if name != "id"])
-                        contents.add(xxhash.xxh3_64_intdigest(content) >> 1)  # a small integer of Python
+                        contents.add(xxhash.xxh3_64_intdigest(content))
                 answered = answered or any(row["answers"]["text"] for row in valid if "answers" in row)
                 writer.write_table(pa.Table.from_pylist(valid, SCHEMAS[schema]))
                 count += len(valid)
@@ -99,7 +99,7 @@ class TaskWriter:
             (part, smaller), (whole, _) = sorted([(name, contents), (other, others)], key=lambda split: len(split[1]))
             share = len(contents & others) / max(len(smaller), 1)
             if share > _SHARED_SHARE:
-                warning = f"{share:.0%} of {part} is also in {whole}: scores on it say nothing about new text"
+                warning = f"{share:.0%} of {part} also occurs in {whole}: scores don't measure generalization"
                 self.record["warnings"].append(warning)
         self._contents[name] = contents
         if schema == "question_answering" and not answered:

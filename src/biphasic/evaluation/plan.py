@@ -32,7 +32,7 @@ def plan_evaluation(config: EvaluateConfig) -> JobPlan:
             job_plan.problems.append(str(error))
         else:
             lines["tasks"] = f"{len(tasks)}: {', '.join(task.name for task in tasks)}"
-            lines["read from"] = config.mirror or "the hub, unless they are folders of this machine"
+            lines["read from"] = config.mirror or "the hub, except for the local folders in sets"
     searched = {"full": "complete corpora", "judged": "judged documents"}
     lines["documents"] = " and ".join(searched[part] for part in config.documents)
     lines["baselines"] = ", ".join(config.baselines) or "none"

@@ -147,7 +147,7 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
     if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
         if model.pooling is None:
             raise UserError(
-                f"model {model.path}: has no modules.json, which says how it pools (sentence-transformers' format): "
+                f"model {model.path}: has no modules.json (sentence-transformers' format), so its pooling is unknown: "
                 "set model.pooling to mean, cls, lasttoken or max"
             )
         encoder.pooling = Pooling(model.pooling)

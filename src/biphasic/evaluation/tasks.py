@@ -82,7 +82,8 @@ def _choose(name: str, task: Any, config: EvaluateConfig) -> Any:
         if unknown := [value for value in chosen or () if value not in known]:
             raise UserError(f"{key}.{name}: {unknown[0]} is not one of {', '.join(known)}")
     if isinstance(task, AbsTaskAggregate):
-        raise UserError(f"{name}: is made of other tasks ({len(task.metadata.tasks)}): name these to choose among them")
+        advice = "to choose splits or subsets, list those tasks instead"
+        raise UserError(f"{name}: combines {len(task.metadata.tasks)} other tasks: {advice}")
     task = copy.copy(task)  # mteb's benchmarks keep their tasks
     task.filter_eval_splits(splits or task.eval_splits)
     return task.filter_languages(None, hf_subsets=subsets or task.hf_subsets)

@@ -155,7 +155,7 @@ class BidirectionalForSequenceClassification(_WithHead):
     def _logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         kept = torch.ones(hidden.shape[:2], device=hidden.device) if attention_mask is None else attention_mask
         kept = kept.to(hidden.dtype)[..., None]
-        mean = (hidden * kept).sum(1) / kept.sum(1)
+        mean = (hidden * kept).sum(1) / kept.sum(1).clamp(min=1)  # zeros for a text without tokens
         return self.classifier(self.activation(self.dense(mean)))
 
 

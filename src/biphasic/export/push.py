@@ -44,7 +44,8 @@ def push(folder: Path, repo: str, *, revision: str | None = None, private: bool 
             print(f"{size:>16,}  {name}")
         print(f"{sum(sizes.values()):>16,}  bytes in {len(sizes)} files")
         kind = "a private repository" if private else "a public repository"
-        print(f"would go to {repo} at {revision or 'main'} ({kind}, if it is new), with this metadata:\n{card.data}")
+        target = f"{repo} at {revision or 'main'} (created as {kind} if missing)"
+        print(f"would be pushed to {target}, with this metadata:\n{card.data}")
         return
     require_token()
     api = HfApi(library_name="biphasic")

@@ -71,7 +71,7 @@ def read_results(results: Path, model_name: str | None = None) -> list[EvalResul
     # The name may lack the organisation, the revision or both.
     matching = [name for name in models if model_name is None or f"/{model_name}@" in f"/{name}@"]
     if len(matching) != 1:
-        problem = "several models have results" if model_name is None else f"{len(matching)} of these are {model_name}"
+        problem = "several models have results" if model_name is None else f"{len(matching)} models match {model_name}"
         raise UserError(f"--results {results}: {problem}: name one with --results-of: {', '.join(models)}")
     files = sorted(models[matching[0]], key=lambda file: file.name)
     scores = [score for file in files for score in _scores(file)]

@@ -106,11 +106,11 @@ def _require_fit(weights: Weights, expected: Mapping[str, Tensor], network: nn.M
     if missing := sorted(expected.keys() - shapes.keys()):
         raise UserError(f"{weights.source}: lacks {len(missing)} weights that {kind} has, e.g. {missing[0]}")
     if extra := sorted(shapes.keys() - network.state_dict().keys()):
-        raise UserError(f"{weights.source}: has {len(extra)} weights that {kind} has no place for, e.g. {extra[0]}")
+        raise UserError(f"{weights.source}: has {len(extra)} weights that {kind} doesn't have, e.g. {extra[0]}")
     for name, weight in expected.items():
         stored, own = list(shapes[name].shape), list(weight.shape)
         if stored != own:
-            raise UserError(f"{weights.source}: {name} is {stored}, where {kind} has {own}")
+            raise UserError(f"{weights.source}: {name} has shape {stored}; {kind} expects {own}")
 
 
 def _cast(weights: Weights, names: Sequence[str], dtype: torch.dtype) -> dict[str, Tensor]:

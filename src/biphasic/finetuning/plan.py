@@ -24,7 +24,7 @@ def plan_finetuning(config: FinetuneConfig, ranks: int) -> JobPlan:
     lines["model"] = config.model.path
     if is_remote(config.model.path):
         job_plan.problems.append(
-            f"model.path {config.model.path}: a model in a bucket is not read here: copy it to a folder"
+            f"model.path {config.model.path}: fine-tuning can't read a model from a bucket: download it to a folder"
         )
     elif not Path(config.model.path).exists() and (reason := why_missing(config.model.path, config.model.revision)):
         job_plan.missing.append(f"model.path {config.model.path}: {reason}")
@@ -66,9 +66,9 @@ def _add_cost(job_plan: JobPlan, config: FinetuneConfig) -> None:
     lines["length"] = f"{cost.steps:,} batches of {config.batch_size}; {config.warmup} warmup"
     lines["tokens"] = f"about {cost.train_tokens:,.0f} to train on (four characters to a token)"
     if cost.flops is None or cost.bytes is None:
-        lines["model"] += " (a network whose size is not known beforehand)"
+        lines["model"] += " (size unknown: no estimate of FLOPs and memory)"
         return
-    lines["model"] += f": {cost.parameters:,} parameters without a head for words"
+    lines["model"] += f": {cost.parameters:,} parameters without the language-model head"
     lines["FLOPs"] = f"{cost.flops:.3g}, scoring included"
     lines["memory"] = (
         f"about {format_bytes(cost.bytes)} a rank: weights, gradients, optimizer, "

@@ -67,7 +67,7 @@ class QuestionAnswering(PredictionTask):
         size = self.max_length - question - len(self.text_tokenizer.prefix) - len(self.text_tokenizer.suffix)
         if size < 1:
             raise UserError(
-                f"task.max_length: {self.max_length} tokens leave no room for a context behind the question"
+                f"task.max_length: {self.max_length} tokens leave no room for the context after the question"
             )
         step = size - self.config.stride if self.config.stride < size else max(size // 2, 1)
         starts = range(0, max(context - size, 0) + step, step)
