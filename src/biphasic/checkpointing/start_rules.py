@@ -49,7 +49,7 @@ def _last_batch(manifest: Manifest) -> TrainingProgress:
 
 
 def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainConfig) -> Iterator[StoredCheckpoint]:
-    """Yield the checkpoints in a run's folder; those of other runs without their manifests, as they can't be used.
+    """Yield the checkpoints in a run's folder. One of another run has a fault instead of its manifest, so it is skipped.
 
     A checkpoint is another run's if name and configuration both differ. A common past is not enough, because the run
     would write into the other run's folder. After the last checkpoint, raises a UserError if there were some of another

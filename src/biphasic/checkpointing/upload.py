@@ -102,7 +102,9 @@ class CheckpointUpload:
 
 
 class Uploader:
-    """Uploads this rank's checkpoint files in a background thread, oldest first. Rank 0 then writes the manifest.
+    """Stores checkpoints where the run saves, in a background thread, oldest first.
+
+    Files are uploaded to a bucket; in a local folder they only get their manifest, which rank 0 writes at the end.
 
     Training never waits for other ranks: each rank uploads a manifest of its own files, and only rank 0's thread waits
     for these. If the destination can't be reached, uploads are retried with growing pauses.

@@ -20,7 +20,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, resolve_phases
 
 _PATHS = {"local", "remote"}
-_NOT_CONSTANT: dict[str, Any] = {
+_NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
     **dict.fromkeys(("parallelism", "compute", "logging"), True),
     "tokenizer": True,  # a path: its hash is compared with the data's
@@ -35,7 +35,7 @@ _NOT_CONSTANT: dict[str, Any] = {
     # Compared by `_phases` and `_rates`.
     **dict.fromkeys(("max_duration", "objective", "schedule"), True),
 }
-"""Keys and sections that don't affect the weights, or are compared by batch instead of as constants."""
+"""Keys and sections that a restart may change, and those that `_phases` and `_rates` compare batch by batch."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def is_overridden(key: str, overrides: Sequence[str]) -> bool:
 
 def _constants(config: PretrainConfig) -> dict[str, Any]:
     """Return the keys that affect every batch with their values."""
-    return dict(flatten(config.model_dump(mode="json", exclude=_NOT_CONSTANT, exclude_none=True)))
+    return dict(flatten(config.model_dump(mode="json", exclude=_NOT_COMPARED_AS_CONSTANTS, exclude_none=True)))
 
 
 @dataclass(frozen=True)

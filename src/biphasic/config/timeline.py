@@ -118,9 +118,9 @@ def resolve_phases(phases: list[CLMPhase | MLMPhase], max_duration: Duration) ->
     return spans
 
 
-def phase_at(laid_out: list[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
+def phase_at(resolved_phases: list[ResolvedPhase], elapsed: TrainingProgress) -> ResolvedPhase:
     """Return the phase of the batch that begins at `elapsed`: the last phase that has started."""
-    return next(span for span in reversed(laid_out) if elapsed.reached(span.start))
+    return next(span for span in reversed(resolved_phases) if elapsed.reached(span.start))
 
 
 def decay_start(schedule: ScheduleConfig, max_duration: Duration) -> Duration:

@@ -154,7 +154,9 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
     from transformers import AutoConfig
 
     if is_remote(path):
-        raise UserError(f"model {path}: can't be loaded (a model in a bucket is not supported: download it to a folder)")
+        raise UserError(
+            f"model {path}: can't be loaded (a model in a bucket is not supported: download it to a folder)"
+        )
     if (reason := why_missing(path, revision)) is not None:
         reason = reason.replace("no such folder", "no such checkpoint or folder")
         raise UserError(f"model {path}: can't be loaded ({reason})")
