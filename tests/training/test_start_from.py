@@ -113,7 +113,7 @@ def test_other_rows_and_another_past_are_refused(trunks: dict[str, Path], write_
     with pytest.raises(UserError, match=r"^start_from: .*/ba8-rank0.pt was trained on other rows: data.train.index"):
         train(config_of(write_yaml("rows", **keys, data__train__local=str(tmp_path / "other" / "train"))))
     with pytest.raises(
-        UserError, match=r"part at batch 0: seed is 7 there, 8 here. Complete checkpoints there: ba10, ba9"
+        UserError, match=r"differ from batch 0 on \(seed is 7 there, 8 here\)\. Complete checkpoints there: ba10, ba9"
     ):
         train(config_of(write_yaml("seed", **keys, seed=8)))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from biphasic.checkpointing.manifest import (
     Manifest,
@@ -22,12 +23,14 @@ from biphasic.checkpointing.start_rules import (
     find_branch_point,
     own_checkpoints,
 )
-from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.checkpointing.upload import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.storage import Store, StoredFile, first_line, is_remote, join, open_store, user_error, user_errors
+
+if TYPE_CHECKING:
+    from biphasic.checkpointing.stopping import ProcessGroup
 
 
 def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest | None:
