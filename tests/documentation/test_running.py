@@ -9,7 +9,7 @@ import pytest
 
 from helpers import small_repository
 from helpers.documented_commands import OURS, ROOT, Call, calls, pages
-from helpers.tiny import LENGTH
+from helpers.tiny import LENGTH, SIZE
 
 # Parts of README's commands that only the slow test runs: many trainings, a traced graph, or what another command shows.
 SLOW = ("run_name=210m-3e-4", "yamls/sweep/paper.yaml", "biphasic report", "--onnx")
@@ -35,7 +35,7 @@ RUN = "runs/210m-clm-21k-mlm40-42k"
 # commands that are not run.
 PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/checkpoints.md": (
-        {"model.preset=null": " ".join(f"model.{key}=null" for key in small_repository.SIZE),
+        {"model.preset=null": " ".join(f"model.{key}=null" for key in SIZE),
          "runs/210m-clm/": "runs/210m-42k/"},
         (),
     ),

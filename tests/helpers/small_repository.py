@@ -19,21 +19,12 @@ from helpers import warm
 from helpers.downstream_sets import make_glue
 from helpers.mteb_mirror import write_own
 from helpers.texts import write_parquet
-from helpers.tiny import LENGTH, ROOT, WORDS, write_tokenizer
+from helpers.tiny import LENGTH, ROOT, SIZE, write_tokenizer
 
 TASKS = ("mnli", "qqp", "conll2003", "ontonotes5", "uner", "squad", "squad_v2", "record", "msmarco", "nq", "mldr")
 """The paper's sets but SST-2, which is left."""
 # A batch here is so many of the paper's.
 SCALE = 2000
-SIZE = {
-    "vocab_size": WORDS,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "num_kv_heads": 2,
-}
-"""Of every model."""
 CHANGES: dict[str, dict[str, Any]] = {
     "yamls/base/paper.yaml": {
         "global_batch_size": 8, "microbatch_size": 4, "precision": "fp32", "logging": {"tensorboard": False},
@@ -74,7 +65,7 @@ def make(folder: Path) -> None:
             continue
         content = shorter(OmegaConf.to_container(OmegaConf.load(path)))
         if "preset" in content.get("model", {}):
-            content["model"] = SIZE
+            content["model"] = dict(SIZE)
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(changed(content, CHANGES.get(str(name), {})), folder / name)
     shutil.copy(ROOT / "recipes" / "paper" / "reference.csv", folder / "recipes" / "paper")

@@ -110,7 +110,7 @@ def test_limit_and_plan(sweep: LoadSweep, log: Path) -> None:
 
 
 def test_durations_are_estimated_from_trained_trials_only() -> None:
-    """Two trials of 10 seconds that shared a device. A failed trial and a copy were alone on theirs."""
+    """Two trials took 10 seconds each on a shared device. A failed trial and a copy had a device alone, and don't count."""
     grid = grid_of(models=("a",))
     first, second, failed, copied, *rest = scored_records(grid, lambda cell, name: (0.5, 0.5)).values()
     records = [

@@ -111,7 +111,7 @@ def _training_text(
     stored, so_far = sum(file.bytes for file in files) or 1, 0
     with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
         for file in files:
-            # A file's share, and what the files before it have left of theirs.
+            # The file's share of the limit, plus what earlier files did not use of theirs.
             so_far += file.bytes
             limit = None if max_bytes is None else max_bytes * so_far // stored
             for document in read_documents(file, config):
