@@ -7,8 +7,7 @@ import torch
 
 from biphasic.model.losses import IGNORE
 from biphasic.objectives.clm import clm_targets
-from biphasic.objectives.counter_rng import BITS, random_integers, with_probability
-from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
+from biphasic.objectives.mlm import BITS, Vocabulary, mlm_inputs_and_targets, random_integers, with_probability
 
 WORDS = Vocabulary(size=1000, mask_id=3, special_ids=(0, 1, 2, 3))
 SEGMENTS = torch.tensor([[1, 1, 1, 2, 2, 0], [1, 1, 1, 1, 1, 1]])
