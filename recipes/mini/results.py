@@ -24,11 +24,11 @@ from statistics import fmean
 import pandas as pd
 from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, write_records
 
+from biphasic.config.model_names import Facets, facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
 from biphasic.report.formatting import format_interval, format_p, format_points, format_signed, markdown_table
 from biphasic.report.statistics import Interval, holm, mean_interval
-from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent

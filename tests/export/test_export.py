@@ -13,7 +13,7 @@ from biphasic.commands import main
 from biphasic.config.load import dump
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
-from biphasic.export.card import model_name, pretrained_card
+from biphasic.export.card import pretrained_card
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.forward import packed_forward
@@ -168,28 +168,6 @@ def test_the_embedding_of_an_empty_text_is_zero_beside_others(tmp_path: Path, to
     embeddings = SentenceTransformer(str(tmp_path / "out"), device="cpu").encode(["w5", ""])
     assert embeddings[0].any()
     assert not embeddings[1].any()
-
-
-def test_model_names_follow_the_paper() -> None:
-    def name(size: str | None, *phases: dict[str, object], total: str = "42000ba", batches: int = 42_000) -> str:
-        config = {
-            "model": {"preset": size},
-            "objective": {"phases": list(phases)},
-            "max_duration": total,
-            "run_name": "mine",
-        }
-        return model_name(config, {"batches": batches, "rows": 0, "tokens": 0, "epochs": 0})
-
-    mlm = {"name": "mlm", "masking_ratio": 0.4}
-    assert name("610m", {"name": "clm"}) == "610m-clm-42k"
-    assert name("1b", {**mlm, "masking_ratio": 0.5}) == "1b-mlm50-42k"
-    assert name("610m", {"name": "clm", "until": "10000ba"}, mlm) == "610m-clm-10k-mlm40-42k"
-    assert name("210m", {"name": "clm", "until": "0.5dur"}, mlm) == "210m-clm-21k-mlm40-42k"
-    assert name(None, mlm) == "mine"
-    assert name("610m", mlm, batches=1000) == "610m-mlm40-42k-1000"
-    assert name("610m", {"name": "clm", "until": "10000ba"}, mlm, batches=5000) == "610m-clm-10k-mlm40-42k-5000"
-    assert name("610m", {**mlm, "masking_ratio": {"start": 0.3, "end": 0.05}}, total="50ba") == "610m-mlm-50"
-    assert name("610m", {"name": "clm"}, total="1000000tok") == "610m-clm-1000000tok-42000"
 
 
 def test_the_card_has_no_credentials_and_escapes_tables(write_yaml: Write) -> None:

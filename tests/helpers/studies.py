@@ -10,9 +10,9 @@ from typing import Any
 import pandas as pd
 
 from biphasic.config.load import dump
+from biphasic.config.model_names import Facets, facets_of_name
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.sweep import SweepConfig
-from biphasic.report.study_models import Facets, facets_of_name
 from biphasic.storage import open_store
 from biphasic.sweep.grid import build_grid, trial_configs
 from biphasic.sweep.records import Cell, GridTask, TrialRecord, write_grid, write_record

@@ -20,6 +20,7 @@ import yaml
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.config.model_names import facets_of_models, facets_of_name
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.config.study_models import expand
@@ -28,7 +29,6 @@ from biphasic.config.tasks import TasksConfig
 from biphasic.report.reference import read_reference
 from biphasic.report.run import write_report
 from biphasic.report.study_figures import FIGURES, arrange, facet_table
-from biphasic.report.study_models import facets_of_models, facets_of_name
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain
 from biphasic.study.stages import export, scored_models, sweep_config

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from biphasic.config.model_names import facets_of_name
 from biphasic.report.recipe_results import check_run, read_results
-from biphasic.report.study_models import facets_of_name
 from helpers.studies import RATES, SEEDS, STEP_SECONDS, write_run, write_sweep
 from helpers.sweeps import SST2
 from helpers.tiny import ROOT

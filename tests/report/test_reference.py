@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from biphasic.commands import main
+from biphasic.config.model_names import facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders, compare_scores, read_reference
 from biphasic.report.scores import ScoreTable, score_table
 from biphasic.report.statistics import mean_interval
-from biphasic.report.study_models import facets_of_name
 from helpers.studies import score_rows, write_sweep
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper" / "reference.csv"

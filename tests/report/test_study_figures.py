@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from matplotlib.collections import LineCollection, PathCollection
 
+from biphasic.config.model_names import facets_of_name
 from biphasic.report.scores import score_table
 from biphasic.report.study_figures import FIGURES, arrange, arrange_figures, draw_figure, facet_table
-from biphasic.report.study_models import facets_of_name
 from helpers.studies import MODELS, score_rows
 
 BY_NAME = {figure.name: figure for figure in FIGURES}

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from huggingface_hub import ModelCardData
 
-from biphasic.config.durations import Duration, TrainingProgress
+from biphasic.config.model_names import model_name
 from biphasic.export.folder import hub_id, parse_card
 
 _LOAD = """```python
@@ -128,24 +128,6 @@ class ExportForm:
 
 
 _PLAIN = ExportForm()
-
-
-def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
-    """Return the model's name: as the paper names its models if the size is a preset, else from the run's name.
-
-    The paper's names have the objective and last step of each phase. The step of a checkpoint from before the end of
-    the run is appended (`610m-clm-10k-mlm40-42k-20000`).
-    """
-    total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
-    parts = [config["run_name"]] if size is None else [size]
-    for phase in config["objective"]["phases"] if size else ():
-        ratio = phase.get("masking_ratio")
-        end = Duration.parse(phase["until"]).resolve(total) if phase.get("until") else total
-        thousands = end.unit == "ba" and end.value % 1000 == 0
-        steps = f"{end.value / 1000:.0f}k" if thousands else str(end).removesuffix("ba")
-        parts += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]
-    done = TrainingProgress(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
-    return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
 
 
 def pretrained_card(record: dict[str, Any], name: str | None = None, form: ExportForm = _PLAIN) -> str:

@@ -12,6 +12,7 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
+from biphasic.config.model_names import facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.formatting import (
     csv_table,
@@ -23,7 +24,6 @@ from biphasic.report.formatting import (
     markdown_table,
 )
 from biphasic.report.scores import ScoreTable, differences
-from biphasic.report.study_models import facets_of_name
 from biphasic.storage import open_store, user_errors
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv")

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 
 import pandas as pd
 
+from biphasic.config.model_names import Facets, parameters_in_size, short_steps
 from biphasic.report.drawing import bars, draw_curves, plain, with_bars
 from biphasic.report.scores import ScoreTable, differences
-from biphasic.report.study_models import Facets, parameters_in_size, short_steps
 
 PAPER_RATIO = 40
 """The masking ratio of most of the paper's models, in percent: the tie-break between equally frequent ratios."""

@@ -18,11 +18,11 @@ import yaml
 from omegaconf import OmegaConf
 
 from biphasic.config.check import check
+from biphasic.config.model_names import Facets, facets_of_models
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError
 from biphasic.report.scores import chosen_scores, trial_table
 from biphasic.report.study_losses import loss_events, loss_points, loss_table
-from biphasic.report.study_models import Facets, facets_of_models
 from biphasic.storage import Store, first_line, join, open_store, user_errors
 from biphasic.sweep.records import GRID_FILE, Grid, read_grid, read_records
 from biphasic.training.metrics_file import parse_metrics

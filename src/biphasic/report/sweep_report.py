@@ -7,6 +7,7 @@ from itertools import combinations
 
 import pandas as pd
 
+from biphasic.config.model_names import facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.drawing import band_with_markers, bars, default_style, draw_curves, png, with_bars
 from biphasic.report.formatting import (
@@ -24,7 +25,6 @@ from biphasic.report.formatting import (
     markdown_table,
 )
 from biphasic.report.scores import ScoreTable, chosen_scores, differences, name_origins, score_table, trial_table
-from biphasic.report.study_models import facets_of_name
 from biphasic.sweep.records import Grid, TrialRecord
 
 MAX_DIFFERENCES = 300

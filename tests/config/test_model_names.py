@@ -4,8 +4,15 @@ from __future__ import annotations
 
 import pytest
 
+from biphasic.config.model_names import (
+    Facets,
+    facets_of_models,
+    facets_of_name,
+    model_name,
+    parameters_in_size,
+    short_steps,
+)
 from biphasic.errors import UserError
-from biphasic.report.study_models import Facets, facets_of_models, facets_of_name, parameters_in_size, short_steps
 from helpers.studies import MODELS, config_of
 
 
@@ -117,3 +124,27 @@ def test_sizes_and_steps() -> None:
         "mini",
     ]
     assert [short_steps(steps) for steps in (500, 1000, 1500, 1550, 42000)] == ["500", "1k", "1.5k", "1550", "42k"]
+
+
+def test_model_names_follow_the_paper() -> None:
+    def name(size: str | None, *phases: dict[str, object], total: str = "42000ba", batches: int = 42_000) -> str:
+        config = {
+            "model": {"preset": size},
+            "objective": {"phases": list(phases)},
+            "max_duration": total,
+            "run_name": "mine",
+        }
+        return model_name(config, {"batches": batches, "rows": 0, "tokens": 0, "epochs": 0})
+
+    mlm = {"name": "mlm", "masking_ratio": 0.4}
+    assert name("610m", {"name": "clm"}) == "610m-clm-42k"
+    assert name("1b", {**mlm, "masking_ratio": 0.5}) == "1b-mlm50-42k"
+    assert name("610m", {"name": "clm", "until": "10000ba"}, mlm) == "610m-clm-10k-mlm40-42k"
+    assert name("210m", {"name": "clm", "until": "0.5dur"}, mlm) == "210m-clm-21k-mlm40-42k"
+    assert name(None, mlm) == "mine"
+    assert name("610m", mlm, batches=1000) == "610m-mlm40-42k-1000"
+    checkpoint = name("610m", {"name": "clm", "until": "10000ba"}, mlm, batches=5000)
+    assert checkpoint == "610m-clm-10k-mlm40-42k-5000"
+    assert facets_of_name(checkpoint) == Facets("610m-clm-10k-mlm40-42k", "610m", "clm-mlm", 0.4, 10_000, 42_000, 5000)
+    assert name("610m", {**mlm, "masking_ratio": {"start": 0.3, "end": 0.05}}, total="50ba") == "610m-mlm-50"
+    assert name("610m", {"name": "clm"}, total="1000000tok") == "610m-clm-1000000tok-42000"

@@ -1,7 +1,7 @@
-"""Find what distinguishes the models of a study: size, objective, masking ratio, steps, and the continued model.
+"""Name models, and find what distinguishes those of a study: size, objective, masking ratio, steps, continued model.
 
 These facets come from a run's resolved configuration if there is one. Otherwise they come from the model's name, in the
-format of the paper's models on the hub:
+format of the paper's models on the hub, in which exported models are named too:
 
     610m-mlm40-42k                  size, objective, steps; `mlm40` masks 40%
     610m-clm-10k-mlm40-42k          CLM until step 10,000, MLM until step 42,000
@@ -15,13 +15,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from graphlib import TopologicalSorter
+from typing import Any
 
+from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, RampConfig, resolve_phases
 from biphasic.errors import UserError
 
-FORM = "610m-clm-10k-mlm40-42k (docs/report.md)"
 _STEPS = r"\d+(?:\.\d{1,3}(?=k))?k?"
 _PHASE = re.compile(rf"-(?P<objective>clm|mlm(?P<ratio>[1-9]\d?))-(?P<decayed>dec)?(?P<end>{_STEPS})(?=-|$)")
 _NAME = re.compile(
@@ -58,11 +59,29 @@ class Facets:
         return self.steps == self.total_steps
 
 
+def model_name(config: dict[str, Any], record: dict[str, Any]) -> str:
+    """Return the model's name: as the paper names its models if the size is a preset, else from the run's name.
+
+    The paper's names have the objective and last step of each phase. The step of a checkpoint from before the end of
+    the run is appended (`610m-clm-10k-mlm40-42k-20000`).
+    """
+    total, size = Duration.parse(config["max_duration"]), config["model"].get("preset")
+    parts = [config["run_name"]] if size is None else [size]
+    for phase in config["objective"]["phases"] if size else ():
+        ratio = phase.get("masking_ratio")
+        end = Duration.parse(phase["until"]).resolve(total) if phase.get("until") else total
+        thousands = end.unit == "ba" and end.value % 1000 == 0
+        steps = f"{end.value / 1000:.0f}k" if thousands else str(end).removesuffix("ba")
+        parts += [phase["name"] + (f"{100 * ratio:.0f}" if isinstance(ratio, float) else ""), steps]
+    done = TrainingProgress(**{name: record[name] for name in ("batches", "rows", "tokens", "epochs")})
+    return "-".join(parts if done.reached(total) else [*parts, str(done.batches)])
+
+
 def facets_of_name(name: str) -> Facets:
     """Parse a model's facets from its name. Raises a UserError if it doesn't have the format of the paper's names."""
     match = _NAME.fullmatch(name)
     if match is None:
-        raise UserError(f"model {name}: expected a name such as {FORM}")
+        raise UserError(f"model {name}: expected a name such as 610m-clm-10k-mlm40-42k (docs/report.md)")
     size, phases, checkpoint = match["size"], match["phases"], match["checkpoint"]
     start = base_steps = clm_steps = 0
     continued_from, objectives, ratios = None, [], set[float | None]()
