@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -105,6 +106,17 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
         (QUICKSTART, "data.cache_limit=10 gigs", "data.cache_limit: expected a size such as 200gb; got '10 gigs'"),
         (QUICKSTART, "data.cache_limit=10gb extra", "data.cache_limit: expected a size such as 200gb; got '10gb extra'"),
         (QUICKSTART, "data.cache_limit=0gb", "data.cache_limit: expected greater than 0; got '0gb'"),
+        (CONVERT, "unit_bytes=1kb", "unit_bytes: expected at least 65536; got '1kb'"),
+        (CONVERT, "shard_bytes=5gb", "shard_bytes: expected less than 4294967296; got '5gb'"),
+        (CONVERT, "unit_bytes=1.5", "unit_bytes: expected a size such as 200gb; got 1.5"),
+        (CONVERT, "max_tokens=1.5", "max_tokens: expected a valid integer; got 1.5"),
+        (FINETUNE, "task.max_length=1.0", "task.max_length: expected less than 1; got 1.0"),
+        # Texts without content.
+        (QUICKSTART, "tokenizer=", "tokenizer: expected a value; got nothing (tokenizer=null sets null)"),
+        (QUICKSTART, "tokenizer=' '", "tokenizer: expected a text that is not empty; got ' '"),
+        (QUICKSTART, "data.folder=", "data.folder: expected a value; got nothing (data.folder=null sets null)"),
+        (CONVERT, "text_column=''", "text_column: expected a text that is not empty; got ''"),
+        (CONVERT, "source={kind: hub, path: ''}", "source.path: expected a text that is not empty; got ''"),
         # Each kind of pydantic's errors.
         (QUICKSTART, "run_name=a b", "run_name: expected a name of letters, digits, `.`, `_` and `-`; got 'a b'"),
         (QUICKSTART, "objective.phases=[]", "objective.phases: expected at least 1 item; got []"),
@@ -164,6 +176,27 @@ def test_sizes_are_decimal_numbers_of_bytes() -> None:
     evaluation = load(ROOT / "yamls" / "evaluate" / "quick.yaml", ["cache_limit=2tb"])
     assert isinstance(evaluation, EvaluateConfig)
     assert evaluation.cache_limit == 2 * 10**12
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("unit_bytes=1mb", 10**6), ("unit_bytes=1_000kb", 10**6), ("unit_bytes=1_000_000", 10**6), ("unit_bytes=1e6", 10**6),
+        ("shard_bytes=64MiB", 2**26), ("max_tokens=1e9", 10**9), ("max_tokens=1_000_000_000", 10**9),
+        ("sequence_length=1e3", 1000), ("max_text_characters=2e4", 20_000), ("cluster.retries=1_0", 10),
+    ],
+)  # fmt: skip
+def test_every_size_and_count_takes_the_same_forms(override: str, value: int) -> None:
+    config = load(CONVERT, [override])
+    number: Any = config
+    for name in override.partition("=")[0].split("."):
+        number = getattr(number, name)
+    assert number == value
+
+
+def test_texts_that_may_be_blank() -> None:
+    load(CONVERT, ["filters=[{column: language, none_of: ['']}]"])
+    load(ROOT / "yamls" / "finetune" / "own_retrieval.yaml", ["task.query_prompt=''"])
 
 
 @pytest.mark.parametrize(

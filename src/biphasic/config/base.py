@@ -9,7 +9,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ByteSize, ConfigDict, Field, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, WithJsonSchema
 
 from biphasic.storage.paths import PASSWORD
 
@@ -45,21 +45,28 @@ def named(name: str) -> WithJsonSchema:
     return WithJsonSchema({"format": name})
 
 
+def _whole(value: Any) -> Any:
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+whole = BeforeValidator(_whole)
+"""An annotation for integers that may be written as `1e9`, which YAML reads as a float. It follows the limits."""
 # Integers must fit 64 bits, as arrays, records and other programs expect. Composer and numpy need 32-bit seeds.
-Positive = Annotated[int, Field(gt=0, lt=2**63)]
-Count = Annotated[int, Field(ge=0, lt=2**63)]
-Seed = Annotated[int, Field(ge=0, lt=2**32)]
+Positive = Annotated[int, Field(gt=0, lt=2**63), whole]
+Count = Annotated[int, Field(ge=0, lt=2**63), whole]
+Seed = Annotated[int, Field(ge=0, lt=2**32), whole]
 Share = Annotated[float, Field(gt=0, lt=1)]
 
 
 class Bytes(ByteSize):
     """A number of bytes."""
 
-    byte_string_pattern = r"^\s*(\d*\.?\d+)\s*(\w+)?\s*$"  # pydantic's accepts any text after the unit
+    # pydantic's accepts any text after the unit, and no `1_000mb`
+    byte_string_pattern = r"^\s*((?:\d+_)*\d*\.?\d+)\s*(\w+)?\s*$"
     byte_string_re = re.compile(byte_string_pattern, re.IGNORECASE)
 
 
-Size = Annotated[Bytes, Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
+Size = Annotated[Bytes, whole, Field(gt=0, lt=2**63), named("size in bytes, such as `200gb`")]
 """A number of bytes, as an integer or with a unit: `200gb` is 200 * 10**9, `200gib` is 200 * 2**30."""
 
 
@@ -187,3 +194,13 @@ def secret_problems(config: JobConfig) -> KeyProblems:
     for key, value in flatten(config):
         if isinstance(value, str) and PASSWORD.match(value):
             yield [key], "expected an address without user and password: credentials come from the environment"
+
+
+_MAY_BE_BLANK = {"query_prompt", "document_prompt", "separator", "any_of", "none_of"}
+
+
+def blank_problems(config: JobConfig) -> KeyProblems:
+    """Report texts that are empty or only spaces, such as a path or a column's name."""
+    for key, value in flatten(config):
+        if isinstance(value, str) and not value.strip() and _MAY_BE_BLANK.isdisjoint(key.split(".")):
+            yield [key], f"expected a text that is not empty; got {value!r}"

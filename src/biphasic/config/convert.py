@@ -8,6 +8,7 @@ from pydantic import Field, StrictBool, StrictFloat, StrictInt, StrictStr
 
 from biphasic.config.base import (
     Address,
+    Bytes,
     ClusterConfig,
     Count,
     JobConfig,
@@ -15,7 +16,9 @@ from biphasic.config.base import (
     Positive,
     Section,
     Seed,
+    Size,
     matching,
+    whole,
 )
 
 
@@ -102,7 +105,7 @@ class ConvertConfig(JobConfig):
     """Local folder or bucket prefix for `train/`, `validation/`, `tokenizer/`, `units/` and `conversion.json`."""
     tokenizer: Address
     """Folder or hub id of a `tokenizers` tokenizer. It is copied to the output; a mask token is added if it has none."""
-    sequence_length: Annotated[int, Field(ge=16, lt=2**31)] = 2048
+    sequence_length: Annotated[int, Field(ge=16, lt=2**31), whole] = 2048
     """Number of tokens in a row. Default: the paper's context length (appendix, table 1)."""
     segments: SegmentsConfig = SegmentsConfig()
     """How documents are packed into rows."""
@@ -121,15 +124,15 @@ class ConvertConfig(JobConfig):
     on_bad_file: Literal["stop", "skip"] = "stop"
     """`stop`: convert the other files, but publish the output only once the damaged file is repaired. `skip`: convert the
     documents before the damage; leave out and count the rest."""
-    unit_bytes: Annotated[int, Field(ge=2**16, lt=2**63)] = 256 * 2**20
-    """Bytes of text in a work unit. After an interruption, unfinished work units are converted again. Small files are
-    grouped; a large Parquet file is divided by its row groups."""
+    unit_bytes: Annotated[Size, Field(ge=2**16)] = Bytes(256 * 2**20)
+    """Bytes of text in a work unit, at least 65,536. After an interruption, unfinished work units are converted again. Small
+    files are grouped; a large Parquet file is divided by its row groups."""
     cluster: ConvertCluster = ConvertCluster()
     """Where it runs."""
     seed: Seed = 42
     """Random seed for the segment lengths with `stream`."""
-    shard_bytes: Annotated[int, Field(gt=0, lt=2**32)] = 64 * 2**20
-    """Size of a shard before compression. MDS stores byte offsets in 32 bits."""
+    shard_bytes: Annotated[Size, Field(lt=2**32)] = Bytes(64 * 2**20)
+    """Size of a shard before compression, below 2**32: MDS stores byte offsets in 32 bits."""
     compression: (
         Annotated[str, matching(r"zstd(:([1-9]|1\d|2[0-2]))?", "zstd, zstd:LEVEL (1 to 22) or null")] | None
     ) = "zstd"

@@ -41,7 +41,7 @@ class _TaskConfig(Section):
     """Name of the task in records and tables."""
     data: Address
     """Folder or bucket prefix of the dataset, written by `biphasic tasks`."""
-    max_length: Positive | Share = 0.99
+    max_length: Annotated[int, Field(gt=0, lt=2**63)] | Share = 0.99
     """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
     are truncated."""
 

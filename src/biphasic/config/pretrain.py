@@ -10,7 +10,18 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
+from biphasic.config.base import (
+    Address,
+    Count,
+    KeyProblems,
+    Positive,
+    RunConfig,
+    Section,
+    Seed,
+    Share,
+    flatten,
+    whole,
+)
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
@@ -61,7 +72,7 @@ class CheckpointConfig(Section):
     which also keeps the newest checkpoint of a run that saves to a bucket."""
     interval: Duration = Duration(1000, "ba")
     """Time between checkpoints. One is also saved at the end, at every switch, where the decay begins, and at `keep_at`."""
-    keep: Annotated[int, Field(ge=-1, lt=2**63)] = -1
+    keep: Annotated[int, Field(ge=-1, lt=2**63), whole] = -1
     """Number of complete checkpoints to keep. -1: all. Older checkpoints are deleted once a newer one is complete, except
     those at a phase switch, at the start of the decay and at `keep_at`."""
     keep_at: list[Duration] = []

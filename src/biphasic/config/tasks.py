@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Section, Seed, Share
+from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Section, Seed, Share, whole
 
 Columns = Annotated[list[str], Field(min_length=1)]
 
@@ -170,7 +170,7 @@ class RetrievalSet(_DownstreamSet):
     """Tables of queries, which are joined."""
     qrels: Annotated[dict[str, QrelsConfig], Field(min_length=1)]
     """Relevance judgments by split."""
-    min_score: int = 1
+    min_score: Annotated[int, whole] = 1
     """Minimum score of a relevant document."""
     judged_only: bool = True
     """Keep only documents that have a judgment of any score in these splits, as in the paper. Results on such a corpus can't
