@@ -28,7 +28,7 @@ from biphasic.config.model_names import Facets, facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
 from biphasic.report.formatting import format_interval, format_p, format_points, format_signed, markdown_table
-from biphasic.report.statistics import Interval, holm, mean_interval
+from biphasic.report.scores import Interval, holm, mean_interval
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent

@@ -14,9 +14,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-from biphasic.report.scores import chosen_scores, trial_table
-from biphasic.storage import open_store
-from biphasic.sweep.records import read_grid, read_records
+from biphasic.report.scores import chosen_scores, read_sweep
 from biphasic.training.loggers import read_metrics
 
 OBJECTIVES = {"mlm": "MLM", "clm-mlm": "CLM, then MLM"}
@@ -80,9 +78,7 @@ def print_tokens(folder: Path) -> None:
 
 def print_scores(sweep: Path) -> None:
     """Print the F1 on `parameters` of the models with 320 batches, at the better fine-tuning rate by validation."""
-    store = open_store(str(sweep))
-    grid = read_grid(store)
-    by_model = 100 * chosen_scores(trial_table(grid, read_records(store, grid.trials))).groupby("model").score.mean()
+    by_model = 100 * chosen_scores(read_sweep(str(sweep))[1]).groupby("model").score.mean()
     print("| F1 on `parameters`, test | " + " | ".join(OPTIMIZERS.values()) + " |\n|-|-|-|")
     for objective, name in OBJECTIVES.items():
         means = []

@@ -28,7 +28,7 @@ from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
 from biphasic.report.reference import read_reference
 from biphasic.report.run import write_report
-from biphasic.report.study_figures import FIGURES, arrange, facet_table
+from biphasic.report.study_report import FIGURES, arrange, facet_table
 from biphasic.study.plan import plan_study
 from biphasic.study.run import pretrain
 from biphasic.study.stages import export, scored_models, sweep_config

@@ -12,8 +12,7 @@ from biphasic.commands import main
 from biphasic.config.model_names import facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders, compare_scores, read_reference
-from biphasic.report.scores import ScoreTable, score_table
-from biphasic.report.statistics import mean_interval
+from biphasic.report.scores import ScoreTable, mean_interval, score_table
 from helpers.studies import score_rows, write_sweep
 
 PAPER = Path(__file__).parents[2] / "recipes" / "paper" / "reference.csv"

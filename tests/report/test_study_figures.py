@@ -10,7 +10,7 @@ from matplotlib.collections import LineCollection, PathCollection
 
 from biphasic.config.model_names import facets_of_name
 from biphasic.report.scores import score_table
-from biphasic.report.study_figures import FIGURES, arrange, arrange_figures, draw_figure, facet_table
+from biphasic.report.study_report import FIGURES, arrange, draw_figure, facet_table, figure_scores
 from helpers.studies import MODELS, score_rows
 
 BY_NAME = {figure.name: figure for figure in FIGURES}
@@ -121,8 +121,9 @@ def test_the_drawn_points_are_the_means_in_points() -> None:
         if (name, seed) != ("1b-mlm40-400", 2)
     }
     table = score_table(score_rows(scores))
-    [drawn], _ = arrange_figures(table, {name: facets_of_name(name) for name in models})
-    [axes] = draw_figure(drawn, table).axes
+    facets = facet_table({name: facets_of_name(name) for name in models})
+    [(figure, points)] = [(figure, points) for figure in FIGURES if len(points := arrange(figure, facets)[0])]
+    [axes] = draw_figure(figure, points, figure_scores(points, table)).axes
     lines = {line.get_label(): line for line in axes.get_lines() if not str(line.get_label()).startswith("_")}
     assert list(lines["CLM"].get_xdata()) == [0, 1]
     assert list(lines["CLM"].get_ydata()) == pytest.approx([51, 61])

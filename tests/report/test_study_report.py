@@ -13,10 +13,9 @@ import yaml
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.report.statistics import mean_interval
-from biphasic.report.study_figures import FIGURES
+from biphasic.report.scores import mean_interval
 from biphasic.report.study_folder import read_study
-from biphasic.report.study_report import report_files
+from biphasic.report.study_report import FIGURES, report_files
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell
 from helpers.studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep

@@ -18,6 +18,7 @@ from scipy import stats
 
 from biphasic.commands import main
 from biphasic.report import sweep_report
+from biphasic.report.scores import trial_table
 from biphasic.report.sweep_report import report_files
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell, Grid, TrialRecord, write_grid, write_record
@@ -34,7 +35,7 @@ def noisy(cell: Cell, name: str) -> tuple[float, float]:
 
 
 def files_of(grid: Grid, records: dict[str, TrialRecord]) -> dict[str, str]:
-    files = report_files(grid, records)
+    files = report_files(grid, trial_table(grid, records))
     return {name: content.decode() for name, content in files.items() if content and not name.endswith("png")}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -46,58 +46,45 @@ def make_panels(
 def draw_curves(
     points: pd.DataFrame,
     x_label: str,
-    y_label: str,
-    spread: Callable[[Axes, pd.DataFrame, str], None],
+    y_label: str = "test (points)",
+    *,
+    band: bool = False,
     columns: int = 4,
     size: tuple[float, float] = (3.4, 2.8),
 ) -> Figure:
     """Draw curves: one panel for each `panel` in `points`, one colour for each `line`.
 
-    `points` has the columns `panel line x y low high`, in the order of panels and lines. `spread` draws the uncertainty
-    of a curve in a colour: `bars` or `band`.
+    `points` has the columns `panel line x y low high`, in the order of panels and lines. From `low` to `high` are error
+    bars or a `band`. With a column `complete`, points have markers, which are hollow where it is false.
     """
     panels = list(points.panel.unique())
     figure, all_axes = make_panels(panels, columns, size)
     for panel, axes in zip(panels, all_axes, strict=True):
         for index, line in enumerate(points.line.unique()):
             curve = points[(points.panel == panel) & (points.line == line)].sort_values("x", kind="stable")
-            if len(curve):
-                style = line_style(index)
-                axes.plot(curve.x, curve.y, **style, label=plain(line), linewidth=1.4)
-                spread(axes, curve, style["color"])
+            if curve.empty:
+                continue
+            style = line_style(index)
+            color = style["color"]
+            axes.plot(curve.x, curve.y, **style, label=plain(line), linewidth=1.4)
+            if band:
+                axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
+            else:
+                errors = [curve.y - curve.low, curve.high - curve.y]
+                axes.errorbar(curve.x, curve.y, yerr=errors, fmt="none", ecolor=color, capsize=2)
+            if "complete" in curve:
+                faces = [color if complete else "white" for complete in curve.complete]
+                axes.scatter(curve.x, curve.y, s=16, edgecolors=color, facecolors=faces, zorder=3)
         axes.set_xlabel(x_label)
         axes.set_ylabel(y_label)
     return figure
 
 
-def with_bars(means: pd.DataFrame) -> pd.DataFrame:
-    """Return rows of `ScoreTable.means` with `panel` (the test set, else the group) and, in points, `y low high`."""
+def draw_means(means: pd.DataFrame, x_label: str) -> Figure:
+    """Draw rows of `ScoreTable.means`, with `line` and `x`, in points, with a panel for each test set or group."""
     y, half = 100 * means.score, 100 * means.half_width.fillna(0)
     panel = means.test_set.where(means.test_set != "", means.group)
-    return means.assign(panel=panel, y=y, low=y - half, high=y + half)
-
-
-def bars(axes: Axes, curve: pd.DataFrame, color: str) -> None:
-    """Draw error bars from `low` to `high`, and markers that are hollow where the curve is not `complete`."""
-    errors = [curve.y - curve.low, curve.high - curve.y]
-    axes.errorbar(curve.x, curve.y, yerr=errors, fmt="none", ecolor=color, capsize=2)
-    _markers(axes, curve, color)
-
-
-def band(axes: Axes, curve: pd.DataFrame, color: str) -> None:
-    """Draw a band from `low` to `high`."""
-    axes.fill_between(curve.x, curve.low, curve.high, color=color, alpha=0.15, linewidth=0)
-
-
-def band_with_markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
-    """Draw a band, and markers that are hollow where the curve is not `complete`."""
-    band(axes, curve, color)
-    _markers(axes, curve, color)
-
-
-def _markers(axes: Axes, curve: pd.DataFrame, color: str) -> None:
-    faces = [color if complete else "white" for complete in curve.complete]
-    axes.scatter(curve.x, curve.y, s=16, edgecolors=color, facecolors=faces, zorder=3)
+    return draw_curves(means.assign(panel=panel, y=y, low=y - half, high=y + half), x_label)
 
 
 def png(figure: Figure) -> bytes:

@@ -12,7 +12,7 @@ import pandas as pd
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from biphasic.config.model_names import facets_of_name
+from biphasic.config.model_names import facets_of_models
 from biphasic.errors import UserError
 from biphasic.report.formatting import (
     csv_table,
@@ -115,7 +115,10 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     names = ["first", "second", "first_measured", "second_measured"]
     orders.loc[worse, names] = orders.loc[worse, [names[1], names[0], names[3], names[2]]].to_numpy()
     orders["agrees"], orders["clear"] = orders.measured > 0, orders.measured.abs() > orders.half_width
-    orders["same_size_and_steps"] = [_same_budget(row.first, row.second) for row in orders.itertuples()]
+    facets, _ = facets_of_models(list(reference.model.unique()), {})
+    budgets = {name: f"{of_model.size} {of_model.steps}" for name, of_model in facets.items()}
+    # A name of another form has NaN, which equals nothing.
+    orders["same_size_and_steps"] = orders["first"].map(budgets) == orders["second"].map(budgets)
     return orders.loc[orders.published != 0, _ORDER_COLUMNS]
 
 
@@ -183,12 +186,3 @@ def _measured_models(path: str, published: set[str]) -> dict[str, str]:
 
 def _shown_name(model: str, measured: str) -> str:
     return escape(model) if measured == model else f"{escape(model)} (here {escape(measured)})"
-
-
-def _same_budget(first: str, second: str) -> bool:
-    """Return whether the names of two models have the same size and number of steps."""
-    try:
-        sizes = {(facets.size, facets.steps) for facets in map(facets_of_name, (first, second))}
-    except UserError:
-        return False
-    return len(sizes) == 1

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
-from biphasic.report.scores import chosen_scores, score_table, trial_table
+from biphasic.report.scores import chosen_scores, read_sweep, score_table
 from biphasic.report.study_folder import is_study, read_study
 from biphasic.report.study_report import report_files as study_files
 from biphasic.report.sweep_report import report_files as sweep_files
 from biphasic.storage import is_remote, join, open_store, user_errors
-from biphasic.sweep.records import read_grid, read_records
 
 
 def write_report(
@@ -22,10 +21,8 @@ def write_report(
     # Report an invalid reference before the slower work of the report.
     reference = read_reference(against, models) if against is not None else None
     if len(folders) == 1 and not is_study(folders[0]):
-        source = open_store(folders[0])
-        grid = read_grid(source)
-        records = read_records(source, grid.trials)
-        files, scores = sweep_files(grid, records), chosen_scores(trial_table(grid, records))
+        grid, trials = read_sweep(folders[0])
+        files, scores = sweep_files(grid, trials), chosen_scores(trials)
     else:
         study = read_study(folders)
         files, scores = study_files(study), study.scores

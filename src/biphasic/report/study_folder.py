@@ -21,10 +21,10 @@ from biphasic.config.check import check
 from biphasic.config.model_names import Facets, facets_of_models
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import ConfigError, UserError
-from biphasic.report.scores import chosen_scores, trial_table
+from biphasic.report.scores import chosen_scores, read_sweep, trial_table
 from biphasic.report.study_losses import loss_events, loss_points, loss_table
 from biphasic.storage import Store, first_line, join, open_store, user_errors
-from biphasic.sweep.records import GRID_FILE, Grid, read_grid, read_records
+from biphasic.sweep.records import GRID_FILE, Grid
 from biphasic.training.metrics_file import parse_metrics
 
 CONFIG_FILE = "config.yaml"
@@ -132,14 +132,13 @@ def _scores(files: Mapping[str, Store]) -> pd.DataFrame:
     parts = []
     owners: dict[tuple[str, str], str] = {}
     for folder in _named(files, GRID_FILE):
-        source = open_store(join(files[f"{folder}/{GRID_FILE}"].root, folder))
-        grid = read_grid(source)
-        scores = chosen_scores(trial_table(grid, read_records(source, grid.trials)))
+        root = join(files[f"{folder}/{GRID_FILE}"].root, folder)
+        scores = chosen_scores(read_sweep(root)[1])
         parts.append(scores[scores.score.notna()])
         for model, test_set in parts[-1][["model", "test_set"]].drop_duplicates().to_numpy():
             if (owner := owners.setdefault((model, test_set), folder)) != folder:
                 message = f"scores of {model} on {test_set} are also in {owner}: expected them in only one sweep"
-                raise UserError(f"{source.root}: {message}")
+                raise UserError(f"{root}: {message}")
     return pd.concat(parts or [chosen_scores(trial_table(Grid((), (), (), (), {}, 0), {}))], ignore_index=True)
 
 

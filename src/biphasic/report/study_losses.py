@@ -11,8 +11,8 @@ import pandas as pd
 
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import decay_start, resolve_phases
-from biphasic.report.drawing import band, draw_curves, plain
-from biphasic.report.statistics import intervals
+from biphasic.report.drawing import draw_curves, plain
+from biphasic.report.scores import intervals
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +78,8 @@ def losses_figure(losses: pd.DataFrame) -> Figure:
     panels, half = points.objective.str.upper() + ", " + points.kind, points.half_width.fillna(0)
     points = points.assign(panel=panels, line=points.run, x=points.step, y=points.loss)
     points = points.assign(low=points.loss - half, high=points.loss + half)
-    figure = draw_curves(points, "pretraining steps", "loss (nats per predicted token)", band, 2, (6.8, 3.8))
+    y_label = "loss (nats per predicted token)"
+    figure = draw_curves(points, "pretraining steps", y_label, band=True, columns=2, size=(6.8, 3.8))
     colors = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.get_lines()}
     events = losses[losses.kind.isin(list(_MARKERS))]
     for title, axes in zip(points.panel.unique(), figure.axes, strict=True):

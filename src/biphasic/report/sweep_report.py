@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import combinations
 
 import pandas as pd
 
-from biphasic.config.model_names import facets_of_name
-from biphasic.errors import UserError
-from biphasic.report.drawing import band_with_markers, bars, default_style, draw_curves, png, with_bars
+from biphasic.config.model_names import facets_of_models
+from biphasic.report.drawing import default_style, draw_curves, draw_means, png
 from biphasic.report.formatting import (
     MISSING,
     NOT_AVAILABLE,
@@ -24,8 +22,8 @@ from biphasic.report.formatting import (
     markdown_page,
     markdown_table,
 )
-from biphasic.report.scores import ScoreTable, chosen_scores, differences, name_origins, score_table, trial_table
-from biphasic.sweep.records import Grid, TrialRecord
+from biphasic.report.scores import ScoreTable, chosen_scores, differences, name_origins, score_table
+from biphasic.sweep.records import Grid
 
 MAX_DIFFERENCES = 300
 """The report lists all differences up to this number; `differences.csv` always has all."""
@@ -39,12 +37,12 @@ _CAPTIONS = {
 
 
 @default_style()
-def report_files(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str, bytes | None]:
-    """Return the files' contents by name; None for a figure without data, whose older file is to be removed.
+def report_files(grid: Grid, trials: pd.DataFrame) -> dict[str, bytes | None]:
+    """Return the files' contents by name, from a grid and its `trial_table`.
 
-    An equal grid and equal records give equal bytes, regardless of the order in which the records were written.
+    None stands for a figure without data, whose older file is to be removed. An equal grid and equal records give equal
+    bytes, regardless of the order in which the records were written.
     """
-    trials = trial_table(grid, records)
     table = score_table(chosen_scores(trials))
     named = name_origins(trials)
     absent = _without_scores(named)
@@ -206,7 +204,7 @@ def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
     points["complete"] = points.seeds == len(grid.seeds)
     if points.empty:
         return None
-    figure = draw_curves(points, "learning rate", "test (points)", band_with_markers)
+    figure = draw_curves(points, "learning rate", band=True)
     for axes in figure.axes:
         axes.set_xscale("log")
     return png(figure)
@@ -215,17 +213,11 @@ def _rates_figure(grid: Grid, trials: pd.DataFrame) -> bytes | None:
 def _steps_figure(steps: pd.Series, table: ScoreTable) -> bytes | None:
     """Draw mean test score against pretraining steps, with a panel for each task family and a line for each run.
 
-    Returns None if no model with known steps has a score for a family.
+    A model whose name doesn't have the format of the paper's models is a run of its own. Returns None if no model with
+    known steps has a score for a family.
     """
+    runs = {name: facets.run for name, facets in facets_of_models(list(steps.index), {})[0].items()}
     means = table.means.reset_index()
     means = means[(means.test_set == "") & (means.seeds > 0) & means.model.isin(steps.dropna().index)]
-    points = with_bars(means).assign(line=means.model.map(_run_of), x=means.model.map(steps).astype(float))
-    return png(draw_curves(points, "pretraining steps", "test (points)", bars)) if len(points) else None
-
-
-def _run_of(model: str) -> str:
-    """Return the run of a model; the name itself if it doesn't have the format of the paper's models."""
-    try:
-        return facets_of_name(model).run
-    except UserError:
-        return model
+    points = means.assign(line=means.model.replace(runs), x=means.model.map(steps).astype(float))
+    return png(draw_means(points, "pretraining steps")) if len(points) else None
