@@ -167,6 +167,15 @@ def test_configurations_that_are_not_used(tmp_path: Path) -> None:
     assert f"- {study.notes[0]}.\n" in page
 
 
+def test_a_study_without_a_model_that_can_be_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "610m-clm-400").mkdir()
+    (tmp_path / "610m-clm-400" / "config.yaml").write_text("job: pretrain\n")
+    assert main(["report", str(tmp_path)]) == 0
+    page = capsys.readouterr().out
+    assert "- 610m-clm-400/config.yaml: is not used (" in page
+    assert all(f"- `{name}` needs " in page for name in NAMES)
+
+
 def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", str(tmp_path)]) == 2
     refused = "expected a sweep's output (with sweep.json) or a study's folder (with a run or a sweep in a subfolder)"
