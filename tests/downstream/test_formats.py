@@ -244,6 +244,49 @@ def test_keys_of_tables_have_no_effect_elsewhere(tmp_path: Path, source: dict[st
     assert f"{key} has no effect on files of this kind" in refused(tmp_path, TEXT, Path(path), **source)
 
 
+@pytest.mark.parametrize("kind", ["jsonl", "json", "list", "csv", "tsv", "parquet"])
+@pytest.mark.parametrize("texts", [["2020-01-01", "2020-01-02T00:00:00Z"], ["007", "1e5"], ["12:30", "true"]])
+def test_texts_that_look_like_other_types_are_unchanged(tmp_path: Path, kind: str, texts: list[str]) -> None:
+    rows = [{"number": text, "sentence": text, "label": 1} for text in texts]
+    path = tmp_path / f"rows.{kind.replace('list', 'json')}"
+    if kind == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif kind == "list":
+        path.write_text(json.dumps(rows, indent=1))
+    elif kind.startswith("json"):
+        path.write_text("".join(json.dumps(row) + "\n\n" for row in rows), encoding="utf-8-sig")
+    else:
+        lines = [list(rows[0]), *(list(row.values()) for row in rows)]
+        path.write_text("".join(("," if kind == "csv" else "\t").join(map(str, line)) + "\n" for line in lines))
+    _, read = prepared(tmp_path, {**TEXT, "id_column": "number"}, path)
+    assert [(row["id"], row["text"], row["label"]) for row in read] == [(text, text, 1) for text in texts]
+
+
+def test_lines_of_json_may_differ(tmp_path: Path) -> None:
+    """Rows may lack a key, and values of a key may have different types: only the rows with a fault are left out."""
+    rows = [
+        {"sentence": "a", "label": "positive"},
+        {"sentence": 2, "label": 0},
+        {"label": 1},
+        {"sentence": "b", "label": 0},
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"sentence": "c", "label": 1, "more": {"x": 1}}]))
+    task = {**TEXT, "source": {"files": {"all": [str(path)]}}, "splits": {"test": "all"}}
+    record = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))
+    assert record["left_out"] == {"test": {"the text is not a string": 2}}
+    assert [(row["text"], row["label"]) for row in rows_of(tmp_path / "out" / "it", "test")] == [
+        ("a", 1),
+        ("b", 0),
+        ("c", 1),
+    ]
+    for line in ('{"sentence": "cut', '["sentence"]'):
+        path.write_text(json.dumps(rows[0]) + "\n" + line + "\n")
+        message = refused(tmp_path / "cut", TEXT, path)
+        assert message.startswith(f"{path}: can't be read: expected a JSON object in each line (")
+        assert message.endswith(f": {line}")
+
+
 def test_a_folder_of_save_to_disk(tmp_path: Path) -> None:
     rows = [{"sentence": f"text {number}", "label": number % 2} for number in range(40)]
     DatasetDict(train=Dataset.from_list(rows), test=Dataset.from_list(rows[:5])).save_to_disk(tmp_path / "saved")

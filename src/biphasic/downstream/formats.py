@@ -95,8 +95,8 @@ def bio_names(sentences: Iterable[list[str]]) -> list[str] | None:
     return sorted(labels, key=lambda label: (label != "O", label[2:], label))
 
 
-def squad_rows(file: str) -> list[dict[str, Any]] | None:
-    """Return the questions of a file in SQuAD's own format; None for other JSON.
+def json_rows(file: str) -> list[dict[str, Any]] | None:
+    """Return the questions of a file in SQuAD's own format, or the rows of a list; None for lines of JSON.
 
     Raises:
         UserError: a question lacks a field.
@@ -106,6 +106,8 @@ def squad_rows(file: str) -> list[dict[str, Any]] | None:
             content = json.load(text)
     except ValueError:  # lines of JSON
         return None
+    if isinstance(content, list):
+        return content
     articles = content.get("data") if isinstance(content, dict) else None
     if not isinstance(articles, list) or not all(isinstance(one, dict) and "paragraphs" in one for one in articles):
         return None

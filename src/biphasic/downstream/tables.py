@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import csv
+import functools
 import glob
 import hashlib
+import itertools
+import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -17,8 +20,8 @@ from biphasic.downstream.formats import (
     COLUMN_FILES,
     bio_names,
     column_rows,
+    json_rows,
     require_rows_of_one_width,
-    squad_rows,
 )
 from biphasic.errors import UserError
 from biphasic.storage import first_line, user_errors
@@ -71,7 +74,8 @@ class Table:
         """Yield the rows that `make` returns for each row's values of `columns`, or the exception that it raises."""
         from tqdm import tqdm
 
-        batches = self.rows.select_columns(list(dict.fromkeys(self.columns))).iter(_BATCH_ROWS)
+        chosen = self.rows if _is_json(self.rows) else self.rows.select_columns(list(dict.fromkeys(self.columns)))
+        batches = chosen.iter(_BATCH_ROWS)
         records = (row for batch in batches for row in zip(*(batch[name] for name in self.columns), strict=True))
         rows = tqdm(records, total=len(self), desc=self.source, unit="row", delay=5, disable=None)
         for number, values in enumerate(rows, start=1):
@@ -82,7 +86,7 @@ class Table:
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""
-        feature = self.rows.features[column]
+        feature = self.rows.features.get(column)
         return getattr(getattr(feature, "feature", feature), "names", None)
 
     def divide(self, first: float, seed: int) -> tuple[Table, Table]:
@@ -110,7 +114,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     source = ", ".join(filter(None, [config.path, config.name, split])) if config.path else ", ".join(files or [])
     try:
         if config.path is None:
-            rows = _read_files(config, files or [], first)
+            rows = _read_files(config, files or [], columns, first)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
@@ -126,8 +130,9 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
             cause = cause.__cause__
         raise UserError(f"{source}: can't be read ({first_line(cause)})") from error
-    if missing := [column for column in columns if column not in rows.column_names]:
-        has, expected = ", ".join(rows.column_names), ", ".join(columns)
+    names = list(_parsed(source, [], rows.with_format()[:_BATCH_ROWS])) if _is_json(rows) else rows.column_names
+    if missing := [column for column in columns if column not in names]:
+        has, expected = ", ".join(names), ", ".join(columns)
         raise UserError(f"{source}: has no column {missing[0]!r} (it has: {has}); expected {expected}")
     return Table(rows, source, list(columns), commit)
 
@@ -142,16 +147,14 @@ def _load(path: str, name: str | None, first: int | None, **options: Any) -> Any
     return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
 
 
-def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -> Any:
+def _read_files(config: DatasetConfig, patterns: list[str], columns: Sequence[str], first: int | None) -> Any:
     """Return the rows of local files as a dataset of the `datasets` library."""
     import datasets
 
     files, builder = _local_files(patterns)
     if builder == "columns":
         return datasets.Dataset.from_list([row for file in files for row in column_rows(file, config.columns)])
-    squad = [squad_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
-    if all(rows is not None for rows in squad):
-        return datasets.Dataset.from_list([row for rows in squad for row in rows or []])
+    load = functools.partial(_load, name=None, first=first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT)
     options: dict[str, Any] = {}
     if builder == "csv":
         quoted = (config.quoting or ("none" if _suffix(files[0]) == ".tsv" else "standard")) == "standard"
@@ -166,7 +169,35 @@ def _read_files(config: DatasetConfig, patterns: list[str], first: int | None) -
     elif config.columns is not None or config.quoting is not None:
         unused = "columns" if config.columns is not None else "quoting"
         raise UserError(f"{', '.join(patterns)}: {unused} has no effect on files of this kind")
-    return _load(builder, None, first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, **options)
+    if builder != "json":
+        return load(builder, **options)
+    parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
+    if any(rows is None for rows in parsed):
+        lines = load("text", encoding="utf-8-sig")
+    else:
+        lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
+    # Not by the JSON reader of `datasets`, which infers types: texts that look like dates would become dates.
+    return lines.with_transform(functools.partial(_parsed, ", ".join(patterns), columns))
+
+
+def _is_json(rows: Any) -> bool:
+    """Return whether the rows are lines of JSON, which `_parsed` converts when they are used."""
+    return rows.format["type"] == "custom"
+
+
+def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) -> dict[str, list[Any]]:
+    """Return the values in lines of JSON by column; `columns` are returned even if no line has them."""
+    rows: list[TableRow] = []
+    for line in filter(str.strip, lines["text"]):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            row = error
+        if not isinstance(row, dict):
+            problem = row if isinstance(row, ValueError) else "not an object"
+            raise UserError(f"{source}: can't be read: expected a JSON object in each line ({problem}): {line[:60]}")
+        rows.append(row)
+    return {name: [row.get(name) for row in rows] for name in dict.fromkeys([*columns, *itertools.chain(*rows)])}
 
 
 def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
