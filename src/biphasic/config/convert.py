@@ -114,7 +114,8 @@ class ConvertConfig(JobConfig):
     add_eos: bool = True
     """Whether to add the EOS token after each document. Default: as EuroBERT's code."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """Share of the documents to write to `validation/`. They are chosen by a hash of their id."""
+    """Share of the documents to write to `validation/`, chosen by a hash of their id. If it draws none, the document with
+    the smallest hash is for validation; if it draws all, the one with the largest hash is for training."""
     max_tokens: Positive | None = None
     """Stop at exactly this number of tokens in `train/`, in the middle of a document if necessary."""
     max_text_characters: Positive = 16_777_216

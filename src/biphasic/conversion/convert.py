@@ -9,6 +9,7 @@ open it as a dataset. When all units are finished, the command writes `tokenizer
                         unread (files of another kind in the source's folders, by suffix)
     tokenizer           sha256, vocab_size, pad_id, bos_id, eos_id, mask_id
     sequence_length, dtype, hash
+    validation_end      documents whose number (`document_number` of the id) is below it are for validation
     splits.<split>      documents, tokens, rows, fill (tokens / positions), bytes, shards (their number), index_sha256
     documents           read, filtered, skipped (by kind), repeated (documents with an earlier document's id)
     units               names of the work units, in the order of the index
@@ -34,6 +35,7 @@ from biphasic.conversion.output import (
 )
 from biphasic.conversion.pool import Job, Progress, UnitResult, open_pool
 from biphasic.conversion.sources import FileLayout, Sources, describe_unread, find_files, find_hub_files, inspect_files
+from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import ConversionContext, UnitRecord, WorkUnit, is_valid, plan_work_units
 from biphasic.conversion.worker import boundary_tokens
 from biphasic.data.tokenizer import load_tokenizer
@@ -64,11 +66,15 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     layouts = inspect_files(sources.files, config)
     units = plan_work_units(layouts, config.unit_bytes)
     damaged = [layout.fault for layout in layouts if layout.fault]
+    draw = draw_validation(config, layouts, tokenizer)
+    context = ConversionContext.of(config, tokenizer, draw.end)
     try:
         with lock_output(context, units, sources.commit) as output:
             if sources.unread:
                 output.log.add(line := f"not read: {describe_unread(sources.unread)}")
                 print(line)
+            if config.validation_fraction:
+                print(f"validation: {draw.description}")
             records = _Driver(context, units, damaged, output).run()
             return publish(output, context, records, sources, damaged, time.monotonic() - start)
     except OSError as error:

@@ -225,7 +225,11 @@ def publish(
         parts = [record["splits"][name] for _, record in records]
         counts = {key: sum(part[key] for part in parts) for key in ("documents", "tokens", "rows", "bytes")}
         if not counts["documents"]:
-            hint = "raise validation_fraction or add documents" if name == "validation" else "is the source empty?"
+            hint = (
+                "raise max_tokens or validation_fraction"
+                if name == "validation"
+                else "is the source empty, or its text in another column?"
+            )
             left_out = f"{filtered:,} left out by filters, {sum(skipped.values()):,} skipped"
             raise UserError(f"{read:,} documents were read ({left_out}), and none is for {name}: {hint}")
         shards = _shards(name, records)
@@ -252,6 +256,7 @@ def publish(
         "sequence_length": config.sequence_length,
         "dtype": token_dtype(tokenizer.vocab_size),
         "hash": HASH,
+        "validation_end": context.validation_end,
         "splits": splits,
         "documents": {
             "read": read,

@@ -7,6 +7,7 @@ exactly one row. Nothing in this module reads files or the state of the machine.
 from __future__ import annotations
 
 import hashlib
+import math
 from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
@@ -63,9 +64,15 @@ def document_number(document_id: str) -> int:
 def in_validation(number: int, fraction: float) -> bool:
     """Return whether the document with this `document_number` belongs to the validation split.
 
-    The validation split of a larger fraction contains that of a smaller one.
+    The validation split of a larger fraction contains that of a smaller one. A text with a document on one side only is
+    divided by another number (`biphasic.conversion.validation`).
     """
-    return number < fraction * 2**64
+    return number < validation_end(fraction)
+
+
+def validation_end(fraction: float) -> int:
+    """Return the smallest 64-bit number that is not below this share of all."""
+    return math.ceil(fraction * 2**64)
 
 
 _CANDIDATES = 32

@@ -18,6 +18,7 @@ from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.reading import FILTERED, Document, SourceFile, read_documents
 from biphasic.conversion.sources import FileLayout, describe_unread
+from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import plan_work_units
 from biphasic.conversion.worker import boundary_tokens, encode_texts
 from biphasic.data.tokenizer import load_tokenizer
@@ -103,11 +104,13 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     counted = all(layout.rows for layout in readable)
     documents = f", {sum(sum(layout.rows) for layout in readable):,} documents" if counted else ""
     plan.lines["files"] = f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units"
+    tokenizer = None if plan.missing or plan.problems else load_tokenizer(config.tokenizer)
+    if config.validation_fraction:
+        plan.lines["validation"] = draw_validation(config, layouts, tokenizer).description
     plan.lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
     plan.lines |= {"left out": "; ".join(damaged)} if damaged else {}
-    if plan.missing or plan.problems:
+    if tokenizer is None:
         return
-    tokenizer = load_tokenizer(config.tokenizer)
     boundary = sum(len(ids) for ids in boundary_tokens(config, tokenizer))
     texts = [text for part in sampled_texts for text in part]
     encode_texts(tokenizer, texts[:10])

@@ -75,11 +75,11 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
         DamagedFileError: the file can't be read to its end. The message says how far it was read.
         UserError: a column is missing (text files have none), a text is not a string, or the file became unreachable.
     """
-    kind, readers = _kind(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
+    kind, readers = kind_of(file.path), {"parquet": _read_parquet, "csv": _read_csv, "tsv": _read_csv}
     return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, config)
 
 
-def _kind(path: str) -> str:
+def kind_of(path: str) -> str:
     """Return the suffix of a file's name without a compression's: `jsonl` for `a.jsonl.gz`."""
     return path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
 
@@ -104,7 +104,7 @@ def missing_column(where: str, column: str, existing: Sequence[str], path: str, 
 
 def _expected(path: str, config: ConvertConfig) -> str:
     """Return what a file with columns should hold, with an example line."""
-    if (kind := _kind(path)) == "parquet":
+    if (kind := kind_of(path)) == "parquet":
         return f"the columns {', '.join(columns(config))}"
     if kind in _DELIMITERS:
         return f"{_DELIMITERS[kind].join(columns(config))} in the first line"
@@ -113,7 +113,7 @@ def _expected(path: str, config: ConvertConfig) -> str:
 
 def read_start(file: SourceFile, config: ConvertConfig) -> None:
     """Read a file's first entry, or a text file's first line. Raises the errors of `read_documents`."""
-    is_text = _kind(file.path) in TEXT_KINDS and not config.filters
+    is_text = kind_of(file.path) in TEXT_KINDS and not config.filters
     next(iter(_lines(file) if is_text else read_documents(file, config)), None)
 
 
@@ -245,7 +245,7 @@ def _read_csv(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Sk
     # Bytes that are not UTF-8 become surrogates, so that only their row is skipped.
     lines = (line.decode("utf-8", "surrogateescape") for line in _lines(file))
     csv.field_size_limit(sys.maxsize)
-    rows = csv.reader(lines, delimiter=_DELIMITERS[_kind(file.path)], strict=True)
+    rows = csv.reader(lines, delimiter=_DELIMITERS[kind_of(file.path)], strict=True)
     header: list[str] | None = None
     # A CSV file holds texts only, and filters may compare columns with numbers, true and false.
     numbers = {

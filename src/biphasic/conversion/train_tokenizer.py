@@ -10,8 +10,9 @@ from pathlib import Path
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import inspect_sources
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number
 from biphasic.conversion.reading import Document, SourceFile, read_documents
+from biphasic.conversion.validation import draw_validation
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path
 
@@ -79,9 +80,10 @@ def train_tokenizer(
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=sys.stderr.isatty(),
     )
-    files = [layout.file for layout in inspect_sources(config)[1] if layout.fault is None]
+    layouts = inspect_sources(config)[1]
+    files, end = [layout.file for layout in layouts if layout.fault is None], draw_validation(config, layouts).end
     read: Counter[str] = Counter()
-    tokenizer.train_from_iterator(_training_text(config, files, max_bytes, read), trainer)
+    tokenizer.train_from_iterator(_training_text(config, files, end, max_bytes, read), trainer)
     if not read["documents"]:
         longer = f" (the first of each file may be longer than --max-text, {max_bytes:,} bytes)" if max_bytes else ""
         raise UserError(f"source: no document of the training split has text{longer}: a tokenizer can't be trained")
@@ -103,7 +105,7 @@ def _require_free(folder: Path, force: bool) -> None:
 
 
 def _training_text(
-    config: ConvertConfig, files: list[SourceFile], max_bytes: int | None, read: Counter[str]
+    config: ConvertConfig, files: list[SourceFile], validation_end: int, max_bytes: int | None, read: Counter[str]
 ) -> Iterator[str]:
     """Yield the texts of the training split, and count them and their bytes."""
     from tqdm import tqdm
@@ -117,7 +119,7 @@ def _training_text(
             for document in read_documents(file, config):
                 if not isinstance(document, Document):
                     continue
-                if in_validation(document_number(document.id), config.validation_fraction):
+                if document_number(document.id) < validation_end:
                     continue
                 size = len(document.text.encode("utf-8", "surrogatepass"))
                 if limit is not None and read["bytes"] + size > limit:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
@@ -135,7 +134,7 @@ class Verification:
         unlisted = [name for name in self.sizes if name not in listed and not name.startswith(folders)]
         self.faults += [f"{name}: is not in the record" for name in unlisted]
         documents = sum(self.sizes[document_numbers_file(unit)] for unit in units) // 8
-        validation_end = np.uint64(math.ceil(self.record["config"]["validation_fraction"] * 2**64))
+        validation_end = np.uint64(self.record["validation_end"])
         numbers = document_numbers(self.store, units)
         validation = sum(int(np.searchsorted(sorted_numbers, validation_end)) for sorted_numbers in numbers)
         expected = sum(part["documents"] for part in splits.values())

@@ -22,6 +22,7 @@ from itertools import groupby
 from typing import Any
 
 from biphasic.config.convert import ConvertConfig
+from biphasic.conversion.packing import validation_end
 from biphasic.conversion.reading import COMPRESSIONS, SourceFile
 from biphasic.conversion.sources import FileLayout
 from biphasic.data.tokenizer import Tokenizer
@@ -70,20 +71,27 @@ class WorkUnit:
 
 @dataclass(frozen=True)
 class ConversionContext:
-    """The configuration and tokenizer that all units share, and the hash of the settings that affect the bytes."""
+    """The configuration and tokenizer that all units share, and the hash of the settings that affect the bytes.
+
+    Documents whose `document_number` is below `validation_end` are for validation.
+    """
 
     config: ConvertConfig
     tokenizer: Tokenizer
     settings: str
+    validation_end: int
 
     @staticmethod
-    def of(config: ConvertConfig, tokenizer: Tokenizer) -> ConversionContext:
-        """Build the context, and hash the settings."""
+    def of(config: ConvertConfig, tokenizer: Tokenizer, end: int | None = None) -> ConversionContext:
+        """Build the context, and hash the settings. By default `validation_fraction` gives `validation_end`."""
+        default = validation_end(config.validation_fraction)
+        end = default if end is None else end
         keys = {key: value for key, value in config.model_dump(mode="json").items() if key not in _NO_BYTES_KEYS}
         if config.source.kind == "files":
             keys["text_files"] = config.source.text_files
+        keys |= {"validation_end": end} if end != default else {}
         text = json.dumps([_FORMAT, tokenizer.sha256, keys], sort_keys=True)
-        return ConversionContext(config, tokenizer, hashlib.sha256(text.encode()).hexdigest())
+        return ConversionContext(config, tokenizer, hashlib.sha256(text.encode()).hexdigest(), end)
 
 
 def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit]:

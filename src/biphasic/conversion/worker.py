@@ -21,7 +21,6 @@ from biphasic.conversion.packing import (
     StreamCutter,
     Tokens,
     document_number,
-    in_validation,
     mds_columns,
     padded,
     token_dtype,
@@ -181,7 +180,7 @@ class _UnitConversion:
         If the limit was reached exactly, the documents that follow wait until a training token follows or the unit ends.
         """
         number = document_number(document.id)
-        is_training = not in_validation(number, self.config.validation_fraction)
+        is_training = number >= self.context.validation_end
         room = None if self.max_tokens is None else self.max_tokens - self.splits["train"].taken
         if room is not None and is_training and len(tokens) > room:
             tokens, self.stopped = tokens[:room], True
@@ -191,7 +190,7 @@ class _UnitConversion:
             self.after_limit.append((document, tokens))
 
     def _store(self, document: Document, number: int, tokens: Tokens) -> None:
-        self.splits["validation" if in_validation(number, self.config.validation_fraction) else "train"].add(tokens)
+        self.splits["validation" if number < self.context.validation_end else "train"].add(tokens)
         self.numbers.append(number)
         self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
 
