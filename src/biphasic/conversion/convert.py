@@ -122,11 +122,10 @@ class _Driver:
         self.faults = _stopping_faults(context.config, damaged)
         self.stopping = False
         self.records: dict[str, UnitRecord] = {}
-        self._position = {unit.name: position for position, unit in enumerate(units)}
-        for unit in units:
+        for unit, remaining in self._remaining():
             record = output.records.get(unit.name)
             if record is not None and is_valid(record, unit, context):
-                stopped_at, remaining = record["stopped_at"], self._remaining(unit)
+                stopped_at = record["stopped_at"]
                 if stopped_at is None or (remaining is not None and stopped_at >= remaining):
                     self.records[unit.name] = record
 
@@ -136,18 +135,18 @@ class _Driver:
         Raises a UserError that lists all faults, one per line, after everything else has been converted.
         """
         config = self.context.config
-        waiting = sum(unit.name not in self.records and self._remaining(unit) != 0 for unit in self.units)
+        waiting = sum(unit.name not in self.records and remaining != 0 for unit, remaining in self._remaining())
         with (
             closing(Progress(config, self.units, self.records, self.output.log.add)) as progress,
-            open_pool(self.context, waiting, progress) as pool,
+            open_pool(self.context, waiting, progress) as convert_all,
         ):
             for message in self.damaged:
                 progress.print_line(message)
-            for result in pool.convert_all(self._jobs()):
+            for result in convert_all(self._jobs()):
                 self._take(result, progress)
             selected, last = self._select()
             if last is not None and not self.faults:
-                for result in pool.convert_all(iter([(last, self._remaining(last))])):
+                for result in convert_all(iter([last])):
                     self._take(result, progress)
                 selected, _ = self._select()
         if self.faults:
@@ -157,8 +156,7 @@ class _Driver:
 
     def _jobs(self) -> Iterator[Job]:
         """Yield the units without a record, each with the tokens that remain when it is submitted."""
-        for unit in self.units:
-            remaining = self._remaining(unit)
+        for unit, remaining in self._remaining():
             if remaining == 0 or self.stopping:
                 return
             if unit.name not in self.records:
@@ -173,22 +171,22 @@ class _Driver:
             self.stopping = self.stopping or not result.damaged_file
         progress.finished(result)
 
-    def _remaining(self, unit: WorkUnit) -> int | None:
-        """Return how many training tokens remain after the finished units before this one; None means no limit."""
+    def _remaining(self) -> Iterator[Job]:
+        """Yield each unit with the training tokens that remain after the finished units before it; None means no limit."""
         limit = self.context.config.max_tokens
-        if limit is None:
-            return None
-        before = [self.records.get(other.name) for other in self.units[: self._position[unit.name]]]
-        return max(limit - sum(record["splits"]["train"]["tokens"] for record in before if record is not None), 0)
+        for position, unit in enumerate(self.units):
+            before = [] if limit is None else [self.records.get(other.name) for other in self.units[:position]]
+            taken = sum(record["splits"]["train"]["tokens"] for record in before if record is not None)
+            yield unit, None if limit is None else max(limit - taken, 0)
 
-    def _select(self) -> tuple[list[tuple[WorkUnit, UnitRecord]], WorkUnit | None]:
-        """Return the units up to the limit or to one without a record, and the unit that exceeds the limit, if any."""
+    def _select(self) -> tuple[list[tuple[WorkUnit, UnitRecord]], Job | None]:
+        """Return the units up to the limit or to one without a record, and the job of the one that exceeds the limit."""
         selected: list[tuple[WorkUnit, UnitRecord]] = []
-        for unit in self.units:
-            record, remaining = self.records.get(unit.name), self._remaining(unit)
+        for unit, remaining in self._remaining():
+            record = self.records.get(unit.name)
             if record is None or remaining == 0:
                 break
             if remaining is not None and record["splits"]["train"]["tokens"] > remaining:
-                return selected, unit
+                return selected, (unit, remaining)
             selected.append((unit, record))
         return selected, None

@@ -6,7 +6,10 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import starmap
+
+from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.output import write_error_message
@@ -47,8 +50,6 @@ class Progress:
     def __init__(
         self, config: ConvertConfig, units: list[WorkUnit], records: dict[str, UnitRecord], log: Callable[[str], None]
     ):
-        from tqdm import tqdm
-
         self.config, self.units, self.records, self.log = config, units, records, log
         self.tokens = self.bytes = 0
         size = sum(unit.bytes for unit in self.units) / 1e6
@@ -93,8 +94,6 @@ class Progress:
 
     def print_line(self, line: str) -> None:
         """Print a line above the bar and log it."""
-        from tqdm import tqdm
-
         self.log(line)
         tqdm.write(line)
 
@@ -129,60 +128,55 @@ class UnitWorker:
         except OSError as error:
             return UnitResult(unit, fault=write_error_message(self._context.config.output, error))
 
-    def convert_all(self, jobs: Iterator[Job]) -> Iterator[UnitResult]:
-        """Convert units one after the other, and yield their results. The tokenizer uses all cores."""
-        return starmap(self.convert, jobs)
 
+def _convert_on_workers(
+    group: WorkerGroup, retries: int, progress: Progress, jobs: Iterator[Job]
+) -> Iterator[UnitResult]:
+    """Yield the results of units as they end. The next job is taken when a worker is idle.
 
-class WorkerPool:
-    """Converts units on workers. A unit whose worker dies is given to another worker, up to `cluster.retries` times."""
-
-    def __init__(self, context: ConversionContext, group: WorkerGroup, size: int, progress: Progress):
-        self._group, self._progress, self._retries = group, progress, context.config.cluster.retries
-        group.open(size, "cluster.workers", UnitWorker, context, group.make_report())
-
-    def convert_all(self, jobs: Iterator[Job]) -> Iterator[UnitResult]:
-        """Yield the results of units as they end. The next job is taken when a worker is idle.
-
-        Raises a UserError if workers repeatedly die while they start.
-        """
-        lost, losses = deque[Job](), Counter[str]()
-        while True:
-            for slot in self._group.idle:
-                if (job := lost.popleft() if lost else next(jobs, None)) is None:
-                    break
-                slot.give(job, "convert", *job)
-            if self._group.idle and not self._group.running:
-                return
-            for ended in self._group.wait(_REPORT_SECONDS):
-                if ended.error is not None and not ended.lost:
-                    raise ended.error
-                if not ended.lost:
-                    yield ended.value
-                    continue
-                unit, _ = ended.job
-                losses[unit.name] += 1
-                if losses[unit.name] > self._retries:
-                    fault = (
-                        f"its worker died {losses[unit.name]} times; is there memory for each worker (cluster.workers)?"
-                    )
-                    yield UnitResult(unit, fault=f"{unit.description}: {fault}")
-                    continue
-                self._progress.print_line(f"{unit.description}: its worker died; the work unit is given to another one")
-                lost.append(ended.job)
-            for values in self._group.take_reports():
-                self._progress.add(*values)
+    A unit whose worker dies is given to another worker, up to `retries` times. Raises a UserError if workers repeatedly
+    die while they start.
+    """
+    lost, losses = deque[Job](), Counter[str]()
+    while True:
+        for slot in group.idle:
+            if (job := lost.popleft() if lost else next(jobs, None)) is None:
+                break
+            slot.give(job, "convert", *job)
+        if group.idle and not group.running:
+            return
+        for ended in group.wait(_REPORT_SECONDS):
+            if ended.error is not None and not ended.lost:
+                raise ended.error
+            if not ended.lost:
+                yield ended.value
+                continue
+            unit, _ = ended.job
+            losses[unit.name] += 1
+            if losses[unit.name] > retries:
+                fault = f"its worker died {losses[unit.name]} times; is there memory for each worker (cluster.workers)?"
+                yield UnitResult(unit, fault=f"{unit.description}: {fault}")
+                continue
+            progress.print_line(f"{unit.description}: its worker died; the work unit is given to another one")
+            lost.append(ended.job)
+        for values in group.take_reports():
+            progress.add(*values)
 
 
 @contextmanager
-def open_pool(context: ConversionContext, units: int, progress: Progress) -> Iterator[UnitWorker | WorkerPool]:
-    """Open the pool that the YAML's `cluster:` section describes, for this number of units.
+def open_pool(
+    context: ConversionContext, units: int, progress: Progress
+) -> Iterator[Callable[[Iterator[Job]], Iterator[UnitResult]]]:
+    """Yield a function that converts units and yields their results, here or on workers, as `cluster:` in the YAML says.
 
-    Raises a UserError if the cluster does not exist, or its nodes don't share the output.
+    `units` is their number. Raises a UserError if the cluster does not exist, or its nodes don't share the output.
     """
     config, cluster = context.config, context.config.cluster
     if units == 0 or (cluster.address is None and min(units, cluster.workers or available_cores()) == 1):
-        yield UnitWorker(context, progress.add)
+        # One unit after the other, each with a tokenizer that uses all cores.
+        yield partial(starmap, UnitWorker(context, progress.add).convert)
         return
     with open_workers(cluster, config.output, _ENVIRONMENT, _MODULES) as group:
-        yield WorkerPool(context, group, min(units, cluster.workers or group.cpus), progress)
+        size = min(units, cluster.workers or group.cpus)
+        group.open(size, "cluster.workers", UnitWorker, context, group.make_report())
+        yield partial(_convert_on_workers, group, cluster.retries, progress)

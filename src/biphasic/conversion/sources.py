@@ -13,6 +13,8 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 from typing import NoReturn
 
+from tqdm import tqdm
+
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
 from biphasic.conversion.reading import (
     COMPRESSIONS,
@@ -200,8 +202,6 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
     Empty files, incomplete Parquet files and files whose start can't be read get a `fault`. Raises a UserError that
     names the first file without one of the columns, or without text in the text column.
     """
-    from tqdm import tqdm
-
     with ThreadPoolExecutor(_THREADS) as pool:
         layouts = pool.map(lambda file: _inspect(file, config), files)
         return list(tqdm(layouts, "inspecting files", len(files), unit="file", disable=len(files) < 100))

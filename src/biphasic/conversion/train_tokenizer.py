@@ -8,6 +8,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.packing import document_number
@@ -26,9 +28,8 @@ BYTES = 256
 
 @dataclass(frozen=True)
 class TrainedTokenizer:
-    """Where a tokenizer was written, its tokens, and what it was trained on."""
+    """A tokenizer's number of tokens, and what it was trained on."""
 
-    folder: Path
     tokens: int
     documents: int
     text_bytes: int
@@ -91,7 +92,7 @@ def train_tokenizer(
     trained = PreTrainedTokenizerFast(tokenizer_object=tokenizer, additional_special_tokens=list(added_tokens), **names)
     with atomic_path(folder) as partial:
         trained.save_pretrained(partial)
-    return TrainedTokenizer(folder, tokenizer.get_vocab_size(), read["documents"], read["bytes"])
+    return TrainedTokenizer(tokenizer.get_vocab_size(), read["documents"], read["bytes"])
 
 
 def _require_free(folder: Path, force: bool) -> None:
@@ -108,8 +109,6 @@ def _training_text(
     config: ConvertConfig, files: list[SourceFile], validation_end: int, max_bytes: int | None, read: Counter[str]
 ) -> Iterator[str]:
     """Yield the texts of the training split, and count them and their bytes."""
-    from tqdm import tqdm
-
     stored, so_far = sum(file.bytes for file in files) or 1, 0
     with tqdm(desc="reading text", unit="B", unit_scale=True) as progress:
         for file in files:

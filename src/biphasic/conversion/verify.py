@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
@@ -81,8 +82,6 @@ class Verification:
 
     def check_split(self, split: str) -> None:
         """Check a split's index, files, rows and counts."""
-        from tqdm import tqdm
-
         expected = self.record["splits"][split]
         try:
             content = self.store.read(f"{split}/{INDEX}")

@@ -120,12 +120,12 @@ class _UnitConversion:
         truncate = self.config.segments.kind == "single" and self.config.segments.longer == "truncate"
         length = self.config.sequence_length if truncate else None
         for batch, encoded in self._encoded():
-            taken, text_bytes = sum(split.taken for split in self.splits.values()), self.text_bytes
+            earlier, text_bytes = sum(split.tokens for split in self.splits.values()), self.text_bytes
             for document, ids in zip(batch, encoded, strict=True):
                 self._add(document, np.array((before + ids + after)[:length], dtype=dtype))
                 if self.stopped:
                     break
-            self.report(sum(split.taken for split in self.splits.values()) - taken, self.text_bytes - text_bytes)
+            self.report(sum(split.tokens for split in self.splits.values()) - earlier, self.text_bytes - text_bytes)
             if self.stopped:
                 break
         # Because no training token follows, they belong to the unit.
@@ -181,7 +181,7 @@ class _UnitConversion:
         """
         number = document_number(document.id)
         is_training = number >= self.context.validation_end
-        room = None if self.max_tokens is None else self.max_tokens - self.splits["train"].taken
+        room = None if self.max_tokens is None else self.max_tokens - self.splits["train"].tokens
         if room is not None and is_training and len(tokens) > room:
             tokens, self.stopped = tokens[:room], True
         if room != 0:
@@ -235,14 +235,14 @@ class _Uploads:
 
 
 class _Split:
-    """One split's packer, shard writer and counts. `taken` counts the tokens added, `tokens` the tokens written."""
+    """One split's packer, shard writer and counts. `tokens` counts those added: all of them are written at the end."""
 
     def __init__(self, name: str, context: ConversionContext, unit: WorkUnit, uploads: _Uploads):
         from streaming import MDSWriter
 
         config, tokenizer, segments = context.config, context.tokenizer, context.config.segments
         self.name = name
-        self.documents = self.taken = self.tokens = self.rows = self._uploaded = 0
+        self.documents = self.tokens = self.rows = self._uploaded = 0
         self._unit, self._uploads = unit.name, uploads
         self._length, self._pad_id = config.sequence_length, tokenizer.pad_id
         if segments.kind == "stream":
@@ -265,7 +265,7 @@ class _Split:
 
     def add(self, tokens: Tokens) -> None:
         self.documents += 1
-        self.taken += len(tokens)
+        self.tokens += len(tokens)
         self._write(self._packer.add(tokens))
 
     def finish(self) -> None:
@@ -283,7 +283,6 @@ class _Split:
     def _write(self, rows: list[Row]) -> None:
         for row in rows:
             self._writer.write(padded(row, self._length, self._pad_id))
-            self.tokens += len(row.tokens)
             self.rows += 1
         self._upload_shards()
 
