@@ -133,9 +133,8 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
 
 def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
     """Train the runs that are not done. Once all are done, print the totals."""
-    from biphasic.study.plan import plan_study
+    from biphasic.study.plan import describe_totals, plan_study, trained_totals
     from biphasic.study.run import pretrain
-    from biphasic.study.trained import describe_totals, trained_totals
 
     status = pretrain(config, limit)
     if status == 0:

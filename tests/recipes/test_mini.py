@@ -29,10 +29,9 @@ from biphasic.config.tasks import TasksConfig
 from biphasic.report.reference import read_reference
 from biphasic.report.run import write_report
 from biphasic.report.study_report import FIGURES, arrange, facet_table
-from biphasic.study.plan import plan_study
+from biphasic.study.plan import plan_study, trained_totals
 from biphasic.study.run import pretrain
 from biphasic.study.stages import export, scored_models, sweep_config
-from biphasic.study.trained import trained_totals
 from helpers import tiny
 from helpers.studies import fine_tune
 from helpers.tiny import ROOT

@@ -24,11 +24,10 @@ from biphasic.config.study_models import expand
 from biphasic.evaluation.run import run as run_evaluation
 from biphasic.model.encoder import load_encoder
 from biphasic.report.run import write_report
-from biphasic.study.plan import describe_plan, plan_study
+from biphasic.study.plan import describe_plan, describe_totals, plan_study, trained_totals
 from biphasic.study.run import pretrain, resolved
 from biphasic.study.stages import encoder_folder, evaluate, export, scored_models, sweep_config
 from biphasic.study.state import read_states
-from biphasic.study.trained import describe_totals, trained_totals
 from biphasic.study.tree import study_tree
 from helpers import tiny
 from helpers.buckets import bucket_for

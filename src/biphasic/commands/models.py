@@ -153,15 +153,14 @@ def predict(options: Namespace) -> int:
     kind = "retrieval" if record is None else record["task"]["kind"]
     embeds = kind == "retrieval"
     suffixes = (".parquet",) if embeds else (".jsonl", ".parquet")
-    stem = Path(options.file).name.split(".")[0]
-    out = Path(options.out or f"{stem}-{'embeddings.parquet' if embeds else 'predictions.jsonl'}")
+    what = "embeddings" if embeds else "predictions"
+    out = Path(options.out or f"{Path(options.file).name.split('.')[0]}-{what}{suffixes[0]}")
     if out.suffix not in suffixes:
         raise UserError(f"--out {out}: expected a name that ends with {' or '.join(suffixes)}")
     if options.prompt is not None and not embeds:
         raise UserError("--prompt: is for embeddings; the text of a task has its own template")
     table = open_texts(options.file, kind)
-    what = "embeddings" if embeds else f"predictions ({kind})"
-    print(f"{len(table):,} rows of {options.file}: {what} to {out}", flush=True)
+    print(f"{len(table):,} rows of {options.file}: {what}{'' if embeds else f' ({kind})'} to {out}", flush=True)
     groups = _embed(options.model, table, options.prompt) if embeds else _predict(options.model, record, table)
     rows = _write(out, groups)
     print(f"{out}: {rows:,} rows")
@@ -210,25 +209,19 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
 
     from biphasic.storage import atomic_path
 
-    rows = 0
+    rows, writer = 0, None
     try:
         with atomic_path(out) as partial:
-            if out.suffix == ".jsonl":
-                with partial.open("w", encoding="utf-8") as file:
-                    for columns in groups:
-                        for values in zip(*columns.values(), strict=True):
-                            row = dict(zip(columns, values, strict=True))
-                            file.write(f"{json.dumps(row, ensure_ascii=False)}\n")
-                            rows += 1
-            else:
-                writer = None
-                for columns in groups:
-                    table = pa.table(columns)
+            for table in map(pa.table, groups):
+                rows += len(table)
+                if out.suffix == ".jsonl":
+                    with partial.open("a", encoding="utf-8") as file:
+                        file.writelines(f"{json.dumps(row, ensure_ascii=False)}\n" for row in table.to_pylist())
+                else:
                     writer = writer or pq.ParquetWriter(partial, table.schema, compression="zstd")
                     writer.write_table(table)
-                    rows += len(table)
-                if writer is not None:
-                    writer.close()
+            if writer is not None:
+                writer.close()
     except OSError as error:
         raise UserError(f"{out}: can't be written ({error.strerror or error})") from None
     return rows

@@ -1,9 +1,13 @@
-"""Plan a study: what each run trains and keeps, and what all runs cost with and without sharing their beginnings."""
+"""Plan a study: what each run trains and keeps, and what all runs cost with and without sharing their beginnings.
+
+Once the runs are trained, their metrics tell what they have trained, to compare it with the plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
@@ -14,6 +18,7 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, StudyCostConfig
 from biphasic.study.state import RunState, is_ready, read_states
 from biphasic.study.tree import StudyRun, study_runs
+from biphasic.training.metrics_file import trained_batches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,6 +171,50 @@ def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
         if plan.devices is not None and plan.shared.hours is not None:
             lines.append(f"  with {plan.devices:,} devices        {plan.shared.hours / plan.devices / 24:,.1f} days")
     return "\n".join([*lines, *(f"  WARNING {warning}" for warning in plan.warnings)])
+
+
+@dataclass(frozen=True)
+class TrainedTotals:
+    """What the runs of a study have trained. A batch that is trained again after an interruption counts twice."""
+
+    batches: int
+    flops: float | None
+    """None if the size of a model is unknown."""
+    without_record: tuple[str, ...]
+    """Models whose run has no metrics on this machine."""
+
+
+def trained_totals(study: StudyConfig) -> TrainedTotals:
+    """Read the metrics of all runs in the study's local folder. Raises a UserError if two histories are equal."""
+    configs, tree = study_runs(study)
+    flops, without_record = list[float | None](), list[str]()
+    for name, config in configs.items():
+        file = Path(study.local_folder) / name / "metrics.jsonl"
+        if not file.is_file():
+            without_record.append(name)
+            continue
+        shape = architecture_in(name, tree, configs)
+        for batch in trained_batches(file.read_text(encoding="utf-8")):
+            flops.append(None if shape is None else training_flops(config, shape, batch - 1, batch))
+    return TrainedTotals(len(flops), _sum(flops), tuple(without_record))
+
+
+def describe_totals(trained: TrainedTotals, plan: StudyPlan) -> str:
+    """Format the totals, compared with the plan's and with those of training each model alone."""
+    if trained.without_record:
+        return f"the trained totals are unknown: this machine has no metrics of {', '.join(trained.without_record)}"
+    lines = [f"trained, by the runs' records: {_amount(trained.batches, trained.flops)}"]
+    for label, totals in (("planned", plan.shared), ("each model alone", plan.alone)):
+        if trained.flops is not None and totals.flops:
+            share, unit = trained.flops / totals.flops, "FLOPs"
+        else:
+            share, unit = trained.batches / totals.batches, "batches"
+        lines.append(f"  {label}: {_amount(totals.batches, totals.flops)}; trained {share:.1%} of these {unit}")
+    return "\n".join(lines)
+
+
+def _amount(batches: int, flops: float | None) -> str:
+    return f"{batches:,} batches" + ("" if flops is None else f", {flops:.4g} FLOPs")
 
 
 def _start(run: RunPlan) -> str:
