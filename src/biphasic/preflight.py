@@ -245,7 +245,8 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     if checkpoints["bytes_each"] is not None:
         most = 2 if is_remote(config.checkpoint_destination) else checkpoints["most"] or 2
         needs.append((config.local_checkpoints, most * checkpoints["bytes_each"]))
-    return [(folder, max(0, size - _stored_bytes(folder))) for folder, size in needs]
+    stored = {folder: sum(file.bytes for file in open_store(str(folder)).list().values()) for folder, _ in needs}
+    return [(folder, max(0, size - stored[folder])) for folder, size in needs]
 
 
 def _cache_bytes(stream: StreamConfig, limit: int | None) -> int | None:
@@ -258,10 +259,6 @@ def _cache_bytes(stream: StreamConfig, limit: int | None) -> int | None:
     except (UserError, OSError, ValueError, LookupError, TypeError):
         return limit  # `_data` reports that the index can't be read
     return size if limit is None else min(size, limit)
-
-
-def _stored_bytes(folder: Path) -> int:
-    return sum(file.bytes for file in open_store(str(folder)).list().values()) if folder.is_dir() else 0
 
 
 def _data(config: PretrainConfig) -> str:

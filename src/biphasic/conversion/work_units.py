@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from itertools import groupby
 from typing import Any
 
@@ -44,16 +44,14 @@ _NO_BYTES_KEYS = (*FREE_KEYS, "max_tokens", "source", "unit_bytes")
 class WorkUnit:
     """The files that a unit reads, and an estimate of the bytes of text in them."""
 
-    name: str
     files: tuple[SourceFile, ...]
     bytes: int
 
-    @staticmethod
-    def of(files: Iterable[SourceFile], size: int) -> WorkUnit:
-        """Build the unit with these files, and derive its name from them."""
-        files = tuple(files)
-        text = json.dumps([[file.path, file.row_groups] for file in files])
-        return WorkUnit(hashlib.blake2b(text.encode(), digest_size=6).hexdigest(), files, size)
+    @cached_property
+    def name(self) -> str:
+        """The unit's name, a hash of its files' names and row groups."""
+        text = json.dumps([[file.path, file.row_groups] for file in self.files])
+        return hashlib.blake2b(text.encode(), digest_size=6).hexdigest()
 
     @property
     def description(self) -> str:
@@ -109,13 +107,13 @@ def plan_work_units(layouts: list[FileLayout], unit_bytes: int) -> list[WorkUnit
     for is_divided, group in groupby(readable, lambda layout: bool(layout.text_bytes) and size_of(layout) > unit_bytes):
         if not is_divided:
             for small in groups_up_to(unit_bytes, group, size_of):
-                units.append(WorkUnit.of((layout.file for layout in small), sum(map(size_of, small))))
+                units.append(WorkUnit(tuple(layout.file for layout in small), sum(map(size_of, small))))
             continue
         for layout in group:
             sizes = layout.text_bytes
             for groups in groups_up_to(unit_bytes, range(len(sizes)), sizes.__getitem__):
                 part = replace(layout.file, row_groups=(groups[0], groups[-1] + 1))
-                units.append(WorkUnit.of([part], sum(sizes[number] for number in groups)))
+                units.append(WorkUnit((part,), sum(sizes[number] for number in groups)))
     return units
 
 

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -138,16 +139,14 @@ class _UnitConversion:
 
     def _encoded(self) -> Iterator[tuple[list[Document], list[list[int]]]]:
         """Yield batches of documents with their token ids. The next batch is encoded while the caller uses this one."""
+        batches = groups_up_to(_BATCH_CHARACTERS, self._documents(), lambda document: len(document.text))
         with ThreadPoolExecutor(1) as pool:
-            previous: tuple[list[Document], Future[list[list[int]]]] | None = None
-            for batch in groups_up_to(_BATCH_CHARACTERS, self._documents(), lambda document: len(document.text)):
-                texts = [document.text for document in batch]
-                submitted = (batch, pool.submit(encode_texts, self.context.tokenizer, texts))
-                if previous is not None:
-                    yield previous[0], previous[1].result()
-                previous = submitted
-            if previous is not None:
-                yield previous[0], previous[1].result()
+            submitted = (
+                (batch, pool.submit(encode_texts, self.context.tokenizer, [document.text for document in batch]))
+                for batch in chain(batches, [[]])  # the last batch is not yielded
+            )
+            for (batch, encoded), _ in pairwise(submitted):
+                yield batch, encoded.result()
 
     def _documents(self) -> Iterator[Document]:
         """Yield the unit's documents, and count the entries that are skipped."""

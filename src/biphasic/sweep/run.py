@@ -179,9 +179,8 @@ class Driver:
                 last_summary = time.monotonic()
                 waiting = [cell for name, cell in self._planned().items() if name not in self.records]
                 ahead = TrialSeconds(self.records).total(waiting) / workers.size
-                times = (
-                    f"{format_seconds(last_summary - start)}{f', about {format_seconds(ahead)} left' if ahead else ''}"
-                )
+                left = f", about {format_seconds(ahead)} left" if ahead else ""
+                times = f"{format_seconds(last_summary - start)}{left}"
                 print(f"{self.progress()}, {len(workers.running)} running; {times}", flush=True)
 
     def progress(self) -> str:

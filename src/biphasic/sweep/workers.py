@@ -12,7 +12,7 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from importlib import import_module
 
@@ -85,9 +85,12 @@ class Worker:
 
         start = time.monotonic()
         try:
-            # A record exists if a worker died after writing it, or if another driver replaced this one.
-            if (earlier := self._done(job.trial)) is not None:
-                return FinishedJob(job, earlier)
+            # A record exists if a worker died after writing it, or if another driver replaced this one. If its file can't
+            # be read, the trial runs again, and its record replaces the file.
+            with suppress(OSError, UserError):
+                earlier = read_record(self._folder, job.trial)
+                if earlier is not None and earlier.status == "done":
+                    return FinishedJob(job, earlier)
             result = self._functions.run_trial(job.config)
             about = {"attempt": job.attempt, "trials_on_device": self._per_device, **result.about}
             seconds = {"total": time.monotonic() - start, **result.seconds}
@@ -107,14 +110,6 @@ class Worker:
         except OSError:
             return FinishedJob(job, record, written=False)
         return FinishedJob(job, record)
-
-    def _done(self, trial: str) -> TrialRecord | None:
-        try:
-            record = read_record(self._folder, trial)
-        except (OSError, UserError):
-            # The trial runs again, and its record replaces the unreadable file.
-            return None
-        return record if record is not None and record.status == "done" else None
 
 
 @dataclass(frozen=True)

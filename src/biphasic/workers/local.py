@@ -55,11 +55,9 @@ class LocalWorkers(WorkerGroup):
         return self._pools[number]
 
     def make_report(self) -> Callable[..., None]:
-        """Return a function that sends its arguments to this process."""
         return _send_report
 
     def take_reports(self) -> list[tuple[Any, ...]]:
-        """Return the arguments that workers have sent since the last time."""
         reports = []
         while self._reports.poll():
             reports.append(self._reports.recv())

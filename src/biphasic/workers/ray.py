@@ -71,14 +71,12 @@ class RayWorkers(WorkerGroup):
         return ray.get(ray.remote(num_cpus=0, num_gpus=0.001, max_retries=3)(resources.smallest_gpu_bytes).remote())
 
     def make_report(self) -> Callable[..., None]:
-        """Return a function that sends its arguments to this process."""
         # On this program's node, because other nodes may leave the cluster.
         here: Any = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self._reports = reports = Queue(actor_options={"num_cpus": 0, "scheduling_strategy": here})
         return lambda *values: reports.put_nowait(values)
 
     def take_reports(self) -> list[tuple[Any, ...]]:
-        """Return the arguments that workers have sent since the last time."""
         return self._reports.get_nowait_batch(self._reports.qsize())
 
     def close(self) -> None:
