@@ -7,10 +7,13 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
+from biphasic.amounts import format_bytes
+from biphasic.commands.next_step import after_conversion, after_tasks
 from biphasic.commands.parser import argument, command, count, file_arguments, positive
 from biphasic.commands.plan import print_job_plan
 from biphasic.errors import UserError
 from biphasic.faults import REFUSED
+from biphasic.storage import is_remote, join
 
 _VOCABULARY = 32_768
 
@@ -47,7 +50,6 @@ def tokenizer(options: Namespace) -> int:
     """
     from pydantic import TypeAdapter, ValidationError
 
-    from biphasic.amounts import format_bytes
     from biphasic.config.base import Size
     from biphasic.config.convert import ConvertConfig
     from biphasic.config.load import load_job
@@ -80,8 +82,6 @@ def tokenizer(options: Namespace) -> int:
 
 
 def _tokenizer_folder(tokenizer: str) -> Path:
-    from biphasic.storage import is_remote
-
     folder = Path(tokenizer)
     # A hub id has one slash: EuroBERT/EuroBERT-210m.
     is_hub_id = len(folder.parts) == 2 and not tokenizer.startswith(".") and not folder.parent.exists()
@@ -105,7 +105,6 @@ def convert(options: Namespace) -> int:
 
     if options.plan:
         return print_job_plan(plan_conversion(config))
-    from biphasic.commands.next_step import after_conversion
     from biphasic.conversion.convert import convert
 
     try:
@@ -130,11 +129,9 @@ def verify(options: Namespace) -> int:
 
     The exit status is 0 without faults, 1 with faults, 2 if there is nothing to verify.
     """
-    from biphasic.commands.next_step import after_conversion
     from biphasic.conversion.verify import verify
     from biphasic.data.mds_reader import read_rows, row_as_text
     from biphasic.data.tokenizer import load_tokenizer
-    from biphasic.storage import join
 
     output, split = options.output, options.split
     result = verify(output, sources=not options.no_sources)
@@ -209,9 +206,7 @@ def tasks(options: Namespace) -> int:
     print(plan)
     if options.plan:
         return REFUSED if refused else 0
-    from biphasic.commands.next_step import after_tasks
     from biphasic.downstream.prepare import prepare_task
-    from biphasic.storage import join
 
     failed = []
     for name in names:

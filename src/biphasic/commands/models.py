@@ -9,9 +9,11 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from biphasic.commands.next_step import after_export
 from biphasic.commands.parser import argument, command
 from biphasic.devices import rank_device, supports_bf16
 from biphasic.errors import UserError
+from biphasic.storage import atomic_path
 
 if TYPE_CHECKING:
     from biphasic.downstream.tables import Table
@@ -64,8 +66,6 @@ def export(options: Namespace) -> int:
         export(options.checkpoint, options.out, name=options.name, dtype=options.dtype or "fp32", force=options.force)
     _further_steps(options, options.out or Path(options.checkpoint))
     if options.out is not None and options.push is None:
-        from biphasic.commands.next_step import after_export
-
         print(after_export(options.out))
     return 0
 
@@ -206,8 +206,6 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
     """Write groups of columns to a file, atomically, and return the number of rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
-
-    from biphasic.storage import atomic_path
 
     rows, writer = 0, None
     try:

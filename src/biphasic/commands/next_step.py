@@ -8,6 +8,8 @@ from pathlib import Path
 from posixpath import basename
 from typing import TYPE_CHECKING, Any
 
+from biphasic.storage import join
+
 if TYPE_CHECKING:
     from biphasic.config.load import Config
     from biphasic.config.tasks import TasksConfig
@@ -43,8 +45,6 @@ def after_conversion(output: str, record: Mapping[str, Any]) -> str:
 
 def after_tasks(config: TasksConfig, names: list[str]) -> str:
     """Return the fine-tuning command for the first prepared task that has training data."""
-    from biphasic.storage import join
-
     trained = [name for name in names if getattr(config.tasks[name], "train", True) is not None]
     if not trained:
         folder = join(config.output, names[0])

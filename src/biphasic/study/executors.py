@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor
@@ -28,20 +29,15 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
     with noted_signals(_SIGNALS) as received:
         launcher = subprocess.Popen([sys.executable, *scripts, str(file)])
         passed_on = 0
-        while True:
-            try:
-                status = launcher.wait(timeout=0.5)
-                break
-            except subprocess.TimeoutExpired:
-                if passed_on < len(received) and _signal_ranks(launcher.pid):
-                    passed_on = len(received)
+        while launcher.poll() is None:
+            # The ranks then save and stop. If the launcher has not started them yet, this fails and is tried again.
+            command = ["pkill", "-USR1", "-P", str(launcher.pid)]
+            if passed_on < len(received) and subprocess.run(command, check=False).returncode == 0:
+                passed_on = len(received)
+            with suppress(subprocess.TimeoutExpired):
+                launcher.wait(timeout=0.5)
     # Also if the run has just finished: the study has to stop.
-    return PREEMPTED if received else status
-
-
-def _signal_ranks(launcher: int) -> bool:
-    """Ask the ranks to save and stop. Return False if the launcher has not started them yet."""
-    return subprocess.run(["pkill", "-USR1", "-P", str(launcher)], check=False).returncode == 0
+    return PREEMPTED if received else launcher.returncode
 
 
 def submit_to_slurm(executor: SlurmExecutor, job: str, file: Path, after: Sequence[str]) -> str:

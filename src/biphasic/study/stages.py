@@ -87,7 +87,8 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
         if model.name not in configs:  # of a run's end the newest checkpoint in its folder is exported
             place = join(place, read_manifest(open_store(place), manifest_name(model.batch)).path)
         export_checkpoint(place, encoder_folder(study, model.name), name=model.name)
-    _print_waiting("not trained yet", [name for name, model in models.items() if model not in trained])
+    if waiting := [name for name, model in models.items() if model not in trained]:
+        print(f"not trained yet: {', '.join(waiting)}", flush=True)
     return 0
 
 
@@ -138,17 +139,13 @@ def _exported(study: StudyConfig) -> list[str]:
     names = [name for name in models if _is_exported(study, name)]
     if not names:
         raise UserError(f"{study.local_folder}: no model of the study is exported yet: --stage export")
-    _print_waiting("not exported yet", [name for name in models if name not in names])
+    if waiting := [name for name in models if name not in names]:
+        print(f"not exported yet: {', '.join(waiting)}", flush=True)
     return names
 
 
 def _is_exported(study: StudyConfig, name: str) -> bool:
     return (encoder_folder(study, name) / EXPORT_FILE).is_file()
-
-
-def _print_waiting(label: str, names: list[str]) -> None:
-    if names:
-        print(f"{label}: {', '.join(names)}", flush=True)
 
 
 def _required(study: StudyConfig, stage: Literal["finetune", "evaluate"]) -> str:
