@@ -19,7 +19,7 @@ from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.devices import set_allocators
 from biphasic.errors import UserError
-from biphasic.faults import run_rank
+from biphasic.ranks import run_rank
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config

@@ -22,7 +22,7 @@ from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device
 from biphasic.errors import Unavailable, UserError
-from biphasic.faults import COLLECTIVE_SECONDS, FAILED, REFUSED
+from biphasic.ranks import COLLECTIVE_SECONDS, FAILED, REFUSED
 from biphasic.storage import first_line, is_remote, open_store, user_error
 
 _ALL_REDUCE_VALUES = 1 << 25

@@ -7,7 +7,7 @@ import sys
 from biphasic.checkpointing import run_lock
 from biphasic.config.load import load
 from biphasic.config.sweep import SweepConfig
-from biphasic.faults import run_rank
+from biphasic.ranks import run_rank
 from biphasic.sweep.run import run
 
 if __name__ == "__main__":

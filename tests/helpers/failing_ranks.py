@@ -1,4 +1,4 @@
-"""Helper of test_faults.py: ranks that wait for each other until some of them fail.
+"""Helper of test_ranks.py: ranks that wait for each other until some of them fail.
 
 composer -n 3 failing_ranks.py CASE REASON      rank 0 writes why the job ended to the file REASON
 """
@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch.distributed
 
-from biphasic import faults
+from biphasic import ranks
 from biphasic.errors import Unavailable, UserError
-from biphasic.faults import close_on_fault, run_rank
+from biphasic.ranks import close_on_fault, run_rank
 
 
 def fail(case: str, rank: int) -> None:
@@ -61,5 +61,5 @@ def job(case: str, reason: Path) -> int:
 
 if __name__ == "__main__":
     if sys.argv[1] != "all":  # where rank 0 fails a second after the others
-        faults._GRACE_SECONDS = 0.5
+        ranks._GRACE_SECONDS = 0.5
     sys.exit(run_rank(lambda: job(sys.argv[1], Path(sys.argv[2]))))

@@ -17,11 +17,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from biphasic.config.architecture import Architecture
-from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
+from biphasic.ranks import COLLECTIVE_SECONDS
 from biphasic.training import parallel
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for `varlen`
 from helpers.backbones import backbone

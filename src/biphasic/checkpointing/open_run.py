@@ -27,7 +27,7 @@ from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
-from biphasic.faults import COLLECTIVE_SECONDS, close_on_fault
+from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.storage import open_store
 

@@ -9,7 +9,7 @@ from inspect import cleandoc
 from biphasic.commands import data, models, tools  # noqa: F401  they register their commands
 from biphasic.commands.parser import COMMANDS, Parser
 from biphasic.errors import UserError
-from biphasic.faults import run_rank
+from biphasic.ranks import run_rank
 
 
 def main(arguments: list[str] | None = None) -> int:

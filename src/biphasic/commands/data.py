@@ -12,7 +12,7 @@ from biphasic.commands.next_step import after_conversion, after_tasks
 from biphasic.commands.parser import argument, command, count, file_arguments, positive
 from biphasic.commands.plan import print_job_plan
 from biphasic.errors import UserError
-from biphasic.faults import REFUSED
+from biphasic.ranks import REFUSED
 from biphasic.storage import is_remote, join
 
 _VOCABULARY = 32_768

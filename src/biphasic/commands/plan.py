@@ -12,7 +12,7 @@ from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 from biphasic.commands.parser import argument, positive
-from biphasic.faults import REFUSED
+from biphasic.ranks import REFUSED
 
 if TYPE_CHECKING:
     from biphasic.config.load import Config

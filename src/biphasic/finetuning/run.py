@@ -15,11 +15,11 @@ from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned
-from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.finetuned_model import TASK_FILE, describe_task
 from biphasic.finetuning.records import TrialResult
 from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score, trial_name
+from biphasic.ranks import COLLECTIVE_SECONDS
 from biphasic.storage import json_bytes, open_store
 
 FINETUNING_FILE = "record.json"

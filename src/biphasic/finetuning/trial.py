@@ -19,7 +19,6 @@ from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
-from biphasic.faults import COLLECTIVE_SECONDS
 from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
 from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.records import TrialCost, TrialResult
@@ -29,6 +28,7 @@ from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.heads import initialize_head
 from biphasic.quiet import progress_bars
+from biphasic.ranks import COLLECTIVE_SECONDS
 
 _NOT_IN_NAME: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),

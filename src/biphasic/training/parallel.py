@@ -14,13 +14,12 @@ from composer.loggers import Logger
 from composer.utils import dist
 from composer.utils.parallelism import FSDP2Config
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
-from biphasic.faults import COLLECTIVE_SECONDS
+from biphasic.ranks import COLLECTIVE_SECONDS
 from biphasic.versions import require_form
 
 Strategy = Literal["ddp", "fsdp"]
@@ -100,17 +99,13 @@ class ShardedModel(Callback):
     def after_load(self, state: State, logger: Logger) -> None:
         """Set collectives and inputs, and save sharded checkpoints even after a monolithic one was loaded."""
         if state.device_mesh is not None:
-            set_timeout(state.device_mesh, COLLECTIVE_SECONDS)
+            # PyTorch creates the groups of HSDP with its own timeout, 600 s for NCCL.
+            for group in state.device_mesh.get_all_groups():
+                group.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
         set_collectives(state.model, self.layers)
         keep_inputs(state.model)
         if state.fsdp_config is not None:
             state.fsdp_config.state_dict_type = "sharded"
-
-
-def set_timeout(mesh: DeviceMesh, seconds: float) -> None:
-    """Set the timeout of all groups of a mesh. PyTorch creates those of HSDP with its own default, 600 s for NCCL."""
-    for group in mesh.get_all_groups():
-        group.set_timeout(timedelta(seconds=seconds))
 
 
 def set_collectives(model: nn.Module, layers: Sequence[nn.Module]) -> None:

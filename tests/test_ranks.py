@@ -44,7 +44,7 @@ def batch_end(self, state, logger):
 
 StopCoordinator.batch_end = batch_end
 """
-SHORT_GRACE = "from biphasic import faults; faults._GRACE_SECONDS = 0.5"
+SHORT_GRACE = "from biphasic import ranks; ranks._GRACE_SECONDS = 0.5"
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT / "src")}
 
 

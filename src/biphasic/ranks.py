@@ -1,4 +1,4 @@
-"""Handle errors of a job's ranks: show each error once, and end all ranks together with the same exit status.
+"""Run a job on all ranks: show each error once, and end the ranks together with the same exit status.
 
 Composer's launcher terminates all ranks once one has exited with an error. Therefore, a failing rank first reports its
 fault to the other ranks through rank 0's store at `MASTER_PORT`, and then all ranks end together. Each rank listens in a
@@ -179,7 +179,13 @@ class _Ranks:
         if self._listener_ends_process:
             Event().wait()
         assert self._own is not None
-        self._shorten_waits_on_sigterm()
+
+        def on_sigterm(number: int, frame: object) -> None:
+            """Stop waiting for other ranks soon, because the launcher kills this rank 30 seconds later."""
+            for event in (self._first_known, self._all_done):
+                Timer(1.0, event.set).start()
+
+        _handle_sigterm(on_sigterm)
         self._wake.set()
         self._first_known.wait(_CLOSE_SECONDS)
         first = self._first or self._own
@@ -194,15 +200,6 @@ class _Ranks:
         # Before the process ends, Python restores a signal's default handler unless the signal is ignored.
         _handle_sigterm(signal.SIG_IGN)
         return self._show()
-
-    def _shorten_waits_on_sigterm(self) -> None:
-        """Stop waiting for other ranks soon after SIGTERM, because the launcher kills this rank 30 seconds later."""
-
-        def on_sigterm(number: int, frame: object) -> None:
-            for event in (self._first_known, self._all_done):
-                Timer(1.0, event.set).start()
-
-        _handle_sigterm(on_sigterm)
 
     def _listen(self) -> None:
         # If rank 0 and its store are gone, each rank ends by itself.
