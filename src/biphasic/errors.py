@@ -46,6 +46,6 @@ def is_lost_rank(error: BaseException) -> bool:
     """Return whether an error of a collective means that another rank disconnected.
 
     Gloo's collectives raise it. NCCL raises it for a collective that starts after the fault; during a collective, NCCL's
-    watchdog aborts the process instead (checkpointing/crash_file.py).
+    watchdog aborts the process instead (`CrashFile` in checkpointing/open_run.py).
     """
     return isinstance(error, RuntimeError) and any(part in str(error) for part in ("by peer", "ncclRemoteError"))

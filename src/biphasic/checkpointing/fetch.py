@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +28,7 @@ from biphasic.checkpointing.upload import upload_pending, write_missing_manifest
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint
-from biphasic.storage import Store, StoredFile, first_line, is_remote, join, open_store, user_error, user_errors
+from biphasic.storage import Store, StoredFile, first_line, is_remote, join, open_store, user_errors
 
 if TYPE_CHECKING:
     from biphasic.checkpointing.stopping import ProcessGroup
@@ -115,34 +116,34 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
     if batch is None:
         return _newest_in(path, local_folder)
     name, folder = manifest_name(batch), open_store(checkpoint_folder(path))
-    try:
-        manifest = read_manifest(folder, name)
-    except ValueError as error:
-        raise UserError(_unusable(path, str(error))) from None
-    except OSError as error:
-        raise user_error(_unusable(path, f"{first_line(error)}; its manifest is {name}"), error) from None
-    if path.rstrip("/").rpartition("/")[2] != manifest.path:
-        raise UserError(_unusable(path, f"{name} is the manifest of {manifest.path}"))
+    with _explained(path):
+        try:
+            manifest = read_manifest(folder, name)
+        except OSError as error:
+            raise type(error)(f"{first_line(error)}; its manifest is {name}") from error
+        if path.rstrip("/").rpartition("/")[2] != manifest.path:
+            raise ValueError(f"{name} is the manifest of {manifest.path}")
     _download(path, manifest, folder, local_folder)
     return str(local_folder / manifest.path)
 
 
 def _newest_in(path: str, local_folder: Path) -> str:
     folder = open_store(path)
-    with user_errors(f"checkpoint {path}: can't be used"):
+    with _explained(path):
         manifest = newest_complete(folder, local_folder)
         if manifest is None:
             faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
-            raise UserError(_unusable(path, "; ".join(["it holds no complete checkpoint", *faults[:1]])))
+            raise ValueError("; ".join(["it holds no complete checkpoint", *faults[:1]]))
     return str(local_folder / manifest.path)
 
 
 def _download(path: str, manifest: Manifest, folder: Store, local_folder: Path) -> None:
-    with user_errors(f"checkpoint {path}: can't be used"):
+    with _explained(path):
         fault = download_files(manifest, folder, local_folder)
-    if fault is not None:
-        raise UserError(_unusable(path, fault))
+        if fault is not None:
+            raise ValueError(fault)
 
 
-def _unusable(path: str, reason: str) -> str:
-    return f"checkpoint {path}: can't be used ({reason})"
+def _explained(path: str) -> AbstractContextManager[None]:
+    """Raise the block's OSErrors and ValueErrors as UserErrors that name the checkpoint."""
+    return user_errors(f"checkpoint {path}: can't be used", ValueError)

@@ -169,7 +169,7 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
     try:
         manifest = read_manifest(folder, name)
-        fault = missing_file(manifest, folder, entries)
+        fault = file_fault(manifest, folder, entries)
     except ValueError as error:
         return StoredCheckpoint(batch, None, str(error))
     except FileNotFoundError:
@@ -179,7 +179,7 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     return StoredCheckpoint(batch, None if fault else manifest, fault)
 
 
-def missing_file(manifest: Manifest, folder: Store, entries: Entries) -> str | None:
+def file_fault(manifest: Manifest, folder: Store, entries: Entries) -> str | None:
     """Return a message about a file of a checkpoint that is missing or has another size, or None.
 
     `entries` are the folder's; the files of a sharded checkpoint are listed if they are not among them.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import faulthandler
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from datetime import timedelta
-from typing import Any
+from pathlib import Path
+from typing import Any, TextIO
 
 from composer import Trainer
 from composer.core import Callback, State
 from composer.utils import dist, reproducibility
 
-from biphasic.checkpointing.crash_file import CrashFile, read_crashes, remove_empty_files
 from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.checkpointing.run_lock import RunLock
@@ -22,13 +23,12 @@ from biphasic.checkpointing.schedule import progress_after_batch
 from biphasic.checkpointing.start_rules import overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
-from biphasic.config.durations import TrainingProgress
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
-from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.model.checkpoint import require_safe_checkpoint
+from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.storage import open_store
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
@@ -171,7 +171,7 @@ class Run:
 
     def _describe(self, state: State) -> dict[str, object]:
         """Return the `run` entries of a checkpoint's manifest."""
-        # The algorithm that knows the phase of the last batch, and when that batch began (None before the first one).
+        # The algorithm that knows the phase of the last batch, and when that batch began.
         tracker: Any = next(algorithm for algorithm in state.algorithms if hasattr(algorithm, "phase_name"))
         return {
             **self._recorded,
@@ -179,7 +179,7 @@ class Run:
             "tokens": int(state.timestamp.token),
             "rows": int(state.timestamp.sample),
             "epochs": int(state.timestamp.epoch),
-            "last_batch": list(astuple(tracker.last_batch or TrainingProgress(0, 0, 0, 0))),
+            "last_batch": list(astuple(tracker.last_batch)),
             "ranks": self._ranks.size,
         }
 
@@ -201,3 +201,56 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
         reproducibility.seed_all(config.seed)
         yield run
     run.close("finished")
+
+
+class CrashFile:
+    """File to which Python writes the stacks of this rank's threads if SIGABRT, SIGSEGV or SIGBUS ends the process.
+
+    NCCL's watchdog aborts the process after a collective's timeout, and about a minute after a rank on another node has
+    ended. No exception is raised in Python, and rank 0, which records why an attempt ended, is aborted with the others.
+    Nothing is written if Python's `faulthandler` is enabled already, such as by PYTHONFAULTHANDLER=1.
+    """
+
+    def __init__(self, folder: Path, attempt: str, rank: int):
+        self._path, self._attempt = folder / f"{attempt}-rank{rank}.txt", attempt
+        self._file: TextIO | None = None
+        with suppress(OSError):  # such as a full disk, on which a run may still resume
+            if not faulthandler.is_enabled():
+                folder.mkdir(parents=True, exist_ok=True)
+                self._file = self._path.open("w")
+                faulthandler.enable(self._file)
+
+    def remove(self) -> list[str]:
+        """Remove the file at the end of the attempt, and return the other ranks' crashes (`read_crashes`)."""
+        if self._file is not None:
+            faulthandler.disable()
+            self._file.close()
+            with suppress(OSError):
+                self._path.unlink()
+                self._path.parent.rmdir()  # if it is empty
+        return read_crashes(self._path.parent, self._attempt)
+
+
+def read_crashes(folder: Path, attempt: str) -> list[str]:
+    """Return a line for each rank of an attempt that a signal ended, such as `rank 1: Aborted (FILE)`."""
+    lines = []
+    for path in _files(folder, f"{attempt}-rank*.txt"):
+        with suppress(OSError):
+            if message := path.read_text(errors="replace").partition("\n")[0]:
+                rank = path.stem.rpartition("-rank")[2]
+                lines.append(f"rank {rank}: {message.removeprefix('Fatal Python error: ')} ({path})")
+    return lines
+
+
+def remove_empty_files(folder: Path) -> None:
+    """Remove the files of earlier attempts' ranks that ended in another way, such as by SIGKILL."""
+    for path in _files(folder, "*-rank*.txt"):
+        with suppress(OSError):
+            if not path.stat().st_size:
+                path.unlink()
+
+
+def _files(folder: Path, pattern: str) -> list[Path]:
+    with suppress(FileNotFoundError):  # another rank may remove the folder, once it is empty, while it is listed
+        return sorted(folder.glob(pattern))
+    return []

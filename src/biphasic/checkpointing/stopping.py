@@ -140,22 +140,17 @@ class StopCoordinator(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Agree with the other ranks whether to stop."""
-        self._agree()
-
-    def eval_batch_end(self, state: State, logger: Logger) -> None:
-        """Agree during validation too, because it may take longer than the notice before a preemption."""
-        self._agree()
-
-    def seconds_since_request(self) -> float:
-        """Return the seconds since this rank received a signal, or else since the ranks agreed to stop."""
-        return time.monotonic() - self._requested_at
-
-    def _agree(self) -> None:
         if self.reason is not None or not self.ranks.maximum(self._request[0]):
             return
         code, self.reason = max(self.ranks.all_gather(self._request), key=lambda request: request[0])
         self.is_fault = code == _FAULT
         self._requested_at = self._requested_at or time.monotonic()
+
+    eval_batch_end = batch_end  # a validation may take longer than the notice before a preemption
+
+    def seconds_since_request(self) -> float:
+        """Return the seconds since this rank received a signal, or else since the ranks agreed to stop."""
+        return time.monotonic() - self._requested_at
 
     def _on_signal(self, number: int, frame: object) -> None:
         if os.getpid() != self._pid:

@@ -18,10 +18,10 @@ from biphasic.checkpointing.manifest import (
     Entries,
     Manifest,
     batch_of,
+    file_fault,
     is_replaced,
     manifest_batches,
     manifest_name,
-    missing_file,
     outdated_checkpoints,
     rank_manifest_name,
     rank_of,
@@ -69,7 +69,7 @@ class CheckpointUpload:
         """
         if not self._is_complete and self._read_rank_manifests(destination):
             manifest = replace(self.manifest, files=dict(sorted(self._files.items())))
-            if missing_file(manifest, destination, {}) is None:
+            if file_fault(manifest, destination, {}) is None:
                 write_manifest(manifest, destination)
                 self._is_complete = True
         return self._is_complete
@@ -230,7 +230,7 @@ def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int
     local, count = open_store(str(local_folder)), 0
     entries = local.entries()
     for rank, manifest in _pending_parts(local, entries):
-        if manifest.batch > uploaded and missing_file(manifest, local, entries) is None:
+        if manifest.batch > uploaded and file_fault(manifest, local, entries) is None:
             message = "checkpoint %s was not uploaded to %s when the last attempt ended; uploading it now"
             _log.warning(message, manifest.path, destination.root)
             CheckpointUpload(manifest).upload(rank, local_folder, destination)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.checkpointing.crash_file import read_crashes, remove_empty_files
+from biphasic.checkpointing.open_run import read_crashes, remove_empty_files
 
 
 def test_a_folder_that_another_rank_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
