@@ -95,11 +95,8 @@ def template(*names: str, required: str = "") -> AfterValidator:
         except ValueError as error:
             raise ValueError(f"has unmatched braces ({error}); a literal brace is written twice") from None
         if not {required} - {""} <= set(fields) <= set(names):
-            expected, with_required = (
-                ", ".join(f"{{{name}}}" for name in names),
-                f" with {{{required}}}" * bool(required),
-            )
-            raise ValueError(f"expected a text{with_required} and no fields but {expected}; got {text!r}")
+            expected = f"expected a text{f' with {{{required}}}' * bool(required)} and no fields but "
+            raise ValueError(f"{expected}{', '.join(f'{{{name}}}' for name in names)}; got {text!r}")
         return text
 
     return AfterValidator(check)

@@ -57,9 +57,9 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
     return config
 
 
-def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -> Job:
+def load_job(schema: type[Job], file: str | Path, overrides: list[str] | None = None) -> Job:
     """Read a YAML as `load` does. Raises a UserError if its job is not that of `schema`."""
-    config = load(file, overrides, ranks)
+    config = load(file, overrides)
     if not isinstance(config, schema):
         expected = next(job for job in JOBS if schema_of(job) is schema)
         raise UserError(f"{file}: is job: {config.job}; expected job: {expected}")

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from biphasic.config.base import Section, within
+from biphasic.config.base import Section, flatten, within
 from biphasic.config.check import check
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import PretrainConfig
@@ -84,22 +84,13 @@ def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, rank
     assert isinstance(config, PretrainConfig)
     expected = "expected batches, rows or tokens, so that runs can be compared"
     problems = [
-        Problem(tree.source(key), key, f"{expected}; got {duration}")
-        for key, duration in _durations(config).items()
-        if duration.unit == "ep"
+        Problem(tree.source(key), key, f"{expected}; got {time}")
+        for key, time in flatten(config)
+        if isinstance(time, Duration) and time.unit == "ep" and not within(key, "evaluation")
     ]
     if problems:
         raise ConfigError(problems)
     return config
-
-
-def _durations(config: PretrainConfig) -> dict[str, Duration]:
-    """Return the times in a configuration by key."""
-    phases = {f"objective.phases.{index}.until": phase.until for index, phase in enumerate(config.objective.phases)}
-    kept = {f"checkpoint.keep_at.{index}": time for index, time in enumerate(config.checkpoint.keep_at)}
-    times = {"max_duration": config.max_duration, "schedule.warmup": config.schedule.warmup, **phases, **kept}
-    times["checkpoint.interval"] = config.checkpoint.interval
-    return {key: time for key, time in times.items() if time is not None}
 
 
 def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree) -> None:

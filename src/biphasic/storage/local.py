@@ -174,16 +174,16 @@ def _sync(file: Path) -> None:
 def write_parquet(file: Path, columns: Mapping[str, Any], rows_per_group: int) -> None:
     """Write columns, by name, to a Parquet file with zstd compression."""
     with atomic_path(file) as partial:
-        partial.write_bytes(parquet_bytes(columns, rows_per_group=rows_per_group))
+        partial.write_bytes(parquet_bytes(columns, rows_per_group))
 
 
-def parquet_bytes(columns: Mapping[str, Any], schema: Any = None, rows_per_group: int | None = None) -> bytes:
-    """Return columns, by name, as the content of a Parquet file with zstd compression; `schema` is pyarrow's."""
+def parquet_bytes(columns: Mapping[str, Any], rows_per_group: int | None = None) -> bytes:
+    """Return columns, by name, as the content of a Parquet file with zstd compression."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     sink = pa.BufferOutputStream()
-    pq.write_table(pa.table(dict(columns), schema), sink, compression="zstd", row_group_size=rows_per_group)
+    pq.write_table(pa.table(dict(columns)), sink, compression="zstd", row_group_size=rows_per_group)
     return sink.getvalue().to_pybytes()
 
 
