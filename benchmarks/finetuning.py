@@ -133,7 +133,7 @@ def run_biphasic(folder: Path, model: str, seed: int, shape: Shape) -> dict[str,
     """Train and score with `src/main.py`: seconds and tokens of each step, accuracy."""
     import yaml
 
-    from biphasic.training.loggers import read_metrics
+    from biphasic.training.metrics_file import read_metrics
 
     path = folder / f"{model}-{seed}.yaml"
     path.write_text(yaml.safe_dump(content(folder, model, seed)))

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 
 ROOT = Path(__file__).parents[1]
 WORK = Path("runs/gpu_run")

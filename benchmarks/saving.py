@@ -46,7 +46,7 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
 
     from biphasic.config.load import load_job
     from biphasic.config.pretrain import PretrainConfig
-    from biphasic.training.loggers import read_metrics
+    from biphasic.training.metrics_file import read_metrics
     from biphasic.training.recipe import pretrain
 
     last = 2 * stretches * steps

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from biphasic.report.scores import chosen_scores, read_sweep
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 
 OBJECTIVES = {"mlm": "MLM", "clm-mlm": "CLM, then MLM"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}

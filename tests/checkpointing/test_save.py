@@ -25,7 +25,7 @@ from biphasic.checkpointing.save import Saver, StagingBuffer
 from biphasic.checkpointing.upload import Uploader
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import S3Store, open_store
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.buckets import bucket_for, flip_a_bit
 from helpers.tiny import add_callback, config_of, keep_checkpoints_up_to, launch, losses, train, weights, write_rows

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from biphasic.model.checkpoint import read_record
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from biphasic.training.step import EVALUATIONS
 from conftest import Write
 from helpers.tiny import config_of, train, write_rows

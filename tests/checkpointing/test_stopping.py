@@ -16,7 +16,7 @@ from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.model.checkpoint import read_record
 from biphasic.storage import open_store
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from biphasic.training.step import EVALUATIONS
 from conftest import Write
 from helpers.buckets import bucket_for

@@ -22,7 +22,7 @@ import torch
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.preflight import rank_facts
 from biphasic.storage import open_store
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.buckets import bucket_for, upload
 from helpers.s3_proxy import KINDS, Proxy

@@ -27,7 +27,7 @@ from transformers import PreTrainedTokenizerFast
 from biphasic.checkpointing.manifest import batch_of
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from helpers import warm
 
 warm.remember_machine()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from biphasic.model import attention, layers
 from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch
 from biphasic.model.language_model import from_hf_config, llama_config
 from biphasic.training import compute, recipe
-from biphasic.training.compute import configure_compute, find_microbatch
+from biphasic.training.compute import configure_compute
 from biphasic.training.step import PreparedBatch
 from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for CPUs
@@ -158,12 +159,15 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured: list[int] = []
-    monkeypatch.setattr(compute, "available_bytes", lambda: 10.0)
-    monkeypatch.setattr(compute, "peak_bytes", lambda work: work() or 2.0 * measured[-1])
+    measure_by_formula(monkeypatch, measured)
+    monkeypatch.setattr(compute.AutoMicrobatch, "_train", lambda self, state, rows: measured.append(rows))
 
     def find(**circumstances: int) -> int:
-        file = tmp_path / compute.MICROBATCH_FILE
-        return find_microbatch(measured.append, 12, 1.0, False, file, circumstances)
+        monkeypatch.setattr(compute, "_circumstances", lambda config: circumstances)
+        config: Any = SimpleNamespace(global_batch_size=12, run_folder=tmp_path)
+        state: Any = SimpleNamespace(fsdp_config=None, evaluators=[])
+        compute.AutoMicrobatch(config).apply(Event.FIT_START, state, Logger(state))
+        return state.device_train_microbatch_size
 
     assert find(length=8) == 4
     first = len(measured)

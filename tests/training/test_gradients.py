@@ -13,7 +13,7 @@ from composer.loggers import Logger
 
 from biphasic.commands import main
 from biphasic.errors import UserError
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.tiny import add_callback, config_of, losses, train, weights
 
@@ -59,7 +59,7 @@ def test_the_run_stops_before_the_weights_change(write_yaml: Write, spoil: Any, 
         train(config_of(path))
     folder = Path(config_of(path).output) / "spoiled"
     [line] = anomalous_batches(folder)
-    assert line["batch"] == 7 and line["what"] == "not finite" and len(line["rows"]) == 8
+    assert line["batch"] == 7 and line["anomaly"] == "not finite" and len(line["rows"]) == 8
     # It resumes from the checkpoint before that batch.
     spoil(set(), 0.0)
     train(config_of(path))
@@ -86,7 +86,7 @@ def test_a_spike_is_logged_with_its_rows(write_yaml: Write, spoil: Any, capsys: 
     path = write_yaml("spike", max_duration="40ba", objective__phases=[{"name": "clm"}], checkpoint__interval="50ba")
     folder = train(config_of(path))
     [line] = anomalous_batches(folder)
-    assert line["what"] == "spike" and line["batch"] == 30
+    assert line["anomaly"] == "spike" and line["batch"] == 30
     assert line["loss"] > 1.5 * line["median"]
     assert len(set(line["rows"])) == 8
     capsys.readouterr()

@@ -8,7 +8,8 @@ from unittest.mock import Mock
 
 from composer.core import Timestamp
 
-from biphasic.training.loggers import JSONLLogger, read_metrics
+from biphasic.training.loggers import JSONLLogger
+from biphasic.training.metrics_file import read_metrics
 
 
 def test_several_lines_of_one_batch_are_merged(tmp_path: Path) -> None:

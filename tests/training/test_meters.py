@@ -16,8 +16,8 @@ from biphasic.config.architecture import PRESETS
 from biphasic.config.model import architecture_of
 from biphasic.model.device import peak_flops
 from biphasic.training import meters, recipe
-from biphasic.training.loggers import read_metrics
 from biphasic.training.meters import Meters
+from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.tiny import LENGTH, config_of, train
 

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from biphasic.config.pretrain import OptimizerConfig
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from biphasic.training.optimizer import MuonWithAdamW, build_optimizer
 from conftest import Write
 from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights

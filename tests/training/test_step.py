@@ -145,7 +145,6 @@ def test_the_optimizer_is_reset_where_a_phase_begins_that_asks_for_it() -> None:
 
     # Neither in a run's first batch, nor at the second phase.
     assert resets(0, 1, 2, 3, 4, 5) == [False, False, False, False, True, False]
-    assert resets(5, 6) == [False, False]
     # Nor after a resume within the phase, but after one from the batch before it.
     for last, expected in ((3, True), (4, False)):
         before, after = schedule(), schedule()
@@ -155,13 +154,13 @@ def test_the_optimizer_is_reset_where_a_phase_begins_that_asks_for_it() -> None:
         assert resets(last + 1, objective=after) == [expected]
 
 
-def test_a_run_that_has_trained_nothing_has_no_last_batch() -> None:
-    objective = schedule()
+def test_the_last_batch_of_a_run_that_has_trained_nothing_is_its_start() -> None:
+    objective, start = schedule(), TrainingProgress(0, 0, 0, 0)
     state = objective.state_dict()
-    assert state["last_batch"] is None
+    assert objective.last_batch == start and objective.phase_name == "clm"
     Run().apply(objective, Event.BATCH_START, batch=1)
     objective.load_state_dict(state)
-    assert objective.last_batch is None
+    assert objective.last_batch == start
 
 
 def test_elapsed_has_composer_s_counts() -> None:

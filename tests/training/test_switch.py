@@ -14,7 +14,7 @@ import torch
 from biphasic.config.plan import plan
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
-from biphasic.training.loggers import read_metrics
+from biphasic.training.metrics_file import read_metrics
 from biphasic.training.step import ObjectiveSchedule
 from conftest import Write
 from helpers.tiny import config_of, keep_checkpoints_up_to, losses, train, weights, write_rows

@@ -66,7 +66,7 @@ class SpikeDetector(Callback):
             logger.log_metrics({"loss/spike": loss / median})
             # Composer has counted the batch already.
             self.anomalies.write(
-                state, {"what": "spike", "loss": loss, "median": median}, int(state.timestamp.batch) - 1
+                state, {"anomaly": "spike", "loss": loss, "median": median}, int(state.timestamp.batch) - 1
             )
         self._losses.append(loss)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from biphasic.model import layers as decoder_layers
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel
-from biphasic.storage import atomic_path
+from biphasic.storage import atomic_path, json_bytes
 from biphasic.training.step import PreparedBatch
 
 MICROBATCH_FILE = "microbatch.json"
@@ -79,19 +78,43 @@ class AutoMicrobatch(Algorithm):
         return event in (Event.FIT_START, Event.EVAL_STANDALONE_START) and not self._is_set
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
-        """Set the microbatch size, from the stored result or by measuring. Weights and optimizer state don't change."""
+        """Set the microbatch size, the same on all ranks, so that it splits a rank's batch evenly.
+
+        Weights and optimizer state don't change.
+
+        Raises:
+            UserError: not even one row fits, or a sharded rank ran out of memory.
+        """
         self._is_set = True
-        rows = find_microbatch(
-            lambda count: self._train(state, count),
-            self.config.global_batch_size // dist.get_world_size(),
-            _missing_optimizer_state(state),
-            state.fsdp_config is not None and dist.get_world_size() > 1,
-            self.config.run_folder / MICROBATCH_FILE,
-            _circumstances(self.config),
-        )
-        state.device_train_microbatch_size = rows
+        is_first_rank, rows = dist.get_global_rank() == 0, self.config.global_batch_size // dist.get_world_size()
+        file, circumstances = self.config.run_folder / MICROBATCH_FILE, _circumstances(self.config)
+        fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if is_first_rank else 0))
+        is_measured = not fitting
+        if is_measured:
+            if is_first_rank:
+                print(f"microbatch_size: auto: measuring how many of {rows} rows fit the GPU (a minute or two, once)")
+            available = min(dist.all_gather_object(available_bytes() - _missing_optimizer_state(state)))
+            fitting = largest_microbatch(lambda count: self._measure(state, count), rows, available)
+        size = even_microbatch(rows, fitting)
+        if is_measured and is_first_rank:
+            print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
+            with atomic_path(file) as partial:
+                partial.write_bytes(json_bytes({"circumstances": circumstances, "rows": fitting}))
+        state.device_train_microbatch_size = size
         for evaluator in state.evaluators:
-            evaluator.device_eval_microbatch_size = rows
+            evaluator.device_eval_microbatch_size = size
+
+    def _measure(self, state: State, rows: int) -> float | None:
+        """Return the peak bytes of training on `rows` rows, the largest of all ranks; None if they don't fit."""
+        peak = peak_bytes(lambda: self._train(state, rows))
+        if peak is None and state.fsdp_config is not None and dist.get_world_size() > 1:
+            # The other ranks wait for this one in a collective of FSDP.
+            raise UserError(
+                f"microbatch_size: auto: a microbatch of size {rows} doesn't fit in GPU memory; set a smaller size, or "
+                "compute.activation_checkpointing: all"
+            )
+        peaks: list[Any] = dist.all_gather_object(peak)
+        return None if None in peaks else max(peaks)
 
     def _train(self, state: State, rows: int) -> None:
         """Run two forward and backward passes, then restore the modules' modes and the RNG states.
@@ -132,50 +155,6 @@ class AutoMicrobatch(Algorithm):
             mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
             rows_per_rank=rows,
         )
-
-
-def find_microbatch(
-    train: Callable[[int], object], rows: int, reserved: float, sharded: bool, file: Path, circumstances: dict[str, Any]
-) -> int:
-    """Return the microbatch size in rows, the same on all ranks, that fits every GPU and splits a rank's batch evenly.
-
-    Args:
-        train: runs forward and backward passes over the given number of rows, and clears the gradients.
-        rows: number of rows in a rank's batch.
-        reserved: bytes that training allocates later, such as the optimizer state.
-        sharded: whether ranks wait for each other in `train`.
-        file: where the result is stored.
-        circumstances: settings that affect the result. A stored result is used only if its own are equal.
-
-    Raises:
-        UserError: not even one row fits, or a sharded rank ran out of memory.
-    """
-    first_rank = dist.get_global_rank() == 0
-    fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if first_rank else 0))
-    if fitting:
-        return even_microbatch(rows, fitting)
-
-    def measure(count: int) -> float | None:
-        peak = peak_bytes(lambda: train(count))
-        if peak is None and sharded:
-            # The other ranks wait for this one in a collective of FSDP.
-            raise UserError(
-                f"microbatch_size: auto: a microbatch of size {count} doesn't fit in GPU memory; set a smaller size, or "
-                "compute.activation_checkpointing: all"
-            )
-        peaks = dist.all_gather_object(peak)
-        return None if None in peaks else max(peak for peak in peaks if peak is not None)
-
-    if first_rank:
-        print(f"microbatch_size: auto: measuring how many of {rows} rows fit the GPU (a minute or two, once)")
-    fitting = largest_microbatch(measure, rows, min(dist.all_gather_object(available_bytes() - reserved)))
-    size = even_microbatch(rows, fitting)
-    if first_rank:
-        print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
-        with atomic_path(file) as partial:
-            content = json.dumps({"circumstances": circumstances, "rows": fitting}, indent=1)
-            partial.write_text(content + "\n", encoding="utf-8")
-    return size
 
 
 def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:

@@ -226,27 +226,15 @@ def _seen_by_python(tensor: Any) -> torch.device:
     return _CUDA if device.type == "meta" else device
 
 
-def _linear_under_autocast(linear: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return a linear function that casts as autocast does for `cuda`; C++ code sees `meta`, which has no autocast."""
-
-    def cast_and_multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        if torch.is_autocast_enabled("cuda"):
-            dtype = torch.get_autocast_dtype("cuda")
-            inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
-        return linear(inputs, weight, bias)
-
-    return cast_and_multiply
-
-
 def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
     """Yield patches of PyTorch and Composer."""
     # Devices, see `_device`
     ask_subclass, dispatch = FakeTensor.__torch_dispatch__, FakeTensorMode.dispatch
 
     def ask(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return (
-            _device(args[0]) if func is torch.ops.prim.device.default else ask_subclass(func, types, args, kwargs or {})
-        )
+        if func is torch.ops.prim.device.default:
+            return _device(args[0])
+        return ask_subclass(func, types, args, kwargs or {})
 
     def on_cuda(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if kwargs and kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta":
@@ -265,29 +253,29 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
             is_on = property(lambda tensor, device=device: tensor.device.type == device)
             yield mock.patch.object(kind, name, is_on, create=True)
 
-    yield mock.patch.object(functional, "linear", _linear_under_autocast(functional.linear))
+    linear = functional.linear
+
+    def cast_and_multiply(inputs: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Cast as autocast does for `cuda`; C++ code sees `meta`, which has no autocast."""
+        if torch.is_autocast_enabled("cuda"):
+            dtype = torch.get_autocast_dtype("cuda")
+            inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+        return linear(inputs, weight, bias)
+
+    yield mock.patch.object(functional, "linear", cast_and_multiply)
 
     # The driver
     local_ranks = min(ranks, _RANKS_OF_A_MACHINE)
     properties = SimpleNamespace(
         name=GPU_NAME, total_memory=GPU_BYTES, major=9, minor=0, multi_processor_count=132, warp_size=32
     )
+    without_result = ("_lazy_init", "set_device", "synchronize", "empty_cache", "manual_seed_all", "set_rng_state")
     answers: dict[str, Any] = {
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
-        **dict.fromkeys(
-            (
-                "_lazy_init",
-                "set_device",
-                "synchronize",
-                "empty_cache",
-                "manual_seed",
-                "manual_seed_all",
-                "set_rng_state",
-            )
-        ),
+        **dict.fromkeys(without_result),
         **{"is_current_stream_capturing": False, "current_device": 0, "device_count": local_ranks},
         **{"get_device_properties": properties, "get_device_capability": (9, 0), "get_device_name": GPU_NAME},
-        **{"stream": nullcontext(), "current_stream": _Stream(), "default_stream": _Stream()},
+        **{"stream": nullcontext(), "current_stream": _Stream()},
         **{"memory_stats": {"num_alloc_retries": 0}, "get_rng_state": torch.zeros(16, dtype=torch.uint8)},
     }
     for name, answer in answers.items():
@@ -298,7 +286,6 @@ def _replacements(ranks: int, gpu: FakeGPU) -> Iterator[Any]:
         Event=_Stream,
         mem_get_info=lambda *_: (GPU_BYTES - gpu.current, GPU_BYTES),
         memory_reserved=lambda *_: gpu.current,
-        memory_allocated=lambda *_: gpu.current,
         max_memory_allocated=lambda *_: gpu.peak,
         reset_peak_memory_stats=gpu.reset_peak,
     )

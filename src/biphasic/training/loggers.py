@@ -1,4 +1,4 @@
-"""Build the loggers of a run, and write and read metrics as JSON lines."""
+"""Build the loggers of a run, and write metrics as JSON lines."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from composer.utils import dist
 
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.errors import UserError
-from biphasic.training.metrics_file import parse_metrics
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
@@ -128,8 +127,3 @@ def _ends_within_a_line(path: Path) -> bool:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(size - 1, 0))
         return file.read() not in (b"", b"\n")
-
-
-def read_metrics(path: str | Path) -> list[dict[str, Any]]:
-    """Read the metrics of each batch from a `metrics.jsonl`, as `parse_metrics` does."""
-    return parse_metrics(Path(path).read_text(encoding="utf-8"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 _TRAINED = "loss/train/total"
@@ -21,6 +22,11 @@ def parse_metrics(text: str) -> list[dict[str, Any]]:
         previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
         batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
     return [batches[batch] for batch in sorted(batches)]
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the metrics of each batch from a `metrics.jsonl`, as `parse_metrics` does."""
+    return parse_metrics(path.read_text(encoding="utf-8"))
 
 
 def trained_batches(text: str) -> list[int]:

@@ -127,16 +127,18 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         measuring.gpu = gpu = stack.enter_context(fake_gpu(ranks, measuring.attention_flops))
         config = _shortened(config, folder)
-        for replacement in _replacements(config, measured, gpu):
+        for replacement in _replacements(config, measured, gpu, architecture.vocab_size):
             stack.enter_context(replacement)
+        said = list[str]()
         run: Any = SimpleNamespace(
             checkpoint=None,
             callbacks=[measuring],
             is_stopping=False,
-            say=lambda text: None,
+            say=said.append,
             check_rows=lambda indexes: None,
         )
         trainer = recipe.prepare(config, run)
+        measured.setup = next(line for line in said if "attention " in line)
         sharded = trainer.state.fsdp_config
         measured.strategy = "ddp" if sharded is None else f"fsdp over {sharded.data_parallel_shard_degree} ranks"
         trainer.fit()
@@ -181,20 +183,14 @@ def _check(config: PretrainConfig, measured: Rehearsal) -> None:
             problems.append(f"{name} was compiled {count} times for {tokens} tokens; expected {expected}")
 
 
-def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU) -> Iterator[Any]:
+def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU, vocab_size: int) -> Iterator[Any]:
     """Yield patches that replace data, tokenizer, loggers, kernels and the compiler."""
-    tokenizer = SimpleNamespace(
-        vocab_size=getattr(architecture_of(config.model), "vocab_size", 0), mask_id=1, special_ids=(0,)
-    )
-    configure, build, compile_ = compute.configure_compute, backbone.build_language_model, torch.compile
+    tokenizer = SimpleNamespace(vocab_size=vocab_size, mask_id=1, special_ids=(0,))
+    build, compile_ = backbone.build_language_model, torch.compile
 
     def on_gpu(*given: Any, **named: Any) -> Any:
         with torch.device("cuda"):
             return build(*given, **named)
-
-    def record_setup(*given: Any) -> str:
-        measured.setup = configure(*given)
-        return measured.setup
 
     def loader(data: Any, streams: Any, rows: int, seed: int, *, train: bool, **_: Any) -> _Loader:
         return _Loader(config, rows, MICROBATCHES if train else 1)
@@ -218,8 +214,7 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU) -> 
     )
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
     replaced = {
-        "build_language_model": on_gpu, "configure_compute": record_setup, "build_loader": loader,
-        "load_tokenizer": lambda *_: tokenizer,
+        "build_language_model": on_gpu, "build_loader": loader, "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
         "has_gpu": torch.cuda.is_available,
     }  # fmt: skip
@@ -269,15 +264,18 @@ class _Measuring(Callback):
         self.is_causal = False
         operators: Any = torch.ops.torch_attn
         self.attention_flops: dict[Any, Callable[..., float]] = {
-            operators._varlen_attn: lambda *given, **_: self._flops(given[0], given[7], 1, 2),
-            operators._varlen_attn_backward: lambda *given, **_: 2 * self._flops(given[1], given[10], 1, 2),
-            flex_attention: lambda query, *_, **__: self._flops(query, self.is_causal, 1, 3),
-            flex_attention_backward: lambda query, *_, **__: 2 * self._flops(query, self.is_causal, 1, 3),
+            operators._varlen_attn: lambda *given, **_: self._flops(given[0], given[7], head_dim=2),
+            operators._varlen_attn_backward: lambda *given, **_: 2 * self._flops(given[1], given[10], head_dim=2),
+            flex_attention: lambda query, *_, **__: self._flops(query, self.is_causal, head_dim=3),
+            flex_attention_backward: lambda query, *_, **__: 2 * self._flops(query, self.is_causal, head_dim=3),
         }
 
-    def _flops(self, query: Tensor, causal: bool, heads: int, head_dim: int) -> float:
-        """Return the FLOPs of attention's two matrix products, without recomputation in the backward pass."""
-        return 4 * query.shape[heads] * query.shape[head_dim] * self.pairs[causal]
+    def _flops(self, query: Tensor, causal: bool, head_dim: int) -> float:
+        """Return the FLOPs of attention's two matrix products, without recomputation in the backward pass.
+
+        Dimension 1 of `query` is that of the heads.
+        """
+        return 4 * query.shape[1] * query.shape[head_dim] * self.pairs[causal]
 
     def fit_start(self, state: State, logger: Logger) -> None:
         """Set the loaders' batch size from the microbatch size that was measured."""

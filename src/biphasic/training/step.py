@@ -168,15 +168,13 @@ class ObjectiveSchedule(Algorithm):
         self.vocabulary, self.seed = vocabulary, seed
         self.first_epoch, self.repeats_rows = first_epoch, repeats_rows
         self.validation_phase = MLMPhase(name="mlm", masking_ratio=validation_masking_ratio)
-        self.last_batch: TrainingProgress | None = None
-        """When the last batch began; stored in checkpoints."""
+        self.last_batch = TrainingProgress(0, 0, 0, 0)
+        """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
 
     @property
     def phase_name(self) -> str:
         """Name of the last batch's phase."""
-        return self.resolved_phases[
-            0 if self.last_batch is None else phase_at(self.resolved_phases, self.last_batch).index
-        ].phase.name
+        return phase_at(self.resolved_phases, self.last_batch).phase.name
 
     def match(self, event: Event, state: State) -> bool:
         """Run before each batch is split into microbatches, in training and in validation."""
@@ -193,9 +191,10 @@ class ObjectiveSchedule(Algorithm):
             return
         now = elapsed(state.timestamp)
         span = phase_at(self.resolved_phases, now)
-        switches = self.last_batch is not None and span.index != phase_at(self.resolved_phases, self.last_batch).index
+        switches = span.index != phase_at(self.resolved_phases, self.last_batch).index
         if switches and span.phase.reset_optimizer:
-            reset_optimizers(state)
+            for optimizer in state.optimizers:
+                optimizer.state.clear()  # Adam's moments and step counts; learning rates don't change
         self.last_batch = now
         ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
         counter = now.batches if self.repeats_rows else self.first_epoch + now.epochs
@@ -240,21 +239,14 @@ class ObjectiveSchedule(Algorithm):
 
     def state_dict(self) -> dict[str, Any]:
         """Return when the last batch began, as plain values that `weights_only` can load."""
-        last = None if self.last_batch is None else list(astuple(self.last_batch))
-        return {"repr": repr(self), "last_batch": last}
+        return {"repr": repr(self), "last_batch": list(astuple(self.last_batch))}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore when the last batch began.
 
         The phase is not stored: it is looked up in this run's phases, because the checkpoint may come from another run.
         """
-        self.last_batch = None if state["last_batch"] is None else TrainingProgress(*state["last_batch"])
-
-
-def reset_optimizers(state: State) -> None:
-    """Clear the optimizers' state (Adam's moments and step counts). Parameters and learning rates don't change."""
-    for optimizer in state.optimizers:
-        optimizer.state.clear()
+        self.last_batch = TrainingProgress(*state["last_batch"])
 
 
 def _mean_over_ranks(count: Tensor) -> Tensor:
@@ -365,7 +357,7 @@ class GradientGuard(Algorithm):
     def _skip(self, state: State, quantity: str, norm: float) -> None:
         for optimizer in state.optimizers:
             optimizer.zero_grad(set_to_none=True)
-        row_ids = self.anomalies.write(state, {"what": "not finite", "of": quantity, "norm": str(norm)})
+        row_ids = self.anomalies.write(state, {"anomaly": "not finite", "quantity": quantity, "norm": str(norm)})
         if self.skipped > self.max_skipped:
             before = f" ({self.max_skipped} skipped before)" if self.max_skipped else ""
             raise UserError(
