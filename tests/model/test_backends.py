@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from biphasic.model import attention, flex
+from biphasic.model import attention
 from biphasic.model.attention import attention_arguments, choose_backend
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
@@ -93,7 +93,7 @@ def test_unsupported_options_are_refused() -> None:
 def test_blocks_equal_those_of_all_pairs(lengths: tuple[int, ...], causal: bool, window: int) -> None:
     """FlexAttention's blocks, computed from segments, against all pairs of tokens."""
     segments = Segments.of(lengths, torch.device("cpu"))
-    tokens, side = sum(lengths), flex.BLOCK
+    tokens, side = sum(lengths), attention.FLEX_BLOCK
     at = torch.arange(tokens)
     distance = at[:, None] - at[None, :]
     seen = segments.segment_index[:, None] == segments.segment_index[None, :]
@@ -106,7 +106,7 @@ def test_blocks_equal_those_of_all_pairs(lengths: tuple[int, ...], causal: bool,
     padded[:tokens, :tokens] = seen
     tiles = padded.unflatten(0, (count, side)).unflatten(2, (count, side))
     some, every = tiles.any(3).any(1), tiles.all(3).all(1)
-    mask = flex.block_mask(segments, causal, window)
+    mask = attention.block_mask(segments, causal, window)
 
     def dense(number: Any, indices: Any) -> torch.Tensor:
         blocks = torch.zeros(count, count, dtype=torch.bool)
@@ -166,15 +166,17 @@ def test_flex_is_compiled_once_for_any_number_of_tokens(monkeypatch: pytest.Monk
     torch._dynamo.reset()
     counter, compile_ = CompileCounterWithBackend("aot_eager"), torch.compile
     monkeypatch.setattr(torch, "compile", lambda *given, **named: compile_(*given, **named, backend=counter))
-    flex.compiled_flex_attention.cache_clear()
+    attention.compiled_flex_attention.cache_clear()
     generator, frames = torch.Generator().manual_seed(0), list[int]()
     for tokens in range(300, 1500, 100):
         segments = Segments.of((tokens - 40, 40), torch.device("cpu"))
         query, key, value = (torch.randn((1, heads, tokens, 16), generator=generator) for heads in (4, 2, 2))
-        output = flex.compiled_flex_attention()(query, key, value, None, flex.block_mask(segments, True, 0), 0.25, True)
+        output = attention.compiled_flex_attention()(
+            query, key, value, None, attention.block_mask(segments, True, 0), 0.25, True
+        )
         assert output.shape == query.shape
         frames.append(counter.frame_count)
-    flex.compiled_flex_attention.cache_clear()
+    attention.compiled_flex_attention.cache_clear()
     assert len(frames) == 12 and set(frames) == {frames[0]}
 
 

@@ -6,6 +6,7 @@ the segments define which tokens attend to each other. All backends compute the 
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,11 +14,10 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from torch.nn.attention.varlen import varlen_attn
 from torch.version import hip
 
-from biphasic.model.flex import block_mask, compiled_flex_attention, softcapped
 from biphasic.model.kernels import GQA_OPTIONS, avoid_plans, head_dim
 from biphasic.model.segments import Segments, visibility_mask
 
@@ -146,6 +146,8 @@ _DROPOUT_OPTIONS = ("attention_dropout", "attention_probs_dropout_prob")
 """Names of the attention dropout probability in configurations of transformers."""
 _MIN_FLEX_HEAD_DIM = 16
 """FlexAttention's kernels refuse smaller heads, because Triton's matrix products need at least this size."""
+FLEX_BLOCK = 128
+"""Number of queries and of keys in a block of FlexAttention's masks."""
 # Not `flash_attn`, because the package flash-attn-4 has a module of that name too.
 _HAS_FLASH_2 = importlib.util.find_spec("flash_attn_2_cuda") is not None
 
@@ -196,6 +198,67 @@ def _flat(*tensors: Tensor) -> list[Tensor]:
     return [x[0].transpose(0, 1).contiguous() for x in tensors]
 
 
+def block_mask(segments: Segments, causal: bool, window: int) -> BlockMask:
+    """Build FlexAttention's block mask; with a `window`, tokens attend only to tokens closer than this.
+
+    PyTorch's `create_block_mask` compares every pair of tokens. Segments are contiguous, so the first and last tokens of
+    two blocks show whether the blocks share a segment: a mask for 32,768 tokens takes 256 x 256 comparisons.
+    """
+    segment, tokens = segments.segment_index, segments.segment_index.shape[0]
+    first, last = segment[::FLEX_BLOCK], torch.cat([segment[FLEX_BLOCK - 1 : -1 : FLEX_BLOCK], segment[-1:]])
+    blocks = torch.arange(len(first), device=segment.device)
+    row, column = blocks[:, None], blocks[None, :]
+    some = (first[:, None] <= last[None, :]) & (first[None, :] <= last[:, None])
+    single = first == last
+    # In full blocks, every token attends to every token. An incomplete last block needs the mask function.
+    full = some & single[:, None] & single[None, :]
+    if tokens % FLEX_BLOCK:
+        full[-1] = False
+        full[:, -1] = False
+    if causal:
+        some &= row >= column
+        full &= row > column
+    if window:
+        distance = (row - column).abs()
+        some &= (distance - 1) * FLEX_BLOCK + 1 < window
+        full &= (distance + 1) * FLEX_BLOCK - 1 < window
+
+    def attends(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        visible = segment[query] == segment[key]
+        if causal:
+            visible = visible & (query >= key)
+        if window:
+            visible = visible & ((query - key).abs() < window)
+        return visible
+
+    return BlockMask.from_kv_blocks(*_ordered(some & ~full), *_ordered(full), FLEX_BLOCK, attends, (tokens, tokens))
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of key blocks for each query block, and their indices followed by those of the other blocks."""
+    count = blocks.sum(1, dtype=torch.int32)
+    indices = blocks.int().argsort(dim=1, descending=True, stable=True).int()
+    return count[None, None], indices[None, None]
+
+
+@functools.cache
+def _softcapped(softcap: float) -> Callable[..., Tensor]:
+    """Return the function that bounds FlexAttention's scores by tanh. It is cached, so that it is compiled once."""
+
+    def score_mod(score: Tensor, *_: Any) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return score_mod
+
+
+@functools.cache
+def compiled_flex_attention() -> Callable[..., Any]:
+    """Return FlexAttention compiled for any number of tokens."""
+    # With static shapes, PyTorch would fall back to uncompiled FlexAttention after eight token counts, which keeps all
+    # scores in memory.
+    return torch.compile(flex_attention, dynamic=True)
+
+
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
     # Some layers have another window than the configuration's (ModernBERT). Such layers are not compiled.
     mask = segments.block_masks.get(options.window)
@@ -203,7 +266,7 @@ def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options
         mask = segments.block_masks[options.window] = block_mask(segments, options.causal, options.window)
     # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
     call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else compiled_flex_attention()
-    score_mod = None if options.softcap is None else softcapped(options.softcap)
+    score_mod = None if options.softcap is None else _softcapped(options.softcap)
     output = call(query, key, value, score_mod, mask, options.scale, query.shape[1] != key.shape[1])
     assert isinstance(output, Tensor)
     return output.transpose(1, 2)
