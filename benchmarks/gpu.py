@@ -33,10 +33,10 @@ from gpu_report import Report
 from torch import Tensor
 
 from biphasic.config.architecture import PRESETS, Architecture
+from biphasic.devices import peak_flops
 from biphasic.model import layers, losses
 from biphasic.model.attention import BACKENDS, backend_available, choose_backend
 from biphasic.model.auto_microbatch import available_bytes, even_microbatch, largest_microbatch, peak_bytes
-from biphasic.model.device import peak_flops
 from biphasic.model.kernels import select_kernels
 from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
 from biphasic.model.segments import Segments, rounded_count

@@ -1,14 +1,16 @@
-"""Choose this process's device and memory allocator settings, and check which precisions the device supports."""
+"""Choose this process's device and memory allocator settings, and state which precisions and FLOP/s a device has."""
 
 from __future__ import annotations
 
 import os
 import platform
+import re
 from typing import TYPE_CHECKING
 
 from biphasic.errors import UserError
 
 if TYPE_CHECKING:
+    import torch
     from composer.devices import Device
 
 
@@ -64,3 +66,49 @@ def require_precision(precision: str) -> None:
             f"precision: amp_bf16 needs a GPU of compute capability 8.0 (Ampere) or later ({name}): precision=fp32 runs "
             "everywhere"
         )
+
+
+# TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16, and in fp32 without tensor cores
+# (PyTorch's default). The first pattern that a device's name contains is used, so longer names come first.
+#
+# Sources: the vendors' data sheets, which state bf16 with sparsity for GPUs since Ampere: twice these numbers. Hopper: the
+# H100, H200, GH200 and H800 data sheets (an NVL card has 1,671, a PCIe card 1,513, SXM 1,979, with sparsity). Blackwell: the
+# HGX B200 and HGX B300 data sheets (for 8 GPUs: 36,000 with sparsity, and 600 in fp32), GB200 NVL72 and GB300 NVL72 (a GPU:
+# 5,000 with sparsity, and 80). RTX PRO 6000: 4 times its fp32 rate (126; Server Edition 120, Max-Q 110), where GeForce cards
+# of the same generation have 2 times. RTX 6000 Ada: 1,457 in fp8 with sparsity, and 91.1 in fp32. An AMD MI250X has half of
+# its data sheet's, because a device is one of its two dies.
+_PEAKS = {
+    "H200 NVL|H100 NVL": (835.5, 60.0),
+    "H100 PCIe|H800 PCIe": (756.0, 51.2),
+    "H200|H100|H800": (989.4, 66.9),
+    "GB300": (2500.0, 80.0),
+    "B300": (2250.0, 75.0),
+    "GB200": (2500.0, 80.0),
+    "B200": (2250.0, 75.0),
+    "A100|A800": (312.0, 19.5),
+    "A10G": (70.0, 35.0),
+    "A10": (125.0, 31.2),
+    "L40S": (362.0, 91.6),
+    "L40": (181.0, 90.5),
+    "L4": (121.0, 30.3),
+    "RTX PRO 6000 Blackwell Server": (480.0, 120.0),
+    "RTX PRO 6000 Blackwell Max-Q": (440.0, 110.0),
+    "RTX PRO 6000 Blackwell": (503.8, 126.0),
+    "RTX 6000 Ada": (364.2, 91.1),
+    "RTX 5090": (209.5, 104.8),
+    "RTX 4090": (165.2, 82.6),
+    "RTX 3090": (71.0, 35.6),
+    "RTX A6000": (154.8, 38.7),
+    "MI300X": (1307.4, 163.4),
+    "MI250X": (191.5, 47.9),
+}
+
+
+def peak_flops(name: str, dtype: torch.dtype) -> float | None:
+    """Return a GPU's peak FLOP/s for operands of a dtype, by `torch.cuda.get_device_name`; None if it is unknown."""
+    import torch
+
+    for pattern, (half, single) in _PEAKS.items():
+        if re.search(pattern, name, re.IGNORECASE):
+            return 1e12 * (single if dtype == torch.float32 else half)
+    return None

@@ -14,7 +14,7 @@ from composer.loggers import Logger
 
 from biphasic.config.architecture import PRESETS
 from biphasic.config.model import architecture_of
-from biphasic.model.device import peak_flops
+from biphasic.devices import peak_flops
 from biphasic.training import meters, recipe
 from biphasic.training.meters import Meters
 from biphasic.training.metrics_file import read_metrics

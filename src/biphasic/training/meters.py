@@ -14,7 +14,7 @@ from composer.utils import dist
 
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture
-from biphasic.model.device import peak_flops
+from biphasic.devices import peak_flops
 from biphasic.training.step import PreparedBatch
 
 _log = logging.getLogger(__name__)
