@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +15,12 @@ import torch
 from transformers import LlamaConfig
 
 from biphasic.commands import main
-from biphasic.config.evaluate import PoolingMode
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export import onnx as module
 from biphasic.export.onnx import GRAPH, WEIGHTS, export_onnx
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import from_hf_config
-from biphasic.model.pooling import Pooling
 from biphasic.model.segments import Segments
 from conftest import Write
 from helpers.exports import export_encoder
@@ -171,93 +168,29 @@ def edit(file: Path, **changes: Any) -> None:
     file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
-def folder_with_pooling(exported: Path, folder: Path, mode: str, legacy: bool) -> Path:
-    """The export with another pooling, as today's sentence-transformers writes it or as earlier ones did, and normalized."""
-    shutil.copytree(exported, folder)
-    pooling = folder / "1_Pooling" / "config.json"
-    flag = {"cls": "pooling_mode_cls_token", "max": "pooling_mode_max_tokens"}.get(mode, f"pooling_mode_{mode}")
-    if legacy:
-        edit(pooling, pooling_mode_mean_tokens=False, **{flag: True})
-    else:
-        pooling.write_text(json.dumps({"embedding_dimension": 32, "pooling_mode": mode}))
-    modules = json.loads((folder / "modules.json").read_text())
-    modules.append({"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"})
-    (folder / "2_Normalize").mkdir()
-    (folder / "modules.json").write_text(json.dumps(modules))
-    return folder
-
-
-def assert_embeddings_of_sentence_transformers(folder: Path, embed: Callable[[Any, Any], torch.Tensor]) -> None:
+def test_embeddings_are_those_of_sentence_transformers(graph: Path) -> None:
     from sentence_transformers import SentenceTransformer
 
     texts = ["w5 w6 w7 w8", "w9"]
-    model = SentenceTransformer(str(folder), device="cpu")
+    model = SentenceTransformer(str(graph.parents[1]), device="cpu")
     features = model.tokenizer(texts, padding=True, return_tensors="pt")
-    embeddings = embed(features["input_ids"], features["attention_mask"])
+    embeddings = run(graph, features["input_ids"], features["attention_mask"])[1]
     np.testing.assert_allclose(embeddings, model.encode(texts), atol=1e-5)
-    np.testing.assert_allclose(embeddings.norm(dim=1), [1, 1], atol=1e-5)
 
 
-POOLINGS = [("lasttoken", False), ("cls", True), ("max", True)]
-
-
-@pytest.mark.parametrize(("mode", "legacy"), POOLINGS)
-def test_the_traced_network_has_the_folder_s_pooling(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str, legacy: bool
-) -> None:
-    folder = folder_with_pooling(exported, tmp_path / "out", mode, legacy)
-    traced: list[torch.nn.Module] = []
-
-    def keep(model: torch.nn.Module, folder: Path) -> None:
-        traced.append(model)
-        raise UserError("the test ends here")
-
-    monkeypatch.setattr(module, "_trace", keep)
-    with pytest.raises(UserError, match="the test ends here"):
-        export_onnx(folder)
-    with torch.no_grad():
-        assert_embeddings_of_sentence_transformers(folder, lambda tokens, mask: traced[0](tokens, mask)[1])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("mode", "legacy"), POOLINGS)
-def test_the_graph_has_the_folder_s_pooling(exported: Path, tmp_path: Path, mode: str, legacy: bool) -> None:
-    graph = export_onnx(folder_with_pooling(exported, tmp_path / "out", mode, legacy))
-    assert_embeddings_of_sentence_transformers(graph.parents[1], lambda tokens, mask: run(graph, tokens, mask)[1])
-
-
-@pytest.mark.parametrize("mode", ["mean", "cls", "lasttoken", "max"])
-def test_poolings_of_the_traced_network(exported: Path, mode: PoolingMode) -> None:
-    """Padded on either side they are those of packed hidden states; an empty text is zeros."""
-    encoder = load_encoder(str(exported))
-    encoder.pooling = Pooling(mode)
-    for left in (False, True):
-        tokens, mask = batch([4, 9, 1], left)
-        expected = packed_results(encoder, tokens, mask)[1]
-        padded = module.PaddedEncoder(load_encoder(str(exported)).backbone, Pooling(mode)).eval()
-        with torch.no_grad():
-            torch.testing.assert_close(padded(tokens, mask)[1], expected, atol=1e-5, rtol=1e-5)
-            nothing = padded(tokens, mask * torch.tensor([[1], [0], [1]]))[1]
-        assert torch.equal(nothing[1], torch.zeros(32))
-
-
-def test_unsupported_poolings_are_refused(exported: Path, tmp_path: Path) -> None:
+def test_an_edited_pooling_is_refused(exported: Path, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     shutil.copytree(exported, folder)
     pooling = folder / "1_Pooling" / "config.json"
     before = pooling.read_text()
-    for changes, message in (
-        ({"pooling_mode_max_tokens": True}, "mean and max"),
-        ({"pooling_mode": "weightedmean"}, "weightedmean"),
-    ):
-        edit(pooling, **changes)
-        with pytest.raises(UserError, match=message):
-            export_onnx(folder)
-        pooling.write_text(before)
+    edit(pooling, pooling_mode_mean_tokens=False, pooling_mode_cls_token=True)
+    with pytest.raises(UserError, match="its pooling was edited"):
+        export_onnx(folder)
+    pooling.write_text(before)
     modules = json.loads((folder / "modules.json").read_text())
-    modules.append({"idx": 2, "name": "2", "path": "2_Dense", "type": "sentence_transformers.models.Dense"})
-    (folder / "modules.json").write_text(json.dumps(modules))
-    with pytest.raises(UserError, match="Transformer, Pooling, Dense"):
+    normalize = {"idx": 2, "name": "2", "path": "2_Normalize", "type": "sentence_transformers.models.Normalize"}
+    (folder / "modules.json").write_text(json.dumps([*modules, normalize]))
+    with pytest.raises(UserError, match="its pooling was edited"):
         export_onnx(folder)
     assert not (folder / "onnx").exists()
 

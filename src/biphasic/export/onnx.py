@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -37,13 +36,12 @@ _LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
 
 
 class PaddedEncoder(nn.Module):
-    """transformers' `EuroBertModel` on padded batches, with PyTorch's attention (`sdpa`) and the folder's pooling."""
+    """transformers' `EuroBertModel` on padded batches, with PyTorch's attention (`sdpa`) and mean pooling."""
 
-    def __init__(self, backbone: Any, pooling: Pooling):
+    def __init__(self, backbone: Any):
         super().__init__()
         backbone.set_attn_implementation("sdpa")
         self.backbone = backbone
-        self.pooling = pooling
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> tuple[Tensor, Tensor]:
         """Return hidden states [batch, length, width], zero at padding, and embeddings [batch, width], in the model's dtype.
@@ -57,15 +55,8 @@ class PaddedEncoder(nn.Module):
         mask = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
         output = self.backbone(input_ids=input_ids, attention_mask=mask[:, None, None, :], position_ids=positions)
         hidden = output.last_hidden_state * kept[..., None].to(dtype)
-        count = kept.sum(1, keepdim=True)  # each pooling gives zeros for a text without tokens
-        if self.pooling.mode == "mean":
-            pooled = hidden.sum(1) / count.clamp(min=1)
-        elif self.pooling.mode == "max":
-            pooled = hidden.masked_fill(~kept[..., None], torch.finfo(dtype).min).amax(1) * (count > 0)
-        else:
-            position = 0 if self.pooling.mode == "cls" else count - 1
-            pooled = (hidden * (kept & (positions == position))[..., None]).sum(1)
-        return hidden, F.normalize(pooled, dim=-1) if self.pooling.normalize else pooled
+        # A text without tokens has an embedding of zeros.
+        return hidden, hidden.sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
 
 
 def require_onnx() -> None:
@@ -82,7 +73,7 @@ def export_onnx(folder: Path) -> Path:
     Large weights are written to `model.onnx_data`. An earlier graph is replaced. Returns the graph's path.
 
     Raises:
-        UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not supported,
+        UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not the mean,
             the graph's results differ from the model's, or the graph can't be written.
     """
     require_onnx()
@@ -94,13 +85,15 @@ def export_onnx(folder: Path) -> Path:
     if unknown:
         raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")
     encoder = load_encoder(str(folder))
+    if encoder.pooling != Pooling():
+        raise UserError(f"{folder}: its pooling was edited; --onnx writes only an export's own, the mean over tokens")
     encoder.backbone.eval()
     # Random texts of different lengths, the same in every call.
     generator, ids = random.Random(0), range(encoder.tokenizer.vocab_size - 1)
     lengths = sorted({min(length, encoder.text_tokenizer.max_length) for length in _LENGTHS})
     texts = [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
     expected = [_packed(encoder, text) for text in texts]
-    padded = PaddedEncoder(encoder.backbone, encoder.pooling).eval()
+    padded = PaddedEncoder(encoder.backbone).eval()
     difference = float("nan")
 
     def fill(partial: Path) -> None:
