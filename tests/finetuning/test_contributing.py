@@ -16,9 +16,9 @@ from biphasic.config.finetune import _ScoredConfig
 from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.finetuning.batches import derive_seed
-from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.task import PredictionTask, TrainedModel
 from biphasic.finetuning.trainer import train
+from biphasic.finetuning.trial import FAMILIES
 from biphasic.model.encoder import load_encoder
 from biphasic.model.heads import TextHead, initialize_head
 from biphasic.model.pooling import mean_pool

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from biphasic.errors import UserError
-from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.run import run
-from biphasic.finetuning.trial import estimate_cost, run_trial, scored_sets, train_and_score, trial_name
+from biphasic.finetuning.trial import FAMILIES, estimate_cost, run_trial, scored_sets, train_and_score, trial_name
 from helpers.toy_sets import config_of
 
 EPOCHS = {"sst2": 4, "conll2003": 4, "squad": 12, "squad_v2": 16, "msmarco": 2}

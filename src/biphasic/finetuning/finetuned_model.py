@@ -16,8 +16,8 @@ from biphasic.devices import rank_device, supports_bf16
 from biphasic.downstream.tables import Table, open_table
 from biphasic.errors import UserError
 from biphasic.export.write import HEAD_FILE
-from biphasic.finetuning.families import FAMILIES
 from biphasic.finetuning.task import Columns, FinetuneTask, PredictionTask, TrainedModel
+from biphasic.finetuning.trial import FAMILIES
 from biphasic.model.encoder import load_encoder
 from biphasic.storage import first_line, user_errors
 

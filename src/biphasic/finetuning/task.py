@@ -98,7 +98,7 @@ Scored = tuple[list[DownstreamResult], dict[str, Callable[[], bytes]]]
 class FinetuneTask(ABC):
     """A family of tasks, for one dataset and one tokenizer. Trainer, data order, cache and records are shared.
 
-    A new family needs a section in `config/finetune.py` and a line in `biphasic.finetuning.families`. `config` is the
+    A new family needs a section in `config/finetune.py` and a line in `FAMILIES` of `finetuning/trial.py`. `config` is the
     YAML's `task:` section, and `cache` the folder for tokenized data. `record` is the content of the dataset's record
     if only new text is predicted; by default, it is read.
 

@@ -20,8 +20,10 @@ from biphasic.config.load import dump
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
-from biphasic.finetuning.families import FAMILIES
+from biphasic.finetuning.classification import Classification, TokenClassification
+from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.records import TrialCost, TrialResult
+from biphasic.finetuning.retrieval import Retrieval
 from biphasic.finetuning.task import RESULT_FORMAT, FinetuneTask, TrainedModel
 from biphasic.model.backbone import file_stamps, hf_config_from_json, load_hf_config, model_fingerprint
 from biphasic.model.checkpoint import is_checkpoint, read_record
@@ -30,6 +32,10 @@ from biphasic.model.heads import initialize_head
 from biphasic.quiet import progress_bars
 from biphasic.ranks import COLLECTIVE_SECONDS
 
+FAMILIES: dict[str, type[FinetuneTask]] = {
+    family.family: family for family in (Classification, TokenClassification, QuestionAnswering, Retrieval)
+}
+"""The classes of downstream task families, by the `task.kind` of a fine-tuning YAML."""
 _NOT_IN_NAME: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "cache", "microbatch_tokens", "save_model", "logging", "model"), True),
     "task": {"data": True, "scored_on": True},
