@@ -84,8 +84,11 @@ def _pair(query: Any, positive: Any, negatives: Any = None) -> list[TableRow]:
 
 def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: Any = 1) -> list[TableRow]:
     """Return judgments with any score, of all queries or of one half of the queries (`config.half`)."""
-    if config.half is not None and _in_first_half(seed, str(query)) != (config.half == "first"):
-        raise UnusedRow("its query is in the other half")
+    if config.half is not None:
+        # A query's half depends only on the seed and the query's id.
+        digest = hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()
+        if (digest[0] < 128) != (config.half == "first"):
+            raise UnusedRow("its query is in the other half")
     try:
         number = float(score)
     except (TypeError, ValueError):  # null, a text
@@ -94,8 +97,3 @@ def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: A
         raise InvalidRow("the score is not an integer")
     documents = [judged] if config.list_column is None else [item[config.document_column] for item in judged]
     return [{"query-id": str(query), "corpus-id": str(document), "score": int(number)} for document in documents]
-
-
-def _in_first_half(seed: int, query: str) -> bool:
-    """Return whether a query belongs to the first half, which depends only on the seed and the query's id."""
-    return hashlib.blake2b(f"{seed}:half of the queries:{query}".encode(), digest_size=8).digest()[0] < 128
