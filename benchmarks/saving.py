@@ -62,7 +62,7 @@ def _run(folder: Path, destination: str, stretches: int, steps: int, width: int)
         "data": {"sequence_length": LENGTH, "train": {"local": str(folder / "train")}, "num_workers": 1},
         "objective": {"phases": [{"name": "clm"}]}, "optimizer": {"lr": 1e-4},
         "checkpoint": {"folder": destination, "interval": f"{last}ba", "keep": 1, "keep_at": saves[:-1]},
-        "logging": {"tensorboard": False, "progress_bar": False, "loss_spike": None},
+        "logging": {"tensorboard": False, "progress_bar": False},
     }  # fmt: skip
     (folder / "run.yaml").write_text(yaml.safe_dump(content))
     config = load_job(PretrainConfig, folder / "run.yaml")

@@ -7,6 +7,7 @@ import json
 import os
 import shutil
 import signal
+from datetime import timedelta
 from pathlib import Path
 from threading import current_thread
 from types import SimpleNamespace
@@ -121,7 +122,8 @@ def test_pending_checkpoints_are_uploaded_by_the_next_start(
 ) -> None:
     place = f"s3://{bucket_for(s3, 'saver-gone')}/gone"
     bucket = UnavailableBucket(monkeypatch, 1000)
-    path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba", checkpoint__upload_timeout=1)
+    path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba")
+    monkeypatch.setattr(save, "UPLOAD_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(
         UserError, match=r"can't be written; not yet uploaded: ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt \(in "
     ):

@@ -76,8 +76,7 @@ def test_jobs_can_unpack_the_same_shard(tmp_path: Path, monkeypatch: pytest.Monk
         rename(source, target)
 
     def unpack() -> None:
-        config = data(local=tmp_path)
-        stream = open_stream(config, config.streams["data.train"])
+        stream = open_stream(data(local=tmp_path).streams["data.train"])
         stream.apply_default({"split": "", "validate_hash": None, "keep_zip": False})
         stream.prepare_shard(reader_from_json(str(tmp_path), "", shard))
 

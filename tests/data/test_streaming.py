@@ -20,6 +20,7 @@ from streaming.base.world import World
 
 from biphasic.checkpointing.manifest import list_checkpoints
 from biphasic.config.data import DataConfig
+from biphasic.data import shards
 from biphasic.data.shards import ShardError
 from biphasic.data.streaming import build_loader
 from biphasic.errors import UserError
@@ -121,11 +122,14 @@ def test_a_small_cache_delivers_every_row_of_an_epoch_once(s3: Path, tmp_path: P
 
 
 @pytest.mark.parametrize("store", ["rclone", "google"], indirect=True)
-def test_loader_processes_have_connections_of_their_own(store: MakeBucket, tmp_path: Path) -> None:
+def test_loader_processes_have_connections_of_their_own(
+    store: MakeBucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The rank has downloaded the index before it forks them: with its connection they would read each other's answers."""
     made = write_numbered(tmp_path / "made", 800)
     remote = upload_to(made, f"{store('forked')}/out/train")
-    keys: dict[str, Any] = {"num_workers": 4, "predownload": 40, "download_retry": 1}
+    monkeypatch.setattr(shards, "_DOWNLOAD_ATTEMPTS", 1)
+    keys: dict[str, Any] = {"num_workers": 4, "predownload": 40}
     assert sorted(numbers(open_rows(data(remote, local=str(tmp_path / "cache"), **keys)))) == list(range(800))
 
 
@@ -142,7 +146,7 @@ def test_a_limit_below_the_shards_in_use_is_refused(tmp_path: Path) -> None:
     # 109 rows: 2 x (86.5 / 20 rounded up, and 1).
     assert smallest_limit(config.model_copy(update={"predownload": 100})) == size + 12 * largest
     assert smallest_limit(config.model_copy(update={"predownload": 100, "num_workers": 50})) == size + 60 * largest
-    assert smallest_limit(config.model_copy(update={"shuffle": False})) == size + 4 * largest
+    assert smallest_limit(config, train=False) == size + 4 * largest  # not shuffled
 
 
 def test_the_limit_never_deletes_a_local_dataset(tmp_path: Path) -> None:
@@ -180,14 +184,6 @@ def test_a_damaged_shard_in_a_bucket_stops_the_loader(
         assert not (tmp_path / "cache" / "shard.00007.mds").exists()
 
 
-def test_check_hashes_false_reads_a_damaged_shard(s3: Path, tmp_path: Path) -> None:
-    bucket = bucket_for(s3, "unchecked")
-    remote = upload(write_numbered(tmp_path / "made", 200, compression=None), bucket, "out/train")
-    flip_a_bit(bucket, "out/train/shard.00007.mds")
-    config = data(remote, local=str(tmp_path / "cache"), check_hashes=False)
-    assert len(numbers(open_rows(config))) == 200
-
-
 def test_a_damaged_local_shard_stops_the_loader_and_is_kept(tmp_path: Path) -> None:
     made = write_numbered(tmp_path / "made", 200)
     path = made / "shard.00007.mds.zstd"
@@ -199,11 +195,12 @@ def test_a_damaged_local_shard_stops_the_loader_and_is_kept(tmp_path: Path) -> N
     assert path.read_bytes() == content
 
 
-def test_a_missing_shard_is_named(s3: Path, tmp_path: Path) -> None:
+def test_a_missing_shard_is_named(s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bucket = bucket_for(s3, "gone")
     remote = upload(write_numbered(tmp_path / "made", 200), bucket, "out/train")
     client().delete_object(Bucket=bucket, Key="out/train/shard.00003.mds.zstd")
-    config = data(remote, local=str(tmp_path / "cache"), download_retry=1)
+    monkeypatch.setattr(shards, "_DOWNLOAD_ATTEMPTS", 1)
+    config = data(remote, local=str(tmp_path / "cache"))
     with pytest.raises(
         ShardError, match=rf"shard {remote}/shard\.00003\.mds\.zstd: can't be read into .*cache"
     ) as error:
@@ -231,10 +228,11 @@ def test_a_damaged_shard_stops_a_run_of_two_ranks_in_one_line(s3: Path, tmp_path
     assert "Traceback" not in run.stderr
 
 
-def test_the_cache_of_another_dataset_is_refused(tmp_path: Path) -> None:
+def test_the_cache_of_another_dataset_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of the same name, or an earlier conversion in the same place."""
     one, other = (write_numbered(tmp_path / version / "text", rows) for version, rows in (("v1", 60), ("v2", 61)))
-    keys: dict[str, Any] = {"local": str(tmp_path / "cache"), "download_retry": 1}
+    monkeypatch.setattr(shards, "_DOWNLOAD_ATTEMPTS", 1)
+    keys: dict[str, Any] = {"local": str(tmp_path / "cache")}
     for _ in range(2):
         assert sorted(numbers(open_rows(data(str(one), **keys), train=False))) == list(range(60))
         release_streaming()

@@ -113,7 +113,7 @@ def test_a_bucket_that_is_away_ends_a_run_with_status_1(
     s3: Path, write_yaml: Write, proxy: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launchers restart it."""
-    path, place = yaml_in_bucket(s3, write_yaml, "outage", data__num_workers=1, data__download_retry=1)
+    path, place = yaml_in_bucket(s3, write_yaml, "outage", data__num_workers=1)
     bad = proxy(0.0)
     monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
     bad.away = True

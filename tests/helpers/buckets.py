@@ -75,11 +75,11 @@ def flip_a_bit(bucket: str, key: str) -> None:
     client().put_object(Bucket=bucket, Key=key, Body=bytes(content))
 
 
-def smallest_limit(config: DataConfig) -> int:
+def smallest_limit(config: DataConfig, *, train: bool = True) -> int:
     """The smallest limit, as named by the error about a limit of 1 KB."""
     try:
         limited = config.model_copy(update={"cache_limit": 1000})
-        build_loader(limited, limited.streams, 8, seed=3, train=True)
+        build_loader(limited, limited.streams, 8, seed=3, train=train)
     except UserError as error:
         message = str(error)
     else:

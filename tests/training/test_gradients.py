@@ -13,6 +13,7 @@ from composer.loggers import Logger
 
 from biphasic.commands import main
 from biphasic.errors import UserError
+from biphasic.training import anomalies
 from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers.tiny import add_callback, config_of, losses, train, weights
@@ -99,8 +100,9 @@ def test_a_spike_is_logged_with_its_rows(write_yaml: Write, spoil: Any, capsys: 
     assert [entry["batch"] for entry in read_metrics(folder / "metrics.jsonl") if "loss/spike" in entry] == [31]
 
 
-def test_a_switch_is_not_a_spike(write_yaml: Write) -> None:
-    path = write_yaml("switch", max_duration="60ba", logging__loss_spike=1.01, optimizer__lr=1e-5,
+def test_a_switch_is_not_a_spike(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(anomalies, "_THRESHOLD", 1.01)
+    path = write_yaml("switch", max_duration="60ba", optimizer__lr=1e-5,
                       objective__phases=[{"name": "clm", "until": "30ba"}, {"name": "mlm"}])  # fmt: skip
     folder = train(config_of(path))
     file = folder / "anomalous_batches.jsonl"

@@ -48,7 +48,7 @@ class Run:
         self._config = config
         self._opened = time.monotonic()
         self._lock, self._ranks = RunLock(config.checkpoint_destination), ProcessGroup(_DOWNLOAD_TIMEOUT)
-        self._stopping = StopCoordinator(config.checkpoint.upload_timeout)
+        self._stopping = StopCoordinator()
         self._stopping.install_handlers()
         self._resume: Manifest | None = None
         self._branch_point: tuple[str, Manifest] | None = None

@@ -26,7 +26,7 @@ from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.run_lock import RunLock
 from biphasic.checkpointing.schedule import elapsed, progress_after_batch
-from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
+from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, ProcessGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
 from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
@@ -95,7 +95,6 @@ class Saver(Callback):
         self._lock, self._stopping, self._resume = lock, stopping, resume
         self._uploader, self._describe = uploader, describe
         self._local_folder, self._destination = config.local_checkpoints, config.checkpoint_destination
-        self._upload_timeout = config.checkpoint.upload_timeout
         self._at_interval = create_interval_scheduler(str(config.checkpoint.interval))
         self._branch_points = branch_points(config)
         self._group = ProcessGroup().group
@@ -170,11 +169,11 @@ class Saver(Callback):
         fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
         stopping.ranks.raise_first(fault)
         # The machine may be switched off before the last upload ends.
-        if not self._uploader.wait(min(_QUIET_SECONDS, self._upload_timeout)):
+        if not self._uploader.wait(_QUIET_SECONDS):
             pending = ", ".join(f"{part.path} ({format_bytes(part.size)})" for part in self._uploader.pending)
             print(
                 f"{stopping.reason}: saved on this machine, but not yet in {self._destination}: {pending}; "
-                f"waiting up to {self._upload_timeout:.0f} s (checkpoint.upload_timeout)",
+                f"waiting up to {UPLOAD_TIMEOUT.total_seconds():.0f} s",
                 flush=True,
             )
         result = "saved"
@@ -197,7 +196,7 @@ class Saver(Callback):
         self._wait_for_writer()
         if self._fault is not None:
             raise UserError(self._fault)
-        if not self._uploader.wait(self._upload_timeout):
+        if not self._uploader.wait(UPLOAD_TIMEOUT.total_seconds()):
             paths = [manifest.path for manifest in self._uploader.pending]
             raise UserError(
                 f"checkpoint.folder: can't be written; not yet uploaded: {', '.join(paths)} (in {self._local_folder}). "

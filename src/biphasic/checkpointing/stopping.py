@@ -23,6 +23,8 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _REPEAT_SECONDS = 3.0
 """Seconds in which a repeated signal is ignored: one to a process group arrives twice, as the launcher forwards it."""
 _TIMEOUT = timedelta(minutes=30)
+UPLOAD_TIMEOUT = timedelta(minutes=15)
+"""How long a run waits at its end for uploads, e.g. if the bucket can't be reached."""
 T = TypeVar("T")
 _CONTINUE, _PREEMPTED, _FAULT = range(3)
 
@@ -107,7 +109,7 @@ class StopCoordinator(Callback):
         ranks: process group in which the ranks agree.
     """
 
-    def __init__(self, upload_timeout: float) -> None:
+    def __init__(self) -> None:
         self.reason: str | None = None
         self.is_fault = False
         self.saved = False
@@ -115,7 +117,7 @@ class StopCoordinator(Callback):
         self._requested_at = 0.0
         self._signalled_at: float | None = None
         """When this rank received its first signal; None before."""
-        self.ranks = ProcessGroup(_TIMEOUT + timedelta(seconds=upload_timeout))
+        self.ranks = ProcessGroup(_TIMEOUT + UPLOAD_TIMEOUT)
         self._pid = os.getpid()
         self._previous_handlers: dict[int, Any] = {}
 

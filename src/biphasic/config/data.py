@@ -53,10 +53,8 @@ class DataConfig(Section):
     start_at: Duration = Duration(0, "ba")
     """Where in the order of rows the run begins, in batches, rows or tokens (padding counts), rounded up to whole batches. A
     run that continues another model's training gives what that run has read. Beyond the last row it is in a later epoch."""
-    shuffle: bool = True
-    """Whether to shuffle the rows, in another order in each epoch."""
     shuffle_block_size: Positive = 1 << 18
-    """Number of rows that are shuffled together."""
+    """Number of rows that are shuffled together. Each epoch has another order."""
     num_canonical_nodes: Positive = 64
     """Streaming's setting. It is fixed so that the order of rows does not depend on the number of nodes."""
     predownload: Positive | None = None
@@ -64,14 +62,8 @@ class DataConfig(Section):
     cache_limit: Size | None = None
     """Maximum size of a node's cache, e.g. `200gb`. It applies to training data and to validation data separately. The
     least recently read shards are deleted first. Default: keep all shards. A local `folder` is no cache and is kept."""
-    download_retry: Positive = 5
-    """Number of attempts to download a shard."""
-    download_timeout: Positive = 120
-    """Timeout of a download, in seconds."""
     num_workers: Count = 2
     """Number of loader processes for each rank."""
-    check_hashes: bool = True
-    """Check each downloaded or unpacked shard against the hash that the conversion recorded."""
 
     @property
     def streams(self) -> dict[str, StreamConfig]:
@@ -138,9 +130,8 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     remote = [key for key, stream in data.streams.items() if stream.remote is not None]
     if not remote:
         where = "data.train.remote" if data.mix is None else "a remote in data.mix"
-        names = ["predownload", "download_retry", "download_timeout"]
         # A YAML may set a limit in case its data.folder is in a bucket.
-        names += ["cache_limit"] if data.folder is None else []
+        names = ["predownload", *(["cache_limit"] if data.folder is None else [])]
         yield from data.require_defaults(names, "data", list(data.streams), f"has no effect without {where}")
     elif data.cache_limit is not None:
         for key in data.streams.keys() - remote:
@@ -149,9 +140,6 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
             yield ["data.cache_limit", key], message
     if data.start_at.unit not in ("ba", "sp", "tok"):
         yield ["data.start_at"], f"expected a time in batches (ba), rows (sp) or tokens (tok); got {data.start_at}"
-    if not data.shuffle:
-        message = "has no effect with data.shuffle: false"
-        yield from data.require_defaults(["shuffle_block_size"], "data", ["data.shuffle"], message)
 
 
 def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:

@@ -26,8 +26,7 @@ _NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
     "tokenizer": True,  # a path: its hash is compared with the data's
     "optimizer": {"lr", "max_skipped_batches"},  # `_rates` compares lr
     "data": {
-        **dict.fromkeys(("folder", "cache", "validation", "predownload", "cache_limit", "download_retry"), True),
-        **dict.fromkeys(("download_timeout", "num_workers", "check_hashes"), True),
+        **dict.fromkeys(("folder", "cache", "validation", "predownload", "cache_limit", "num_workers"), True),
         # Training data is compared by the hash of its index.
         "train": _PATHS,
         "mix": {"__all__": _PATHS},

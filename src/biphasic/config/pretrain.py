@@ -79,8 +79,6 @@ class CheckpointConfig(Section):
     """Additional times, such as `18000ba`, at which to save a checkpoint that is never deleted, e.g. to branch from it."""
     autoresume: bool = True
     """Whether to resume from the newest checkpoint of this run, if one exists."""
-    upload_timeout: Count = 900
-    """Maximum time in seconds to wait for uploads at the end of a run, e.g. if the bucket can't be reached."""
     resume_overrides: list[str] = []
     """Keys or sections that affect the weights, but may differ from the checkpoint's when the run resumes."""
 
@@ -137,8 +135,6 @@ class LoggingConfig(Section):
     `WANDB_API_KEY` and `WANDB_ENTITY`."""
     mlflow: str | None = None
     """Experiment of MLflow to log to (`uv pip install '.[loggers]'`); the server is that of `MLFLOW_TRACKING_URI`."""
-    loss_spike: Annotated[float, Field(gt=1)] | None = 1.5
-    """Log the row ids of a batch whose loss is more than this many times the running median. Null: no detection."""
     progress_bar: bool = True
     """Show Composer's progress bar on the terminal."""
 

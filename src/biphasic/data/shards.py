@@ -12,12 +12,15 @@ from streaming import Stream
 from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 
-from biphasic.config.data import DataConfig, MixedStreamConfig, StreamConfig
+from biphasic.config.data import MixedStreamConfig, StreamConfig
 from biphasic.config.stream_record import CONVERSION_STARTED, split_conversion_path
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_errors
 from biphasic.versions import require_form
+
+_DOWNLOAD_ATTEMPTS, _DOWNLOAD_TIMEOUT = 5, 120
+"""Number of attempts to download a shard, and the timeout of each in seconds."""
 
 
 class LoaderError(UserError):
@@ -133,7 +136,7 @@ class CheckedStream(Stream):
             Path(f"{unpacked}.tmp").unlink(missing_ok=True)
 
 
-def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:
+def open_stream(stream: StreamConfig) -> CheckedStream:
     """Build Streaming's object for a stream without reading the data.
 
     Raises a UserError if the dataset is missing or unfinished, or this version of Streaming unpacks shards differently.
@@ -145,8 +148,8 @@ def open_stream(config: DataConfig, stream: StreamConfig) -> CheckedStream:
         local=stream.local,
         remote=stream.remote,
         proportion=stream.proportion if isinstance(stream, MixedStreamConfig) else None,
-        download_retry=config.download_retry,
-        download_timeout=config.download_timeout,
+        download_retry=_DOWNLOAD_ATTEMPTS,
+        download_timeout=_DOWNLOAD_TIMEOUT,
     )
 
 

@@ -139,7 +139,7 @@ def build_loader(
         streams: one split, or the streams of a mix, by their keys in the YAML.
         batch_size: rows per rank.
         seed: seed for shuffling.
-        train: whether to shuffle as the YAML says and drop an incomplete last batch. Otherwise rows are read in order.
+        train: whether to shuffle and drop an incomplete last batch. Otherwise rows are read in order.
         first_row: number of rows in the order, over all ranks, before the first batch (`DataConfig.first_row`).
 
     Raises:
@@ -148,7 +148,7 @@ def build_loader(
     """
     require_form("mosaicml-streaming", StreamingDataset, "_get_work", RowDataset._get_work)
     wait_for_sizes_of_shared_memory()
-    opened = [open_stream(config, stream) for stream in streams.values()]
+    opened = [open_stream(stream) for stream in streams.values()]
     names = ", ".join(stream.remote or stream.local for stream in streams.values())
     # Without a remote, the stream's folder holds the data itself, and a cache limit would delete it.
     limit = config.cache_limit if all(stream.remote is not None for stream in streams.values()) else None
@@ -158,7 +158,7 @@ def build_loader(
                 streams=opened,
                 epoch_size=config.epoch_rows if train else None,
                 batch_size=batch_size,
-                shuffle=train and config.shuffle,
+                shuffle=train,
                 shuffle_algo="py1e",
                 shuffle_seed=seed,
                 shuffle_block_size=config.shuffle_block_size,
@@ -173,9 +173,8 @@ def build_loader(
     if limit is not None:
         _require_room(limit, dataset, config.num_workers)
         dataset.cache_limit = limit
-    if config.check_hashes:
-        for stream in opened:
-            check_hashes(stream)
+    for stream in opened:
+        check_hashes(stream)
     if train:
         if len(dataset) < batch_size:
             raise UserError(

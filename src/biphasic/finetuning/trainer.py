@@ -86,12 +86,11 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
     total, warmup = Duration(len(batches), "ba"), warmup_batches(config, len(batches))
     decay = Duration(max(len(batches) - warmup, 0), "ba")
     schedule = ScheduleConfig(warmup=Duration(warmup, "ba"), decay=decay)
-    logging, optimizer, folder = config.logging, config.optimizer, config.run_folder
-    destinations = loggers(logging, folder, config.run_name)
+    optimizer, folder = config.optimizer, config.run_folder
+    destinations = loggers(config.logging, folder, config.run_name)
     anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
-    callbacks: list[Callback] = [SeededDropout(), *([LRMonitor()] if destinations else [])]
-    if logging.loss_spike is not None:
-        callbacks.append(SpikeDetector(logging.loss_spike, anomalies, lambda batch: ""))
+    callbacks: list[Callback] = [SeededDropout(), SpikeDetector(anomalies, lambda batch: "")]
+    callbacks += [LRMonitor()] if destinations else []
     data = DataSpec(
         DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available()),
         split_batch=lambda batch, size: batch["parts"],  # pyright: ignore

@@ -15,7 +15,7 @@ from composer.utils import dist
 from torch import Tensor
 
 ANOMALOUS_BATCHES = "anomalous_batches.jsonl"
-_WINDOW, _MIN_LOSSES = 100, 20
+_THRESHOLD, _WINDOW, _MIN_LOSSES = 1.5, 100, 20
 
 
 class AnomalyLog:
@@ -43,13 +43,13 @@ class AnomalyLog:
 
 
 class SpikeDetector(Callback):
-    """Callback that records losses above `threshold` times the median of the objective's last 100 batches.
+    """Callback that records losses above 1.5 times the median of the objective's last 100 batches.
 
     It logs `loss/spike`, the loss divided by the median. `objective` returns a batch's objective.
     """
 
-    def __init__(self, threshold: float, anomalies: AnomalyLog, objective: Callable[[Any], str]):
-        self.threshold, self.anomalies, self.objective = threshold, anomalies, objective
+    def __init__(self, anomalies: AnomalyLog, objective: Callable[[Any], str]):
+        self.anomalies, self.objective = anomalies, objective
         self._losses: deque[float] = deque(maxlen=_WINDOW)
         self._objective = ""
 
@@ -62,7 +62,7 @@ class SpikeDetector(Callback):
         loss: float | None = (state.total_loss_dict or {}).get("loss/train/total")
         if loss is None or loss != loss:
             return
-        if len(self._losses) >= _MIN_LOSSES and loss > self.threshold * (median := statistics.median(self._losses)):
+        if len(self._losses) >= _MIN_LOSSES and loss > _THRESHOLD * (median := statistics.median(self._losses)):
             logger.log_metrics({"loss/spike": loss / median})
             # Composer has counted the batch already.
             self.anomalies.write(

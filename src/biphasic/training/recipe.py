@@ -109,9 +109,8 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         LRMonitor(),
         RuntimeEstimator(),
         *run.callbacks,
+        SpikeDetector(anomalies, lambda batch: batch.objective),
     ]
-    if config.logging.loss_spike is not None:
-        callbacks.append(SpikeDetector(config.logging.loss_spike, anomalies, lambda batch: batch.objective))
 
     trainer = Trainer(
         model=PretrainModel(model),
