@@ -183,7 +183,7 @@ def test_sizes_are_decimal_numbers_of_bytes() -> None:
     [
         ("unit_bytes=1mb", 10**6), ("unit_bytes=1_000kb", 10**6), ("unit_bytes=1_000_000", 10**6), ("unit_bytes=1e6", 10**6),
         ("shard_bytes=64MiB", 2**26), ("max_tokens=1e9", 10**9), ("max_tokens=1_000_000_000", 10**9),
-        ("sequence_length=1e3", 1000), ("max_text_characters=2e4", 20_000), ("cluster.retries=1_0", 10),
+        ("sequence_length=1e3", 1000), ("cluster.retries=1_0", 10),
     ],
 )  # fmt: skip
 def test_every_size_and_count_takes_the_same_forms(override: str, value: int) -> None:

@@ -125,7 +125,7 @@ def test_odd_documents_are_skipped_and_counted(
         f"{prefix} 2: has no text",
         f"{prefix} 3: has no text",
         f"{prefix} 4: its text is not UTF-8",
-        f"{prefix} 5: its text has 17,000,000 characters, and max_text_characters is 16,777,216",
+        f"{prefix} 5: its text has 17,000,000 characters; the limit is 16,777,216",
     ]
 
 
@@ -139,14 +139,14 @@ def test_odd_documents_can_stop_the_conversion(config_for: Make, tmp_path: Path)
     convert(config_for(folder, cluster=ALONE))
 
 
-@pytest.mark.parametrize("characters", [3_000_000, pytest.param(50_000_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("characters", [3_000_000, pytest.param(16_777_216, marks=pytest.mark.slow)])
 def test_a_very_long_text_is_converted_completely(config_for: Make, tmp_path: Path, characters: int) -> None:
     """It is tokenized in parts."""
     words = (" ".join(record["text"] for record in sentences(4000)) * 120)[:characters]
     assert len(words) == characters
     file = tmp_path / "book.txt"
     file.write_text(words)
-    config = config_for(file, cluster=ALONE, max_text_characters=60_000_000, add_eos=False, sequence_length=2048)
+    config = config_for(file, cluster=ALONE, add_eos=False, sequence_length=2048)
     record = convert(config)
     assert record["splits"]["train"]["documents"] == 1
     decode = load_tokenizer(config.tokenizer).tokenizer.decode

@@ -51,7 +51,6 @@ KEYS = st.fixed_dictionaries(
             [
                 {"kind": "stream", "shortest": 3},
                 {"kind": "single"},
-                {"kind": "single", "longer": "truncate"},
                 {"window": 2},
             ]
         ),
@@ -60,7 +59,6 @@ KEYS = st.fixed_dictionaries(
         "id_column": st.none(),
         "validation_fraction": st.sampled_from([0.1, 0.5]),
         "max_tokens": st.integers(1, 400),
-        "max_text_characters": st.integers(1, 100),
         "on_bad_document": st.sampled_from(["skip", "stop"]),
         "on_bad_file": st.sampled_from(["skip", "stop"]),
         "compression": st.none(),

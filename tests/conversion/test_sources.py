@@ -14,6 +14,7 @@ import pytest
 import zstandard
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
+from biphasic.conversion import reading
 from biphasic.conversion.reading import DamagedFileError, Document, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
 from biphasic.errors import UserError
@@ -286,12 +287,13 @@ def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
     ]
 
 
-def test_a_text_that_is_too_long(tmp_path: Path) -> None:
+def test_a_text_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MAX_CHARACTERS", 50)
     records = [{"id": "1", "text": "x" * 50}, {"id": "2", "text": "x" * 51}]
     for ending in ("parquet", "jsonl"):
-        entries = read(write(tmp_path / f"a.{ending}", records), max_text_characters=50)
+        entries = read(write(tmp_path / f"a.{ending}", records))
         assert texts(entries) == ["x" * 50]
-        assert skipped(entries)[0][0].endswith("2: its text has 51 characters, and max_text_characters is 50")
+        assert skipped(entries)[0][0].endswith("2: its text has 51 characters; the limit is 50")
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])

@@ -268,16 +268,15 @@ def test_a_budget_above_all_tokens_takes_everything(many: Path, config_for: Make
     assert same_bytes(tmp_path / "all", tmp_path / "more")
 
 
-@pytest.mark.parametrize("longer", ["cut", "truncate"])
-def test_one_document_a_row(config_for: Make, tmp_path: Path, longer: str) -> None:
+def test_one_document_a_row(config_for: Make, tmp_path: Path) -> None:
     records = sentences(200, longest=150)
-    config = config_for(records, segments={"kind": "single", "longer": longer}, cluster=ALONE)
+    config = config_for(records, segments={"kind": "single"}, cluster=ALONE)
     record = convert(config)
     lengths = [len(ids) + 1 for ids in load_tokenizer(config.tokenizer).encode([r["text"] for r in records])]
     expected = []
     for length in lengths:
         whole, rest = divmod(length, 64)
-        expected += [min(length, 64)] if longer == "truncate" else [64] * whole + [rest] * (rest > 0)
+        expected += [64] * whole + [rest] * (rest > 0)
     assert max(lengths) > 128
     rows = rows_in(tmp_path / "out" / "train")
     assert [row["lengths"].tolist() for row in rows] == [[length] for length in expected]

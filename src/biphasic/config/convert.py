@@ -70,9 +70,8 @@ class SegmentsConfig(Section):
 
     kind: Literal["documents", "stream", "single"] = "documents"
     """`documents`: each segment is a document, with best-fit packing. `stream`: documents are joined and cut at random
-    lengths, so that a segment may span several documents (the paper's runs). `single`: one document a row, and padding."""
-    longer: Literal["cut", "truncate"] = "cut"
-    """With `single`: split a document longer than a row into several rows (`cut`), or use only its start (`truncate`)."""
+    lengths, so that a segment may span several documents (the paper's runs). `single`: one document a row, and padding; a
+    longer document fills several rows."""
     window: Positive = 8192
     """With `documents`: number of documents, or ends of long documents, that may wait for a row that they fit into. A
     larger window gives less padding, but needs more memory."""
@@ -118,10 +117,9 @@ class ConvertConfig(JobConfig):
     the smallest hash is for validation; if it draws all, the one with the largest hash is for training."""
     max_tokens: Positive | None = None
     """Stop at exactly this number of tokens in `train/`, in the middle of a document if necessary."""
-    max_text_characters: Positive = 16_777_216
-    """A longer document counts as a bad document."""
     on_bad_document: Literal["skip", "stop"] = "skip"
-    """A bad document has no text, is not valid UTF-8, JSON or CSV, or is too long. `skip`: leave out and count them."""
+    """A bad document has no text, is not valid UTF-8, JSON or CSV, or has more than 16,777,216 characters.
+    `skip`: leave out and count them."""
     on_bad_file: Literal["stop", "skip"] = "stop"
     """`stop`: convert the other files, but publish the output only once the damaged file is repaired. `skip`: convert the
     documents before the damage; leave out and count the rest."""
@@ -145,7 +143,7 @@ class ConvertConfig(JobConfig):
         if segments.kind == "stream" and 2 * segments.shortest >= self.sequence_length:
             message = f"expected less than half of sequence_length ({self.sequence_length}); got {segments.shortest}"
             yield ["segments.shortest", "sequence_length"], message
-        for key, kind in {"window": "documents", "shortest": "stream", "longer": "single"}.items():
+        for key, kind in {"window": "documents", "shortest": "stream"}.items():
             if kind != segments.kind and not segments.is_default(key):
                 yield [f"segments.{key}", "segments.kind"], f"has no effect with kind: {segments.kind}"
         for index, condition in enumerate(self.filters):

@@ -44,7 +44,7 @@ def plan_conversion(config: ConvertConfig) -> JobPlan:
         text = ", ".join(filter(None, ["hub dataset " + source.path, source.name, source.split, source.revision]))
     ends = [name for name, added in (("BOS before", config.add_bos), ("EOS after", config.add_eos)) if added]
     if segments.kind == "single":
-        cut = f"one document a row; longer ones {'cut off' if segments.longer == 'truncate' else 'in several rows'}"
+        cut = "one document a row; longer ones in several rows"
     elif segments.kind == "stream":
         longest = config.sequence_length - segments.shortest
         cut = f"documents joined, cut at random lengths of {segments.shortest} to {longest} tokens (seed {config.seed})"

@@ -17,6 +17,7 @@ from biphasic.errors import UserError
 from biphasic.storage import filesystem, first_line, open_store
 
 _BATCH_ROWS = 1000
+_MAX_CHARACTERS = 2**24
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 TEXT_KINDS = ("txt", "md", "markdown", "rst")
 """Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
@@ -127,9 +128,8 @@ def _document(
         return Skipped("not UTF-8", where, "its text is not UTF-8")
     if not text:
         return Skipped("without text", where, "has no text")
-    if len(text) > config.max_text_characters:
-        limit = f"max_text_characters is {config.max_text_characters:,}"
-        return Skipped("too long", where, f"its text has {len(text):,} characters, and {limit}")
+    if len(text) > _MAX_CHARACTERS:
+        return Skipped("too long", where, f"its text has {len(text):,} characters; the limit is {_MAX_CHARACTERS:,}")
     id = None if config.id_column is None else values.get(config.id_column)
     is_nan = id != id
     if id is not None and not is_nan and str(id).strip():

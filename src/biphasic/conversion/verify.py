@@ -108,8 +108,7 @@ class Verification:
             self.summary.append(f"{split}: {counts['rows']:,} of {expected['rows']:,} rows were read without fault")
             return
         config = self.record["config"]
-        truncated = config["segments"]["kind"] == "single" and config["segments"]["longer"] == "truncate"
-        each_ends_with_eos = config["add_eos"] and not truncated and config["max_tokens"] is None
+        each_ends_with_eos = config["add_eos"] and config["max_tokens"] is None
         for name in ("rows", "tokens", "bytes", *(["documents"] if each_ends_with_eos else [])):
             if counts[name] != expected[name]:
                 self.faults.append(f"{split}: holds {counts[name]:,} {name}, but the record says {expected[name]:,}")
@@ -254,7 +253,6 @@ def _check_row(row: StoredRow, row_format: dict[str, Any], counts: Counter[str])
         return "holds something other than padding after its last segment"
     if (tokens[:filled] == tokenizer["mask_id"]).any():
         return "holds a mask token"
-    # Each document ends with EOS, except where documents are truncated.
     documents = 0 if tokenizer["eos_id"] is None else int((tokens[:filled] == tokenizer["eos_id"]).sum())
     counts.update(rows=1, tokens=filled, documents=documents, segments=len(lengths))
     return None

@@ -118,12 +118,10 @@ class _UnitConversion:
         start, cpu = time.monotonic(), time.process_time()
         before, after = boundary_tokens(self.config, self.context.tokenizer)
         dtype = np.dtype(token_dtype(self.context.tokenizer.vocab_size))
-        truncate = self.config.segments.kind == "single" and self.config.segments.longer == "truncate"
-        length = self.config.sequence_length if truncate else None
         for batch, encoded in self._encoded():
             earlier, text_bytes = sum(split.tokens for split in self.splits.values()), self.text_bytes
             for document, ids in zip(batch, encoded, strict=True):
-                self._add(document, np.array((before + ids + after)[:length], dtype=dtype))
+                self._add(document, np.array(before + ids + after, dtype=dtype))
                 if self.stopped:
                     break
             self.report(sum(split.tokens for split in self.splits.values()) - earlier, self.text_bytes - text_bytes)
