@@ -1,9 +1,9 @@
 """Make the examples of the mini study's four tasks from the docstrings that make_text.py collects.
 
-    python recipes/mini/make_tasks.py FOLDER
+    python recipes/mini/make_tasks.py FOLDER [TASK ...]
 
 writes `sources/<task>/<split>.parquet` into FOLDER, the tables that tasks.yaml prepares for fine-tuning. Training,
-validation and test examples come from different packages.
+validation and test examples come from different packages. Without names of tasks it makes all four.
 
     types         classification: of which kind is a parameter (bool, int, str, ...), from its name and its description?
     parameters    token classification: which words are a parameter's name, which its type? The markup is removed
@@ -21,7 +21,7 @@ import argparse
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -229,18 +229,24 @@ def write_retrieval(documents: Sequence[Document], folder: Path) -> dict[str, in
     return {split: len(tables[split]) for split in SPLITS}
 
 
-def make_tasks(folder: Path) -> dict[str, Mapping[str, int]]:
-    """Write all files and return the number of examples by task and split."""
+TASKS: dict[str, Callable[[Sequence[Document]], Iterator[Row]]] = {
+    "types": type_examples,
+    "parameters": parameter_examples,
+    "questions": question_examples,
+}
+"""The tasks whose examples are one table for each split."""
+
+
+def make_tasks(folder: Path, tasks: Sequence[str] = ("retrieval", *TASKS)) -> dict[str, Mapping[str, int]]:
+    """Write the files of the named tasks and return the number of examples by task and split."""
     documents = read_documents(folder / "docstrings.parquet")
     counts: dict[str, Mapping[str, int]] = {"docstrings": Counter(document.split for document in documents)}
-    counts["retrieval"] = write_retrieval(documents, folder / "sources" / "retrieval")
-    for task, examples in (
-        ("types", type_examples),
-        ("parameters", parameter_examples),
-        ("questions", question_examples),
-    ):
+    for task in tasks:
+        if task == "retrieval":
+            counts[task] = write_retrieval(documents, folder / "sources" / task)
+            continue
         by_split: dict[str, list[Row]] = {split: [] for split in SPLITS}
-        for example in examples(documents):
+        for example in TASKS[task](documents):
             by_split[example.pop("split")].append(example)
         for split, rows in by_split.items():
             _write(folder / "sources" / task / f"{split}.parquet", rows[: EVALUATED.get(split)])
@@ -254,9 +260,16 @@ def _write(file: Path, rows: list[Row]) -> None:
 
 def main(arguments: list[str] | None = None) -> int:
     """Make the tasks, and print their sizes."""
+    names = ("retrieval", *TASKS)
     parser = argparse.ArgumentParser(description="Make the mini study's tasks from docstrings.")
-    parser.add_argument("folder", type=Path, help="the folder that make_text.py has written")
-    for task, counts in make_tasks(parser.parse_args(arguments).folder).items():
+    parser.add_argument(
+        "folder", type=Path, help="with docstrings.parquet, of make_text.py or the quickstart's gather.py"
+    )
+    parser.add_argument("tasks", nargs="*", metavar="TASK", help=f"{', '.join(names)}; default: all")
+    options = parser.parse_args(arguments)
+    if unknown := [name for name in options.tasks if name not in names]:
+        parser.error(f"{unknown[0]} is no task; expected {', '.join(names)}")
+    for task, counts in make_tasks(options.folder, options.tasks or names).items():
         print(f"{task}: " + ", ".join(f"{counts[split]:,} {split}" for split in SPLITS))
     return 0
 

@@ -35,13 +35,8 @@ from tqdm import tqdm
 from biphasic.storage import write_parquet
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-from gather import SHORTEST, normalised, parse, python_files, read_source
+from gather import HELD_OUT, SHORTEST, normalised, parse, python_files, read_source
 
-HELD_OUT = {
-    **dict.fromkeys(("composer", "huggingface_hub", "networkx", "streaming"), "validation"),
-    **dict.fromkeys(("datasets", "pandas", "torchmetrics", "torchvision"), "test"),
-}
-"""The packages whose text is not trained on, by split: of both styles of docstrings, NumPy's and Google's."""
 _SHORTEST_PIECE = 60
 """In characters: shorter docstrings and comments are mostly labels."""
 _MOST_CHARACTERS = 10_000_000

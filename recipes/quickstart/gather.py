@@ -2,14 +2,14 @@
 
 Writes into a folder, by default `runs/quickstart/text/`:
 
-    documents.parquet     the docstrings, in FineWeb-Edu's columns
-    pairs/train.parquet   id, query, positive, negatives (none): a docstring's summary line and the rest of it
-    pairs/test.parquet    the same, from the documents of the conversion's validation split
-    pairs/task.json       the record that fine-tuning reads (see docs/tasks.md)
+    documents.parquet     the docstrings of the training packages, in FineWeb-Edu's columns: the text to pretrain on
+    docstrings.parquet    those of all packages, with their split: recipes/mini/make_tasks.py makes examples of them
+    pairs/                a retrieval set (docs/tasks.md): a docstring's summary line and the rest of it; queries and
+                          documents are of the validation and test packages
     gathered.json         counts; written last
 
-It reads source files, and imports none of the packages. The text is prose about software: enough to see losses fall, but
-not to compare models.
+Training, validation and test text comes from different packages; what a training package has in common with one of the
+others is held out. It reads source files, and imports none of the packages. The text is prose about software.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load_job
-from biphasic.conversion.packing import document_number, in_validation
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.storage import json_bytes, open_store, write_parquet
 
@@ -67,6 +66,12 @@ PACKAGES = (
     "transformers",
 )
 """Packages of the lock file whose documentation is written by people, not generated."""
+HELD_OUT = {
+    **dict.fromkeys(("composer", "huggingface_hub", "networkx", "streaming"), "validation"),
+    **dict.fromkeys(("datasets", "pandas", "torchmetrics", "torchvision"), "test"),
+}
+"""The packages whose text is not trained on, by split: of both styles of docstrings, NumPy's and Google's."""
+SPLITS = ("train", "validation", "test")
 SKIPPED = {"test", "tests", "testing", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"}
 """Folders with much code and little prose."""
 SHORTEST = 200
@@ -88,36 +93,38 @@ class Docstring:
         """A hash of the text."""
         return hashlib.blake2b(self.text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
+    @property
+    def split(self) -> str:
+        """The split of its package."""
+        return HELD_OUT.get(self.package.partition(" ")[0], "train")
 
-def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
-    """Write the files.
 
-    Args:
-        folder: created if it does not exist.
-        validation_fraction: of the conversion, so that test pairs come from documents that are not trained on.
-
-    Returns:
-        The content of `gathered.json`.
-    """
+def gather(folder: Path) -> dict[str, Any]:
+    """Write the files into a folder, which is created if it does not exist. Returns the content of `gathered.json`."""
     start = time.monotonic()
     documents = unique(read_all(source_files()))
-    train, test = pairs(documents, validation_fraction)
+    training = [document for document in documents if document.split == "train"]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "gathered.json").unlink(missing_ok=True)
-    write_parquet(folder / "documents.parquet", _document_columns(documents), _ROWS_PER_GROUP)
-    for name, columns in (("train", train), ("test", test)):
-        columns = {**columns, "negatives": _none(len(columns["id"]))}
-        write_parquet(folder / "pairs" / f"{name}.parquet", columns, _ROWS_PER_GROUP)
-    rows = {"train": len(train["id"]), "test": len(test["id"])}
-    record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": rows}
+    docstrings = {
+        "id": [document.id for document in documents],
+        "split": [document.split for document in documents],
+        "name": [re.split(r"[.:]", document.place)[-1] for document in documents],
+        "text": [document.text for document in documents],
+    }
+    tables = {"documents": _document_columns(training), "docstrings": docstrings}
+    tables |= {f"pairs/{name}": columns for name, columns in retrieval_tables(pairs(documents)).items()}
+    rows = {}
+    for name, columns in tables.items():
+        write_parquet(folder / f"{name}.parquet", columns, _ROWS_PER_GROUP)
+        rows[name] = len(next(iter(columns.values())))
+    pair_rows = {name.removeprefix("pairs/"): count for name, count in rows.items() if name.startswith("pairs/")}
+    record = {"task": "docstrings", "kind": "retrieval", "license": "of the packages", "rows": pair_rows}
     open_store(str(folder / "pairs")).write(TASK_RECORD, json_bytes(record))
     counts = {
-        "documents": len(documents),
-        "characters": sum(len(document.text) for document in documents),
-        "train_pairs": len(train["id"]),
-        "test_pairs": len(test["id"]),
-        "validation_fraction": validation_fraction,
-        "packages": sorted({document.package for document in documents}),
+        "rows": rows,
+        "characters": sum(len(document.text) for document in training),
+        "packages": {split: sorted({item.package for item in documents if item.split == split}) for split in SPLITS},
         "seconds": round(time.monotonic() - start, 1),
     }
     (folder / "gathered.json").write_text(json.dumps(counts, indent=2) + "\n", encoding="utf-8")
@@ -125,7 +132,7 @@ def gather(folder: Path, validation_fraction: float) -> dict[str, Any]:
 
 
 def source_files() -> list[tuple[Path, str, str]]:
-    """All source files: path, name relative to the package's parent, and the package with its version."""
+    """All source files, of held-out packages first: path, name relative to the package's parent, package with version."""
     stdlib = Path(sysconfig.get_paths()["stdlib"])
     roots = [(stdlib, stdlib, f"python {sysconfig.get_python_version()}")]
     distributions = importlib.metadata.packages_distributions()
@@ -138,7 +145,7 @@ def source_files() -> list[tuple[Path, str, str]]:
     files = []
     for root, parent, package in roots:
         files += [(path, path.relative_to(parent).as_posix(), package) for path in python_files(root)]
-    return sorted(files, key=lambda file: (file[2], file[1]))
+    return sorted(files, key=lambda file: (file[2].partition(" ")[0] not in HELD_OUT, file[2], file[1]))
 
 
 def python_files(root: Path) -> Iterator[Path]:
@@ -228,8 +235,8 @@ def pair_of(document: Docstring) -> tuple[str, str] | None:
     return None
 
 
-def pairs(documents: list[Docstring], validation_fraction: float) -> tuple[dict[str, list[str]], dict[str, list[str]]]:
-    """Retrieval pairs from the training and from the held-out documents, as columns.
+def pairs(documents: list[Docstring]) -> dict[str, list[tuple[str, str, str]]]:
+    """Return id, summary line and rest of the documents that have both, by split.
 
     A query or a body whose normalised text occurs more than once is left out everywhere: of two bodies for one query,
     neither would be the only right answer.
@@ -237,14 +244,30 @@ def pairs(documents: list[Docstring], validation_fraction: float) -> tuple[dict[
     candidates = [(document, pair) for document in documents if (pair := pair_of(document)) is not None]
     queries = Counter(normalised(query) for _, (query, _) in candidates)
     positives = Counter(normalised(positive) for _, (_, positive) in candidates)
-    train: dict[str, list[str]] = {"id": [], "query": [], "positive": []}
-    test: dict[str, list[str]] = {"id": [], "query": [], "positive": []}
+    by_split: dict[str, list[tuple[str, str, str]]] = {split: [] for split in SPLITS}
     for document, (query, positive) in candidates:
         if queries[normalised(query)] == 1 and positives[normalised(positive)] == 1:
-            columns = test if in_validation(document_number(document.id), validation_fraction) else train
-            for name, value in (("id", document.id), ("query", query), ("positive", positive)):
-                columns[name].append(value)
-    return train, test
+            by_split[document.split].append((document.id, query, positive))
+    return by_split
+
+
+def retrieval_tables(by_split: dict[str, list[tuple[str, str, str]]]) -> dict[str, dict[str, Any]]:
+    """Return the tables of a retrieval set by name; the queries search the documents of both held-out splits."""
+    held_out = [pair for split in SPLITS[1:] for pair in by_split[split]]
+    ids, queries, positives = (list(column) for column in zip(*by_split["train"], strict=True))
+    tables: dict[str, dict[str, Any]] = {
+        "train": {"id": ids, "query": queries, "positive": positives, "negatives": _none(len(ids))},
+        "corpus": {
+            "_id": [pair[0] for pair in held_out],
+            "title": [""] * len(held_out),
+            "text": [pair[2] for pair in held_out],
+        },
+        "queries": {"_id": [pair[0] for pair in held_out], "text": [pair[1] for pair in held_out]},
+    }
+    for split in SPLITS[1:]:
+        of_split = [pair[0] for pair in by_split[split]]
+        tables[f"qrels/{split}"] = {"query-id": of_split, "corpus-id": of_split, "score": [1] * len(of_split)}
+    return tables
 
 
 def _document_columns(documents: list[Docstring]) -> dict[str, Any]:
@@ -280,10 +303,11 @@ def main(arguments: list[str] | None = None) -> int:
     config = load_job(ConvertConfig, YAML)
     assert isinstance(config.source, FilesSource)
     folder = options.folder or Path(config.source.paths[0]).parent
-    counts = gather(folder, config.validation_fraction)
+    counts = gather(folder)
+    rows = counts["rows"]
     print(
-        f"{folder}: {counts['documents']:,} docstrings, {counts['characters'] / 1e6:.1f} million characters, "
-        f"{counts['train_pairs']:,} training and {counts['test_pairs']:,} test pairs, {counts['seconds']} s"
+        f"{folder}: {rows['documents']:,} docstrings to pretrain on, {counts['characters'] / 1e6:.1f} million characters; "
+        f"{rows['pairs/train']:,} training and {rows['pairs/qrels/test']:,} test pairs, {counts['seconds']} s"
     )
     return 0
 

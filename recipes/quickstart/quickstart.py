@@ -1,10 +1,10 @@
 """The complete job on this machine's own text: `make quickstart`, or this file.
 
 The same number of tokens for masked language modeling (MLM) alone, for causal language modeling (CLM) followed by MLM, and
-for CLM alone; each model, and one that was not pretrained, is fine-tuned alike and scored beside BM25. Every step is a
-command that a person could type. It runs as a fork of this process, which has made the imports, and two steps run side by
-side. A step that is done and unchanged is not repeated. An interrupted step continues where it can (pretraining resumes from
-its newest checkpoint) and otherwise starts again.
+for CLM alone; each model, and one that was not pretrained, is fine-tuned alike, by a sweep on token labelling and once on
+retrieval, which is scored beside BM25. Every step is a command that a person could type. It runs as a fork of this process,
+which has made the imports, and two steps run side by side. A step that is done and unchanged is not repeated. An interrupted
+step continues where it can (pretraining resumes from its newest checkpoint) and otherwise starts again.
 
     python recipes/quickstart/quickstart.py [--seed N]
 
@@ -40,12 +40,11 @@ from biphasic.training.metrics_file import parse_metrics
 
 ROOT = Path(__file__).parents[2]
 RUN = Path("runs/quickstart")
-HERE = "recipes/quickstart"
-PRETRAIN, FINETUNE, DATA = (
-    "yamls/quickstart.yaml",
-    "yamls/finetune/quickstart_retrieval.yaml",
-    "yamls/data/quickstart.yaml",
-)
+HERE, MINI = "recipes/quickstart", "recipes/mini"
+PRETRAIN, DATA = "yamls/quickstart.yaml", "yamls/data/quickstart.yaml"
+RETRIEVAL, LABELLING = "yamls/finetune/quickstart_retrieval.yaml", "yamls/finetune/quickstart_parameters.yaml"
+TASKS, SWEEP = f"{HERE}/tasks.yaml", f"{HERE}/sweep.yaml"
+MODELS = ("clm-mlm", "mlm", "clm", "untrained")
 PROGRESS_SECONDS = 20.0
 CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
 CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
@@ -64,6 +63,8 @@ class Step:
     reads: list[str]
     after: tuple[str, ...] = ()
     resumes: bool = False
+    alone: bool = False
+    """It uses all cores itself, so no other step runs beside it."""
     folder: Path = RUN
     """Its record and its log are in `steps/` there."""
 
@@ -89,10 +90,26 @@ def make_steps(seed: int | None = None) -> list[Step]:
     shared = [
         Step(
             "gather",
-            "real English text: the docstrings of the installed packages, as Parquet in FineWeb-Edu's columns",
+            "real English text: the docstrings of the installed packages, eight of which are held out for the tasks",
             ["python", f"{HERE}/gather.py"],
-            [RUN / "text"],
+            [RUN / "text" / name for name in ("documents.parquet", "docstrings.parquet", "pairs", "gathered.json")],
             [f"{HERE}/gather.py", DATA, "requirements.lock"],
+        ),
+        Step(
+            "examples",
+            "token labelling: which words of a docstring's parameters are names, which are types?",
+            ["python", f"{MINI}/make_tasks.py", str(RUN / "text"), "parameters"],
+            [RUN / "text" / "sources"],
+            [f"{MINI}/make_tasks.py", f"{MINI}/sections.py"],
+            ("gather",),
+        ),
+        Step(
+            "tasks",
+            "the examples in the columns that fine-tuning reads",
+            ["biphasic", "tasks", TASKS],
+            [RUN / "tasks"],
+            [TASKS, "src/biphasic/config", "src/biphasic/downstream"],
+            ("examples",),
         ),
         Step(
             "tokenizer",
@@ -143,8 +160,8 @@ def make_steps(seed: int | None = None) -> list[Step]:
         pretrain("clm-mlm", "CLM up to the switch, then MLM", [trunk], "pretrain-clm-trunk"),
     ]
     exports, finetunings = list[Step](), list[Step]()
-    for name in ("untrained", "mlm", "clm-mlm", "clm"):
-        out = folder / name / "encoder"
+    encoders = {name: folder / name / "encoder" for name in MODELS}
+    for name, out in encoders.items():
         source = ["--initial", PRETRAIN] if name == "untrained" else [str(folder / name / "checkpoints")]
         initial_seed = of_seed[:1] if name == "untrained" else []
         exports.append(
@@ -163,30 +180,51 @@ def make_steps(seed: int | None = None) -> list[Step]:
             Step(
                 f"finetune-{name}",
                 "retrieval: a docstring's first line finds the rest of it",
-                ["composer", "src/main.py", FINETUNE, f"model.path={out}", f"run_name={finetuned}", *of_seed],
+                ["composer", "src/main.py", RETRIEVAL, f"model.path={out}", f"run_name={finetuned}", *of_seed],
                 [folder / finetuned],
-                [FINETUNE, *FINETUNING],
+                [RETRIEVAL, *FINETUNING],
                 (f"export-{name}", "gather"),
                 folder=folder,
             )
         )
+    of_folder = [f"output={folder / 'sweep'}", *(f"models.{name}.path={out}" for name, out in encoders.items())]
     last = [
         Step(
+            "sweep",
+            "token labelling: each encoder at the best of three rates by validation, with three seeds",
+            ["python", "src/main.py", SWEEP, *([] if seed is None else of_folder)],
+            [folder / "sweep"],
+            [SWEEP, LABELLING, *FINETUNING, "src/biphasic/sweep"],
+            (*(step.name for step in exports), "tasks"),
+            resumes=True,
+            alone=True,
+            folder=folder,
+        ),
+        Step(
             "score",
-            "held-out pairs scored with mteb, BM25 beside them",
+            "retrieval from held-out packages scored with mteb, BM25 beside it",
             ["python", f"{HERE}/score.py", str(folder)],
-            [folder / "scores"],
+            [folder / "scores.json"],
             [f"{HERE}/score.py", *CODE, "src/biphasic/evaluation"],
             tuple(step.name for step in finetunings),
             folder=folder,
         ),
         Step(
+            "sweep-report",
+            "the sweep's tables and figures",
+            ["biphasic", "report", str(folder / "sweep")],
+            [folder / "sweep" / "report"],
+            ["src/biphasic/report"],
+            ("sweep",),
+            folder=folder,
+        ),
+        Step(
             "report",
-            "the report, with pictures of losses and scores",
+            "what was shown and what wasn't, with pictures of scores and losses",
             ["python", f"{HERE}/report.py", str(folder)],
-            [folder / "report.md", folder / "losses.png", folder / "scores.png"],
+            [folder / name for name in ("report.md", "summary.txt", "scores.png", "losses.png")],
             [f"{HERE}/report.py", "src/biphasic/report"],
-            ("score", "verify"),
+            ("score", "sweep-report", "verify"),
             folder=folder,
         ),
     ]
@@ -249,9 +287,10 @@ class Schedule:
     def start_ready(self) -> None:
         """Start steps until as many run as can run side by side."""
         for step in self.steps:
-            if len(self.running) == forked.AT_ONCE:
+            if len(self.running) == forked.AT_ONCE or any(running.step.alone for running in self.running.values()):
                 return
-            if step.name not in self.done and step.name not in self.running and set(step.after) <= self.done:
+            ready = step.name not in self.done and step.name not in self.running and set(step.after) <= self.done
+            if ready and not (step.alone and self.running):
                 self.running[step.name] = self.start(step)
 
     def start(self, step: Step) -> Running:
@@ -329,16 +368,18 @@ def main(arguments: list[str] | None = None) -> int:
     gc.unfreeze()  # otherwise extension modules report leaks at the end
     if status:
         return status
-    print((folder / "scores" / "summary.txt").read_text(encoding="utf-8").rstrip())
+    print((folder / "summary.txt").read_text(encoding="utf-8").rstrip())
     print(f"report: {folder / 'report.md'} ({format_seconds(time.monotonic() - start)} in all)")
     return 0
 
 
 def progress(running: Running) -> str:
-    """Say how far a step is: of training, the batch and the loss."""
+    """Say how far a step is: of training, the batch and the loss; of a sweep, the number of finished trials."""
     text = f"{running.step.name} {running.seconds:.0f} s"
     for path in running.step.makes:
         file = path / "metrics.jsonl"
+        if trials := len(list((path / "trials").glob("**/*.json"))):
+            text += f", {trials} trials done"
         metrics = parse_metrics(file.read_text(encoding="utf-8")) if file.is_file() else []
         if metrics:
             loss = next((entry["loss/train/total"] for entry in reversed(metrics) if "loss/train/total" in entry), None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -19,6 +20,7 @@ from biphasic.conversion.packing import document_number, in_validation
 from biphasic.conversion.train_tokenizer import train_tokenizer
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
+from biphasic.evaluation.sets import read_set
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
@@ -36,11 +38,11 @@ def gather() -> ModuleType:
 
 @pytest.fixture(scope="module")
 def text(gather: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Documents and pairs of numpy, torchmetrics, joblib and the standard library."""
+    """The text of numpy, joblib, torchmetrics (test), streaming (validation) and the standard library."""
     folder = tmp_path_factory.mktemp("text")
     patch = pytest.MonkeyPatch()
-    patch.setattr(gather, "PACKAGES", ("numpy", "torchmetrics", "joblib", "not_installed"))
-    gather.gather(folder, FRACTION)
+    patch.setattr(gather, "PACKAGES", ("numpy", "torchmetrics", "streaming", "joblib", "not_installed"))
+    gather.gather(folder)
     patch.undo()
     return folder
 
@@ -59,21 +61,42 @@ def test_documents_have_fineweb_edus_columns(gather: ModuleType, text: Path) -> 
 
 
 def test_pairs_are_a_summary_and_its_body(gather: ModuleType, text: Path) -> None:
-    train, test = (pq.read_table(text / "pairs" / f"{split}.parquet").to_pylist() for split in ("train", "test"))
-    documents = {row["id"]: row["text"] for row in pq.read_table(text / "documents.parquet").to_pylist()}
-    assert len(train) > 5 * len(test) * 0.8 > 400
-    for split, pairs in ((False, train), (True, test)):
-        for pair in pairs:
-            assert in_validation(document_number(pair["id"]), FRACTION) == split
-            document = documents[pair["id"]]
-            assert document.startswith(pair["query"])
-            assert document.endswith(pair["positive"])
-            assert not pair["query"].endswith(".")
-            assert len(pair["query"].split()) >= 4
-            assert len(pair["positive"]) >= 100
-    for column in ("query", "positive"):
-        values = [gather.normalised(pair[column]) for pair in train + test]
-        assert len(set(values)) == len(values)
+    rows = {file: pq.read_table(text / f"{file}.parquet").to_pylist() for file in ("docstrings", "pairs/train")}
+    documents = {row["id"]: row for row in rows["docstrings"]}
+    pairs = {pair["id"]: ("train", pair["query"], pair["positive"]) for pair in rows["pairs/train"]}
+    read_set(str(text / "pairs"), "docstrings", "eng-Latn")  # refuses a query without a document
+    corpus, queries = (
+        {row["_id"]: row["text"] for row in pq.read_table(text / "pairs" / f"{name}.parquet").to_pylist()}
+        for name in ("corpus", "queries")
+    )
+    for split in ("validation", "test"):
+        qrels = pq.read_table(text / "pairs" / "qrels" / f"{split}.parquet").to_pylist()
+        assert all(row["query-id"] == row["corpus-id"] and row["score"] == 1 for row in qrels)
+        pairs |= {row["query-id"]: (split, queries[row["query-id"]], corpus[row["corpus-id"]]) for row in qrels}
+    assert Counter(split for split, _, _ in pairs.values()).keys() == {"train", "validation", "test"}
+    assert len(rows["pairs/train"]) > 400 and len(pairs) == len(rows["pairs/train"]) + len(queries)
+    for id, (split, query, positive) in pairs.items():
+        assert documents[id]["split"] == split
+        assert documents[id]["text"].startswith(query) and documents[id]["text"].endswith(positive)
+        assert not query.endswith(".") and len(query.split()) >= 4 and len(positive) >= 100
+    for column in (1, 2):
+        assert len({gather.normalised(pair[column]) for pair in pairs.values()}) == len(pairs)
+
+
+def test_held_out_packages_are_not_trained_on(gather: ModuleType, text: Path) -> None:
+    docstrings = pq.read_table(text / "docstrings.parquet").to_pylist()
+    documents = pq.read_table(text / "documents.parquet").to_pylist()
+    assert {row["id"] for row in documents} == {row["id"] for row in docstrings if row["split"] == "train"}
+    assert not any(row["file_path"].startswith(("torchmetrics/", "streaming/")) for row in documents)
+    splits = Counter(row["split"] for row in docstrings)
+    assert min(splits[split] for split in ("train", "validation", "test")) > 100
+    # A text that a held-out package shares with another is held out, although the other's name is first in the alphabet.
+    shared = "The same words in two packages. " * 10
+    [kept] = gather.unique(iter([gather.Docstring("torchmetrics/a.py", "torchmetrics 1", shared),
+                                 gather.Docstring("joblib/a.py", "joblib 1", shared)]))  # fmt: skip
+    assert kept.split == "test"
+    order = [gather.HELD_OUT.get(package.partition(" ")[0], "train") for _, _, package in gather.source_files()]
+    assert order.index("train") > max(at for at, split in enumerate(order) if split != "train")
 
 
 def test_gathering_again_gives_the_same_files(gather: ModuleType, text: Path, tmp_path: Path) -> None:
@@ -82,7 +105,7 @@ def test_gathering_again_gives_the_same_files(gather: ModuleType, text: Path, tm
     first, second = ([document.id for document in gather.read_all(files)] for _ in range(2))
     assert first == second
     assert (
-        json.loads((text / "gathered.json").read_text())["documents"]
+        json.loads((text / "gathered.json").read_text())["rows"]["documents"]
         == pq.read_table(text / "documents.parquet").num_rows
     )
 
@@ -115,9 +138,9 @@ def test_an_ambiguous_query_is_in_neither_file(gather: ModuleType) -> None:
         gather.Docstring("a.py", "a 1", f"{query}\n\n{body}") for query, body in zip(queries, bodies, strict=True)
     ]
     unique = gather.Docstring("a.py", "a 1", "Not like any other one.\n\n" + "d" * 100)
-    train, test = gather.pairs([*documents, unique], 0.0)
-    assert train["query"] == ["Not like any other one"]
-    assert test["query"] == []
+    pairs = gather.pairs([*documents, unique])
+    assert [query for _, query, _ in pairs["train"]] == ["Not like any other one"]
+    assert pairs["validation"] == pairs["test"] == []
 
 
 def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: Callable[..., ConvertConfig]) -> None:
@@ -146,12 +169,11 @@ def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: C
 
 
 def test_the_yaml_fits_the_steps() -> None:
-    """What `gather.py` writes is what is converted. (With this fraction all packages gave 2,600 test pairs.)"""
+    """What `gather.py` writes is what is converted."""
     config = load(ROOT / "yamls" / "data" / "quickstart.yaml")
     assert isinstance(config, ConvertConfig)
     assert isinstance(config.source, FilesSource)
     assert config.source.paths == ["runs/quickstart/text/documents.parquet"]
-    assert config.validation_fraction == FRACTION
     training = load(ROOT / "yamls" / "quickstart.yaml")
     assert isinstance(training, PretrainConfig)
     assert training.data.sequence_length == config.sequence_length

@@ -15,13 +15,16 @@ from typing import Any
 import pytest
 import yaml
 
+from biphasic.storage import open_store
+from biphasic.sweep.records import read_grid, read_records
+from biphasic.sweep.selection import score_of
 from biphasic.training.metrics_file import parse_metrics
 from helpers import warm
 
 ROOT = Path(__file__).parents[2]
 RECIPE = ROOT / "recipes" / "quickstart"
 BATCHES, SWITCH = 12, 6
-SYSTEMS = ["BM25", "CLM", "CLM, then MLM", "untrained", "MLM"]
+SYSTEMS = ["CLM, then MLM", "MLM", "CLM", "untrained", "BM25"]
 
 
 def start(folder: Path, code: str = "") -> warm.Job:
@@ -47,13 +50,18 @@ def small(tmp_path: Path) -> Path:
     """A folder with the quickstart's files, for little text and few batches."""
     for name in ("src", "requirements.lock"):
         (tmp_path / name).symlink_to(ROOT / name)
-    for name in ("recipes/quickstart", "yamls"):
-        shutil.copytree(ROOT / name, tmp_path / name)
+    for name in ("recipes/quickstart", "recipes/mini", "yamls"):
+        shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("results*"))
     gather = tmp_path / "recipes" / "quickstart" / "gather.py"
     source = gather.read_text()
     for old, new in (
         ("roots = [(stdlib, stdlib,", "roots = [(stdlib / 'asyncio', stdlib,"),
-        ('    "composer",\n', '    "joblib",\n)\n_OTHERS = (\n'),
+        (
+            '    "composer",\n    "datasets",\n',
+            '    "fsspec",\n    "joblib",\n    "pyarrow",\n    "streaming",\n)\n_OTHERS = (\n',
+        ),
+        ('(("composer", "huggingface_hub", "networkx", "streaming"), "validation")', '(("streaming",), "validation")'),
+        ('(("datasets", "pandas", "torchmetrics", "torchvision"), "test")', '(("joblib",), "test")'),
     ):
         assert source.count(old) == 1
         source = source.replace(old, new)
@@ -67,6 +75,11 @@ def small(tmp_path: Path) -> Path:
         tmp_path / "yamls" / "finetune" / "quickstart_retrieval.yaml",
         {"max_duration": "3ba", "batch_size": 8, "task.max_length": 16},
     )
+    change(
+        tmp_path / "yamls" / "finetune" / "quickstart_parameters.yaml",
+        {"max_duration": "3ba", "batch_size": 8, "task.max_length": 16},
+    )
+    change(tmp_path / "recipes" / "quickstart" / "sweep.yaml", {"learning_rates": [4e-3], "seeds": [0, 1]})
     change(tmp_path / "yamls" / "data" / "quickstart.yaml", {"validation_fraction": 0.3, "shard_bytes": 65536})
     return tmp_path
 
@@ -96,32 +109,96 @@ def test_small_from_text_to_report(small: Path, monkeypatch: pytest.MonkeyPatch)
         entries = parse_metrics((run / name / "metrics.jsonl").read_text())
         assert [entry["batch"] for entry in entries] == list(range(begins, BATCHES + 1))
         assert all(f"loss/train/{objective}" in entry for entry in entries)
-    scores = json.loads((run / "scores" / "scores.json").read_text())
+    scores = json.loads((run / "scores.json").read_text())
     assert list(scores["scores"]) == SYSTEMS
-    for difference in scores["differences"]:
-        first_score, second_score = (scores["scores"][difference[name]]["ndcg_at_10"] for name in ("first", "second"))
-        assert difference["mean"] == pytest.approx(first_score - second_score, abs=2e-5)  # mteb rounds scores
-        assert difference["interval"][0] <= difference["mean"] <= difference["interval"][1]
-    assert second.stdout.endswith("s in all)\n") and "CLM, then MLM over MLM" in second.stdout
+    assert all(
+        low <= values["ndcg_at_10"] <= high
+        for values in scores["scores"].values()
+        for low, high in [values["interval"]]
+    )
+    # Retrieval is scored on the test package, among the documents of both held-out packages.
+    gathered = json.loads((run / "text" / "gathered.json").read_text())
+    assert gathered["packages"]["test"][0].startswith("joblib ")
+    assert (
+        scores["queries"]
+        == gathered["rows"]["pairs/qrels/test"]
+        < scores["documents"]
+        == gathered["rows"]["pairs/corpus"]
+    )
+    assert second.stdout.endswith("s in all)\n") and (run / "summary.txt").read_text().strip() in second.stdout
 
     report = (run / "report.md").read_text()
     for text in ("(scores.png)", "(losses.png)", "## What next", "start_from=runs/quickstart/clm-trunk", "| BM25 |"):
         assert text in report
+    assert "python src/main.py recipes/quickstart/sweep.yaml" in report
     assert (run / "losses.png").stat().st_size and (run / "scores.png").stat().st_size
     figures: list[Any] = []
     monkeypatch.syspath_prepend(RECIPE)
     import report as quickstart_report
 
     monkeypatch.setattr(quickstart_report, "png", lambda figure: figures.append(figure) or b"")
-    quickstart_report.draw_scores(scores)
+    labelling = quickstart_report.read_labelling(run / "sweep" / "report")
+    quickstart_report.draw_scores(labelling)
     quickstart_report.draw_losses(run, quickstart_report.read_runs(run))
     [bars], [mlm_losses, _] = (figure.axes for figure in figures)
-    assert [bar.get_width() for bar in bars.patches] == [scores["scores"][name]["ndcg_at_10"] for name in SYSTEMS[::-1]]
+    # The picture and the table have the scores of the sweep's own records.
+    sweep = open_store(str(run / "sweep"))
+    records = read_records(sweep, read_grid(sweep).trials).values()
+    assert len(records) == 8
+    for bar, model in zip(bars.patches, ["untrained", "clm", "mlm", "clm-mlm"], strict=True):
+        f1 = [score_of(record, "parameters", "test") for record in records if record.cell.model == model]
+        assert bar.get_width() == pytest.approx(50 * sum(f1)) and len(f1) == 2
+        assert f"{bar.get_width():.1f} ± " in report
     assert {line.get_label() for line in mlm_losses.lines} >= {"CLM, then MLM", "MLM"}
 
     third = start(small, "quickstart.forked.start = None").wait()
     assert third.returncode == 0, third.stderr[-3000:]
     assert third.stdout.count("done before and unchanged") == len(list((run / "steps").glob("*.json")))
+
+
+def test_conclusion_by_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(RECIPE)
+    import report as quickstart_report
+
+    def conclusion(over_mlm: tuple[float, float], over_clm: tuple[float, float]) -> str:
+        differences = {("clm-mlm", "mlm"): (*over_mlm, 0.01), ("clm-mlm", "clm"): (*over_clm, 0.01)}
+        return quickstart_report.conclusion(quickstart_report.Labelling({}, differences))
+
+    ahead = conclusion((12.4, 0.8), (3.9, 6.5))
+    assert ahead.startswith("CLM, then MLM is better than MLM alone: +12.4 ± 0.8 points of F1. Not shown: a difference")
+    assert "CLM alone (+3.9 ± 6.5 points of F1)" in ahead and "One pretraining seed" in ahead
+    behind = conclusion((0.1, 0.2), (-3.0, 1.0))
+    assert behind.startswith("Not shown: a difference between CLM, then MLM and MLM alone (+0.1 ± 0.2")
+    assert "CLM, then MLM is worse than CLM alone: -3.0 ± 1.0" in behind
+
+
+def test_a_step_that_uses_all_cores_runs_alone(tmp_path: Path) -> None:
+    for name in ("src", "yamls", "recipes"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    summary = tmp_path / "runs" / "quickstart" / "summary.txt"
+    summary.parent.mkdir(parents=True)
+    summary.touch()
+    (tmp_path / "job.py").write_text(
+        "import sys, time\nf = open('order', 'a')\nf.write(f'+{sys.argv[1]} '); f.flush()\ntime.sleep(0.5)\n"
+        "f.write(f'-{sys.argv[1]} '); f.flush()\n"
+    )
+    (tmp_path / "drive.py").write_text(f"""
+import sys
+from pathlib import Path
+sys.path.insert(0, {str(RECIPE)!r})
+import quickstart
+quickstart.ROOT = Path({str(tmp_path)!r})
+quickstart.forked.import_libraries = lambda: None
+quickstart.forked.AT_ONCE = 2
+def step(name, **options):
+    return quickstart.Step(name, name, ["python", "job.py", name], [], [], **options)
+quickstart.make_steps = lambda seed: [step("a"), step("b", alone=True), step("c"), step("d")]
+sys.exit(quickstart.main([]))
+""")
+    assert subprocess.run([sys.executable, tmp_path / "drive.py"], capture_output=True).returncode == 0
+    order = (tmp_path / "order").read_text().split()
+    at = order.index("+b")
+    assert order[at + 1] == "-b" and order[:at].count("-a") == 1
 
 
 def test_done_changed_and_failed_steps(tmp_path: Path) -> None:
@@ -132,7 +209,7 @@ def test_done_changed_and_failed_steps(tmp_path: Path) -> None:
     append = "import pathlib, sys\np = pathlib.Path(sys.argv[1])\np.open('a').write('x')\n"
     (tmp_path / "first.py").write_text(append)
     (tmp_path / "second.py").write_text(f"{append}sys.exit('no' if not pathlib.Path('mended').exists() else 0)\n")
-    summary = tmp_path / "runs" / "quickstart" / "scores" / "summary.txt"
+    summary = tmp_path / "runs" / "quickstart" / "summary.txt"
     summary.parent.mkdir(parents=True)
     summary.write_text("the scores\n")
     (tmp_path / "drive.py").write_text(f"""
