@@ -116,7 +116,7 @@ Name = Annotated[
     str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, `.`, `_` and `-`"), named("name")
 ]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
-# URLs with a password match, so that `secret_problems` reports them without showing the password.
+# URLs with a password match, so that `text_problems` reports them without showing the password.
 _PATH = rf"(?![A-Za-z][A-Za-z0-9+.-]*:/).+|{PASSWORD.pattern}.*"
 Address = Annotated[
     str,
@@ -186,18 +186,14 @@ def flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         yield key, value
 
 
-def secret_problems(config: JobConfig) -> KeyProblems:
-    """Report passwords in URLs: configurations are copied to run folders, checkpoints and model cards."""
-    for key, value in flatten(config):
-        if isinstance(value, str) and PASSWORD.match(value):
-            yield [key], "expected an address without user and password: credentials come from the environment"
-
-
 _MAY_BE_BLANK = {"query_prompt", "document_prompt", "separator", "any_of", "none_of"}
 
 
-def blank_problems(config: JobConfig) -> KeyProblems:
-    """Report texts that are empty or only spaces, such as a path or a column's name."""
+def text_problems(config: JobConfig) -> KeyProblems:
+    """Report texts that are empty or only spaces, such as a path or a column's name, and passwords in URLs."""
     for key, value in flatten(config):
-        if isinstance(value, str) and not value.strip() and _MAY_BE_BLANK.isdisjoint(key.split(".")):
+        if isinstance(value, str) and PASSWORD.match(value):
+            # Configurations are copied to run folders, checkpoints and model cards.
+            yield [key], "expected an address without user and password: credentials come from the environment"
+        elif isinstance(value, str) and not value.strip() and _MAY_BE_BLANK.isdisjoint(key.split(".")):
             yield [key], f"expected a text that is not empty; got {value!r}"

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from biphasic.config.base import JobConfig, blank_problems, schema_of, secret_problems, within
+from biphasic.config.base import JobConfig, schema_of, text_problems, within
 from biphasic.config.reference import KeySection, sections_of
 from biphasic.errors import ConfigError, Problem
 
@@ -42,7 +42,7 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
         if more:
             raise ConfigError(sorted(problems))
     assert config is not None
-    for keys, message in [*secret_problems(config), *blank_problems(config), *config.problems(ranks)]:
+    for keys, message in [*text_problems(config), *config.problems(ranks)]:
         if not any(within(key, other) or within(other, key) for key in keys for other in broken):
             problems.append(Problem(source(keys[0]), keys[0], message))
     if problems:

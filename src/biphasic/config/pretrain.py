@@ -10,18 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import (
-    Address,
-    Count,
-    KeyProblems,
-    Positive,
-    RunConfig,
-    Section,
-    Seed,
-    Share,
-    flatten,
-    whole,
-)
+from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten, whole
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems

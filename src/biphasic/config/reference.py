@@ -9,10 +9,8 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import yaml
-from pydantic.json_schema import GenerateJsonSchema
 
 from biphasic.config.base import JOBS, schema_of
-from biphasic.config.durations import Duration
 from biphasic.errors import UserError
 
 _PLAIN = {"string": "text", "boolean": "`true` or `false`", "integer": "integer", "number": "number", "null": "`null`"}
@@ -48,18 +46,10 @@ class KeySection(NamedTuple):
         return f"{self.key}.{key.name}".lstrip(".")
 
 
-class _JsonSchema(GenerateJsonSchema):
-    """Writes a duration's default as in a YAML."""
-
-    def encode_default(self, dft: Any) -> Any:
-        """Return the default as JSON."""
-        return str(dft) if isinstance(dft, Duration) else super().encode_default(dft)
-
-
 @cache
 def sections_of(job: str) -> list[KeySection]:
     """Return the sections of a job's YAML, each before its subsections."""
-    schema = schema_of(job).model_json_schema(schema_generator=_JsonSchema)
+    schema = schema_of(job).model_json_schema(mode="serialization")  # with durations as in a YAML
 
     def walk(key: str, kind: str, section: dict[str, Any], defaults: dict[str, Any]) -> Iterator[KeySection]:
         fields = {
