@@ -69,5 +69,5 @@ def test_a_password_in_an_address_is_refused(write_yaml: Write) -> None:
     with pytest.raises(ConfigError) as raised:
         config_of(write_yaml("password", **keys, checkpoint__folder="s3://key:canary@bucket/x"))
     assert "start_from" in str(raised.value) and "checkpoint.folder" in str(raised.value)
-    assert "expected an address without user and password" in str(raised.value)
+    assert "needs an address without user and password" in str(raised.value)
     assert "canary" not in str(raised.value)

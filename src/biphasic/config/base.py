@@ -15,7 +15,10 @@ from biphasic.storage.paths import PASSWORD
 
 JOBS = ("pretrain", "finetune", "evaluate", "convert", "tasks", "sweep", "study")
 KeyProblems = Iterator[tuple[list[str], str]]
-"""Problems found by a check: the affected keys (the most relevant first) and a message for each."""
+"""Problems found by a check: the affected keys (the most relevant first) and a message for each.
+
+The first key's value is added to messages that begin with `expected` and don't contain what they `got`.
+"""
 
 
 class Section(BaseModel):
@@ -194,6 +197,6 @@ def text_problems(config: JobConfig) -> KeyProblems:
     for key, value in flatten(config):
         if isinstance(value, str) and PASSWORD.match(value):
             # Configurations are copied to run folders, checkpoints and model cards.
-            yield [key], "expected an address without user and password: credentials come from the environment"
+            yield [key], "needs an address without user and password: credentials come from the environment"
         elif isinstance(value, str) and not value.strip() and _MAY_BE_BLANK.isdisjoint(key.split(".")):
-            yield [key], f"expected a text that is not empty; got {value!r}"
+            yield [key], "expected a text that is not empty"

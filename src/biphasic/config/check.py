@@ -10,7 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from biphasic.config.base import JobConfig, schema_of, text_problems, within
+from biphasic.config.base import JobConfig, flatten, schema_of, text_problems, within
+from biphasic.config.durations import Duration
 from biphasic.config.reference import KeySection, sections_of
 from biphasic.errors import ConfigError, Problem
 
@@ -42,8 +43,11 @@ def check(content: dict[Any, Any], jobs: tuple[str, ...], source: Callable[[str]
         if more:
             raise ConfigError(sorted(problems))
     assert config is not None
+    values = dict(flatten(config))
     for keys, message in [*text_problems(config), *config.problems(ranks)]:
         if not any(within(key, other) or within(other, key) for key in keys for other in broken):
+            if message.startswith("expected") and "; got " not in message and keys[0] in values:
+                message += _got(values[keys[0]])
             problems.append(Problem(source(keys[0]), keys[0], message))
     if problems:
         raise ConfigError(sorted(problems))
@@ -127,7 +131,12 @@ def _message(keys: tuple[str, ...], alternatives: list[ErrorDetails], content: d
     if texts:
         return "; or ".join(dict.fromkeys(texts))
     expected = " or ".join(dict.fromkeys(map(_expected, alternatives)))
-    return f"expected {expected}; got {repr(value) if len(repr(value)) <= 200 else f'{repr(value)[:200]}…'}"
+    return f"expected {expected}{_got(value)}"
+
+
+def _got(value: object) -> str:
+    text = str(value) if isinstance(value, Duration) else repr(value)
+    return f"; got {text[:200]}{'…' * (len(text) > 200)}"
 
 
 def _expected(detail: ErrorDetails) -> str:

@@ -141,7 +141,7 @@ class ConvertConfig(JobConfig):
         """Check combinations of values."""
         segments = self.segments
         if segments.kind == "stream" and 2 * segments.shortest >= self.sequence_length:
-            message = f"expected less than half of sequence_length ({self.sequence_length}); got {segments.shortest}"
+            message = f"expected less than half of sequence_length ({self.sequence_length})"
             yield ["segments.shortest", "sequence_length"], message
         for key, kind in {"window": "documents", "shortest": "stream"}.items():
             if kind != segments.kind and not segments.is_default(key):

@@ -121,8 +121,7 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     if data.mix is None and data.epoch_rows is not None:
         yield ["data.epoch_rows", "data.mix"], "has no effect without data.mix"
     elif data.epoch_rows is not None and data.epoch_rows < global_batch_size:
-        message = f"expected at least global_batch_size ({global_batch_size}); got {data.epoch_rows}"
-        yield ["data.epoch_rows", "global_batch_size"], message
+        yield ["data.epoch_rows", "global_batch_size"], f"expected at least global_batch_size ({global_batch_size})"
     if data.mix is not None and abs((total := sum(stream.proportion for stream in data.mix.values())) - 1) > 1e-6:
         shares = " + ".join(f"{stream.proportion:g}" for stream in data.mix.values())
         yield ["data.mix"], f"expected proportions that add up to 1; got {shares} = {total:g}"
@@ -136,10 +135,10 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
     elif data.cache_limit is not None:
         for key in data.streams.keys() - remote:
             # Streaming would delete shards even if it could not download them again.
-            message = f"expected a remote for {key}, from which deleted shards can be downloaded again"
+            message = f"needs a remote for {key}, from which deleted shards can be downloaded again"
             yield ["data.cache_limit", key], message
     if data.start_at.unit not in ("ba", "sp", "tok"):
-        yield ["data.start_at"], f"expected a time in batches (ba), rows (sp) or tokens (tok); got {data.start_at}"
+        yield ["data.start_at"], "expected a time in batches (ba), rows (sp) or tokens (tok)"
 
 
 def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:
@@ -161,5 +160,5 @@ def _folder_problems(data: DataConfig) -> KeyProblems:
         if folder in folders:
             yield [f"{key}.local", folders[folder]], f"expected another folder than {folders[folder]}"
         elif stream.remote is not None and normpath(stream.remote) == folder:
-            yield [f"{key}.remote", f"{key}.local"], "expected another folder than the local one; remove this key"
+            yield [f"{key}.remote", f"{key}.local"], "is the local folder too: remove this key"
         folders.setdefault(folder, f"{key}.local")

@@ -160,7 +160,7 @@ class FinetuneConfig(RunConfig):
         """Check combinations of values for a run of `ranks` processes."""
         yield from self._length_problems()
         if self.batch_size % ranks:
-            yield ["batch_size"], f"expected a multiple of the number of ranks ({ranks}); got {self.batch_size}"
+            yield ["batch_size"], f"expected a multiple of the number of ranks ({ranks})"
         if "lr" not in self.optimizer.model_fields_set and "optimizer" in self.model_fields_set:
             yield ["optimizer.lr"], "is missing: give the learning rate beside the other optimizer keys"
         task = self.task
@@ -178,8 +178,8 @@ class FinetuneConfig(RunConfig):
     def _length_problems(self) -> KeyProblems:
         end, warmup = self.max_duration, self.warmup
         if end.unit in ("dur", "tok") or not end.value:
-            yield ["max_duration"], f"expected a positive length in batches, rows or epochs; got {end}"
+            yield ["max_duration"], "expected a positive length in batches, rows or epochs"
         elif warmup.unit not in ("dur", end.unit):
-            yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end}); got {warmup}"
+            yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end})"
         elif warmup.resolve(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
-            yield ["warmup", "max_duration"], f"expected less than max_duration ({end}); got {warmup}"
+            yield ["warmup", "max_duration"], f"expected less than max_duration ({end})"

@@ -70,7 +70,7 @@ def architecture_of(model: ModelConfig) -> Architecture | None:
 def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
     """Check combinations of values in the model section, and that rows don't exceed the model's maximum length."""
     if model.max_position_embeddings is not None and model.max_position_embeddings < sequence_length:
-        message = f"expected at least data.sequence_length ({sequence_length}); got {model.max_position_embeddings}"
+        message = f"expected at least data.sequence_length ({sequence_length})"
         yield ["model.max_position_embeddings", "data.sequence_length"], message
     if model.init_from is not None:
         message = "can't be given beside model.init_from, whose own value is used; remove one of them"
@@ -89,12 +89,10 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         if (architecture := architecture_of(model)) is None:
             return
         if architecture.hidden % architecture.heads:
-            message = f"expected a divisor of hidden_size ({architecture.hidden}); got {architecture.heads}"
-            yield ["model.num_heads", "model.hidden_size"], message
+            yield ["model.num_heads", "model.hidden_size"], f"expected a divisor of hidden_size ({architecture.hidden})"
             return
         if architecture.heads % architecture.kv_heads:
-            message = f"expected a divisor of num_heads ({architecture.heads}); got {architecture.kv_heads}"
-            yield ["model.num_kv_heads", "model.num_heads"], message
+            yield ["model.num_kv_heads", "model.num_heads"], f"expected a divisor of num_heads ({architecture.heads})"
         if architecture.head_dim % 2:
             key = "model.head_dim" if model.head_dim else "model.num_heads"
             yield [key, "model.hidden_size"], f"rotary positions need an even head_dim; got {architecture.head_dim}"

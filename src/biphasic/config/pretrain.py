@@ -196,8 +196,7 @@ class PretrainConfig(RunConfig):
         """Check combinations of values for a run of `ranks` processes."""
         yield from model_problems(self.model, self.data.sequence_length)
         if self.max_duration.unit == "dur" or not self.max_duration.value:
-            expected = "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
-            yield ["max_duration"], f"{expected}; got {self.max_duration}"
+            yield ["max_duration"], "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
         else:
             yield from phase_problems(self.objective.phases, self.max_duration, self.batch_shape)
             yield from schedule_problems(self.schedule, self.max_duration, self.batch_shape)
@@ -209,17 +208,16 @@ class PretrainConfig(RunConfig):
     def _batch_problems(self, ranks: int) -> KeyProblems:
         size, microbatch = self.global_batch_size, self.microbatch_size
         if size % ranks:
-            yield ["global_batch_size"], f"expected a multiple of the number of ranks ({ranks}); got {size}"
+            yield ["global_batch_size"], f"expected a multiple of the number of ranks ({ranks})"
         elif isinstance(microbatch, int) and (size // ranks) % microbatch:
             rank_batch = f"{size} rows / {ranks} ranks = {size // ranks}"
-            message = f"expected a divisor of a rank's batch ({rank_batch}); got {microbatch}"
-            yield ["microbatch_size", "global_batch_size"], f"{message}; auto fits any number of ranks"
+            message = f"expected a divisor of a rank's batch ({rank_batch}), or auto, which fits any number of ranks"
+            yield ["microbatch_size", "global_batch_size"], message
         evaluation = self.evaluation
         if evaluation.batch_size is not None and evaluation.batch_size % ranks:
-            message = f"expected a multiple of the number of ranks ({ranks}); got {evaluation.batch_size}"
-            yield ["evaluation.batch_size"], message
+            yield ["evaluation.batch_size"], f"expected a multiple of the number of ranks ({ranks})"
         if evaluation.interval is not None and not evaluation.interval.value:
-            yield ["evaluation.interval"], f"expected a positive length; got {evaluation.interval}"
+            yield ["evaluation.interval"], "expected a positive length"
         if self.data.validation is None:
             names, message = type(evaluation).model_fields, "has no effect without data.validation"
             yield from evaluation.require_defaults(names, "evaluation", ["data.validation"], message)
@@ -230,8 +228,7 @@ class PretrainConfig(RunConfig):
             names, message = ("shard_degree", "reshard_after_forward"), "has no effect with parallelism.strategy: ddp"
             yield from parallelism.require_defaults(names, "parallelism", ["parallelism.strategy"], message)
         if isinstance(parallelism.shard_degree, int) and ranks % parallelism.shard_degree:
-            message = f"expected a divisor of the number of ranks ({ranks}); got {parallelism.shard_degree}"
-            yield ["parallelism.shard_degree"], message
+            yield ["parallelism.shard_degree"], f"expected a divisor of the number of ranks ({ranks})"
         if self.compute.attention not in ("auto", "varlen") and self.compute.varlen_kernels != "auto":
             message = f"has no effect with compute.attention: {self.compute.attention}"
             yield ["compute.varlen_kernels", "compute.attention"], message
@@ -245,11 +242,10 @@ class PretrainConfig(RunConfig):
     def _checkpoint_problems(self) -> KeyProblems:
         checkpoint, end = self.checkpoint, self.max_duration
         if not checkpoint.interval.value:
-            yield ["checkpoint.interval"], f"expected a positive length; got {checkpoint.interval}"
+            yield ["checkpoint.interval"], "expected a positive length"
         for index, time in enumerate(checkpoint.keep_at):
             if not time.value or (end.unit != "dur" and not self.batch_shape.not_before(end, time.resolve(end))):
-                message = f"expected a time within the run ({end}); got {time}"
-                yield [f"checkpoint.keep_at.{index}", "max_duration"], message
+                yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"
         if checkpoint.keep == 0:
             yield ["checkpoint.keep"], "0 keeps no checkpoint; expected -1 (all) or at least 1"
         keys = [key for key, _ in flatten(self)]
@@ -259,5 +255,4 @@ class PretrainConfig(RunConfig):
                 yield [f"checkpoint.resume_overrides.{index}"], message
             # Datasets are compared by the hash of their index, under a key in `.index` that the YAML doesn't have.
             if not any(f"{key}.".startswith(f"{name.removesuffix('.index')}.") for key in keys):
-                message = f"expected a key or a section of this configuration; got {name!r}"
-                yield [f"checkpoint.resume_overrides.{index}"], message
+                yield [f"checkpoint.resume_overrides.{index}"], "expected a key or a section of this configuration"

@@ -182,7 +182,7 @@ def _places(node: yaml.Node, key: str, name: str) -> dict[str, str]:
 
 def _override(text: str, tree: KeyTree) -> None:
     key, equals, value = text.partition("=")
-    if not equals or not key:
+    if not equals or not key or not key.isprintable():
         raise _config_error(_COMMAND_LINE, text, "expected key=value, such as optimizer.lr=1e-4")
     if not value.strip():
         raise _config_error(_COMMAND_LINE, key, f"expected a value; got nothing ({key}=null sets null)")

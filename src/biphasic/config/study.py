@@ -148,7 +148,7 @@ class StudyConfig(JobConfig):
             for at, _ in flatten(keys):
                 for name in SET_BY_THE_STUDY:
                     if within(at, name):
-                        yield [f"{key}.{at}"], f"expected a key that the study doesn't set itself; it sets {name}"
+                        yield [f"{key}.{at}"], f"can't be given, because the study sets {name} itself"
         if CONTINUES in self.base_keys:
             yield [f"base.{CONTINUES}"], "is a key of a model, not of base"
         for name in self.models:

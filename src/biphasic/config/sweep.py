@@ -95,16 +95,14 @@ class SweepConfig(JobConfig):
             if (first := first_keys.setdefault(place, key)) != key:
                 yield [key, first], f"expected another one than that of {first}"
         if self.rate_seeds is not None and self.rate_seeds > len(self.seeds):
-            message = f"expected at most the number of seeds, {len(self.seeds)}; got {self.rate_seeds}"
-            yield ["rate_seeds", "seeds"], message
+            yield ["rate_seeds", "seeds"], f"expected at most the number of seeds, {len(self.seeds)}"
         for index, override in enumerate(self.overrides):
             key, equals, _ = override.partition("=")
             fixed = [name for name in _SET_BY_THE_SWEEP if within(key, name) or within(name, key)]
             if not equals or not key:
-                yield [f"overrides.{index}"], f"expected key=value, such as batch_size=64; got {override!r}"
+                yield [f"overrides.{index}"], "expected key=value, such as batch_size=64"
             elif fixed:
-                message = f"expected a key that the sweep doesn't give itself; it gives {fixed[0]}"
-                yield [f"overrides.{index}"], message
+                yield [f"overrides.{index}"], f"expected a key that the sweep doesn't give itself ({fixed[0]})"
         yield from self.cluster.problems()
         if self.cost is not None and self.cost.dollars_per_hour is None and self.cost.flops_per_second is None:
             yield ["cost"], "is empty; expected dollars_per_hour, flops_per_second, or both"

@@ -217,7 +217,7 @@ class TasksConfig(JobConfig):
                 for split, qrels in task.qrels.items():
                     if qrels.list_column is not None and qrels.score_column is not None:
                         key = f"tasks.{name}.qrels.{split}"
-                        yield [f"{key}.list_column", f"{key}.score_column"], "expected score_column: null beside it"
+                        yield [f"{key}.list_column", f"{key}.score_column"], "needs score_column: null beside it"
 
 
 def source_datasets(key: str, task: SupervisedSet | RetrievalSet) -> Iterator[tuple[str, DatasetConfig, list[str]]]:

@@ -181,7 +181,7 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
     """Check the warmup and decay of a run of `max_duration`."""
     if schedule.decay.unit not in ("dur", max_duration.unit) and schedule.decay.value:
         message = f"expected the unit of max_duration ({max_duration}) or dur, since the decay ends with the run"
-        yield ["schedule.decay", "max_duration"], f"{message}; got {schedule.decay}"
+        yield ["schedule.decay", "max_duration"], message
         return
     warmup, decay = schedule.warmup.resolve(max_duration), schedule.decay.resolve(max_duration)
     in_epochs = [key for key, length in (("warmup", warmup), ("decay", decay)) if length.value and length.unit == "ep"]
@@ -192,14 +192,12 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
             yield [f"schedule.{name}", "max_duration"], f"{subject} in {where}"
         return
     if batch.not_before(warmup, max_duration):
-        message = f"expected less than max_duration ({max_duration}); got {schedule.warmup}"
-        yield ["schedule.warmup", "max_duration"], message
+        yield ["schedule.warmup", "max_duration"], f"expected less than max_duration ({max_duration})"
     elif warmup.value and decay.value and batch.tokens(warmup) + batch.tokens(decay) > batch.tokens(max_duration):
         message = f"warmup ({schedule.warmup}) and decay ({schedule.decay}) are longer than the run ({max_duration})"
         yield ["schedule.warmup", "schedule.decay", "max_duration"], message
     if decay.value > max_duration.value:
-        message = f"expected at most max_duration ({max_duration}); got {schedule.decay}"
-        yield ["schedule.decay", "max_duration"], message
+        yield ["schedule.decay", "max_duration"], f"expected at most max_duration ({max_duration})"
     if not decay.value:
         message = "has no effect without a decay: set schedule.decay as well"
         yield from schedule.require_defaults(("decay_shape", "final_lr"), "schedule", ["schedule.decay"], message)
