@@ -77,11 +77,11 @@ def _main(arguments: list[str] | None) -> int:
         if status == 1:
             print(f"next: python src/main.py {options.file} --retry-failed")
         elif status == 0:
-            print(_SAME_COMMAND if options.limit else after_run(config, options.file))
+            print(_SAME_COMMAND if options.limit else after_run(config))
         return status
     folder = _run(config)
     if os.environ.get("RANK", "0") == "0":
-        print(f"written to {folder}\n{after_run(config, options.file)}")
+        print(f"written to {folder}\n{after_run(config)}")
     return 0
 
 

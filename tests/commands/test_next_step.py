@@ -95,10 +95,10 @@ def test_tasks_without_training_data() -> None:
 def test_runs_name_what_follows() -> None:
     pretrain = load("yamls/quickstart.yaml")
     folder = "runs/quickstart/clm-mlm"
-    assert after_run(pretrain, "x.yaml") == f"next: biphasic export {folder}/checkpoints {folder}/encoder"
+    assert after_run(pretrain) == f"next: biphasic export {folder}/checkpoints {folder}/encoder"
     retrieval = load("yamls/finetune/own_retrieval.yaml")
-    evaluation = load_line(after_run(retrieval, "x.yaml"))
+    evaluation = load_line(after_run(retrieval))
     assert (evaluation.model.path, evaluation.sets) == ("runs/own-retrieval/model", ["data/tasks/mine"])
-    assert "runs/sst2/model/README.md" in after_run(load("yamls/finetune/sst2.yaml"), "x.yaml")
-    assert "runs/evaluate/quick/scores.md" in after_run(load("yamls/evaluate/quick.yaml"), "x.yaml")
-    assert "biphasic report runs/sweep" in after_run(load("yamls/sweep/paper.yaml"), "x.yaml")
+    assert "runs/sst2/model/README.md" in after_run(load("yamls/finetune/sst2.yaml"))
+    assert "runs/evaluate/quick/scores.md" in after_run(load("yamls/evaluate/quick.yaml"))
+    assert "biphasic report runs/sweep" in after_run(load("yamls/sweep/paper.yaml"))

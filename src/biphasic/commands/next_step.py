@@ -66,11 +66,8 @@ def after_export(folder: Path) -> str:
     )
 
 
-def after_run(config: Config, file: str) -> str:
-    """Return the next step after a pretraining run, a fine-tuning, an evaluation, or a sweep without failures.
-
-    `file` is the job's YAML, as on the command line.
-    """
+def after_run(config: Config) -> str:
+    """Return the next step after a pretraining run, a fine-tuning, an evaluation, or a sweep without failures."""
     if config.job == "pretrain":
         return _next("biphasic", "export", config.checkpoint_destination, str(config.run_folder / "encoder"))
     if config.job == "finetune":
@@ -87,10 +84,8 @@ def after_run(config: Config, file: str) -> str:
         if not Path(config.model.path).is_dir():
             return table
         return f"{table}; onto the model's card: biphasic export {config.model.path} --results {config.run_folder}"
-    if config.job == "sweep":
-        report = f"biphasic report {config.output} --against FILE.csv"
-        return f"next: the tables are in {config.output}/report; {report} compares them with published ones"
-    return f"next: python src/main.py {file} --plan"
+    report = f"biphasic report {config.output} --against FILE.csv"
+    return f"next: the tables are in {config.output}/report; {report} compares them with published ones"
 
 
 def _next(*words: str) -> str:

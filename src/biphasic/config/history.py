@@ -138,9 +138,8 @@ def _phases(config: PretrainConfig) -> list[_Part]:
             rule[switch], shown[switch] = str(start), _text(before.until or end, end)
         rule[f"{key}.name"] = phase.name
         if isinstance(phase, MLMPhase):
-            ratio = phase.masking_ratio
-            ramp = f"{ratio.start} to {ratio.end} at {span.end}" if isinstance(ratio, RampConfig) else str(ratio)
-            rule[f"{key}.masking_ratio"] = ramp
+            end_of_ramp = f" at {span.end}" if isinstance(phase.masking_ratio, RampConfig) else ""
+            rule[f"{key}.masking_ratio"] = f"{phase.masking_ratio}{end_of_ramp}"
         # Compare every other key of a phase, including keys that are added to the schema later.
         first = {} if span.index else {"reset_optimizer": True}
         others = phase.model_dump(mode="json", exclude={"name": True, "until": True, "masking_ratio": True, **first})

@@ -17,7 +17,7 @@ from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.stream_record import StreamRecord, split_conversion_path
-from biphasic.config.timeline import MLMPhase, RampConfig, decay_start, resolve_phases
+from biphasic.config.timeline import MLMPhase, decay_start, resolve_phases
 
 
 @dataclass
@@ -171,16 +171,13 @@ def _batch(time: Duration, config: PretrainConfig) -> int | None:
 def _phases(config: PretrainConfig) -> Iterator[dict[str, Any]]:
     """Yield each phase with its first and last batch, counted from 0, and its tokens."""
     for span in resolve_phases(config.objective.phases, config.max_duration):
-        first, end, ratio = _batch(span.start, config), _batch(span.end, config), None
-        if isinstance(span.phase, MLMPhase):
-            ratio = span.phase.masking_ratio
-            ratio = f"{ratio.start} to {ratio.end}" if isinstance(ratio, RampConfig) else str(ratio)
+        first, end = _batch(span.start, config), _batch(span.end, config)
         yield {
             "objective": span.phase.name,
             "first_batch": first,
             "last_batch": None if end is None else end - 1,
             "tokens": None if first is None or end is None else (end - first) * config.batch_shape.size,
-            "masking_ratio": ratio,
+            "masking_ratio": str(span.phase.masking_ratio) if isinstance(span.phase, MLMPhase) else None,
         }
 
 

@@ -26,6 +26,9 @@ class RampConfig(Section):
     end: Share
     """Masking ratio at the end of the phase."""
 
+    def __str__(self) -> str:
+        return f"{self.start} to {self.end}"
+
 
 class ReplacementConfig(Section):
     """How selected tokens are replaced; the shares add up to 1. Default: always by the mask token, as in EuroBERT's code."""
@@ -184,12 +187,12 @@ def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: B
         yield ["schedule.decay", "max_duration"], message
         return
     warmup, decay = schedule.warmup.resolve(max_duration), schedule.decay.resolve(max_duration)
-    in_epochs = [key for key, length in (("warmup", warmup), ("decay", decay)) if length.value and length.unit == "ep"]
+    in_epochs = [name for name, time in (("warmup", warmup), ("decay", decay)) if time.value and time.unit == "ep"]
+    for name in in_epochs:
+        subject = "expected the length of the warmup" if name == "warmup" else "a decay needs max_duration"
+        message = f"{subject} in {_COUNTED}, not in epochs; got {getattr(schedule, name)} of {max_duration}"
+        yield [f"schedule.{name}", "max_duration"], message
     if in_epochs:
-        for name in in_epochs:
-            where = f"{_COUNTED}, not in epochs; got {getattr(schedule, name)} of {max_duration}"
-            subject = "expected the length of the warmup" if name == "warmup" else "a decay needs max_duration"
-            yield [f"schedule.{name}", "max_duration"], f"{subject} in {where}"
         return
     if batch.not_before(warmup, max_duration):
         yield ["schedule.warmup", "max_duration"], f"expected less than max_duration ({max_duration})"
