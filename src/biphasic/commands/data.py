@@ -12,7 +12,6 @@ from biphasic.commands.next_step import after_conversion, after_tasks
 from biphasic.commands.parser import argument, command, count, file_arguments, positive
 from biphasic.commands.plan import print_job_plan
 from biphasic.errors import UserError
-from biphasic.ranks import REFUSED
 from biphasic.storage import is_remote, join
 
 _VOCABULARY = 32_768
@@ -199,13 +198,13 @@ def tasks(options: Namespace) -> int:
     from biphasic.config.tasks import TasksConfig
 
     config = load_job(TasksConfig, options.file, [text for text in options.rest if "=" in text])
-    from biphasic.downstream.prepare import chosen_tasks, describe_plan, describe_record
+    from biphasic.downstream.prepare import chosen_tasks, describe_record, plan_tasks
 
     names = chosen_tasks(config, [text for text in options.rest if "=" not in text])
-    plan, refused = describe_plan(config, names)
-    print(plan)
+    plan = plan_tasks(config, names)
     if options.plan:
-        return REFUSED if refused else 0
+        return print_job_plan(plan)
+    print(plan.describe())
     from biphasic.downstream.prepare import prepare_task
 
     failed = []

@@ -63,11 +63,9 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
             options.draw.write_text(draw_study(config), encoding="utf-8")
         return 0
     if config.job == "tasks":
-        from biphasic.downstream.prepare import describe_plan
+        from biphasic.downstream.prepare import plan_tasks
 
-        text, refused = describe_plan(config, list(config.tasks))
-        print(config.model_dump_json(indent=2) if options.json else text)
-        return REFUSED if refused else 0
+        return print_job_plan(plan_tasks(config, list(config.tasks)), options.json)
     if config.job == "finetune":
         from biphasic.finetuning.plan import plan_finetuning
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from biphasic.config.plan import JobPlan
 from biphasic.config.tasks import (
     ClassificationSet,
     DatasetConfig,
@@ -230,13 +231,9 @@ def chosen_tasks(config: TasksConfig, names: list[str]) -> list[str]:
     return names or list(config.tasks)
 
 
-def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
-    """Return what will be read and written, and whether a task would fail.
-
-    The first rows of local data are read. Datasets on the hub are not looked up.
-    """
-    refused = False
-    lines = [f"{len(names)} tasks to {config.output}"]
+def plan_tasks(config: TasksConfig, names: list[str]) -> JobPlan:
+    """Return the plan. The first rows of local data are read. Datasets on the hub are not looked up."""
+    job_plan = JobPlan(config.output, f"{config.job}, {len(names)} task{'s' * (len(names) > 1)}")
     for name in names:
         task = config.tasks[name]
         if isinstance(task, RetrievalSet):
@@ -254,14 +251,13 @@ def describe_plan(config: TasksConfig, names: list[str]) -> tuple[str, bool]:
         missing = [path for path in made if not glob.glob(os.path.expanduser(path), recursive=True)]
         done = finished_record(name, config) is not None
         state = f"{', finished already' if done else ''} [{task.license}]"
-        lines.append(f"  {name:<12} {task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}")
+        job_plan.lines[name] = f"{task.kind}, from {', '.join(sources)}: {', '.join(splits)}{state}"
         if done:
             continue
-        lines += [f"  MISSING      {path}: there is no such file or folder" for path in missing]
+        job_plan.missing += [f"{name}: {path}: there is no such file or folder" for path in missing]
         if not missing and (problem := find_problem(name, config)) is not None:
-            lines.append(f"  PROBLEM      {problem}")
-            refused = True
-    return "\n".join(lines), refused
+            job_plan.problems.append(problem if problem.startswith(f"{name}: ") else f"{name}: {problem}")
+    return job_plan
 
 
 def describe_record(name: str, path: str, record: dict[str, Any]) -> str:
