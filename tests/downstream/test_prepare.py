@@ -208,7 +208,9 @@ def test_a_failing_task_does_not_stop_the_others(sets: dict[str, str], tmp_path:
     assert "finished already" in sst2 and "finished already" not in qqp
     assert problem.startswith(f"  PROBLEM        qqp: {tmp_path / 'nothing'}") and "there is no such folder" in problem
     made = run([str(YAML), "qqp", *overrides, "tasks.qqp.source.path=data/nothing-yet", "--plan"])
-    assert made.returncode == 0 and "  MISSING        qqp: data/nothing-yet: there is no such file" in made.stdout, made.stderr
+    assert made.returncode == 0 and "  MISSING        qqp: data/nothing-yet: there is no such file" in made.stdout, (
+        made.stderr
+    )
     unknown = run([str(YAML), "sst3", *overrides])
     assert unknown.returncode == 2 and unknown.stderr.startswith("no task 'sst3' (there are: sst2, mnli")
 

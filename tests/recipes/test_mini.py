@@ -22,8 +22,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
 from biphasic.config.model_names import facets_of_models, facets_of_name
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
+from biphasic.config.study import StudyConfig, expand
 from biphasic.config.sweep import SweepConfig
 from biphasic.config.tasks import TasksConfig
 from biphasic.report.reference import read_reference

@@ -18,8 +18,7 @@ import yaml
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
+from biphasic.config.study import StudyConfig, expand
 from biphasic.errors import UserError
 from biphasic.study.run import pretrain
 from biphasic.study.state import RunState

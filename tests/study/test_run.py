@@ -13,14 +13,12 @@ import pytest
 import torch
 import yaml
 
-from biphasic.config.architecture import Architecture
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import load
-from biphasic.config.model import architecture_of
+from biphasic.config.model import Architecture, architecture_of
 from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
+from biphasic.config.study import StudyConfig, expand
 from biphasic.evaluation.run import run as run_evaluation
 from biphasic.model.encoder import load_encoder
 from biphasic.report.run import write_report

@@ -97,8 +97,8 @@ def print_job_plan(job_plan: JobPlan, as_json: bool = False, after: str = "") ->
 
 def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     from biphasic.checkpointing.start_rules import plan_start
+    from biphasic.config.data import read_conversions
     from biphasic.config.plan import StartPlan, plan
-    from biphasic.config.stream_record import read_conversions
     from biphasic.data.conversion_checks import RowChecks, check_rows
 
     results: dict[str, Any] = {}

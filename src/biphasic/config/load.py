@@ -51,7 +51,7 @@ def load(file: str | Path, overrides: list[str] | None = None, ranks: int = 1) -
             raise ConfigError([_base_problem(Path(file))]) from None
         raise
     if config.job == "study":
-        from biphasic.config.study_models import expand
+        from biphasic.config.study import expand
 
         expand(config, tree, ranks)
     return config

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from filelock import FileLock, Timeout
 
-from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.packing import token_dtype
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.sources import Sources

@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from biphasic.config.convert import ConvertConfig
-from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED
+from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.output import (
     CONVERSION_LOG,

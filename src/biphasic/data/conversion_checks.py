@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from biphasic.config.data import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, read_conversions
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.stream_record import CONVERSION_RECORD, CONVERSION_STARTED, StreamRecord, read_conversions
 from biphasic.data.mds_reader import INDEX
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError

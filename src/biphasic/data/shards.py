@@ -12,8 +12,7 @@ from streaming import Stream
 from streaming.base.format import Reader
 from streaming.base.storage.download import DOWNLOADER_MAPPINGS, AzureDownloader
 
-from biphasic.config.data import MixedStreamConfig, StreamConfig
-from biphasic.config.stream_record import CONVERSION_STARTED, split_conversion_path
+from biphasic.config.data import CONVERSION_STARTED, MixedStreamConfig, StreamConfig, split_conversion_path
 from biphasic.data.mds_reader import INDEX, shard_file
 from biphasic.errors import Unavailable, UserError
 from biphasic.storage import azure_account, file_hash, first_line, is_inside, is_unreachable, open_store, user_errors

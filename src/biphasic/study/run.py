@@ -8,8 +8,7 @@ from pathlib import Path, PurePosixPath
 from biphasic.config.durations import Duration
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor, StudyConfig
-from biphasic.config.study_models import overrides_of
+from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor, StudyConfig, overrides_of
 from biphasic.errors import UserError
 from biphasic.storage import open_store
 from biphasic.study.executors import jobs_in_slurm, run_command, submit_to_slurm, train_here

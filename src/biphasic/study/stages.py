@@ -12,8 +12,7 @@ from typing import Literal
 from biphasic.checkpointing.manifest import manifest_name, read_manifest
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump, load_job
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
+from biphasic.config.study import StudyConfig, expand
 from biphasic.config.sweep import SweepConfig, SweepModel
 from biphasic.errors import UserError
 from biphasic.export.folder import EXPORT_FILE

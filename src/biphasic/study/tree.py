@@ -12,8 +12,7 @@ from itertools import combinations
 
 from biphasic.config.history import first_difference
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.study import StudyConfig
-from biphasic.config.study_models import expand
+from biphasic.config.study import StudyConfig, expand
 from biphasic.config.timeline import decay_start
 from biphasic.errors import UserError
 

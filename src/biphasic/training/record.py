@@ -14,9 +14,9 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing.schedule import elapsed
+from biphasic.config.data import read_conversions
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.stream_record import read_conversions
 from biphasic.config.timeline import resolve_phases
 from biphasic.data.conversion_checks import row_problems
 from biphasic.data.tokenizer import Tokenizer
