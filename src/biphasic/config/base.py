@@ -59,6 +59,7 @@ Positive = Annotated[int, Field(gt=0, lt=2**63), whole]
 Count = Annotated[int, Field(ge=0, lt=2**63), whole]
 Seed = Annotated[int, Field(ge=0, lt=2**32), whole]
 Share = Annotated[float, Field(gt=0, lt=1)]
+Names = Annotated[list[str], Field(min_length=1)]
 
 
 class Bytes(ByteSize):

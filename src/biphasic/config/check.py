@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import Any
 
 from pydantic import ValidationError
@@ -84,14 +85,10 @@ def _validate(
 
 
 def _remove(content: Any, keys: list[str]) -> None:
-    for key in keys[:-1]:
-        content = content[int(key)] if isinstance(content, list) else content.get(key)
-        if not isinstance(content, dict | list):
-            return
-    if isinstance(content, dict):
-        content.pop(keys[-1], None)
-    elif keys[-1].isdigit() and int(keys[-1]) < len(content):
-        content.pop(int(keys[-1]))
+    with suppress(LookupError, TypeError):  # a key that is missing
+        for key in keys[:-1]:
+            content = content[int(key) if isinstance(content, list) else key]
+        del content[int(keys[-1]) if isinstance(content, list) else keys[-1]]
 
 
 def _is_type(detail: ErrorDetails) -> bool:

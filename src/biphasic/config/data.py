@@ -88,12 +88,12 @@ class DataConfig(Section):
         return self.streams if self.validation is None else {**self.streams, "data.validation": self.validation}
 
 
-def expand_folder(content: dict[str, Any]) -> dict[str, Any]:
+def expand_folder(content: Any) -> Any:
     """Return a pretraining YAML's content with the keys that `data.folder` implies: the streams and `tokenizer`.
 
     Explicit keys are kept, including `validation: null`; `data_problems` reports those that contradict `data.folder`.
     """
-    data = content.get("data")
+    data = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
         return content
     folder, cache = data["folder"].rstrip("/"), data.get("cache", _CACHE)

@@ -7,14 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Bytes, KeyProblems, LocalPath, RunConfig, Size, distinct, matching
+from biphasic.config.base import Bytes, KeyProblems, LocalPath, Names, RunConfig, Size, distinct, matching
 from biphasic.config.finetune import EncoderConfig
 
 PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
 """Supported pooling modes of sentence-transformers."""
-
-
-Names = Annotated[list[str], Field(min_length=1)]
 
 
 class EvaluatedModel(EncoderConfig):

@@ -89,7 +89,10 @@ def constant_differences(
     first: PretrainConfig, second: PretrainConfig, overrides: Sequence[str] = ()
 ) -> Iterator[Difference]:
     """Yield the differing keys that affect every batch, in alphabetical order."""
-    before, now = _constants(first), _constants(second)
+    before, now = (
+        dict(flatten(config.model_dump(mode="json", exclude=_NOT_COMPARED_AS_CONSTANTS, exclude_none=True)))
+        for config in (first, second)
+    )
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key) and not is_overridden(key, overrides):
             old, new = (repr(values[key]) if key in values else "nothing" for values in (before, now))
@@ -99,11 +102,6 @@ def constant_differences(
 def is_overridden(key: str, overrides: Sequence[str]) -> bool:
     """Return whether a key, or a section that contains it, is one of `overrides`."""
     return any(within(key, name) for name in overrides)
-
-
-def _constants(config: PretrainConfig) -> dict[str, Any]:
-    """Return the keys that affect every batch with their values."""
-    return dict(flatten(config.model_dump(mode="json", exclude=_NOT_COMPARED_AS_CONSTANTS, exclude_none=True)))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ The classes mirror the YAML's sections. `config.model`, `config.data` and `confi
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -171,10 +171,7 @@ class PretrainConfig(RunConfig):
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are logged."""
 
-    @model_validator(mode="before")
-    @classmethod
-    def _expand_folder(cls, content: Any) -> Any:
-        return expand_folder(content) if isinstance(content, dict) else content
+    _expand_folder = model_validator(mode="before")(expand_folder)
 
     @property
     def checkpoint_destination(self) -> str:

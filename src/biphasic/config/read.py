@@ -165,19 +165,17 @@ def _require_shallow(text: str, name: str) -> None:
             raise _config_error(place, "", f"is nested in more than {_MAX_DEPTH} levels")
 
 
-def _places(node: yaml.Node, key: str, name: str) -> dict[str, str]:
-    """Return the line of every key below `node`."""
+def _places(node: yaml.Node, key: str, name: str) -> Iterator[tuple[str, str]]:
+    """Yield every key below `node` with its line."""
+    children: list[tuple[Any, yaml.Node, yaml.Node]] = []
     if isinstance(node, yaml.MappingNode):
-        children = [(str(child.value), child, value) for child, value in node.value]
+        children = [(child.value, child, value) for child, value in node.value]
     elif isinstance(node, yaml.SequenceNode):
-        children = [(str(index), value, value) for index, value in enumerate(node.value)]
-    else:
-        return {}
-    places: dict[str, str] = {}
+        children = [(index, value, value) for index, value in enumerate(node.value)]
     for part, marked, value in children:
         full = f"{key}.{part}".lstrip(".")
-        places |= {full: f"{name}:{marked.start_mark.line + 1}", **_places(value, full, name)}
-    return places
+        yield full, f"{name}:{marked.start_mark.line + 1}"
+        yield from _places(value, full, name)
 
 
 def _override(text: str, tree: KeyTree) -> None:

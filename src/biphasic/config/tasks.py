@@ -7,9 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Section, Seed, Share, whole
-
-Columns = Annotated[list[str], Field(min_length=1)]
+from biphasic.config.base import Address, JobConfig, KeyProblems, LocalPath, Name, Names, Section, Seed, Share, whole
 
 
 class DatasetConfig(Section):
@@ -22,11 +20,11 @@ class DatasetConfig(Section):
     revision: str | None = None
     """Commit, tag or branch. Default: the newest commit, which is recorded. Datasets that are published as a loading script
     are read from `refs/convert/parquet`."""
-    files: dict[str, Columns] | None = None
+    files: dict[str, Names] | None = None
     """Files of each split: patterns within `path`, or without `path` local files, also compressed (`.gz`, `.zst`):
     `.parquet`, `.jsonl`, `.json` (also SQuAD's own form), `.csv`, `.tsv`, or `.conll`, `.iob2`, `.iob`, `.bio` with a word
     and its label in each line."""
-    columns: Columns | None = None
+    columns: Names | None = None
     """Names of the columns of `.csv` and `.tsv` files without a header, or of `.conll` files. Default: the first row of a
     table; `tokens` and `labels` in a `.conll` file."""
     quoting: Literal["none", "standard"] | None = None
@@ -85,7 +83,7 @@ class ClassificationSet(_SupervisedSet):
     """Column with the second text. Null: single texts."""
     label_column: str = "label"
     """Column with the label, a number or a name."""
-    label_names: Columns | None = None
+    label_names: Names | None = None
     """In the order of the label numbers. Default: the dataset's own names."""
 
 
@@ -97,7 +95,7 @@ class TokensSet(_SupervisedSet):
     """Column with the words."""
     labels_column: str
     """Column with a label for each word."""
-    label_names: Columns | None = None
+    label_names: Names | None = None
     """In the order of the label numbers. Default: the dataset's own names."""
 
 
@@ -128,7 +126,7 @@ class CorpusConfig(TableConfig):
 
     id_column: str = "_id"
     """Column with the documents' ids."""
-    text_columns: Columns = ["text"]
+    text_columns: Names = ["text"]
     """Columns of a document's text, such as title and text, which are joined."""
     separator: str = ". "
     """Separator between the texts of several columns. Empty texts are left out."""
