@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from biphasic.commands.next_step import STAGES, after_run, after_stage
+from biphasic.commands.next_step import after_run
 from biphasic.commands.parser import Parser, argument, file_arguments, positive
 from biphasic.commands.plan import PLAN_ARGUMENTS, print_plan
 from biphasic.devices import set_allocators
@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     from biphasic.config.study import StudyConfig
     from biphasic.config.sweep import SweepConfig
 
+_STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
+"""The stages of a study, in order."""
 _ARGUMENTS = (
     argument("--limit", type=positive, metavar="N", help="sweeps and studies: start at most N trials or runs"),
     argument("--retry-failed", action="store_true", help="sweeps: run failed trials again"),
-    argument("--stage", choices=STAGES, help="studies: the stage to run; default: pretrain"),
+    argument("--stage", choices=_STAGES, help="studies: the stage to run; default: pretrain"),
 )
 _JOBS_OF_OPTIONS = {
     "stage": ("study",),
@@ -127,7 +129,8 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         else:
             status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
     if status == 0:
-        print(_SAME_COMMAND if options.limit else after_stage(options.file, stage))
+        following = _STAGES[_STAGES.index(stage) + 1]
+        print(_SAME_COMMAND if options.limit else f"next: python src/main.py {options.file} --stage {following}")
     return status
 
 

@@ -53,5 +53,7 @@ def test_exports_of_a_bucket_are_local(tmp_path: Path, monkeypatch: pytest.Monke
     study = load("recipes/paper/study.yaml", ["folder=s3://bucket/paper", f"output={tmp_path}"])
     assert isinstance(study, StudyConfig)
     assert encoder_folder(study, "1b-clm-42k") == tmp_path / "1b-clm-42k" / "encoder"
-    assert study.sweep_output == "s3://bucket/paper/sweep"
+    encoder_folder(study, "1b-clm-42k").mkdir(parents=True)
+    (encoder_folder(study, "1b-clm-42k") / "biphasic.json").touch()
+    assert sweep_config(study).output == "s3://bucket/paper/sweep"
     assert study.checkpoints_of("1b-clm-42k") == "s3://bucket/paper/1b-clm-42k"

@@ -25,8 +25,6 @@ _EXAMPLES = {
     "retrieval": "own_retrieval",
 }
 """A fine-tuning YAML for each kind of task."""
-STAGES = ("pretrain", "export", "finetune", "evaluate", "report")
-"""The stages of a study, in order."""
 
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
@@ -90,8 +88,3 @@ def after_run(config: Config) -> str:
 
 def _next(*words: str) -> str:
     return f"next: {shlex.join(words)}"
-
-
-def after_stage(file: str, stage: str) -> str:
-    """Return the next step after a finished stage of a study."""
-    return f"next: python src/main.py {file} --stage {STAGES[STAGES.index(stage) + 1]}"

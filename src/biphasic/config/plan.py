@@ -289,10 +289,11 @@ def _plan_datasets(
     streams, first_row = config.data.streams, config.data.first_row(config.global_batch_size)
     records = {key: each for key, each in records.items() if each.split.get("rows") and each.split.get("tokens")}
     shares = {key: getattr(stream, "proportion", 1.0) for key, stream in streams.items()}
-    epoch_rows = config.data.epoch_rows
-    if epoch_rows is None and len(records) == len(streams):
-        epoch_rows = sum(record.split["rows"] for record in records.values())
-    run_rows = _run_rows(config, batches, records, shares, epoch_rows)
+    epoch_rows, tokens_per_row = config.data.epoch_rows, None
+    if len(records) == len(streams):
+        epoch_rows = epoch_rows or sum(record.split["rows"] for record in records.values())
+        tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in records.items())
+    run_rows = _run_rows(config, batches, epoch_rows, tokens_per_row)
     about = "about " if config.max_duration.unit == "tok" else ""
     datasets, lines, warnings = list[dict[str, Any]](), list[str](), list[str]()
     if first_row:
@@ -329,11 +330,7 @@ def _plan_datasets(
 
 
 def _run_rows(
-    config: PretrainConfig,
-    batches: int | None,
-    records: Mapping[str, StreamRecord],
-    shares: dict[str, float],
-    epoch_rows: int | None,
+    config: PretrainConfig, batches: int | None, epoch_rows: int | None, tokens_per_row: float | None
 ) -> int | None:
     end, batch_rows = config.max_duration, config.global_batch_size
     if end.unit == "ep":
@@ -341,8 +338,7 @@ def _run_rows(
             return None
         rows = epoch_rows // batch_rows * batch_rows
         return int(end.value) * rows - config.data.first_row(batch_rows) % rows
-    if end.unit == "tok" and len(records) == len(shares):
-        tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in records.items())
+    if end.unit == "tok" and tokens_per_row is not None:
         return math.ceil(round(end.value / (tokens_per_row * batch_rows), 6)) * batch_rows
     return None if batches is None else batches * batch_rows
 

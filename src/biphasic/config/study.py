@@ -132,11 +132,6 @@ class StudyConfig(JobConfig):
         return place if is_remote(place) else join(place, "checkpoints")
 
     @property
-    def sweep_output(self) -> str:
-        """Folder or bucket prefix of the records of the fine-tuning stage."""
-        return join(self.folder, "sweep")
-
-    @property
     def continues(self) -> dict[str, str]:
         """For each model that continues another, the name of the other."""
         return {name: str(keys[CONTINUES]) for name, keys in self.models.items() if CONTINUES in keys}

@@ -99,7 +99,7 @@ def sweep_config(study: StudyConfig) -> SweepConfig:
     sweep = load_job(SweepConfig, _required(study, "finetune"))
     models, names = scored_models(study), _exported(study)
     swept = {name: SweepModel(path=str(encoder_folder(study, name)), steps=models[name].steps) for name in names}
-    return sweep.model_copy(update={"models": swept, "output": study.sweep_output})
+    return sweep.model_copy(update={"models": swept, "output": join(study.folder, "sweep")})
 
 
 def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path], int] | None = None) -> int:
