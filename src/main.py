@@ -102,6 +102,7 @@ def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None 
 
 
 def _study(config: StudyConfig, options: argparse.Namespace) -> int:
+    """Run a stage. Pretraining starts the runs that are not done; once all are done, the totals are printed."""
     stage = options.stage or "pretrain"
     if options.plan and stage != "finetune":
         raise UserError(f"--plan is for --stage pretrain and --stage finetune; got {stage}")
@@ -116,7 +117,14 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         write_report(list(dict.fromkeys([config.folder, config.local_folder])))
         return 0
     if stage == "pretrain":
-        status = _pretrain_study(config, options.limit)
+        from biphasic.study.plan import describe_totals, plan_study, trained_totals
+        from biphasic.study.run import pretrain
+
+        status = pretrain(config, options.limit)
+        if status == 0:
+            study_plan = plan_study(config)
+            if all(run.state == "done" for run in study_plan.runs):
+                print(describe_totals(trained_totals(config), study_plan))
     else:
         from biphasic.study.stages import evaluate, export, sweep_config
 
@@ -131,19 +139,6 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
     if status == 0:
         following = _STAGES[_STAGES.index(stage) + 1]
         print(_SAME_COMMAND if options.limit else f"next: python src/main.py {options.file} --stage {following}")
-    return status
-
-
-def _pretrain_study(config: StudyConfig, limit: int | None) -> int:
-    """Train the runs that are not done. Once all are done, print the totals."""
-    from biphasic.study.plan import describe_totals, plan_study, trained_totals
-    from biphasic.study.run import pretrain
-
-    status = pretrain(config, limit)
-    if status == 0:
-        study_plan = plan_study(config)
-        if all(run.state == "done" for run in study_plan.runs):
-            print(describe_totals(trained_totals(config), study_plan))
     return status
 
 

@@ -158,7 +158,13 @@ class FinetuneConfig(RunConfig):
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values for a run of `ranks` processes."""
-        yield from self._length_problems()
+        end, warmup = self.max_duration, self.warmup
+        if end.unit in ("dur", "tok") or not end.value:
+            yield ["max_duration"], "expected a positive length in batches, rows or epochs"
+        elif warmup.unit not in ("dur", end.unit):
+            yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end})"
+        elif warmup.resolve(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
+            yield ["warmup", "max_duration"], f"expected less than max_duration ({end})"
         if self.batch_size % ranks:
             yield ["batch_size"], f"expected a multiple of the number of ranks ({ranks})"
         if "lr" not in self.optimizer.model_fields_set and "optimizer" in self.model_fields_set:
@@ -174,12 +180,3 @@ class FinetuneConfig(RunConfig):
         scored = task.retrieval_sets if isinstance(task, RetrievalConfig) else task.scored
         if not scored and not self.save_model:
             yield ["save_model"], "is false and nothing is scored: the run would have no result"
-
-    def _length_problems(self) -> KeyProblems:
-        end, warmup = self.max_duration, self.warmup
-        if end.unit in ("dur", "tok") or not end.value:
-            yield ["max_duration"], "expected a positive length in batches, rows or epochs"
-        elif warmup.unit not in ("dur", end.unit):
-            yield ["warmup", "max_duration"], f"expected dur or the unit of max_duration ({end})"
-        elif warmup.resolve(end).value >= end.value and not (warmup.unit == "dur" and warmup.value < 1):
-            yield ["warmup", "max_duration"], f"expected less than max_duration ({end})"

@@ -201,7 +201,12 @@ def expand(study: StudyConfig, written: KeyTree | None = None, ranks: int = 1) -
     models; their keys begin with `models.NAME`, unless `base` causes the problem in every model.
     """
     written = written or KeyTree(Path("study"))
-    base = _base(study, written)
+    if study.base_file is None:
+        base = KeyTree(written.file)
+        base.update("job", "pretrain", {})
+    else:
+        base = read_tree(study.base_file, [])
+    _apply(study.base_keys, "base", base, written)
     configs: dict[str, PretrainConfig] = {}
     problems: dict[str, list[Problem]] = {}
     for name in study.models:
@@ -233,16 +238,6 @@ def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str,
             yield from _differences(value, base[name] if given else None, f"{key}.")
         elif values[name] != base[name] if given else not section.is_default(name):
             yield key, values[name]
-
-
-def _base(study: StudyConfig, written: KeyTree) -> KeyTree:
-    if study.base_file is None:
-        tree = KeyTree(written.file)
-        tree.update("job", "pretrain", {})
-    else:
-        tree = read_tree(study.base_file, [])
-    _apply(study.base_keys, "base", tree, written)
-    return tree
 
 
 def _expand(study: StudyConfig, name: str, base: KeyTree, written: KeyTree, ranks: int) -> PretrainConfig:
@@ -280,17 +275,13 @@ def _apply(keys: Mapping[str, Any], prefix: str, tree: KeyTree, written: KeyTree
 def _named(problems: dict[str, list[Problem]], study: StudyConfig, written: KeyTree) -> dict[Problem, None]:
     """Prefix all problems' keys with their model's name, except problems of the base, which are reported once."""
     everywhere = set.intersection(*(set(problems.get(name, [])) for name in study.models))
-    in_base = set(_places("base", written))
+    in_base = {at for key, at in written.where.items() if within(key, "base")}
     named: dict[Problem, None] = {}
     for name, model_problems in problems.items():
-        in_model = set(_places(f"models.{name}", written))
+        in_model = {at for key, at in written.where.items() if within(key, f"models.{name}")}
         for problem in model_problems:
             prefix = f"models.{name}."
             if problem in everywhere and problem.where not in in_model:
                 prefix = "base." if problem.where in in_base else ""
             named[replace(problem, key=f"{prefix}{problem.key}")] = None
     return named
-
-
-def _places(section: str, written: KeyTree) -> list[str]:
-    return [at for key, at in written.where.items() if within(key, section)]
