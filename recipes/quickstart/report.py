@@ -137,7 +137,7 @@ def read_labelling(report: Path) -> Labelling:
 def draw_scores(labelling: Labelling) -> bytes:
     """Draw the scores of token labelling with their intervals as PNG."""
     with default_style():
-        title = "token labelling, held-out packages: F1 (points), mean and 95% interval of 3 seeds"
+        title = "token labelling: F1 on held-out packages (points), 95% intervals"
         figure, [axes] = make_panels([title], columns=1, size=(6.4, 2.1))
         names = [name for name in NAMES if name in labelling.scores][::-1]
         for position, name in enumerate(names):
