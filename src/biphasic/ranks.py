@@ -92,6 +92,8 @@ def close_on_fault(close: Callable[[str], None]) -> Iterator[None]:
     ranks = _ranks
     if ranks is not None:
         ranks.close = close
+        # From here on, the rank before this one notices when this process ends.
+        ranks.registered.wait(_CLOSE_SECONDS)
     try:
         yield
     except BaseException as error:
@@ -149,6 +151,8 @@ class _Ranks:
         import torch.distributed  # noqa: F401 - imported here so that two threads do not import it at once
 
         self.close: Callable[[str], None] | None = None
+        self.registered = Event()
+        """Set once the other ranks know this process, or never will."""
         self._rank, self._count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self._local, self._node = int(os.environ.get("LOCAL_RANK", "0")), int(os.environ.get("NODE_RANK", "0"))
         self._next = self._rank - self._local + (self._local + 1) % int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -205,6 +209,7 @@ class _Ranks:
         # If rank 0 and its store are gone, each rank ends by itself.
         with suppress(RuntimeError, KeyError):
             self._exchange()
+        self.registered.set()
         self._first_known.set()
         self._all_done.set()
         if self._listener_ends_process:
@@ -224,6 +229,7 @@ class _Ranks:
         )
         store = distributed.PrefixStore("biphasic", connection)  # pyright: ignore[reportPrivateImportUsage]
         store.set(f"pid of {self._rank}", str(os.getpid()))
+        self.registered.set()
         while not self._wake.wait(_POLL_SECONDS):
             if self._next_has_ended(store):
                 fault = _Fault(self._next, self._node, FAILED, _ENDED, lost=True)
