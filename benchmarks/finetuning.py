@@ -75,7 +75,7 @@ def prepare(folder: Path, shape: Shape, validation: int = 256, test: int = 1024)
     from tokenizers import Tokenizer, models, pre_tokenizers, processors
     from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
-    from biphasic.config.model import Architecture
+    from biphasic.config.architecture import Architecture
     from biphasic.data.tokenizer import load_tokenizer
     from biphasic.downstream.writer import SCHEMAS
     from biphasic.export.formats import choose_format

@@ -32,7 +32,7 @@ from gpu_machine import describe_machine, roofline, synchronize
 from gpu_report import Report
 from torch import Tensor
 
-from biphasic.config.model import PRESETS, Architecture
+from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.devices import peak_flops
 from biphasic.model import layers, losses
 from biphasic.model.attention import BACKENDS, backend_available, choose_backend

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 
-from biphasic.config.model import PRESETS, Architecture
+from biphasic.config.architecture import PRESETS, Architecture
 
 RESULTS = Path(__file__).parent / "results"
 STRATEGIES = ("ddp", "fsdp2", "hsdp")

@@ -17,7 +17,7 @@ import torch
 from composer.devices import DeviceCPU, DeviceGPU
 
 import biphasic
-from biphasic.config.model import PRESETS
+from biphasic.config.architecture import PRESETS
 from biphasic.devices import rank_device, require_precision, set_allocators, supports_bf16
 from biphasic.errors import UserError
 from biphasic.model.language_model import from_hf_config, llama_config

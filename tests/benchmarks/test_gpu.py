@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from biphasic.config.model import Architecture
+from biphasic.config.architecture import Architecture
 from helpers.tiny import ROOT
 
 BENCHMARKS = ROOT / "benchmarks"

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.architecture import Architecture
 from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.load import dump, load
-from biphasic.config.model import Architecture
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import ScheduleConfig, learning_rate_factor

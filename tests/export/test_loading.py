@@ -18,7 +18,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from biphasic.config.model import PRESETS, Architecture
+from biphasic.config.architecture import PRESETS, Architecture
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.export import write
 from biphasic.export.finetuned import export_finetuned, require_exportable

@@ -31,7 +31,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
-from biphasic.config.model import Architecture
+from biphasic.config.architecture import Architecture
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export.finetuned import export_finetuned

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from biphasic.config.architecture import PRESETS
 from biphasic.config.load import dump, load
-from biphasic.config.model import PRESETS
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand, overrides_of
 from biphasic.config.timeline import decay_start

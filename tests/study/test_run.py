@@ -13,9 +13,10 @@ import pytest
 import torch
 import yaml
 
+from biphasic.config.architecture import Architecture
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import load
-from biphasic.config.model import Architecture, architecture_of
+from biphasic.config.model import architecture_of
 from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand

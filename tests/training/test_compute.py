@@ -13,7 +13,7 @@ import torch
 from composer.core import Event, State
 from composer.loggers import Logger
 
-from biphasic.config.model import PRESETS
+from biphasic.config.architecture import PRESETS
 from biphasic.config.pretrain import ComputeConfig
 from biphasic.errors import UserError
 from biphasic.model import attention, layers

@@ -12,7 +12,8 @@ import torch
 from composer.core import State
 from composer.loggers import Logger
 
-from biphasic.config.model import PRESETS, architecture_of
+from biphasic.config.architecture import PRESETS
+from biphasic.config.model import architecture_of
 from biphasic.devices import peak_flops
 from biphasic.training import meters, recipe
 from biphasic.training.meters import Meters

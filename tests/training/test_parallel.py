@@ -16,7 +16,7 @@ import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from biphasic.config.model import Architecture
+from biphasic.config.architecture import Architecture
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
 from biphasic.ranks import COLLECTIVE_SECONDS

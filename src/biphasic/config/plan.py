@@ -12,9 +12,10 @@ from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from biphasic.amounts import format_bytes
+from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.data import StreamRecord, split_conversion_path
 from biphasic.config.durations import Duration
-from biphasic.config.model import Architecture, architecture_of, shard_ranks
+from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, decay_start, resolve_phases
 

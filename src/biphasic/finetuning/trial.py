@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from biphasic.config.architecture import Architecture
 from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
-from biphasic.config.model import Architecture
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches

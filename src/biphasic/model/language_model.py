@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from biphasic.config.model import Architecture
+from biphasic.config.architecture import Architecture
 from biphasic.model import attention
 from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_sum

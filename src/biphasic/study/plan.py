@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from biphasic.amounts import format_bytes
-from biphasic.config.model import Architecture, architecture_of
+from biphasic.config.architecture import Architecture
+from biphasic.config.model import architecture_of
 from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, StudyCostConfig

@@ -13,7 +13,7 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.amounts import format_bytes
-from biphasic.config.model import Architecture
+from biphasic.config.architecture import Architecture
 from biphasic.devices import peak_flops
 from biphasic.training.step import PreparedBatch
 

@@ -16,7 +16,7 @@ from composer.utils.parallelism import FSDP2Config
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
-from biphasic.config.model import Architecture, shard_ranks
+from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.ranks import COLLECTIVE_SECONDS

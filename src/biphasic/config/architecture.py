@@ -1,0 +1,129 @@
+"""Compute parameters, FLOPs and memory from a model's dimensions. Imports neither torch nor transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """Dimensions of a Llama-style stack (RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases).
+
+    `head_dim` is a field because `heads * head_dim` differs from `hidden` in a few model families.
+    """
+
+    vocab_size: int
+    hidden: int
+    ffn: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tied: bool = False
+
+    @classmethod
+    def from_hf_config(cls, config: Any) -> Architecture:
+        """Read the dimensions from a Hugging Face configuration.
+
+        Raises AttributeError if a dimension is missing, as for other kinds of networks.
+        """
+        heads = config.num_attention_heads
+        return cls(
+            vocab_size=config.vocab_size,
+            hidden=config.hidden_size,
+            ffn=config.intermediate_size,
+            layers=config.num_hidden_layers,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            tied=getattr(config, "tie_word_embeddings", False),
+        )
+
+    @property
+    def layer_parameters(self) -> int:
+        """Number of parameters in a decoder layer, including its two norms."""
+        attention = self.hidden * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+        return attention + 3 * self.hidden * self.ffn + 2 * self.hidden
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Number of parameters in the input embedding."""
+        return self.vocab_size * self.hidden
+
+    @property
+    def head_parameters(self) -> int:
+        """Number of parameters in the language-model head; 0 if it is tied to the embedding."""
+        return 0 if self.tied else self.embedding_parameters
+
+    @property
+    def body_parameters(self) -> int:
+        """Number of parameters without the embedding and the head."""
+        return self.layers * self.layer_parameters + self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Total number of parameters."""
+        return self.body_parameters + self.embedding_parameters + self.head_parameters
+
+    def flops(self, lengths: Iterable[int], causal: bool, predicted: float) -> float:
+        """Return the FLOPs of a training step, the numerator of MFU (PaLM, appendix B).
+
+        A multiplication and an addition count as two; the backward pass counts as twice the forward pass. Included are
+        the layers' matrix products, attention between tokens that see each other, and logits; recomputation is not.
+
+        Args:
+            lengths: number of tokens in each segment.
+            causal: whether a token attends only to itself and earlier tokens of its segment.
+            predicted: number of positions with logits.
+        """
+        head = 2 * self.vocab_size * self.hidden * predicted
+        return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
+
+    def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
+        """Return HFU's numerator: `flops` plus a forward pass of `recomputed` layers. `lengths` include padding."""
+        lengths = list(lengths)
+        return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
+
+    def _layers_forward(self, lengths: list[int], causal: bool, layers: int) -> float:
+        pairs = sum(length * (length + 1) // 2 if causal else length * length for length in lengths)
+        matrices = 2 * (self.layer_parameters - 2 * self.hidden) * sum(lengths)
+        return layers * (matrices + 4 * self.heads * self.head_dim * pairs)
+
+    def state_bytes(self, shards: int) -> int:
+        """Return the bytes of fp32 weights, gradients and Adam's two moments on each of `shards` ranks."""
+        return 16 * self.parameters // shards
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Bytes of the buckets in which DDP sums fp32 gradients over ranks: a second copy of the gradients."""
+        return 4 * self.parameters
+
+    @property
+    def checkpoint_bytes(self) -> int:
+        """Bytes of a checkpoint: weights and Adam's two moments in fp32."""
+        return 12 * self.parameters
+
+    def activation_bytes(self, tokens: int, bytes_per_value: int) -> int:
+        """Estimate the bytes that `tokens` store for the backward pass without activation checkpointing.
+
+        Each tensor that autograd saves counts once. Per layer: inputs and outputs of the two norms, queries, keys and
+        values, the attention output, and the MLP's gate, up, activation and product.
+        """
+        per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
+        return tokens * self.layers * per_layer * bytes_per_value
+
+
+def shard_ranks(degree: int | str, ranks: int, ranks_of_a_machine: int) -> int:
+    """Return the number of ranks that share one copy of the model. `degree` is `parallelism.shard_degree`."""
+    return {"all": ranks, "node": ranks_of_a_machine}[degree] if isinstance(degree, str) else degree
+
+
+# EuroBERT's (Llama 3's) vocabulary, untied heads. Sources: the paper's appendix, table 1; for 210m and 610m also
+# EuroBERT's public code.
+PRESETS = {
+    "210m": Architecture(128_256, hidden=768, ffn=3072, layers=12, heads=12, kv_heads=12, head_dim=64),
+    "610m": Architecture(128_256, hidden=1152, ffn=4096, layers=26, heads=18, kv_heads=6, head_dim=64),
+    "1b": Architecture(128_256, hidden=1728, ffn=5120, layers=28, heads=18, kv_heads=6, head_dim=96),
+}
