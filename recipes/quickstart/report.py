@@ -198,18 +198,17 @@ def retrieval_table(scores: dict[str, Any]) -> list[str]:
     return lines
 
 
-def summary(labelling: Labelling, scores: dict[str, Any]) -> str:
-    """Return the two tables and what they show as text."""
-    lines = [
-        conclusion(labelling),
-        "",
+def comparison(labelling: Labelling, scores: dict[str, Any]) -> list[str]:
+    """Return the lines of the two tables, each below what it shows."""
+    return [
         LABELLING,
+        "",
         *labelling_table(labelling),
         "",
         f"{RETRIEVAL.format(**scores)} {BM25}",
+        "",
         *retrieval_table(scores),
     ]
-    return "\n".join(lines) + "\n"
 
 
 def losses_table(runs: dict[str, list[dict[str, Any]]]) -> list[str]:
@@ -274,16 +273,15 @@ def main(arguments: list[str] | None = None) -> int:
     store = open_store(str(folder))
     store.write("losses.png", draw_losses(folder, runs))
     store.write("scores.png", draw_scores(labelling))
-    store.write("summary.txt", summary(labelling, scores).encode())
+    tables = comparison(labelling, scores)
+    store.write("summary.txt", "\n".join([conclusion(labelling), "", *tables, ""]).encode())
     parts = [
         "# Quickstart\n",
         f"{conclusion(labelling)}\n",
         "Text in, encoders out, on this machine: the same tokens for MLM alone, for CLM and then MLM, and for CLM alone.\n",
         "![F1 of token labelling](scores.png)\n",
-        f"{LABELLING} Rates, seeds and more: `sweep/report/report.md`.\n",
-        *labelling_table(labelling),
-        f"\n{RETRIEVAL.format(**scores)} {BM25}\n",
-        *retrieval_table(scores),
+        *tables,
+        "\nThe sweep's own report, with rates and seeds: `sweep/report/report.md`.",
         "\n## Pretraining\n",
         "![losses](losses.png)\n",
         "Lines with dots are validation; thin lines are training, as means of bins of batches.\n",

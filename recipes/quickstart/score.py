@@ -1,7 +1,7 @@
 """Score the quickstart's encoders that were fine-tuned on retrieval, and BM25, with mteb. Writes FOLDER/scores.json.
 
-A docstring's first line should find the rest of it. Queries are of the test packages; the documents are theirs and those of
-the validation packages.
+Each query is the first line of a docstring of a test package, and its relevant document is the rest of that docstring. The
+queries search the documents of the test and validation packages.
 
     python recipes/quickstart/score.py runs/quickstart
 """
