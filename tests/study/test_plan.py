@@ -57,15 +57,20 @@ def study_of(path: Path, *overrides: str) -> StudyConfig:
     return config
 
 
-def test_the_38_models(configs: dict[str, PretrainConfig]) -> None:
+def test_the_38_models(study: StudyConfig, configs: dict[str, PretrainConfig]) -> None:
     assert len(configs) == 38
-    base = [name for name in configs if name.count("-") == 2]
-    continued = [name for name in configs if "-dec42k-" in name]
-    assert len(base) == 15 and len(continued) == 6 and len(configs) - len(base) - len(continued) == 17
-    # Names that are on the hub.
-    known = "610m-clm-42k 1b-mlm50-42k 610m-clm-10k-mlm40-42k 610m-clm-3k-mlm40-12k 610m-clm-9k-mlm40-12k "
-    known += "610m-clm-21k-mlm40-42k 610m-clm-40k-mlm20-42k 610m-mlm40-dec42k-mlm40-54k 210m-mlm40-42k"
-    assert set(known.split()) <= set(configs)
+    # The 50 folders of the authors' published scores.
+    splits = {12: (3, 6, 9), 22: (5, 11, 17), 42: (10, 21, 32)}
+    published = {f"610m-clm-{first}k-mlm40-{total}k" for total, firsts in splits.items() for first in firsts}
+    published |= {"610m-mlm40-12k", "610m-clm-12k", "610m-mlm40-22k", "610m-clm-22k"}
+    published |= {f"610m-clm-40k-mlm{percent}-42k" for percent in (20, 30, 40, 50)}
+    assert len(published) == 17
+    objectives = ("clm", "mlm20", "mlm30", "mlm40", "mlm50")
+    published |= {f"{size}-{objective}-42k" for size in ("210m", "610m", "1b") for objective in objectives}
+    published |= {f"610m-{start}-dec42k-mlm40-{total}k" for start in ("clm", "mlm40") for total in (44, 54, 64)}
+    assert set(configs) == published
+    curve = [1000, 2000, 5000, 10000, 20000, 40000]
+    assert study.stages.checkpoints == {"610m-clm-42k": curve, "610m-mlm40-42k": curve}
 
 
 def test_names_say_what_the_models_are(configs: dict[str, PretrainConfig]) -> None:
@@ -97,18 +102,18 @@ def test_totals_by_hand(plan: StudyPlan) -> None:
     """Batches by the sums below; FLOPs by the formula of 6 x parameters x tokens, with attention and the head added."""
     base = {"clm": 42, "mlm20": 42, "mlm30": 42, "mlm40": 42, "mlm50": 42}
     # (CLM, MLM) thousands of steps, of which the CLM ones are shared with the CLM model.
-    biphasic = {"mlm40": [9, 6, 3, 17, 11, 6, 32, 21, 11, 2], "mlm20": [32, 2], "mlm30": [32, 2], "mlm50": [32, 2]}
+    biphasic = {"mlm40": [9, 6, 3, 17, 11, 5, 32, 21, 10, 2], "mlm20": [2], "mlm30": [2], "mlm50": [2]}
+    endpoints = {"clm": [2, 2], "mlm40": [2, 2]}  # decays alone
     continued = 2 * (20 + 2 + 2 + 2)  # the constant part once, three decays, from two models
     thousands = {size: dict(base) for size in PRESETS}
-    for objective, steps in biphasic.items():
+    for objective, steps in (*biphasic.items(), *endpoints.items()):
         thousands["610m"][objective] += sum(steps)
     thousands["610m"]["mlm40"] += continued
-    thousands["1b"]["mlm40"] += 32
     total = sum(sum(steps.values()) for steps in thousands.values())
-    assert total == 934
+    assert total == 812
     assert plan.shared.batches == total * 1000
     assert plan.shared.tokens == total * 1000 * ROWS * ROW
-    assert plan.alone.batches == 1000 * (15 * 42 + 3 * 12 + 3 * 22 + 11 * 42 + 2 * (2 + 12 + 22)) == 1_266_000
+    assert plan.alone.batches == 1000 * (15 * 42 + 5 * 12 + 5 * 22 + 7 * 42 + 2 * (2 + 12 + 22)) == 1_166_000
 
     def flops_of_a_row(size: str, objective: str) -> float:
         shape = PRESETS[size]
@@ -133,14 +138,18 @@ def test_totals_by_hand(plan: StudyPlan) -> None:
 
 def test_where_the_papers_runs_start(plan: StudyPlan) -> None:
     runs = {run.name: run for run in plan.runs}
-    assert runs["610m-clm-42k"].kept == (3000, 5000, 6000, 9000, 10000, 11000, 16000, 21000, 31000, 40000)
-    assert runs["1b-clm-42k"].kept == (10000,)
+    assert runs["610m-clm-42k"].kept == (
+        3000, 5000, 6000, 9000, 10000, 11000, 17000, 20000, 21000, 32000, 40000,
+    )  # fmt: skip
+    assert runs["610m-mlm40-42k"].kept == (10000, 20000)
     for name, run in runs.items():
         parts = name.split("-")
         if "dec42k" in name:
             assert run.continues == "-".join(parts[:2]) + "-42k"
         elif len(parts) == 5:
             assert (run.parent, run.start) == (f"{parts[0]}-clm-42k", int(parts[2][:-1]) * 1000)
+        elif parts[2] != "42k":
+            assert (run.parent, run.start) == (f"610m-{parts[1]}-42k", int(parts[2][:-1]) * 1000 - 2000)
         else:
             assert run.parent is None
     long, middle = (runs[f"610m-clm-dec42k-mlm40-{end}k"] for end in (64, 54))
@@ -151,7 +160,7 @@ def test_storage_by_hand(study: StudyConfig, configs: dict[str, PretrainConfig],
     tree = study_tree(configs, {})
     clm = configs["610m-clm-42k"]
     curve, decay, newest = {1000, 2000, 5000, 10000, 20000, 40000}, {40000}, {41000, 42000}
-    starts = {3000, 5000, 6000, 9000, 10000, 11000, 16000, 21000, 31000, 40000}
+    starts = {3000, 5000, 6000, 9000, 10000, 11000, 17000, 20000, 21000, 32000, 40000}
     assert set(retained_batches(clm, tree["610m-clm-42k"])) == curve | decay | starts | newest
     # Nothing before its own first batch; the switch is the parent's.
     assert retained_batches(configs["610m-clm-21k-mlm40-42k"], tree["610m-clm-21k-mlm40-42k"]) == [40000, 41000, 42000]
@@ -174,7 +183,7 @@ def test_a_resolved_run_keeps_what_others_start_from(study: StudyConfig, configs
         "40000ba",
     ]
     config = resolved(study, tree["610m-clm-42k"], configs["610m-clm-42k"], None)
-    assert {int(time.value) for time in config.checkpoint.keep_at} >= {3000, 31000}
+    assert {int(time.value) for time in config.checkpoint.keep_at} >= {3000, 32000}
 
 
 def test_the_plan_is_fast_and_needs_neither_torch_nor_a_network() -> None:
@@ -194,7 +203,7 @@ def test_the_plan_is_fast_and_needs_neither_torch_nor_a_network() -> None:
 def test_the_same_run_from_the_base_file_and_overrides(configs: dict[str, PretrainConfig], tmp_path: Path) -> None:
     """What a machine without the study's folder gets, for a bucket with new data places."""
     study = study_of(ROOT / PAPER, "folder=s3://bucket/paper", 'base={"data.folder": s3://bucket/data}')
-    names = ["610m-clm-42k", "610m-clm-10k-mlm20-42k", "610m-clm-dec42k-mlm40-54k"]
+    names = ["610m-clm-42k", "610m-clm-40k-mlm20-42k", "610m-clm-dec42k-mlm40-54k"]
     for name, config in expand(study).items():
         if name in names:
             assert config.checkpoint_destination == f"s3://bucket/paper/{name}"
