@@ -66,10 +66,10 @@ class Results:
         """Return what the first pretraining seed measured, the only one of most models. Its intervals can be compared."""
         return Results(self.records.with_seed(FIRST_SEED))
 
-    def rate_range(self, model: str, task: str) -> str:
-        """Return the best minus the worst rate's validation score in points, as text.
+    def rate_ranges(self, model: str, task: str) -> pd.Series:
+        """Return the best minus the worst rate's validation score by pretraining seed.
 
-        Both are those of the fine-tuning seed that chooses the rate; the mean over pretraining seeds.
+        Both are those of the fine-tuning seed that chooses the rate.
         """
         by_seed: dict[int, list[float]] = {}
         for trial in self.records.trials:
@@ -79,8 +79,18 @@ class Results:
                 and trial.validation is not None
             ):
                 by_seed.setdefault(trial.pretraining_seed, []).append(trial.validation)
-        ranges = [max(values) - min(values) for values in by_seed.values()]
-        return format_points(fmean(ranges)) if ranges else "missing"
+        return pd.Series({seed: max(values) - min(values) for seed, values in by_seed.items()}, dtype=float)
+
+    def rates_at_the_edge(self) -> tuple[int, int]:
+        """Return how many chosen rates are the lowest or highest that were tried, and how many were chosen in all."""
+        rates: dict[tuple[int, str, str], set[float]] = {}
+        chosen: dict[tuple[int, str, str], float] = {}
+        for trial in self.records.trials:
+            key = trial.pretraining_seed, trial.model, trial.task
+            rates.setdefault(key, set()).add(trial.lr)
+            if trial.chosen:
+                chosen[key] = trial.lr
+        return sum(rate in (min(rates[key]), max(rates[key])) for key, rate in chosen.items()), len(chosen)
 
     def final(self, is_wanted: Callable[[Facets], bool]) -> list[Facets]:
         """Return the ends of the runs for which `is_wanted` is true, from the fewest to the most steps."""
@@ -158,10 +168,13 @@ def tables(results: Results) -> list[str]:
     ]
     lines += ["## Best minus worst of four learning rates, validation", ""]
     body = [
-        [_tokens(model), names[clm_share(model)], *(results.rate_range(model.run, task) for task in TASKS)]
+        [_tokens(model), names[clm_share(model)], *(_mean_range(results, model.run, task) for task in TASKS)]
         for model in main
     ]
     lines += markdown_table(["tokens", "objective", *_TASK_TITLES], body)
+    lines += ["The differences of these, CLM minus MLM:", "", *_range_differences(results, replicated)]
+    at_edge, chosen = results.rates_at_the_edge()
+    lines += [f"- {at_edge} of {chosen} chosen rates are the lowest or the highest of the four", ""]
     lines += ["## Validation losses", "", *_loss_table(results)]
     pretraining, finetuning = results.records.total_hours
     lines += ["## Compute", "", f"- Pretraining steps: {pretraining:.2f} hours of two cores"]
@@ -209,6 +222,26 @@ def _difference_table(results: Results, main: list[Facets]) -> list[str]:
         for (steps, first, second, task, difference), p in zip(compared, corrected, strict=True)
     ]  # fmt: skip
     return markdown_table(["tokens", "difference", "task", "points", "p", "p, Holm"], body)
+
+
+def _mean_range(results: Results, model: str, task: str) -> str:
+    ranges = results.rate_ranges(model, task)
+    return format_points(ranges.mean()) if len(ranges) else "missing"
+
+
+def _range_differences(results: Results, models: list[Facets]) -> list[str]:
+    """Return a table of CLM's minus MLM's range of scores over the rates, paired by pretraining seed."""
+    by_place = {(model.total_steps, clm_share(model)): model for model in models}
+    body = []
+    for steps in sorted({model.total_steps for model in models}):
+        clm, mlm = by_place.get((steps, MAIN["CLM"])), by_place.get((steps, MAIN["MLM"]))
+        if clm is None or mlm is None:
+            continue
+        differences = [
+            mean_interval(results.rate_ranges(clm.run, task) - results.rate_ranges(mlm.run, task)) for task in TASKS
+        ]
+        body.append([_tokens(clm), *(format_interval(each.mean, each.half, format_signed) for each in differences)])
+    return markdown_table(["tokens", *_TASK_TITLES], body)
 
 
 def _loss_table(results: Results) -> list[str]:
