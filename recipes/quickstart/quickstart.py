@@ -50,6 +50,7 @@ CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
 CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
 TRAINING = [*CODE, "src/main.py", "src/biphasic/objectives", "src/biphasic/training", "src/biphasic/checkpointing"]
 FINETUNING = [*CODE, "src/main.py", "src/biphasic/downstream", "src/biphasic/finetuning", "src/biphasic/export"]
+REPORT = ["src/biphasic/report", "src/biphasic/report/report.html"]
 
 
 @dataclass(frozen=True)
@@ -214,7 +215,7 @@ def make_steps(seed: int | None = None) -> list[Step]:
             "the sweep's tables and figures",
             ["biphasic", "report", str(folder / "sweep")],
             [folder / "sweep" / "report"],
-            ["src/biphasic/report"],
+            REPORT,
             ("sweep",),
             folder=folder,
         ),
@@ -222,8 +223,8 @@ def make_steps(seed: int | None = None) -> list[Step]:
             "report",
             "what was shown and what wasn't, with pictures of scores and losses",
             ["python", f"{HERE}/report.py", str(folder)],
-            [folder / name for name in ("report.md", "summary.txt", "scores.png", "losses.png")],
-            [f"{HERE}/report.py", "src/biphasic/report"],
+            [folder / name for name in ("report.md", "report.html", "summary.txt", "scores.png", "losses.png")],
+            [f"{HERE}/report.py", *REPORT],
             ("score", "sweep-report", "verify"),
             folder=folder,
         ),
@@ -369,7 +370,7 @@ def main(arguments: list[str] | None = None) -> int:
     if status:
         return status
     print((folder / "summary.txt").read_text(encoding="utf-8").rstrip())
-    print(f"report: {folder / 'report.md'} ({format_seconds(time.monotonic() - start)} in all)")
+    print(f"report: {folder / 'report.html'}, report.md ({format_seconds(time.monotonic() - start)} in all)")
     return 0
 
 

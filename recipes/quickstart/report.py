@@ -1,4 +1,4 @@
-"""Write FOLDER/report.md, summary.txt, scores.png and losses.png from the quickstart's records.
+"""Write FOLDER/report.md, report.html, summary.txt, scores.png and losses.png from the quickstart's records.
 
 python recipes/quickstart/report.py runs/quickstart
 """
@@ -18,6 +18,7 @@ from biphasic.amounts import format_seconds
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.report.drawing import COLORS, default_style, make_panels, png
+from biphasic.report.formatting import html_page
 from biphasic.report.study_losses import loss_events, loss_points
 from biphasic.storage import open_store
 from biphasic.training.metrics_file import parse_metrics
@@ -271,8 +272,9 @@ def main(arguments: list[str] | None = None) -> int:
     runs, scores, records = read_runs(folder), read(folder / "scores.json"), read_records(folder)
     labelling = read_labelling(folder / "sweep" / "report")
     store = open_store(str(folder))
-    store.write("losses.png", draw_losses(folder, runs))
-    store.write("scores.png", draw_scores(labelling))
+    pictures = {"losses.png": draw_losses(folder, runs), "scores.png": draw_scores(labelling)}
+    for name, content in pictures.items():
+        store.write(name, content)
     tables = comparison(labelling, scores)
     store.write("summary.txt", "\n".join([conclusion(labelling), "", *tables, ""]).encode())
     parts = [
@@ -293,7 +295,9 @@ def main(arguments: list[str] | None = None) -> int:
         "```\n",
         NEXT,
     ]
-    store.write("report.md", "\n".join(parts).encode())
+    page = "\n".join(parts)
+    store.write("report.md", page.encode())
+    store.write("report.html", html_page(page, pictures))
     return 0
 
 

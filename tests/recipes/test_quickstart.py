@@ -131,6 +131,7 @@ def test_small_from_text_to_report(small: Path, monkeypatch: pytest.MonkeyPatch)
     for text in ("(scores.png)", "(losses.png)", "## What next", "start_from=runs/quickstart/clm-trunk", "| BM25 |"):
         assert text in report
     assert "python src/main.py recipes/quickstart/sweep.yaml" in report
+    assert (run / "report.html").read_text().count('src="data:image/png;base64,') == 2
     assert (run / "losses.png").stat().st_size and (run / "scores.png").stat().st_size
     figures: list[Any] = []
     monkeypatch.syspath_prepend(RECIPE)
@@ -238,7 +239,7 @@ sys.exit(quickstart.main([]))
     assert mended.returncode == 0
     assert "one: done before and unchanged" in mended.stdout
     assert "two: was interrupted" in mended.stdout
-    assert "the scores\nreport: runs/quickstart/report.md (" in mended.stdout
+    assert "the scores\nreport: runs/quickstart/report.html, report.md (" in mended.stdout
     assert (one.read_text(), two.read_text()) == ("x", "xx")
 
     # Nothing changed: nothing runs. A source changed: its step and what comes after start over.

@@ -39,7 +39,7 @@ def rows_of(file: Path) -> list[dict[str, str]]:
 
 def test_every_figure_is_drawn(study: Path) -> None:
     files = {file.name for file in (study / "report").iterdir()}
-    pages = {"report.md", "scores.csv", "groups.json", "differences.csv", "evaluations.csv"}
+    pages = {"report.md", "report.html", "scores.csv", "groups.json", "differences.csv", "evaluations.csv"}
     assert files == {f"{name}.{suffix}" for name in NAMES for suffix in ("png", "csv")} | pages
     page = (study / "report" / "report.md").read_text(encoding="utf-8")
     for name in NAMES:

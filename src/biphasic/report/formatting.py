@@ -1,12 +1,17 @@
-"""Format numbers, tables and pages of reports as Markdown and CSV."""
+"""Format numbers, tables and pages of reports as Markdown, HTML and CSV."""
 
 from __future__ import annotations
 
+import html
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from base64 import b64encode
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from string import Template
 
 import pandas as pd
+from markdown_it import MarkdownIt
 
 NOT_AVAILABLE = "n/a"
 """Shown for an undefined number, such as the standard deviation of a single value."""
@@ -54,6 +59,16 @@ def markdown_table(header: Sequence[str], body: Iterable[Sequence[object]]) -> l
 def markdown_page(lines: Iterable[str]) -> bytes:
     """Join lines into a Markdown file."""
     return ("\n".join(lines).rstrip() + "\n").encode()
+
+
+def html_page(markdown: str, files: Mapping[str, bytes]) -> bytes:
+    """Convert a Markdown page, whose first line is its title, into one HTML file that embeds its PNGs from `files`."""
+    body = MarkdownIt("js-default").render(markdown)  # its preset for text of users: HTML in it is escaped
+    for name in (name for name in files if name.endswith(".png")):
+        body = body.replace(f'src="{name}"', f'src="data:image/png;base64,{b64encode(files[name]).decode()}"')
+    template = Path(__file__).with_name("report.html").read_text(encoding="utf-8")
+    title = html.escape(markdown.partition("\n")[0].removeprefix("# "))
+    return Template(template).substitute(title=title, body=body).encode()
 
 
 def csv_table(table: pd.DataFrame) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from biphasic.report.formatting import html_page
 from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
 from biphasic.report.scores import chosen_scores, read_sweep, score_table
 from biphasic.report.study_folder import is_study, read_study
@@ -31,8 +32,9 @@ def write_report(
         files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]))
     # A sweep's differences and the sections after them can be long.
     written = {name: content for name, content in files.items() if content is not None}
-    pages = (content.decode() for name, content in written.items() if name.endswith(".md"))
+    pages = [content.decode() for name, content in written.items() if name.endswith(".md")]
     print("\n".join(page.partition("\n## Differences")[0] for page in pages))
+    written["report.html"] = html_page("\n".join(pages), written)
     folder = out or join(next((folder for folder in folders if not is_remote(folder)), ""), "report")
     with user_errors(f"{folder}: can't be written"):
         target = open_store(folder)
