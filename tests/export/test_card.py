@@ -12,7 +12,7 @@ from huggingface_hub.repocard import metadata_load
 
 from biphasic.config.finetune import ClassificationConfig
 from biphasic.errors import UserError
-from biphasic.export.card import ExportForm, finetuned_card, pretrained_card, untrained_card
+from biphasic.export.card import finetuned_card, pretrained_card, untrained_card
 from biphasic.export.folder import hub_id, parse_card
 
 
@@ -25,7 +25,8 @@ def starting_from(record: dict[str, Any], path: str) -> dict[str, Any]:
 def tuned_card(rows: dict[str, Any], **form: Any) -> str:
     """Return the card of a model that was fine-tuned for classification."""
     task = ClassificationConfig(kind="classification", name="sst2", data="data/tasks/sst2")
-    return finetuned_card("mine", rows, task, ExportForm(**{"family": "eurobert", **form}), 128)
+    form = {"family": "eurobert", "has_code": False, "has_head_class": True, **form}
+    return finetuned_card("mine", rows, task, 128, **form)
 
 
 def metadata(card: str, tmp_path: Path) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def test_the_record_as_tables(record: dict[str, Any]) -> None:
 
 
 def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
-    card = pretrained_card(record, "mine", ExportForm("qwen3", True))
+    card = pretrained_card(record, "mine", family="qwen3", has_code=True)
     assert 'AutoModel.from_pretrained("mine", trust_remote_code=True)' in card
     assert 'SentenceTransformer("mine", trust_remote_code=True)' in card
     assert "# transformers >= 5" in card
@@ -121,7 +122,7 @@ def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
     assert "# transformers >= 5" in plain
     assert "# transformers >= 5" not in tuned_card({}, family="bert", has_head_class=False)
     for card in (
-        untrained_card(yaml.safe_load(record["config"]), form=ExportForm("qwen3", True)),
+        untrained_card(yaml.safe_load(record["config"]), family="qwen3", has_code=True),
         tuned_card({}, has_code=True),
     ):
         assert "trust_remote_code=True" in card

@@ -329,7 +329,7 @@ def test_heads_of_encoder_families(config_class: type[Any], tmp_path: Path) -> N
         out = tmp_path / auto.__name__
         card = Mock(return_value="card")
         export_finetuned(encoder, head, names, out, card, prompts={}, max_length=30)
-        is_class = card.call_args[0][0].has_head_class
+        is_class = card.call_args.kwargs["has_head_class"]
         assert is_class == (config_class is not ModernBertConfig)
         with torch.inference_mode():
             expected = head(encoder.hidden(tokens, Segments.of([len(tokens)], torch.device("cpu"))))

@@ -281,7 +281,7 @@ def test_an_exported_model_tokenizes_as_in_training(toy: Path, tmp_path: Path) -
             torch.nn.Identity(),
             None,
             out,
-            lambda form: "card",
+            lambda **form: "card",
             prompts={},
             max_length=64,
         )

@@ -11,7 +11,6 @@ import torch
 from torch import nn
 
 from biphasic.errors import UserError
-from biphasic.export.card import ExportForm
 from biphasic.export.formats import Kind, choose_format
 from biphasic.export.write import Weights, require_free, write_atomically, write_folder, write_shared_files
 from biphasic.model.encoder import Encoder
@@ -61,7 +60,7 @@ def export_finetuned(
     head: nn.Module,
     label_names: list[str] | None,
     out: Path,
-    card: Callable[[ExportForm], str],
+    card: Callable[..., str],
     *,
     prompts: dict[str, str],
     max_length: int,
@@ -73,7 +72,7 @@ def export_finetuned(
 
     Args:
         label_names: a classifier's label names, in the order of the label ids.
-        card: returns the text of README.md for the form of the export.
+        card: returns the text of README.md for the `family`, `has_code` and `has_head_class` of `finetuned_card`.
         prompts: what sentence-transformers puts before inputs, by role (`query`, `document`).
         max_length: number of tokens to which sentence-transformers truncates inputs.
 
@@ -83,31 +82,30 @@ def export_finetuned(
     backbone: Any = encoder.backbone
     tokenizer, lowercase = encoder.tokenizer, encoder.text_tokenizer.settings.lowercase
     settings = SentenceSettings(prompts, max_length=max_length, lowercase=lowercase)
-    about_tokens = bool(getattr(tokenizer.tokenizer.model, "continuing_subword_prefix", None)), lowercase
     if encoder.is_own_family:
         require_free(out, True)
-        network = _own_network(encoder, head, label_names)
-        has_code = bool(getattr(backbone.config, "auto_map", None))
-        form = ExportForm(backbone.config.model_type, has_code, network is not None, *about_tokens)
-        _set_labels(backbone.config, label_names)
+        network, config = _own_network(encoder, head, label_names), backbone.config
+        has_code = bool(getattr(config, "auto_map", None))
+        text = card(family=config.model_type, has_code=has_code, has_head_class=network is not None)
+        _set_labels(config, label_names)
 
         def fill(folder: Path) -> None:
             (network or backbone).save_pretrained(folder)
             replace(tokenizer, settings={**tokenizer.settings, "model_max_length": max_length}).save(folder)
-            write_shared_files(folder, encoder.width, settings, card(form), head.state_dict())
+            write_shared_files(folder, encoder.width, settings, text, head.state_dict())
 
         write_atomically(out, fill)
         return
     fmt = choose_format(backbone.config, tokenizer)
     kind: Kind = "Model" if label_names is None else _KINDS.get(type(head), "Model")
-    form = ExportForm(fmt.family, bool(fmt.files), kind != "Model", *about_tokens)
     weights = backbone.state_dict()
     if kind != "Model":
         weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
         _set_labels(fmt.config, label_names)
+    text = card(family=fmt.family, has_code=bool(fmt.files), has_head_class=kind != "Model")
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
     options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}
-    write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, card(form), settings, **options)
+    write_folder(fmt, kind, Weights.in_memory(weights), tokenizer, out, text, settings, **options)
 
 
 def _set_labels(config: Any, label_names: list[str] | None) -> None:

@@ -13,7 +13,7 @@ from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.load import load_job
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
-from biphasic.export.card import ExportForm, pretrained_card, untrained_card
+from biphasic.export.card import pretrained_card, untrained_card
 from biphasic.export.formats import Format, choose_format
 from biphasic.export.write import Weights, require_free, write_folder
 from biphasic.model.backbone import build_language_model, hf_config_from_json
@@ -45,7 +45,7 @@ def export_checkpoint(
         record = read_record(local)
         tokenizer = load_tokenizer(yaml.safe_load(record["config"])["tokenizer"])
         fmt = choose_format(hf_config_from_json(record["backbone"]), tokenizer)
-        card = pretrained_card(record, name, ExportForm(fmt.family, bool(fmt.files)))
+        card = pretrained_card(record, name, family=fmt.family, has_code=bool(fmt.files))
         _write(fmt, Weights.from_checkpoint(local), tokenizer, out, card, dtype, force)
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
@@ -66,7 +66,7 @@ def export_initial(
     tokenizer = load_tokenizer(config.tokenizer)
     model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
     fmt = choose_format(model.config, tokenizer)
-    card = untrained_card(config.model_dump(mode="json"), name, ExportForm(fmt.family, bool(fmt.files)))
+    card = untrained_card(config.model_dump(mode="json"), name, family=fmt.family, has_code=bool(fmt.files))
     _write(fmt, Weights.in_memory(model.state_dict()), tokenizer, out, card, dtype, force)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from dataclasses import asdict
 from pathlib import Path
@@ -85,11 +86,14 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
     names = task.data.record.get("label_names")
     if names:
         rows["Labels"] = ", ".join(names)
-    export_finetuned(
-        model.encoder, model.head, names, folder / "model",
-        lambda form: finetuned_card(config.run_name, rows, config.task, form, task.max_length),
-        prompts=task.prompts, max_length=task.max_length,
+    encoder = model.encoder
+    card = functools.partial(
+        finetuned_card, config.run_name, rows, config.task, task.max_length,
+        marks_continuations=bool(getattr(encoder.tokenizer.tokenizer.model, "continuing_subword_prefix", None)),
+        lowercase=encoder.text_tokenizer.settings.lowercase,
     )  # fmt: skip
+    out = folder / "model"
+    export_finetuned(encoder, model.head, names, out, card, prompts=task.prompts, max_length=task.max_length)
 
 
 def _print(line: str) -> None:
