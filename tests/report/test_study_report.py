@@ -180,6 +180,8 @@ def test_a_folder_that_is_neither_a_sweep_nor_a_study(tmp_path: Path, capsys: py
     assert main(["report", str(tmp_path)]) == 2
     refused = "expected a sweep's output (with sweep.json) or a study's folder (with a run or a sweep in a subfolder)"
     assert refused in capsys.readouterr().err
+    assert main(["report", str(tmp_path / "a"), str(tmp_path / "b")]) == 2
+    assert f"{tmp_path}/a {tmp_path}/b: {refused}" in capsys.readouterr().err
     write_run(tmp_path, "610m-clm-400")
     open_store(str(tmp_path)).write("610m-clm-400/scores.json", b"[]")
     assert main(["report", str(tmp_path)]) == 2

@@ -100,20 +100,18 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     corrected by Holm's method over all pairs. `agrees`: the measured order is the published one. `clear`: the 95%
     interval of the measured difference excludes zero.
     """
-    scored = set(table.scored_models())
-    models = [model for model in reference.measured_model.unique() if model in scored]
-    orders = differences(table, list(combinations(models, 2)), table.groups)
+    orders = differences(table, list(combinations(reference.measured_model.unique(), 2)), table.groups)
     renamed = {"difference": "measured", "first": "first_measured", "second": "second_measured"}
     orders = orders[orders.seeds > 0].rename(columns=renamed)
+    published = reference[["measured_model", "group", "model", "published"]]
     for side in ("first", "second"):
-        published = reference[["measured_model", "group", "model", "published"]]
-        published = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
-        orders = orders.merge(published, on=[f"{side}_measured", "group"])
+        of_side = published.set_axis([f"{side}_measured", "group", side, f"{side}_score"], axis=1)
+        orders = orders.merge(of_side, on=[f"{side}_measured", "group"])
     orders["published"] = orders.first_score - orders.second_score
     worse = orders.published < 0
     orders.loc[worse, ["published", "measured"]] *= -1
-    names = ["first", "second", "first_measured", "second_measured"]
-    orders.loc[worse, names] = orders.loc[worse, [names[1], names[0], names[3], names[2]]].to_numpy()
+    for names in (["first", "second"], ["first_measured", "second_measured"]):
+        orders.loc[worse, names] = orders.loc[worse, names[::-1]].to_numpy()
     orders["agrees"], orders["clear"] = orders.measured > 0, orders.measured.abs() > orders.half_width
     facets, _ = facets_of_models(list(reference.model.unique()), {})
     budgets = {name: f"{of_model.size} {of_model.steps}" for name, of_model in facets.items()}
@@ -126,8 +124,8 @@ def comparison_files(path: str, reference: pd.DataFrame, table: ScoreTable) -> d
     """Return the files that compare measured scores with the published ones in `path`."""
     scores, orders = compare_scores(reference, table), compare_orders(reference, table)
     page = markdown_page([f"# Against {escape(path)}", "", *_scores_section(scores), *_orders_section(orders)])
-    contents = (page, csv_table(scores.drop(columns="text")), csv_table(orders))
-    return dict(zip(COMPARISON_FILES, contents, strict=True))
+    tables = csv_table(scores.drop(columns="text")), csv_table(orders)
+    return dict(zip(COMPARISON_FILES, (page, *tables), strict=True))
 
 
 def _scores_section(scores: pd.DataFrame) -> list[str]:

@@ -5,10 +5,11 @@ from __future__ import annotations
 from biphasic.report.formatting import html_page
 from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
 from biphasic.report.scores import chosen_scores, read_sweep, score_table
-from biphasic.report.study_folder import is_study, read_study
+from biphasic.report.study_folder import read_study
 from biphasic.report.study_report import report_files as study_files
 from biphasic.report.sweep_report import report_files as sweep_files
 from biphasic.storage import is_remote, join, open_store, user_errors
+from biphasic.sweep.records import GRID_FILE
 
 
 def write_report(
@@ -21,7 +22,9 @@ def write_report(
     """
     # Report an invalid reference before the slower work of the report.
     reference = read_reference(against, models) if against is not None else None
-    if len(folders) == 1 and not is_study(folders[0]):
+    with user_errors(f"{folders[0]}: can't be read"):
+        is_sweep = len(folders) == 1 and open_store(folders[0]).stat(GRID_FILE) is not None
+    if is_sweep:
         grid, trials = read_sweep(folders[0])
         files, scores = sweep_files(grid, trials), chosen_scores(trials)
     else:

@@ -55,11 +55,6 @@ class ScoreTable:
         """The columns of the groups' means."""
         return [column for column in self.columns if not column[1]]
 
-    def scored_models(self) -> list[str]:
-        """Return the models that have a mean for at least one group."""
-        means = self.means.reset_index()
-        return list(means.model[(means.test_set == "") & (means.seeds > 0)].unique())
-
     def text(self, models: Sequence[str], columns: Sequence[Column]) -> list[list[str]]:
         """Return the formatted means: a list for each model, with an entry for each column."""
         cells = self.means["text"]

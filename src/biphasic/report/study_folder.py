@@ -39,10 +39,8 @@ class Study:
 
     models: dict[str, Facets]
     """Models with a run or scores."""
-    unplaced: dict[str, str]
-    """The reasons for models that no figure can show."""
     notes: list[str]
-    """A line for each file that could not be used."""
+    """A line for each model that no figure can show, and for each file that could not be used."""
     scores: pd.DataFrame
     """Test scores of sweeps at the chosen rates: rows of `chosen_scores`, without missing scores."""
     evaluations: pd.DataFrame
@@ -52,24 +50,16 @@ class Study:
     """Losses and events of the runs (`study_losses`)."""
 
 
-def is_study(folder: str) -> bool:
-    """Return whether a folder belongs to a study and not to a sweep. Raises a UserError if it belongs to neither."""
-    if GRID_FILE in _list(open_store(folder)):
-        return False
-    files = _files([folder])
-    if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
-        raise UserError(f"{folder}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a run or a "
-                        "sweep in a subfolder)")  # fmt: skip
-    return True
-
-
 def read_study(folders: Sequence[str]) -> Study:
     """Read a study from its folders, e.g. a bucket prefix with its records and a local folder with its logs.
 
-    Raises a UserError if a file can't be read or is in two folders, or if two sweeps scored a model on the same test
-    set.
+    Raises a UserError if there is neither a run nor a sweep, if a file can't be read or is in two folders, or if two
+    sweeps scored a model on the same test set.
     """
     files, notes = _files(folders), []
+    if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
+        raise UserError(f"{' '.join(folders)}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a "
+                        "run or a sweep in a subfolder)")  # fmt: skip
     configs = _configs(files, notes)
     scores = _scores(files)
     models, unplaced = facets_of_models(sorted({*configs, *scores.model}), configs)
@@ -80,7 +70,7 @@ def read_study(folders: Sequence[str]) -> Study:
             metrics = parse_metrics(_read(files, f"{run}/{METRICS_FILE}").decode(errors="replace"))
             losses += [loss_points(run, metrics, base_steps), loss_events(run, config, base_steps)]
     evaluations = pd.DataFrame(_evaluations(files, {*models, *unplaced}, notes), columns=EVALUATION_COLUMNS)
-    return Study(models, unplaced, notes, scores, evaluations, pd.concat(losses, ignore_index=True))
+    return Study(models, [*unplaced.values(), *notes], scores, evaluations, pd.concat(losses, ignore_index=True))
 
 
 def _files(folders: Sequence[str]) -> dict[str, Store]:
@@ -88,7 +78,9 @@ def _files(folders: Sequence[str]) -> dict[str, Store]:
     files: dict[str, Store] = {}
     for folder in folders:
         store = open_store(folder)
-        for name in _list(store):
+        with user_errors(f"{folder}: can't be read"):
+            names = list(store.list())
+        for name in names:
             depth, base = name.count("/"), posixpath.basename(name)
             # Runs are directly below the study's folder: fine-tuning and evaluation also write a config.yaml.
             if (depth == 1 and base in (CONFIG_FILE, METRICS_FILE)) or (depth and base in (GRID_FILE, EVALUATION_FILE)):
@@ -97,11 +89,6 @@ def _files(folders: Sequence[str]) -> dict[str, Store]:
                     raise UserError(f"{message}: expected it in only one of a study's folders")
                 files[name] = store
     return dict(sorted(files.items()))
-
-
-def _list(store: Store) -> list[str]:
-    with user_errors(f"{store.root}: can't be read"):
-        return list(store.list())
 
 
 def _read(files: Mapping[str, Store], name: str) -> bytes:

@@ -76,8 +76,8 @@ def losses_figure(losses: pd.DataFrame) -> Figure:
     """
     points = losses[losses.loss.notna()].sort_values(["kind", "objective", "run", "step"])
     panels, half = points.objective.str.upper() + ", " + points.kind, points.half_width.fillna(0)
-    points = points.assign(panel=panels, line=points.run, x=points.step, y=points.loss)
-    points = points.assign(low=points.loss - half, high=points.loss + half)
+    places = {"panel": panels, "line": points.run, "x": points.step, "y": points.loss}
+    points = points.assign(**places, low=points.loss - half, high=points.loss + half)
     y_label = "loss (nats per predicted token)"
     figure = draw_curves(points, "pretraining steps", y_label, band=True, columns=2, size=(6.8, 3.8))
     colors = {line.get_label(): line.get_color() for axes in figure.axes for line in axes.get_lines()}

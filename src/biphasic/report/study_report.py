@@ -63,7 +63,7 @@ def report_files(study: Study) -> dict[str, bytes | None]:
     Equal records and metrics give equal bytes.
     """
     table, facets = score_table(study.scores), facet_table(study.models)
-    scored = sorted(table.scored_models())
+    scored = sorted(table.means.query("test_set == '' and seeds > 0").index.unique("model"))
     placeable = facet_table({name: study.models[name] for name in scored if name in study.models})
     names = [*(figure.name for figure in FIGURES), "losses"]
     files: dict[str, bytes | None] = {f"{name}{suffix}": None for name in names for suffix in (".png", ".csv")}
@@ -94,7 +94,7 @@ def report_files(study: Study) -> dict[str, bytes | None]:
         ]
     else:
         missing.append("`losses` needs a run's metrics.jsonl beside its config.yaml")
-    reasons = [*missing, *hidden, *map(escape, [*study.unplaced.values(), *study.notes])]
+    reasons = [*missing, *hidden, *map(escape, study.notes)]
     left_out = [f"- {reason}." for reason in reasons] or ["Nothing."]
     groups, means = [group for group, _ in table.groups], table.means.score
     by_group = {name: means.xs((name, ""), level=("model", "test_set")).reindex(groups).dropna() for name in scored}
