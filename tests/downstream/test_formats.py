@@ -262,6 +262,24 @@ def test_texts_that_look_like_other_types_are_unchanged(tmp_path: Path, kind: st
     assert [(row["id"], row["text"], row["label"]) for row in read] == [(text, text, 1) for text in texts]
 
 
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "jsonl.gz"])
+def test_texts_in_a_folder_of_json_are_unchanged(tmp_path: Path, suffix: str) -> None:
+    """A folder in the hub's layout, whose lines differ in their types; with and without `files`."""
+    rows = [{"sentence": "2020-01-01", "label": "0"}, {"sentence": "2020-01-02", "label": 1}]
+    (tmp_path / "set").mkdir()
+    for split, count in (("train", 1), ("test", 2)):
+        content = "".join(json.dumps(row) + "\n" for row in rows[:count]).encode()
+        content = gzip.compress(content) if suffix.endswith("gz") else content
+        (tmp_path / "set" / f"{split}.{suffix}").write_bytes(content)
+    for name, files in (("all", None), ("one", {"test": [f"te*.{suffix}"]})):
+        task = {**TEXT, "source": {"path": str(tmp_path / "set"), "files": files}, "splits": {"test": "test"}}
+        config = one_task(tmp_path / name, task)
+        assert find_problem("it", config) is None
+        prepare_task("it", config)
+        read = rows_of(tmp_path / name / "out" / "it", "test")
+        assert [(row["text"], row["label"]) for row in read] == [("2020-01-01", 0), ("2020-01-02", 1)]
+
+
 def test_lines_of_json_may_differ(tmp_path: Path) -> None:
     """Rows may lack a key, and values of a key may have different types: only the rows with a fault are left out."""
     rows = [

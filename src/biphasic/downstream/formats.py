@@ -1,4 +1,4 @@
-"""Read the file formats in which datasets for token labels and question answering are published, and check CSV and TSV.
+"""Read the file formats in which datasets for token labels and question answering are published, and CSV and TSV.
 
 columns   .conll, .iob2, .iob, .bio: a word and its label in each line, a blank line after each sentence
 SQuAD     .json with {"data": [{"paragraphs": [{"context": …, "qas": […]}]}]}, versions 1.1 and 2.0
@@ -124,32 +124,31 @@ def json_rows(file: str) -> list[dict[str, Any]] | None:
     return rows
 
 
-def require_rows_of_one_width(
-    file: str, separator: str, quoted: bool, columns: Sequence[str] | None, first: int | None
-) -> Sequence[str]:
-    """Return the column names of a CSV or TSV file, and check that all rows have the same number of fields.
+def table_rows(
+    file: str, separator: str, quoted: bool, columns: Sequence[str] | None
+) -> Iterator[dict[str, str | None]]:
+    """Yield the rows of a CSV or TSV file. Values are texts; an empty field is None.
 
-    Other readers silently merge the rows up to the next quotation mark, and fill short rows with nulls. `columns` names
-    the columns of a file without a header; `first` limits the number of rows that are checked.
+    `columns` names the columns of a file without a header. Other readers silently merge the rows up to the next quotation
+    mark, and fill short rows with nulls.
 
     Raises:
-        UserError: a row is shorter or longer, or a quotation mark is not closed.
+        UserError: a row is shorter or longer than the first one, or a quotation mark is not closed.
         UnicodeDecodeError: the file is not UTF-8.
     """
     csv.field_size_limit(sys.maxsize)
-    width, start = None if columns is None else len(columns), 1
-    advice = "none to read quotation marks as text" if quoted else "standard if fields are quoted"
+    start, advice = 1, "none to read quotation marks as text" if quoted else "standard if fields are quoted"
     with open_text(file) as lines:
         quoting = csv.QUOTE_MINIMAL if quoted else csv.QUOTE_NONE
         rows = csv.reader(lines, delimiter=separator, quoting=quoting, strict=True)
         try:
-            for row in itertools.islice(rows, first):
-                width, columns = width or len(row), columns or row
-                if row and len(row) != width:
-                    problem = f"has {len(row)} fields; expected {width}, as before"
+            for row in rows:
+                if row and len(row) != len(columns or row):
+                    problem = f"has {len(row)} fields; expected {len(columns or row)}, as before"
                     raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}")
-                start = rows.line_num + 1
+                if row and columns:
+                    yield {name: value or None for name, value in zip(columns, row, strict=True)}
+                columns, start = columns or row, rows.line_num + 1
         except csv.Error as error:
             problem = f"a quotation mark in this line or after it is not closed ({error})"
             raise UserError(f"{file}:{start}: {problem}; set quoting: {advice}") from None
-    return columns or []

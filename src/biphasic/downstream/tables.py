@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import functools
 import glob
 import hashlib
@@ -14,6 +13,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+
 from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
 from biphasic.downstream.formats import (
@@ -21,9 +22,10 @@ from biphasic.downstream.formats import (
     bio_names,
     column_rows,
     json_rows,
-    require_rows_of_one_width,
+    table_rows,
 )
 from biphasic.errors import UserError
+from biphasic.grouping import groups_up_to
 from biphasic.storage import first_line, user_errors
 from biphasic.storage.hub import is_local_path
 
@@ -114,17 +116,22 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     source = ", ".join(filter(None, [config.path, config.name, split])) if config.path else ", ".join(files or [])
     try:
         if config.path is None:
-            rows = _read_files(config, files or [], columns, first)
+            rows = _read_files(config, source, files or [], columns, first)
         else:
             if is_local_path(config.path) and not Path(config.path).is_dir():
                 raise UserError(f"{source}: there is no such folder")
             commit = None if Path(config.path).is_dir() else hub_commit(config.path, config.revision)
-            options: dict[str, Any] = {"revision": commit, "split": split}
+            options: dict[str, Any] = {"name": config.name, "revision": commit}
             if files is not None:
-                options |= {"split": _ONLY_SPLIT, "data_files": {_ONLY_SPLIT: files}}
+                split, options["data_files"] = _ONLY_SPLIT, {_ONLY_SPLIT: files}
             if commit is None:
                 options["cache_dir"] = _cache_folder(Path(config.path))
-            rows = _load(config.path, config.name, first, **options)
+            lines = _json_files(config.path, split, options)
+            rows = (
+                _read_json(source, lines, columns, first)
+                if lines
+                else _load(config.path, first, split=split, **options)
+            )
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
@@ -137,47 +144,65 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     return Table(rows, source, list(columns), commit)
 
 
-def _load(path: str, name: str | None, first: int | None, **options: Any) -> Any:
+def _load(path: str, first: int | None, **options: Any) -> Any:
     """Return a dataset of the `datasets` library, or its first rows without converting the others."""
     import datasets
 
     if first is None:
-        return datasets.load_dataset(path, name, **options)
-    stream = datasets.load_dataset(path, name, streaming=True, **options)
+        return datasets.load_dataset(path, **options)
+    stream = datasets.load_dataset(path, streaming=True, **options)
     return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
 
 
-def _read_files(config: DatasetConfig, patterns: list[str], columns: Sequence[str], first: int | None) -> Any:
+def _json_files(path: str, split: str, options: dict[str, Any]) -> list[str]:
+    """Return the files of a dataset that consists of JSON files whose types are not declared; else an empty list."""
+    import datasets
+    from datasets.packaged_modules.json.json import Json
+
+    builder = datasets.load_dataset_builder(path, **options)
+    undeclared = isinstance(builder, Json) and builder.info.features is None and builder.config.field is None
+    return list((builder.config.data_files or {}).get(split, [])) if undeclared else []
+
+
+def _read_json(source: str, files: list[str], columns: Sequence[str], first: int | None) -> Any:
+    """Return the rows of JSON files as a dataset that parses the lines when they are used.
+
+    The JSON reader of `datasets` infers types: texts that look like dates would become dates.
+    """
+    import datasets
+
+    parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
+    if any(rows is None for rows in parsed):
+        lines = _load("text", first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, encoding="utf-8-sig")
+    else:
+        lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
+    return lines.with_transform(functools.partial(_parsed, source, columns))
+
+
+def _read_files(
+    config: DatasetConfig, source: str, patterns: list[str], columns: Sequence[str], first: int | None
+) -> Any:
     """Return the rows of local files as a dataset of the `datasets` library."""
     import datasets
 
     files, builder = _local_files(patterns)
-    if builder == "columns":
-        return datasets.Dataset.from_list([row for file in files for row in column_rows(file, config.columns)])
-    load = functools.partial(_load, name=None, first=first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT)
-    options: dict[str, Any] = {}
+    if builder in ("json", "parquet"):
+        if unused := [key for key in ("columns", "quoting") if getattr(config, key) is not None]:
+            raise UserError(f"{source}: {unused[0]} has no effect on files of this kind")
+        if builder == "json":
+            return _read_json(source, files, columns, first)
+        return _load(builder, first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT)
     if builder == "csv":
-        quoted = (config.quoting or ("none" if _suffix(files[0]) == ".tsv" else "standard")) == "standard"
         separator = _SEPARATORS[_suffix(files[0])]
-        names: Sequence[str] = []
-        for file in files:
-            names = require_rows_of_one_width(file, separator, quoted, config.columns, first)
-        # By default, pandas reads the texts `null` and `NA` as missing values.
-        options = {"sep": separator, "keep_default_na": False, "na_values": [""], "column_names": config.columns}
-        options["features"] = datasets.Features({name: datasets.Value("string") for name in names})  # 007 stays a text
-        options |= {} if quoted else {"quoting": csv.QUOTE_NONE}
-    elif config.columns is not None or config.quoting is not None:
-        unused = "columns" if config.columns is not None else "quoting"
-        raise UserError(f"{', '.join(patterns)}: {unused} has no effect on files of this kind")
-    if builder != "json":
-        return load(builder, **options)
-    parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
-    if any(rows is None for rows in parsed):
-        lines = load("text", encoding="utf-8-sig")
+        quoted = (config.quoting or ("none" if separator == "\t" else "standard")) == "standard"
+        read = functools.partial(table_rows, separator=separator, quoted=quoted, columns=config.columns)
     else:
-        lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
-    # Not by the JSON reader of `datasets`, which infers types: texts that look like dates would become dates.
-    return lines.with_transform(functools.partial(_parsed, ", ".join(patterns), columns))
+        read = functools.partial(column_rows, names=config.columns)
+    rows = itertools.islice(itertools.chain.from_iterable(map(read, files)), first)
+    tables = [pa.Table.from_pylist(group) for group in groups_up_to(_BATCH_ROWS, rows)]
+    if not tables:
+        raise UserError(f"{source}: has no rows")
+    return datasets.Dataset(pa.concat_tables(tables, promote_options="default"))
 
 
 def _is_json(rows: Any) -> bool:
