@@ -126,12 +126,9 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
                 split, options["data_files"] = _ONLY_SPLIT, {_ONLY_SPLIT: files}
             if commit is None:
                 options["cache_dir"] = _cache_folder(Path(config.path))
-            lines = _json_files(config.path, split, options)
-            rows = (
-                _read_json(source, lines, columns, first)
-                if lines
-                else _load(config.path, first, split=split, **options)
-            )
+            json_files = _json_files(config.path, split, options)
+            load = functools.partial(_load, config.path, first, split=split, **options)
+            rows = _read_json(source, json_files, columns, first) if json_files else load()
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
@@ -154,6 +151,11 @@ def _load(path: str, first: int | None, **options: Any) -> Any:
     return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
 
 
+def _load_files(builder: str, files: list[str], first: int | None, **options: Any) -> Any:
+    escaped = {_ONLY_SPLIT: [glob.escape(file) for file in files]}
+    return _load(builder, first, data_files=escaped, split=_ONLY_SPLIT, **options)
+
+
 def _json_files(path: str, split: str, options: dict[str, Any]) -> list[str]:
     """Return the files of a dataset that consists of JSON files whose types are not declared; else an empty list."""
     import datasets
@@ -173,7 +175,7 @@ def _read_json(source: str, files: list[str], columns: Sequence[str], first: int
 
     parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
     if any(rows is None for rows in parsed):
-        lines = _load("text", first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT, encoding="utf-8-sig")
+        lines = _load_files("text", files, first, encoding="utf-8-sig")
     else:
         lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
     return lines.with_transform(functools.partial(_parsed, source, columns))
@@ -191,7 +193,7 @@ def _read_files(
             raise UserError(f"{source}: {unused[0]} has no effect on files of this kind")
         if builder == "json":
             return _read_json(source, files, columns, first)
-        return _load(builder, first, data_files={_ONLY_SPLIT: files}, split=_ONLY_SPLIT)
+        return _load_files(builder, files, first)
     if builder == "csv":
         separator = _SEPARATORS[_suffix(files[0])]
         quoted = (config.quoting or ("none" if separator == "\t" else "standard")) == "standard"

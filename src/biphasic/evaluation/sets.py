@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import glob
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-import pyarrow.csv
-import pyarrow.json
-import pyarrow.parquet
 from datasets import Dataset
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.abstasks.task_metadata import TaskMetadata
 
+from biphasic.config.tasks import DatasetConfig
+from biphasic.downstream.tables import open_table
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.errors import UserError
 from biphasic.evaluation.search import Qrels
@@ -23,8 +23,7 @@ from biphasic.storage import user_errors
 JUDGED = "-judged"
 """Suffix of the names of tasks that search only the judged documents."""
 _FORMATS = (".jsonl", ".parquet", ".tsv")
-_LONGEST_LINE = 1 << 28
-"""Maximum length of a JSON line, in bytes."""
+_BATCH_ROWS = 10_000
 
 
 class LocalRetrieval(AbsTaskRetrieval):
@@ -169,11 +168,13 @@ def _read_qrels(folder: Path) -> dict[str, Qrels]:
 
 
 def _read_table(folder: Path, name: str) -> pa.Table:
-    """Read the corpus or the queries. A title that is null, or missing in some of the files, becomes an empty text."""
-    parts = [_read_file(file, SCHEMAS[name]) for file in _files(folder, name)]
-    table = pa.concat_tables(parts, promote_options="default")
-    index = table.column_names.index("title") if "title" in table.column_names else None
-    return table if index is None else table.set_column(index, "title", table["title"].fill_null(""))
+    """Read the corpus or the queries. A missing title becomes an empty text; without any title, there is no column."""
+    table = pa.concat_tables([_read_file(file, SCHEMAS[name]) for file in _files(folder, name)])
+    if "title" not in table.column_names:
+        return table
+    at, titles = table.column_names.index("title"), table["title"]
+    untitled = titles.null_count == len(table)
+    return table.remove_column(at) if untitled else table.set_column(at, "title", titles.fill_null(""))
 
 
 def _files(folder: Path, name: str) -> list[Path]:
@@ -186,40 +187,25 @@ def _files(folder: Path, name: str) -> list[Path]:
 
 
 def _read_file(file: Path, schema: pa.Schema) -> pa.Table:
-    """Read the columns of a schema; only `title` may be missing."""
-    with user_errors(f"{file} can't be read", pa.ArrowException):
-        table = _open(file, schema)
-        # The JSON reader fills a missing column with nulls.
-        existing = [name for name in table.column_names if table[name].null_count < table.num_rows or not len(table)]
-        if missing := [name for name in schema.names if name not in (*existing, "title")]:
-            raise UserError(f"{file} has no column `{missing[0]}` (it has: {', '.join(existing) or 'none'})")
-        table = table.select([name for name in schema.names if name in existing])
-        table = table.cast(pa.schema([schema.field(name) for name in table.column_names]))
-        table.validate(full=True)  # the JSON reader does not check that texts are UTF-8
-    for name in table.column_names:
-        if name != "title" and table[name].null_count:
+    """Read the columns of a schema. Only `title` may be missing; ids may be whole numbers."""
+    required = [name for name in schema.names if name != "title"]
+    rows = open_table(DatasetConfig(files={"": [glob.escape(str(file))]}), "", required).rows
+    # An empty field of a TSV file is an empty text.
+    absent, parts = "" if file.suffix == ".tsv" else None, [schema.empty_table()]
+    with user_errors(f"{file}: can't be read", pa.ArrowException):
+        for batch in rows.iter(_BATCH_ROWS):
+            columns = {}
+            for field in schema:
+                values = batch.get(field.name) or [None] * len(batch[required[0]])
+                values = [absent if value is None else value for value in values]
+                if field.name.endswith("id"):
+                    values = [str(value) if isinstance(value, int) else value for value in values]
+                # Grades may be texts (TSV) or 1.0.
+                is_text = field.type == pa.string()
+                columns[field.name] = pa.array(values, field.type) if is_text else pa.array(values).cast(field.type)
+            parts.append(pa.table(columns))
+    table = pa.concat_tables(parts)
+    for name in required:
+        if table[name].null_count:
             raise UserError(f"column `{name}` of {file} has {table[name].null_count:,} rows without a value")
     return table
-
-
-def _open(file: Path, schema: pa.Schema) -> pa.Table:
-    if file.suffix == ".parquet":
-        return pyarrow.parquet.read_table(file)
-    if not file.stat().st_size:
-        return pa.table({})
-    if file.suffix == ".tsv":
-        parse = pyarrow.csv.ParseOptions(delimiter="\t", quote_char=False)
-        # With types, an id such as 007 stays a text.
-        return pyarrow.csv.read_csv(
-            file, parse_options=parse, convert_options=pyarrow.csv.ConvertOptions(column_types=schema)
-        )
-    options, errors = pyarrow.json.ReadOptions(block_size=_LONGEST_LINE), []
-    # Without types, texts that look like dates would be read as dates. Ids may be numbers, and grades 1.0.
-    for id_type in (pa.string(), pa.int64()):
-        types = {name: id_type if name.endswith("id") else pa.string() for name in schema.names}
-        types |= {"score": pa.float64()} if "score" in types else {}
-        try:
-            return pyarrow.json.read_json(file, options, pyarrow.json.ParseOptions(explicit_schema=pa.schema(types)))
-        except pa.ArrowInvalid as error:
-            errors.append(error)
-    raise errors[0]
