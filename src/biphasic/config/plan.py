@@ -137,7 +137,11 @@ def plan(
         details["flops"] = flops = training_flops(config, architecture, 0, batches or 0)
         lines["FLOPs"] = f"{flops:.3g} (attention counted over complete rows)"
     if architecture is not None:
-        details["memory_per_rank"], lines["memory a rank"] = _memory(architecture, config, ranks)
+        degree, on_node = config.parallelism.shard_degree, int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+        shards = shard_ranks(degree, ranks, on_node) if config.parallelism.strategy == "fsdp" else 1
+        details["memory_per_rank"] = state = architecture.state_bytes(shards)
+        text = f"{format_bytes(state)} weights, gradients and optimizer; --memory also estimates activations"
+        lines["memory a rank"] = text
     if start is not None and start.batch is not None:
         lines["start"] = _start(start, start.batch, batches, about)
     elif start is not None:
@@ -254,29 +258,6 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
             predicted = span.masking_ratio(shape.progress((low + high) // 2)) if is_mlm else 1.0
             total += (high - low) * config.global_batch_size * architecture.flops([row], not is_mlm, predicted * row)
     return total
-
-
-def _memory(architecture: Architecture, config: PretrainConfig, ranks: int) -> tuple[dict[str, int], str]:
-    """Return the bytes that a rank needs, as numbers and as text."""
-    parallelism, shards, buckets = config.parallelism, 1, architecture.bucket_bytes if ranks > 1 else 0
-    if parallelism.strategy == "fsdp":
-        buckets = 0
-        shards = shard_ranks(parallelism.shard_degree, ranks, int(os.environ.get("LOCAL_WORLD_SIZE", ranks)))
-    rows = config.global_batch_size // ranks if config.microbatch_size == "auto" else config.microbatch_size
-    width = 2 if config.precision == "amp_bf16" else 4
-    tokens = rows * config.data.sequence_length
-    stored_layers = architecture.layers - len(config.compute.recomputed(architecture.layers))
-    # A recomputed layer stores only its input, and all its activations during its own backward pass.
-    inputs = tokens * architecture.hidden * width * (architecture.layers - stored_layers)
-    layers = architecture.activation_bytes(tokens, width) * max(stored_layers, 1) // max(architecture.layers, 1)
-    state, activations = architecture.state_bytes(shards), layers + inputs
-    text = f"{format_bytes(state)} weights, gradients and optimizer; "
-    text += f"{format_bytes(buckets)} DDP gradient buckets; " if buckets else ""
-    auto = " if a rank's complete batch is one microbatch" if config.microbatch_size == "auto" else ""
-    text += f"activations roughly {format_bytes(activations)} at {rows} rows{auto}"
-    numbers = {"weights_gradients_optimizer": state, "ddp_buckets": buckets}
-    numbers |= {"activations": activations, "microbatch_rows": rows}
-    return numbers, f"{text}; not counted: logits, workspaces, CUDA's context"
 
 
 def _plan_datasets(
