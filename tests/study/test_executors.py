@@ -250,7 +250,7 @@ def test_a_signal_reaches_the_ranks_and_stops_the_study(status: int, tmp_path: P
     (package / "launcher.py").write_text(LAUNCHER.replace("STATUS", str(status)))
     code = (
         "import sys; from pathlib import Path; from biphasic.config.study import LocalExecutor\n"
-        "from biphasic.study.executors import train_here\n"
+        "from biphasic.study.run import train_here\n"
         "sys.exit(train_here(LocalExecutor(kind='local', processes=2), Path('run.yaml')))"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}

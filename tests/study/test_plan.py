@@ -19,10 +19,9 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand, overrides_of
 from biphasic.config.timeline import decay_start
 from biphasic.errors import ConfigError
-from biphasic.study.draw import draw_study
-from biphasic.study.plan import StudyPlan, plan_study, retained_batches
+from biphasic.study.plan import StudyPlan, draw_study, plan_study, retained_batches
 from biphasic.study.run import resolved
-from biphasic.study.tree import StudyRun, study_tree
+from biphasic.study.tree import StudyRun, keep_scored, study_tree
 from helpers.cpu_time import run_measured
 
 ROOT = Path(__file__).parents[2]
@@ -217,7 +216,7 @@ def test_the_same_run_from_the_base_file_and_overrides(configs: dict[str, Pretra
 
 def test_the_picture(study: StudyConfig, configs: dict[str, PretrainConfig]) -> None:
     text = draw_study(study)
-    tree = study_tree(configs, study.continues, study.stages.checkpoints)
+    tree = keep_scored(study_tree(configs, study.continues), study.stages.checkpoints)
     names = dict(re.findall(r'(run\d+)\["(.+?)<br>', text))
     assert set(names.values()) == set(study.models)
     arrows = {

@@ -53,13 +53,11 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         print(json.dumps(asdict(sweep_plan), indent=2) if options.json else describe_plan(sweep_plan))
         return 0
     if config.job == "study":
-        from biphasic.study.plan import describe_plan, plan_study
+        from biphasic.study.plan import describe_plan, draw_study, plan_study
 
         study_plan = plan_study(config)
         print(json.dumps(asdict(study_plan), indent=2) if options.json else describe_plan(study_plan, config.cost))
         if options.draw:
-            from biphasic.study.draw import draw_study
-
             options.draw.write_text(draw_study(config), encoding="utf-8")
         return 0
     if config.job == "tasks":

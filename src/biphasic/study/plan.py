@@ -16,9 +16,13 @@ from biphasic.config.model import architecture_of
 from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, training_flops
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, StudyCostConfig
+from biphasic.config.timeline import MLMPhase, Phase, RampConfig, resolve_phases
 from biphasic.study.state import RunState, is_ready, read_states
 from biphasic.study.tree import StudyRun, study_runs
 from biphasic.training.metrics_file import trained_batches
+
+_COLORS = {"clm": "#cfe0f5", "mlm": "#f8d5b8"}
+"""Color of a run by the objective of its last phase."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,6 +175,33 @@ def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
         if plan.devices is not None and plan.shared.hours is not None:
             lines.append(f"  with {plan.devices:,} devices        {plan.shared.hours / plan.devices / 24:,.1f} days")
     return "\n".join([*lines, *(f"  WARNING {warning}" for warning in plan.warnings)])
+
+
+def draw_study(study: StudyConfig) -> str:
+    """Return the tree of a checked study as a Mermaid flowchart.
+
+    A node is a run with its phases. A solid arrow comes from the run whose checkpoint a run starts from, and names the
+    batch. A dotted arrow comes from the run that a run continues. Raises a UserError if two histories are equal.
+    """
+    configs, tree = study_runs(study)
+    ids = {name: f"run{number}" for number, name in enumerate(tree)}
+    lines = ["flowchart LR", *(f"  classDef {name} fill:{color},stroke:#666" for name, color in _COLORS.items())]
+    for name, run in tree.items():
+        spans = resolve_phases(configs[name].objective.phases, configs[name].max_duration)
+        phases = ", ".join(_phase_text(span.phase) for span in spans)
+        lines.append(f'  {ids[name]}["{name}<br>{phases}; {run.length:,} batches"]:::{spans[-1].phase.name}')
+        if run.parent is not None:
+            lines.append(f'  {ids[run.parent]} -- "{run.start:,}" --> {ids[name]}')
+        elif run.continues is not None:
+            lines.append(f"  {ids[run.continues]} -.-> {ids[name]}")
+    return "\n".join([*lines, ""])
+
+
+def _phase_text(phase: Phase) -> str:
+    if not isinstance(phase, MLMPhase):
+        return "CLM"
+    ratio = phase.masking_ratio
+    return f"MLM {ratio.start:.0%} to {ratio.end:.0%}" if isinstance(ratio, RampConfig) else f"MLM {ratio:.0%}"
 
 
 @dataclass(frozen=True)

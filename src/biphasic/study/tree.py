@@ -55,19 +55,11 @@ def study_runs(study: StudyConfig) -> tuple[dict[str, PretrainConfig], dict[str,
     Raises a UserError if two models have the same history, or a scored checkpoint is not before its model's end.
     """
     configs = expand(study)
-    return configs, study_tree(configs, study.continues, study.stages.checkpoints)
+    return configs, keep_scored(study_tree(configs, study.continues), study.stages.checkpoints)
 
 
-def study_tree(
-    configs: Mapping[str, PretrainConfig],
-    continues: Mapping[str, str],
-    checkpoints: Mapping[str, Sequence[int]] | None = None,
-) -> dict[str, StudyRun]:
-    """Return the runs by name, in training order.
-
-    `continues` has, for each model that continues another, the other's name; `checkpoints` has the batches to score.
-    Raises a UserError if two models have the same history, or a scored checkpoint is not before its model's end.
-    """
+def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, str]) -> dict[str, StudyRun]:
+    """Build the tree of these configurations, as `build_tree` does from the batches that they share."""
     lengths = {name: config.batch_shape.batches(config.max_duration) for name, config in configs.items()}
     decays = {name: c.batch_shape.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
 
@@ -80,7 +72,7 @@ def study_tree(
             batches -= 1
         return batches if batches >= _MIN_SHARED * shorter else 0
 
-    return keep_scored(build_tree(lengths, continues, shared), checkpoints or {})
+    return build_tree(lengths, continues, shared)
 
 
 def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
