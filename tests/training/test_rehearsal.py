@@ -64,9 +64,6 @@ def bf16_moments(model, *given):
         state.update(exp_avg=state["exp_avg"].bfloat16()) for state in made.state.values()])
     return made
 
-def longest_of_the_batch(cls, lengths, device, max_seqlen=None, *given):
-    return of(cls, lengths, device, None, *given)
-
 attend = attention.BACKEND_FUNCTIONS
 faults = {
     "none": [],
@@ -77,7 +74,6 @@ faults = {
         mock.patch.dict(attend, varlen=fp32_attention),
         mock.patch.object(Architecture, "flops", lambda *given: 1.02 * flops(*given)),
         mock.patch.object(recipe, "build_optimizer", bf16_moments),
-        mock.patch.object(segments.Segments, "of", classmethod(longest_of_the_batch)),
     ],
 }
 results = {}
@@ -87,7 +83,7 @@ for name, ranks, strategy in json.loads(sys.argv[2]):
         for fault in faults[name]:
             stack.enter_context(fault)
         try:
-            result = rehearse(config, ranks).to_dict()
+            result = vars(rehearse(config, ranks))
         except Exception as error:
             result = {"error": str(error)}
     results[f"{name} {ranks} {strategy}"] = result
@@ -118,8 +114,6 @@ def test_a_run_without_faults(run: str, rehearsals: dict[str, dict[str, Any]]) -
     result = rehearsals[run]
     assert result.get("error") is None and result["problems"] == []
     assert {objective: len(batches) for objective, batches in result["flops"].items()} == {"clm": 2, "mlm": 2}
-    layer = [(graph["training"], graph["count"]) for graph in result["graphs"] if "Layer" in graph["function"]]
-    assert layer == [(True, 2), (False, 2)]
     parameters = 2 * 512 * 64 + 2 * (64 * 16 * 12 + 3 * 64 * 96 + 2 * 64) + 64
     copies = {"none 8 ddp": 5, "none 16 fsdp": 4 / 16}[run]  # DDP has buckets of gradients too
     # In blocks of 512 bytes, and with AdamW's steps.
@@ -139,7 +133,6 @@ def test_a_run_in_fp32_with_flex_attention(rehearsals: dict[str, dict[str, Any]]
         ("graph break 1 ddp", "graph break: "),
         ("others 1 ddp", "of the FLOPs are in bf16"),
         ("others 1 ddp", "FLOPs were counted, and the formula gives"),
-        ("others 1 ddp", "LlamaDecoderLayer.forward was compiled"),
         ("others 1 ddp", "exp_avg is torch.bfloat16 on cuda:0; expected fp32 on the GPU"),
     ],
 )

@@ -83,7 +83,7 @@ def print_plan(config: Config, options: argparse.Namespace) -> int:
         from biphasic.training.rehearsal import rehearse
 
         rehearsal = rehearse(config, options.ranks)
-        run_plan.details["rehearsal"], after = rehearsal.to_dict(), f"\n{rehearsal.describe()}"
+        run_plan.details["rehearsal"], after = vars(rehearsal), f"\n{rehearsal.describe()}"
     return print_job_plan(run_plan, options.json, after)
 
 

@@ -6,10 +6,8 @@ the choice of the microbatch size, and validation. Only data, tokenizer, checkpo
 
 from __future__ import annotations
 
-import functools
 import io
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass, field
@@ -37,7 +35,7 @@ from biphasic.model import backbone, losses
 from biphasic.model.layers import recomputed_layers
 from biphasic.training import compute, recipe
 from biphasic.training.fake_gpu import GPU_BYTES, GPU_NAME, FakeGPU, fake_gpu
-from biphasic.training.step import EVALUATIONS, PreparedBatch
+from biphasic.training.step import PreparedBatch
 
 BATCHES_PER_PHASE = 2
 MICROBATCHES = 2
@@ -70,25 +68,10 @@ class Rehearsal:
     """For each objective, each batch's FLOPs as counted, and as computed by `Architecture.hardware_flops`."""
     half_precision_share: float = 1.0
     """Smallest share of a batch's FLOPs whose operands are bf16."""
-    graphs: Counter[tuple[str, bool, int]] = field(default_factory=Counter)
-    """Number of compiled graphs by function name, whether gradients are enabled, and number of tokens."""
     problems: list[str] = field(default_factory=list)
 
-    @property
-    def attention(self) -> str:
-        """Name of the attention backend."""
-        return self.setup.partition("attention ")[2].partition(" ")[0]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the measurements as JSON types."""
-        names = ("function", "training", "tokens", "count")
-        return {
-            **vars(self),
-            "graphs": [dict(zip(names, (*graph, count), strict=True)) for graph, count in self.graphs.items()],
-        }
-
     def describe(self) -> str:
-        """Describe the memory in lines of text, including what is and isn't counted."""
+        """Describe the memory in lines of text."""
         temporary = self.peak_bytes - self.state_bytes
         validation = [f"validation: {format_bytes(self.validation_peak_bytes)}"] if self.validation_peak_bytes else []
         lines = [
@@ -98,11 +81,7 @@ class Rehearsal:
             f"{format_bytes(self.state_bytes)} weights, gradients and optimizer, {format_bytes(temporary)} activations and "
             "temporary tensors",
             *validation,
-            "an estimate, from the shapes of the tensors of some batches; nothing ran on a GPU",
-            "counted: every tensor, in blocks of 512 bytes; operations between matrix products as if they were not fused, "
-            "except in the loss; rows that are full",
-            "not counted: the CUDA context (about 0.5 GB), buffers of NCCL, workspaces of cuBLAS and of attention kernels, "
-            "fragmentation of the allocator",
+            "an estimate (docs/throughput.md); not counted: CUDA's context, buffers of NCCL, workspaces, fragmentation",
             *(f"PROBLEM: {problem}" for problem in dict.fromkeys(self.problems)),
         ]
         return "\n".join(f"  {'memory estimate' * (index == 0):17}{line}" for index, line in enumerate(lines))
@@ -127,7 +106,7 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         measuring.gpu = gpu = stack.enter_context(fake_gpu(ranks, measuring.attention_flops))
         config = _shortened(config, folder)
-        for replacement in _replacements(config, measured, gpu, architecture.vocab_size):
+        for replacement in _replacements(config, gpu, architecture.vocab_size):
             stack.enter_context(replacement)
         said = list[str]()
         run: Any = SimpleNamespace(
@@ -167,7 +146,7 @@ def _shortened(config: PretrainConfig, folder: str) -> PretrainConfig:
 
 
 def _check(config: PretrainConfig, measured: Rehearsal) -> None:
-    """Add problems: FLOPs that differ from the formula, wrong dtypes, graph breaks, and repeated compilations."""
+    """Add problems: FLOPs that differ from the formula, wrong dtypes, and graph breaks."""
     problems = measured.problems
     for objective, batches in measured.flops.items():
         for counted, expected in batches:
@@ -176,14 +155,9 @@ def _check(config: PretrainConfig, measured: Rehearsal) -> None:
     if config.precision == "amp_bf16" and measured.half_precision_share < HALF_PRECISION_SHARE:
         problems.append(f"only {measured.half_precision_share:.1%} of the FLOPs are in bf16")
     problems += [f"graph break: {reason}" for reason in counters["graph_break"]]
-    trained = len({phase.name for phase in config.objective.phases})
-    for (name, training, tokens), count in measured.graphs.items():
-        expected = trained if training else len(EVALUATIONS)
-        if "Layer" in name and count > expected:
-            problems.append(f"{name} was compiled {count} times for {tokens} tokens; expected {expected}")
 
 
-def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU, vocab_size: int) -> Iterator[Any]:
+def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iterator[Any]:
     """Yield patches that replace data, tokenizer, loggers, kernels and the compiler."""
     tokenizer = SimpleNamespace(vocab_size=vocab_size, mask_id=1, special_ids=(0,))
     build, compile_ = backbone.build_language_model, torch.compile
@@ -192,29 +166,19 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU, voc
         with torch.device("cuda"):
             return build(*given, **named)
 
-    def loader(data: Any, streams: Any, rows: int, seed: int, *, train: bool, **_: Any) -> _Loader:
-        return _Loader(config, rows, MICROBATCHES if train else 1)
-
     backend: Any = lookup_backend(_COMPILER)
 
-    @functools.cache  # layers share compilations only with the same backend
-    def recording_backend(name: str) -> Any:
-        def compile_graph(graph: Any, inputs: list[Any], **options: Any) -> Any:
-            tokens = max((int(x.shape[-2]) for x in inputs if isinstance(x, Tensor) and x.dim() >= 2), default=0)
-            measured.graphs[name, torch.is_grad_enabled(), tokens] += 1
-            compiled = backend(graph, inputs, **options)
-            return gpu.fused(compiled) if name == _LOSS else compiled
+    def fusing_backend(graph: Any, inputs: list[Any], **options: Any) -> Any:
+        return gpu.fused(backend(graph, inputs, **options))
 
-        return compile_graph
+    def compile_function(function: Any, **named: Any) -> Any:
+        return compile_(function, **named, backend=fusing_backend if function.__qualname__ == _LOSS else backend)
 
-    yield mock.patch.object(
-        torch,
-        "compile",
-        lambda function, **named: compile_(function, **named, backend=recording_backend(function.__qualname__)),
-    )
+    yield mock.patch.object(torch, "compile", compile_function)
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
     replaced = {
-        "build_language_model": on_gpu, "build_loader": loader, "load_tokenizer": lambda *_: tokenizer,
+        "build_language_model": on_gpu, "build_loader": lambda data, streams, rows, *_, **__: _Loader(config, rows),
+        "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
         "has_gpu": torch.cuda.is_available,
     }  # fmt: skip
@@ -225,9 +189,9 @@ def _replacements(config: PretrainConfig, measured: Rehearsal, gpu: FakeGPU, voc
 class _Loader:
     """A loader of rows with documents of random lengths. Some rows end with padding."""
 
-    def __init__(self, config: PretrainConfig, rows: int, microbatches: int):
-        self.config, self.microbatches = config, microbatches
-        self.batch_size, self.dataset = rows, mock.Mock(spec=RowDataset, first_epoch=0, skipped_batches=0)
+    def __init__(self, config: PretrainConfig, rows: int):
+        self.config, self.batch_size = config, rows
+        self.dataset = mock.Mock(spec=RowDataset, first_epoch=0, skipped_batches=0)
         self.microbatch: int | None = None
         """Number of rows in a microbatch; None until it has been measured."""
 
@@ -236,7 +200,7 @@ class _Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         random, length = np.random.default_rng(0), self.config.data.sequence_length
-        rows = min(self.batch_size, self.microbatches * (self.microbatch or self.batch_size))
+        rows = min(self.batch_size, MICROBATCHES * (self.microbatch or self.batch_size))
         for _ in range(len(self)):
             yield collate([{"tokens": np.ones(length, np.uint16), "lengths": _lengths(random, length), "row_id": row}
                            for row in range(rows)])  # fmt: skip
