@@ -39,7 +39,8 @@ def run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch, seconds: float) -> P
 
     monkeypatch.setattr(recipe, "build_loader", slow)
     # The share of a step of a few milliseconds: what a loader without processes needs is not short beside it.
-    monkeypatch.setattr(recipe, "Meters", lambda *arguments: Meters(*arguments, window=5, max_wait_share=0.6))
+    monkeypatch.setattr(meters, "_WINDOW", 5)
+    monkeypatch.setattr(meters, "_MAX_WAIT_SHARE", 0.6)
     return train(config_of(write_yaml(checkpoint__interval="100ba")))
 
 
@@ -114,7 +115,6 @@ def test_mfu_is_the_share_of_the_peak() -> None:
     totals = meters._StepTotals([2.0, 6.0], 1.0, 400, 1000.0, 1200.0)
     expected = {"tokens_per_second": 50, "flops_per_second": 125, "mfu": 0.25, "hfu": 0.3}
     assert totals.rates(500.0) == pytest.approx(expected)
-    assert [meters._StepTotals([float(n) for n in range(1, 101)]).percentile(p) for p in (50, 90, 99)] == [51, 91, 100]
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_peak_flops(name: str, dtype: torch.dtype, peak: float | None) -> None:
 
 
 def test_checkpoints_hold_no_meters() -> None:
-    assert Meters(PRESETS["210m"]).state_dict() == {}
+    assert Meters(PRESETS["210m"], 0, torch.float32).state_dict() == {}

@@ -117,13 +117,12 @@ class AutoMicrobatch(Algorithm):
         return None if None in peaks else max(peaks)
 
     def _train(self, state: State, rows: int) -> None:
-        """Run two forward and backward passes, then restore the modules' modes and the RNG states.
+        """Run two forward and backward passes, then restore the RNG states. Composer sets the model's mode afterwards.
 
         transformers loads backbones in evaluation mode, in which no layer is recomputed. Dropout draws random numbers,
         and training must not depend on whether the microbatch was measured or read from the file.
         """
         model = state.model
-        modes = [(module, module.training) for module in model.modules()]
         # These passes need no gradient synchronization between DDP ranks.
         context = model.no_sync if isinstance(model, DistributedDataParallel) else torch.enable_grad
         try:
@@ -134,8 +133,6 @@ class AutoMicrobatch(Algorithm):
                         total, _ = model(self._largest_batch(state, rows))
                     total.backward()
         finally:
-            for module, training in modes:
-                module.training = training
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 

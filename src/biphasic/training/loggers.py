@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 import warnings
 from pathlib import Path
@@ -94,7 +93,7 @@ class JSONLLogger(LoggerDestination):
         if dist.get_global_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", encoding="utf-8")
-            if _ends_within_a_line(self.path):  # its writer was killed, or the disk was full
+            if self.file.tell():  # the last line is incomplete if its writer was killed or the disk was full
                 self.file.write("\n")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
@@ -120,10 +119,3 @@ class JSONLLogger(LoggerDestination):
         if self.file is not None:
             self.file.close()
             self.file = None
-
-
-def _ends_within_a_line(path: Path) -> bool:
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(size - 1, 0))
-        return file.read() not in (b"", b"\n")

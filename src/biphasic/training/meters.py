@@ -7,6 +7,7 @@ import resource
 import time
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
@@ -19,6 +20,7 @@ from biphasic.training.step import PreparedBatch
 
 _log = logging.getLogger(__name__)
 _PERCENTILES = (50, 90, 99)
+_WINDOW, _MAX_WAIT_SHARE = 50, 0.1
 
 
 @dataclass
@@ -37,10 +39,6 @@ class _StepTotals:
         self.tokens += tokens
         self.flops += flops[0]
         self.hardware_flops += flops[1]
-
-    def percentile(self, percent: int) -> float:
-        ordered = sorted(self.seconds)
-        return ordered[min(len(ordered) * percent // 100, len(ordered) - 1)]
 
     def rates(self, peak: float | None) -> dict[str, float]:
         """Return tokens/s of all ranks, FLOP/s of one rank, and MFU and HFU if the device's `peak` FLOP/s is known."""
@@ -63,9 +61,9 @@ class Meters(Callback):
     divided by the device's dense peak for `precision`, and HFU is the same for `Architecture.hardware_flops`. Both are
     missing if the peak is unknown, as on CPUs.
 
-    For each batch it logs `time/step_seconds` and `data/wait_seconds`. For each `window` of batches it logs
-    `data/wait_share`, `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and
-    `memory/peak_bytes`, and warns if the share is above `max_wait_share`. At the end it logs and prints the totals of
+    For each batch it logs `time/step_seconds` and `data/wait_seconds`. Every 50 batches it logs `data/wait_share`,
+    `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and `memory/peak_bytes`, and warns if
+    the share is above 10%. At the end it logs and prints the totals of
     each objective (`throughput/clm/mfu`), percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`),
     and `data/wait_share_total`.
 
@@ -73,15 +71,8 @@ class Meters(Callback):
     the slowest one, so rank 0's numbers hold for all. Nothing is stored in checkpoints.
     """
 
-    def __init__(
-        self,
-        size: Architecture,
-        recomputed: int = 0,
-        precision: torch.dtype = torch.float32,
-        window: int = 50,
-        max_wait_share: float = 0.1,
-    ):
-        self.size, self.recomputed, self.window, self.max_wait_share = size, recomputed, window, max_wait_share
+    def __init__(self, size: Architecture, recomputed: int, precision: torch.dtype):
+        self.size, self.recomputed = size, recomputed
         gpu = torch.cuda.is_available()
         self.peak = peak_flops(torch.cuda.get_device_name(), precision) if gpu else None
         self._totals: dict[str, _StepTotals] = {}
@@ -121,19 +112,19 @@ class Meters(Callback):
         logger.log_metrics({"time/step_seconds": seconds})
         for totals in (self._window_totals, self._totals.setdefault(batch.objective, _StepTotals())):
             totals.add(seconds, self._waiting, tokens, self._flops)
-        if len(self._window_totals.seconds) == self.window:
+        if len(self._window_totals.seconds) == _WINDOW:
             self._end_window(logger)
 
     def _end_window(self, logger: Logger) -> None:
         share = _waiting_share(self._window_totals)
         rates = {f"throughput/{name}": value for name, value in self._window_totals.rates(self.peak).items()}
         logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
-        if share > self.max_wait_share and dist.get_global_rank() == 0:
+        if share > _MAX_WAIT_SHARE and dist.get_global_rank() == 0:
             _log.warning(
                 "the run waits for data: %.0f%% of the last %d steps' time; raise data.num_workers or data.predownload, "
                 "or use a larger data.cache_limit or a faster connection to the shards",
                 100 * share,
-                self.window,
+                _WINDOW,
             )
         self._window_totals = _StepTotals()
 
@@ -144,7 +135,7 @@ class Meters(Callback):
         lines = []
         for objective, totals in self._totals.items():
             rates = totals.rates(self.peak)
-            percentiles = {percent: totals.percentile(percent) for percent in _PERCENTILES}
+            percentiles = dict(zip(_PERCENTILES, np.percentile(totals.seconds, _PERCENTILES).tolist(), strict=True))
             logger.log_metrics({f"throughput/{objective}/{name}": value for name, value in rates.items()})
             logger.log_metrics({f"time/{objective}/step_seconds_p{p}": value for p, value in percentiles.items()})
             mfu = f", MFU {rates['mfu']:.1%}, HFU {rates['hfu']:.1%}" if self.peak is not None else ""
