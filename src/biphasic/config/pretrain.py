@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten, whole
+from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
@@ -61,7 +61,7 @@ class CheckpointConfig(Section):
     which also keeps the newest checkpoint of a run that saves to a bucket."""
     interval: Duration = Duration(1000, "ba")
     """Time between checkpoints. One is also saved at the end, at every switch, where the decay begins, and at `keep_at`."""
-    keep: Annotated[int, Field(ge=-1, lt=2**63), whole] = -1
+    keep: Literal[-1] | Positive = -1
     """Number of complete checkpoints to keep. -1: all. Older checkpoints are deleted once a newer one is complete, except
     those at a phase switch, at the start of the decay and at `keep_at`."""
     keep_at: list[Duration] = []
@@ -243,8 +243,6 @@ class PretrainConfig(RunConfig):
         for index, time in enumerate(checkpoint.keep_at):
             if not time.value or (end.unit != "dur" and not self.batch_shape.not_before(end, time.resolve(end))):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"
-        if checkpoint.keep == 0:
-            yield ["checkpoint.keep"], "0 keeps no checkpoint; expected -1 (all) or at least 1"
         keys = [key for key, _ in flatten(self)]
         for index, name in enumerate(checkpoint.resume_overrides):
             if name == "max_duration":

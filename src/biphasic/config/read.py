@@ -18,8 +18,6 @@ from biphasic.config.base import flatten, within
 from biphasic.errors import ConfigError, Problem
 
 _COMMAND_LINE = "command line"
-_MAX_DEPTH = 50
-"""Maximum nesting, since the libraries read nested values recursively. Schemas have about six levels."""
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # libyaml's parser if PyYAML has it, as in OmegaConf
 # Errors of YAML's constructors (`!!int x`, a number of 5,000 digits), of OmegaConf and of values that contain themselves.
 _READ_ERRORS = (
@@ -142,7 +140,6 @@ def _similar_file(file: Path) -> str:
 
 def _parse(text: str, name: str) -> tuple[yaml.Node | None, dict[Any, Any]]:
     try:
-        _require_shallow(text, name)
         nodes = yaml.compose(text, Loader=_LOADER)
         if nodes is not None and not isinstance(nodes, yaml.MappingNode):
             raise _config_error(name, "", "expected `key: value` lines at the top")
@@ -154,15 +151,6 @@ def _parse(text: str, name: str) -> tuple[yaml.Node | None, dict[Any, Any]]:
         raise _config_error(name + line, "", f"is not valid YAML: {_summary(error)}") from None
     assert isinstance(content, dict)
     return nodes, content
-
-
-def _require_shallow(text: str, name: str) -> None:
-    depth = 0
-    for event in yaml.parse(text, Loader=_LOADER):
-        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-        if depth > _MAX_DEPTH:
-            place = f"{name}:{event.start_mark.line + 1}"
-            raise _config_error(place, "", f"is nested in more than {_MAX_DEPTH} levels")
 
 
 def _places(node: yaml.Node, key: str, name: str) -> Iterator[tuple[str, str]]:
@@ -185,7 +173,6 @@ def _override(text: str, tree: KeyTree) -> None:
     if not value.strip():
         raise _config_error(_COMMAND_LINE, key, f"expected a value; got nothing ({key}=null sets null)")
     with _errors_reported(lambda _: _COMMAND_LINE, key):
-        _require_shallow(value, _COMMAND_LINE)
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={value}"]), resolve=False)
     tree.update(key, parsed["value"], dict.fromkeys([key, *dict(flatten(parsed["value"], key))], _COMMAND_LINE))
 
@@ -206,6 +193,6 @@ def _errors_reported(source: Callable[[str], str], key: str = "") -> Iterator[No
 
 def _summary(error: BaseException) -> str:
     if isinstance(error, RecursionError):
-        return "a value contains itself"
+        return "a value contains itself, or is nested too deeply"
     text = getattr(error, "problem", None) or str(error)
     return text.strip().splitlines()[0] if text.strip() else type(error).__name__
