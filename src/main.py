@@ -44,11 +44,7 @@ _SAME_COMMAND = "next: the same command runs the rest, which --limit left out"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    0: done. 1: the run, or a trial of a sweep, failed. 2: the user must change something first. 75: preempted after
-    saving; the same command resumes the run. 130: interrupted with Ctrl-C. 141: the reader of the output has closed it.
-    """
+    """Run the command line and return the exit status, as `run_rank` does; also 1 if a trial of a sweep failed."""
     return run_rank(lambda: _main(arguments))
 
 

@@ -13,11 +13,7 @@ from biphasic.ranks import run_rank
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and return the exit status.
-
-    0: done. 1: done with faults, as the subcommand says. 2: the user must change something first. 130: interrupted with
-    Ctrl-C. 141: the reader of the output has closed it.
-    """
+    """Run the command line and return the exit status, as `run_rank` does; also 1 as the subcommand says."""
     return run_rank(lambda: _main(sys.argv[1:] if arguments is None else arguments))
 
 

@@ -10,7 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
 
@@ -77,7 +77,9 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
         with ExitStack() as stack:
 
             def start_workers() -> tuple[RunLock, Workers]:
-                lock = stack.enter_context(_locked(config.output))
+                lock = RunLock(config.output, key="output", alternative="output")
+                lock.acquire(ranks=1)
+                stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
                 return lock, stack.enter_context(open_workers(module, config.output, config.cluster, estimate_bytes))
 
             # Workers start first so that they import Composer while this process hashes the model and data files.
@@ -251,21 +253,6 @@ class Driver:
             if count:
                 print(f"output {self.folder.root}: can't be written; waiting with {count} records", flush=True)
                 time.sleep(5)
-
-
-@contextmanager
-def _locked(output: str) -> Iterator[RunLock]:
-    lock = RunLock(output, key="output", alternative="output")
-    lock.acquire(ranks=1)
-    reason = "failed"
-    try:
-        yield lock
-        reason = "ended"
-    except KeyboardInterrupt:
-        reason = "interrupted"
-        raise
-    finally:
-        lock.release(reason)
 
 
 def _percent(share: float | None) -> str:
