@@ -112,9 +112,9 @@ def test_flops_are_counted_from_segments_and_targets(write_yaml: Write, monkeypa
 
 
 def test_mfu_is_the_share_of_the_peak() -> None:
-    totals = meters._StepTotals([2.0, 6.0], 1.0, 400, 1000.0, 1200.0)
+    steps = [(2.0, 1.0, 100.0, 300.0, 500.0), (6.0, 0.0, 300.0, 700.0, 700.0)]
     expected = {"tokens_per_second": 50, "flops_per_second": 125, "mfu": 0.25, "hfu": 0.3}
-    assert totals.rates(500.0) == pytest.approx(expected)
+    assert meters._rates(steps, 500.0) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import resource
 import time
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -23,34 +23,22 @@ _PERCENTILES = (50, 90, 99)
 _WINDOW, _MAX_WAIT_SHARE = 50, 0.1
 
 
-@dataclass
-class _StepTotals:
-    """Durations of steps in seconds, the seconds that they waited for data, and their tokens and FLOPs."""
-
-    seconds: list[float] = field(default_factory=list)
-    waiting: float = 0.0
-    tokens: int = 0
-    flops: float = 0.0
-    hardware_flops: float = 0.0
-
-    def add(self, seconds: float, waiting: float, tokens: int, flops: tuple[float, float]) -> None:
-        self.seconds.append(seconds)
-        self.waiting += waiting
-        self.tokens += tokens
-        self.flops += flops[0]
-        self.hardware_flops += flops[1]
-
-    def rates(self, peak: float | None) -> dict[str, float]:
-        """Return tokens/s of all ranks, FLOP/s of one rank, and MFU and HFU if the device's `peak` FLOP/s is known."""
-        seconds = max(sum(self.seconds), 1e-9)
-        rates = {"tokens_per_second": self.tokens / seconds, "flops_per_second": self.flops / seconds}
-        if peak is not None:
-            rates |= {"mfu": self.flops / seconds / peak, "hfu": self.hardware_flops / seconds / peak}
-        return rates
+_Step = tuple[float, float, float, float, float]
+"""A step's seconds, the seconds that it waited for data, its tokens, FLOPs, and hardware FLOPs."""
 
 
-def _waiting_share(*totals: _StepTotals) -> float:
-    return sum(total.waiting for total in totals) / max(sum(sum(total.seconds) for total in totals), 1e-9)
+def _rates(steps: list[_Step], peak: float | None) -> dict[str, float]:
+    """Return tokens/s of all ranks, FLOP/s of one rank, and MFU and HFU if the device's `peak` FLOP/s is known."""
+    seconds, _, tokens, flops, hardware_flops = np.sum(steps, axis=0).tolist()
+    rates = {"tokens_per_second": tokens / seconds, "flops_per_second": flops / seconds}
+    if peak is not None:
+        rates |= {"mfu": flops / seconds / peak, "hfu": hardware_flops / seconds / peak}
+    return rates
+
+
+def _waiting_share(steps: list[_Step]) -> float:
+    seconds, waiting, *_ = np.sum(steps, axis=0).tolist()
+    return waiting / seconds
 
 
 class Meters(Callback):
@@ -75,8 +63,9 @@ class Meters(Callback):
         self.size, self.recomputed = size, recomputed
         gpu = torch.cuda.is_available()
         self.peak = peak_flops(torch.cuda.get_device_name(), precision) if gpu else None
-        self._totals: dict[str, _StepTotals] = {}
-        self._window_totals = _StepTotals()
+        self._steps: dict[str, list[_Step]] = {}
+        """All steps by objective."""
+        self._window: list[_Step] = []
         self._step_start = self._waiting = 0.0
         self._flops = (0.0, 0.0)
         self._first_step_done = False
@@ -110,14 +99,14 @@ class Meters(Callback):
         previous = state.previous_timestamp
         tokens = state.timestamp.token.value - (previous.token.value if previous is not None else 0)
         logger.log_metrics({"time/step_seconds": seconds})
-        for totals in (self._window_totals, self._totals.setdefault(batch.objective, _StepTotals())):
-            totals.add(seconds, self._waiting, tokens, self._flops)
-        if len(self._window_totals.seconds) == _WINDOW:
+        for steps in (self._window, self._steps.setdefault(batch.objective, [])):
+            steps.append((seconds, self._waiting, tokens, *self._flops))
+        if len(self._window) == _WINDOW:
             self._end_window(logger)
 
     def _end_window(self, logger: Logger) -> None:
-        share = _waiting_share(self._window_totals)
-        rates = {f"throughput/{name}": value for name, value in self._window_totals.rates(self.peak).items()}
+        share = _waiting_share(self._window)
+        rates = {f"throughput/{name}": value for name, value in _rates(self._window, self.peak).items()}
         logger.log_metrics({"data/wait_share": share, "memory/peak_bytes": peak_memory(), **rates})
         if share > _MAX_WAIT_SHARE and dist.get_global_rank() == 0:
             _log.warning(
@@ -126,23 +115,23 @@ class Meters(Callback):
                 100 * share,
                 _WINDOW,
             )
-        self._window_totals = _StepTotals()
+        self._window = []
 
     def fit_end(self, state: State, logger: Logger) -> None:
         """Log and print the run's totals."""
-        if not self._totals:
+        if not self._steps:
             return
         lines = []
-        for objective, totals in self._totals.items():
-            rates = totals.rates(self.peak)
-            percentiles = dict(zip(_PERCENTILES, np.percentile(totals.seconds, _PERCENTILES).tolist(), strict=True))
+        for objective, steps in self._steps.items():
+            rates, seconds = _rates(steps, self.peak), [step[0] for step in steps]
+            percentiles = dict(zip(_PERCENTILES, np.percentile(seconds, _PERCENTILES).tolist(), strict=True))
             logger.log_metrics({f"throughput/{objective}/{name}": value for name, value in rates.items()})
             logger.log_metrics({f"time/{objective}/step_seconds_p{p}": value for p, value in percentiles.items()})
             mfu = f", MFU {rates['mfu']:.1%}, HFU {rates['hfu']:.1%}" if self.peak is not None else ""
             times = ", ".join(f"{value:.3g} s (p{percent})" for percent, value in percentiles.items())
-            lines.append(f"{objective}: {rates['tokens_per_second']:,.0f} tokens/s{mfu}; {len(totals.seconds):,} steps: "
+            lines.append(f"{objective}: {rates['tokens_per_second']:,.0f} tokens/s{mfu}; {len(steps):,} steps: "
                          f"{times}")  # fmt: skip
-        share = _waiting_share(*self._totals.values())
+        share = _waiting_share(list(itertools.chain(*self._steps.values())))
         logger.log_metrics({"data/wait_share_total": share, "memory/peak_bytes": peak_memory()})
         lines.append(
             f"waited for data: {share:.1%} of the training steps' time; peak memory {format_bytes(peak_memory())}"
