@@ -74,7 +74,7 @@ def test_results_in_the_metadata(record: dict[str, Any], results: Path) -> None:
     card = with_results(pretrained_card(record, "mine"), results)
     by_name = entries(card)
     assert set(by_name) == {
-        "NQ", "NQ-judged, judged documents only", "my|set (de)", "my|set (fr)", "SciFact", "STSBenchmark",
+        "NQ", "NQ-judged", "my|set (de)", "my|set (fr)", "SciFact", "STSBenchmark",
         "AskUbuntuDupQuestions",
     }  # fmt: skip
     assert by_name["NQ"] == {
@@ -93,7 +93,7 @@ def test_results_in_the_metadata(record: dict[str, Any], results: Path) -> None:
         ],
         "source": {"name": "mteb 2.26.24", "url": "https://github.com/embeddings-benchmark/mteb"},
     }
-    assert by_name["NQ-judged, judged documents only"]["dataset"]["type"] == "NQ-judged"
+    assert by_name["NQ-judged"]["dataset"]["type"] == "NQ-judged"
     french = by_name["my|set (fr)"]["dataset"]
     assert french == {"name": "my|set (fr)", "type": "my|set", "config": "fr", "split": "dev"}
     assert by_name["SciFact"]["dataset"]["type"] == "SciFact"
@@ -130,8 +130,7 @@ def test_results_in_tables(record: dict[str, Any], results: Path) -> None:
     for line in (
         "| task | kind | subset | split | scores |",
         "| NQ | Retrieval | default | test | nDCG@10 0.2500, MRR@10 0.1250, Recall@100 0.9000 |",
-        "| NQ-judged, judged documents only | Retrieval | default | test | "
-        "nDCG@10 0.5000, MRR@10 0.2500, Recall@100 0.9000 |",
+        "| NQ-judged | Retrieval | default | test | nDCG@10 0.5000, MRR@10 0.2500, Recall@100 0.9000 |",
         r"| my\|set (de) | Retrieval | de | dev | nDCG@10 0.7500, MRR@10 0.3750, Recall@100 0.9000 |",
         "| AskUbuntuDupQuestions | Reranking | default | test | "
         "map_at_1000 0.3000, nDCG@10 0.4000, MRR@10 0.2000, Recall@100 0.9000 |",
@@ -139,7 +138,7 @@ def test_results_in_tables(record: dict[str, Any], results: Path) -> None:
         "Scores from 0 to 1, computed by mteb 2.26.24.",
     ):
         assert f"\n{line}\n" in card, line
-    assert "Tasks marked as judged documents only" in card
+    assert "Tasks named `-judged` search only judged documents" in card
     assert card.index("\n## Use\n") < card.index("\n## Evaluation\n") < card.index("\n## Limits\n")
     # New results replace them, and the rest of the card stays.
     assert with_results(card, results) == card
@@ -176,11 +175,11 @@ def test_results_of_an_evaluation(record: dict[str, Any], tmp_path: Path) -> Non
     by_name = entries(with_results(pretrained_card(record, "mine"), folder))
     assert {name: entry["metrics"][0]["value"] for name, entry in by_name.items()} == {
         "NQ": 0.25,
-        "NQ-judged, judged documents only": 0.5,
+        "NQ-judged": 0.5,
     }
     # The judged documents are not the hub's dataset.
-    assert by_name["NQ-judged, judged documents only"]["dataset"] == {
-        "name": "NQ-judged, judged documents only", "type": "NQ-judged", "config": "default", "split": "test",
+    assert by_name["NQ-judged"]["dataset"] == {
+        "name": "NQ-judged", "type": "NQ-judged", "config": "default", "split": "test",
     }  # fmt: skip
 
 

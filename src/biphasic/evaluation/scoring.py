@@ -10,6 +10,7 @@ from typing import Any
 import mteb
 from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
+from tabulate import tabulate
 
 from biphasic.evaluation.search import Run, best_documents
 from biphasic.versions import require_form
@@ -105,13 +106,9 @@ def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:
     Each record has a `system` and its `scores`, dictionaries of `SplitScores`. Main scores other than NDCG@10 are
     named.
     """
-    rows = [_COLUMNS, *(_row(record["system"], scores) for record in records for scores in record["scores"])]
-    columns = []
-    for name, *cells in zip(*rows, strict=True):
-        width, is_left = max(map(len, (name, *cells))), name in _LEFT_ALIGNED
-        padded = [f" {cell:{'<' if is_left else '>'}{width}} " for cell in (name, *cells)]
-        columns.append([padded[0], "-" * (width + 1) + ("-" if is_left else ":"), *padded[1:]])
-    return [f"|{'|'.join(row)}|" for row in zip(*columns, strict=True)]
+    rows = [_row(record["system"], scores) for record in records for scores in record["scores"]]
+    align = ["left" if name in _LEFT_ALIGNED else "right" for name in _COLUMNS]
+    return tabulate(rows, _COLUMNS, "pipe", disable_numparse=True, colalign=align if rows else None).splitlines()
 
 
 def _row(system: str, scores: Mapping[str, Any]) -> tuple[str, ...]:

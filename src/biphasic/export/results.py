@@ -17,10 +17,9 @@ from biphasic.errors import UserError
 from biphasic.storage import first_line
 
 _RETRIEVAL = {"ndcg_at_10": "nDCG@10", "mrr_at_10": "MRR@10", "recall_at_100": "Recall@100"}
-_JUDGED = ", judged documents only"
 _ABOUT_JUDGED = """
-Tasks marked as judged documents only don't search the complete corpus. That is easier: their scores can't be compared with \
-published ones.
+Tasks named `-judged` search only judged documents, not the complete corpus. That is easier: their scores can't be compared \
+with published ones.
 """
 
 
@@ -47,7 +46,7 @@ def _table(scores: list[EvalResult]) -> str:
         cells = [str(cell).replace("|", r"\|") for cell in (*row, ", ".join(metrics))]
         lines.append(f"| {' | '.join(cells)} |")
     versions = ", ".join(sorted({str(score.source_name) for score in scores}))
-    about = _ABOUT_JUDGED if any(score.dataset_name.endswith(_JUDGED) for score in scores) else ""
+    about = _ABOUT_JUDGED if any("-judged" in score.dataset_name.lower() for score in scores) else ""
     return "\n".join([*lines, f"\nScores from 0 to 1, computed by {versions}.\n"]) + about
 
 
@@ -86,33 +85,29 @@ def read_results(results: Path, model_name: str | None = None) -> list[EvalResul
 
 def _scores(file: Path) -> Iterator[EvalResult]:
     """Yield the main score and, for retrieval, the other retrieval metrics of each of a task's subsets and splits."""
-    from mteb import get_task
     from mteb.results import TaskResult
 
     try:
         result = TaskResult.from_disk(file, load_historic_data=False)
     except (ValueError, OSError) as error:
         raise UserError(f"--results {file} can't be read as a result of mteb: {first_line(error)}") from None
-    task = result.task_name
     metadata = None
     with suppress(KeyError):
-        known = get_task(task).metadata
         # A local task may have the name of one of mteb's, but its dataset revision differs.
-        metadata = known if known.revision == result.dataset_revision else None
+        metadata = result.task.metadata if result.task.metadata.revision == result.dataset_revision else None
     for split, subset in ((split, subset) for split, subsets in result.scores.items() for subset in subsets):
-        retrieval = [name for name in _RETRIEVAL if "ndcg_at_10" in subset and name in subset]
-        equal = [name for name in retrieval if subset[name] == subset["main_score"]]
-        main = metadata.main_score if metadata else [*equal, "main_score"][0]
+        retrieval = {name: subset[name] for name in _RETRIEVAL if name in subset}
+        main = metadata.main_score if metadata else "ndcg_at_10" if retrieval else "main_score"
         suffix = "" if subset["hf_subset"] == "default" else f" ({subset['hf_subset']})"
         kind = metadata.type if metadata else "Retrieval" if retrieval else "Evaluation"
-        for name, value in {main: subset["main_score"], **{name: subset[name] for name in retrieval}}.items():
-            if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        for name, value in {main: subset["main_score"], **retrieval}.items():
+            if not isinstance(value, int | float) or not math.isfinite(value):
                 raise UserError(f"--results {file}: {name} of {subset['hf_subset']} is {value!r}, not a number")
             yield EvalResult(
                 task_type=kind,
                 task_name=kind,
-                dataset_type=metadata.dataset["path"] if metadata else task,
-                dataset_name=task + suffix + (_JUDGED if task.lower().endswith("-judged") else ""),
+                dataset_type=metadata.dataset["path"] if metadata else result.task_name,
+                dataset_name=result.task_name + suffix,
                 dataset_config=subset["hf_subset"],
                 dataset_split=split,
                 dataset_revision=metadata.revision if metadata else None,

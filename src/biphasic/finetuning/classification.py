@@ -81,6 +81,7 @@ class TokenClassification(PredictionTask):
 
     family = "tokens"
     metric = "f1"
+    inputs = ["tokens"]
 
     def build_head(self, width: int) -> nn.Module:
         """Return a head with an output for each label."""

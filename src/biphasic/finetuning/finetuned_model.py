@@ -25,14 +25,6 @@ TASK_FILE = "finetuned.json"
 """File in a fine-tuned model's folder with what predictions need besides weights and tokenizer."""
 _ROWS_AT_ONCE = 100_000
 """Rows in memory at once. Among them, texts of similar length share forward passes."""
-_COLUMNS = {
-    "classification": ["text"],
-    "tokens": ["tokens"],
-    "question_answering": ["question", "context"],
-    "retrieval": ["text"],
-}
-"""Required columns of new text by kind of task. `id` and, for classifiers of pairs, `text_pair` are optional."""
-_TEXT_COLUMNS = {"text", "text_pair", "tokens", "question", "context"}
 
 
 def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
@@ -60,7 +52,7 @@ def read_task(folder: str) -> dict[str, Any] | None:
 
 def open_texts(file: str, kind: str) -> Table:
     """Open a file of new text for a kind of task. Formats and errors are those of `open_table`."""
-    return open_table(DatasetConfig(files={"texts": [file]}), "texts", _COLUMNS[kind])
+    return open_table(DatasetConfig(files={"texts": [file]}), "texts", FAMILIES[kind].inputs)
 
 
 def portions(table: Table) -> Iterator[tuple[list[str], Columns]]:
@@ -107,5 +99,5 @@ def predict(model: TrainedModel, task: PredictionTask, ids: list[str], columns: 
         "labels": [[0] * len(tokens) for tokens in columns.get("tokens", [])],
         "answers": [{"text": []}] * len(ids),
     }
-    rows = {**unknown, **{name: columns[name] for name in _TEXT_COLUMNS & columns.keys()}}
+    rows = {**unknown, **{name: columns[name] for name in {*task.inputs, "text_pair"} & columns.keys()}}
     return {"id": ids, **task.run(model, rows, task.tokenize(rows, ""), "predictions")}

@@ -27,6 +27,7 @@ class QuestionAnswering(PredictionTask):
 
     family = "question_answering"
     metric = "f1"
+    inputs = ["question", "context"]
 
     def build_head(self, width: int) -> nn.Module:
         """Return a head with outputs for an answer's first and last token."""

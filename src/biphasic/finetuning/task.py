@@ -109,6 +109,8 @@ class FinetuneTask(ABC):
     family: str
     metric: str
     """The main metric."""
+    inputs = ["text"]
+    """Required columns of new text. `id` and, for classifiers of pairs, `text_pair` are optional."""
     splits_batches = True
     """Whether a rank's examples may be divided into microbatches."""
     prompts: dict[str, str] = {}
