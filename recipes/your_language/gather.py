@@ -25,7 +25,7 @@ from typing import Any
 
 from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load_job
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import json_bytes, open_store, write_parquet
@@ -110,7 +110,7 @@ def gather(
         identity = hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         texts.append((identity, text))
         if pair is not None:
-            split = test if in_validation(document_number(identity), validation_fraction) else train
+            split = test if document_number(identity) < validation_end(validation_fraction) else train
             split.append((identity, *pair))
     characters = sum(len(text) for _, text in texts)
     if characters < _MIN_CHARACTERS:

@@ -13,7 +13,7 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import dump
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -43,7 +43,7 @@ def test_round_trip_of_documents(config_for: Make, tmp_path: Path) -> None:
     record = convert(config)
     for split, held_out in (("train", False), ("validation", True)):
         rows = rows_in(tmp_path / "out" / split)
-        expected = [r["text"] for r in records if in_validation(document_number(r["id"]), 0.2) == held_out]
+        expected = [r["text"] for r in records if (document_number(r["id"]) < validation_end(0.2)) == held_out]
         assert sorted(texts_in(rows, config)) == sorted(expected)
         counts = record["splits"][split]
         assert counts["documents"] == len(expected)

@@ -14,10 +14,10 @@ from biphasic.conversion.packing import (
     StreamCutter,
     cut_position,
     document_number,
-    in_validation,
     mds_columns,
     padded,
     token_dtype,
+    validation_end,
 )
 
 
@@ -175,11 +175,11 @@ def test_padding_follows_the_last_segment() -> None:
 def test_the_split_is_a_hash_of_the_id() -> None:
     ids = [f"<urn:uuid:{number}>" for number in range(20_000)]
     numbers = [document_number(id) for id in ids]
-    validation = {number for number in numbers if in_validation(number, 0.1)}
+    validation = {number for number in numbers if number < validation_end(0.1)}
     assert 1800 < len(validation) < 2200
-    assert validation < {number for number in numbers if in_validation(number, 0.2)}
-    assert not any(in_validation(number, 0.0) for number in numbers)
-    assert [in_validation(document_number(str(number)), 0.5) for number in range(8)] == [
+    assert validation < {number for number in numbers if number < validation_end(0.2)}
+    assert not any(number < validation_end(0.0) for number in numbers)
+    assert [document_number(str(number)) < validation_end(0.5) for number in range(8)] == [
         False,
         False,
         True,

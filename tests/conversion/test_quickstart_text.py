@@ -16,7 +16,7 @@ from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.convert import convert
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.train_tokenizer import train_tokenizer
 from biphasic.conversion.verify import verify
 from biphasic.data.tokenizer import load_tokenizer
@@ -162,7 +162,7 @@ def test_tokenizer_conversion_and_fill(text: Path, tmp_path: Path, config_for: C
     assert verify(config.output).faults == []
     table = pq.read_table(text / "documents.parquet", columns=["text", "id"]).to_pylist()
     for split, held_out in (("train", False), ("validation", True)):
-        texts = [row["text"] for row in table if in_validation(document_number(row["id"]), FRACTION) == held_out]
+        texts = [row["text"] for row in table if (document_number(row["id"]) < validation_end(FRACTION)) == held_out]
         expected = sum(len(ids) for ids in tokenizer.encode(texts)) + len(texts)
         assert record["splits"][split]["tokens"] == expected
         assert record["splits"][split]["fill"] >= 0.99

@@ -11,7 +11,7 @@ import yaml
 from transformers import AutoTokenizer
 
 from biphasic.commands import main
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from helpers.texts import sentences, write_parquet
 
@@ -44,7 +44,7 @@ def test_training_and_the_next_command(file: Path, tmp_path: Path, capsys: pytes
     assert main(["tokenizer", str(file), f"source.paths=[{tmp_path / 'text'}]", "--size", "320"]) == 0
     output = capsys.readouterr().out
     tokenizer = load_tokenizer(str(tmp_path / "tokenizer"))
-    training = [r for r in sentences(200) if not in_validation(document_number(r["id"]), 0.3)]
+    training = [r for r in sentences(200) if document_number(r["id"]) >= validation_end(0.3)]
     assert tokenizer.vocab_size == 320 and f"320 tokens, trained on {len(training)} documents" in output
     assert tokenizer.role_ids == {"pad": 0, "bos": 1, "eos": 2, "mask": 3}
     text = "Grüße, 世界 \x00\n"

@@ -20,7 +20,7 @@ from biphasic.conversion import convert as converting
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert, inspect_sources
 from biphasic.conversion.output import count_repeated
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.pool import UnitWorker
 from biphasic.conversion.reading import SourceFile
 from biphasic.conversion.sources import FileLayout
@@ -176,7 +176,7 @@ def documents_before(many: Path, config: ConvertConfig) -> list[tuple[str, int, 
         for record in pq.read_table(path).to_pylist():
             documents.append((record["text"], record["id"]))
     ids = load_tokenizer(config.tokenizer).encode([text for text, _ in documents])
-    validation = [in_validation(document_number(id), config.validation_fraction) for _, id in documents]
+    validation = [document_number(id) < validation_end(config.validation_fraction) for _, id in documents]
     return [(text, len(tokens) + 1, out) for (text, _), tokens, out in zip(documents, ids, validation, strict=True)]
 
 
@@ -245,21 +245,32 @@ def test_a_unit_stops_once_it_has_filled_the_budget(
 
 
 @pytest.mark.parametrize("missing", [0, 1])
-def test_a_budget_at_a_unit_s_end_keeps_the_validation_documents_after_it(
+def test_a_budget_ends_the_text_also_before_validation_documents(
     config_for: Make, tmp_path: Path, missing: int
 ) -> None:
-    """A budget that the last training document fills exactly gives the same bytes as none; one token less does not."""
+    """Also if all of the text is converted already, when the budget is set to exactly its training tokens."""
     records = sentences(300)
-    records[150:] = sorted(records[150:], key=lambda r: in_validation(document_number(r["id"]), 0.3))
+    records[150:] = sorted(records[150:], key=lambda r: document_number(r["id"]) < validation_end(0.3))
     everything = convert(config_for(records, output=str(tmp_path / "all"), cluster=ALONE, validation_fraction=0.3))
     tokens = everything["splits"]["train"]["tokens"] - missing
     limited = convert(config_for(records, cluster=ALONE, validation_fraction=0.3, max_tokens=tokens))
     [unit] = limited["units"]
     stopped_at = json.loads((tmp_path / "out" / "units" / f"{unit}.json").read_text())["stopped_at"]
-    assert stopped_at == (tokens if missing else None)
-    assert same_bytes(tmp_path / "out", tmp_path / "all") == (not missing)
-    validation = [record["splits"]["validation"]["documents"] for record in (limited, everything)]
-    assert (validation[0] == validation[1]) == (not missing)
+    assert (stopped_at, limited["splits"]["train"]["tokens"]) == (tokens, tokens)
+    assert 0 < limited["splits"]["validation"]["documents"] < everything["splits"]["validation"]["documents"]
+    # The finished units of an unfinished conversion without a budget.
+    for name in ("conversion.json", "train/index.json", "validation/index.json"):
+        (tmp_path / "all" / name).unlink()
+    started = {
+        "config": everything["config"],
+        "tokenizer": everything["tokenizer"]["sha256"],
+        "commit": None,
+        "units": {},
+    }
+    (tmp_path / "all" / "conversion.started").write_text(json.dumps(started))
+    again = config_for(records, output=str(tmp_path / "all"), cluster=ALONE, validation_fraction=0.3, max_tokens=tokens)
+    convert(again)
+    assert same_bytes(tmp_path / "out", tmp_path / "all")
 
 
 def test_a_budget_above_all_tokens_takes_everything(many: Path, config_for: Make, tmp_path: Path) -> None:
@@ -339,7 +350,7 @@ def test_the_split_is_a_function_of_the_id(config_for: Make, tmp_path: Path) -> 
     numbers = np.fromfile(tmp_path / "out" / "documents" / f"{unit}.u64", "<u8").tolist()
     assert numbers == sorted(document_number(r["id"]) for r in sentences(500))
     assert record["splits"]["validation"]["documents"] == sum(
-        in_validation(document_number(r["id"]), 0.25) for r in sentences(500)
+        document_number(r["id"]) < validation_end(0.25) for r in sentences(500)
     )
 
 

@@ -16,7 +16,7 @@ from transformers import AutoConfig
 
 from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load_job
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.data.tokenizer import load_tokenizer
 from helpers.decoders import saved_decoder
 from helpers.hub_server import Repository, serve_hub
@@ -60,7 +60,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
     fraction = load_job(ConvertConfig, ROOT / "recipes" / "long_context" / "data.yaml").validation_fraction
     ids = (f"long {number}" for number in itertools.count())
     longest = max(texts, key=lambda record: len(record["text"]))
-    longest["id"] = next(name for name in ids if in_validation(document_number(name), fraction))
+    longest["id"] = next(name for name in ids if document_number(name) < validation_end(fraction))
     records = [{**record, "token_count": len(record["text"].split())} for record in texts]
     write_parquet(folder / "sample" / "100BT" / "000.parquet", records)
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"

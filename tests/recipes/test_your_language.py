@@ -11,7 +11,7 @@ from types import ModuleType
 import pyarrow.parquet as pq
 import pytest
 
-from biphasic.conversion.packing import document_number, in_validation
+from biphasic.conversion.packing import document_number, validation_end
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from helpers.tiny import ROOT
@@ -70,12 +70,12 @@ def test_documents_pairs_and_a_test_set(
     pairs = TaskFolder(str(tmp_path / "text" / "pairs"), str(tmp_path / "cache"), "retrieval").read("train", "pairs")
     assert len(pairs["query"]) == counts["train_pairs"]
     train_ids = pq.read_table(tmp_path / "text" / "pairs" / "train.parquet")["id"].to_pylist()
-    assert not any(in_validation(document_number(identity), FRACTION) for identity in train_ids)
+    assert not any(document_number(identity) < validation_end(FRACTION) for identity in train_ids)
     queries = [
         json.loads(line) for line in (tmp_path / "text" / "sentences" / "queries.jsonl").read_text().splitlines()
     ]
     assert len(queries) == counts["test_pairs"] > 0
-    assert all(in_validation(document_number(query["_id"]), FRACTION) for query in queries)
+    assert all(document_number(query["_id"]) < validation_end(FRACTION) for query in queries)
     assert all(query["text"].startswith("Erklärt den Schalter") and query["text"].endswith(".") for query in queries)
 
 

@@ -66,7 +66,7 @@ def convert(config: ConvertConfig) -> dict[str, Any]:
     layouts = inspect_files(sources.files, config)
     units = plan_work_units(layouts, config.unit_bytes)
     damaged = [layout.fault for layout in layouts if layout.fault]
-    draw = draw_validation(config, layouts, tokenizer)
+    draw = draw_validation(config, layouts)
     context = ConversionContext.of(config, tokenizer, draw.end)
     try:
         with lock_output(context, units, sources.commit) as output:
@@ -113,8 +113,8 @@ class _Driver:
 
     With `max_tokens`, the dataset consists of the first units, the last of which is stopped at the limit. This depends
     only on the text, not on the order in which units finish. A unit is submitted with the tokens that remain after the
-    finished units before it. Fewer may remain once the others have finished; a unit with more tokens is then converted
-    once more.
+    finished units before it. Fewer may remain once the others have finished; a unit that reaches this limit is then
+    converted once more.
     """
 
     def __init__(self, context: ConversionContext, units: list[WorkUnit], damaged: list[str], output: LockedOutput):
@@ -180,13 +180,15 @@ class _Driver:
             yield unit, None if limit is None else max(limit - taken, 0)
 
     def _select(self) -> tuple[list[tuple[WorkUnit, UnitRecord]], Job | None]:
-        """Return the units up to the limit or to one without a record, and the job of the one that exceeds the limit."""
+        """Return the units up to the limit or to one without a record, and the job of the one to stop at it."""
         selected: list[tuple[WorkUnit, UnitRecord]] = []
         for unit, remaining in self._remaining():
             record = self.records.get(unit.name)
             if record is None or remaining == 0:
                 break
-            if remaining is not None and record["splits"]["train"]["tokens"] > remaining:
+            # A unit that another limit, or none, has not stopped here may hold validation documents from after the limit.
+            is_over = remaining is not None and record["splits"]["train"]["tokens"] >= remaining
+            if is_over and record["stopped_at"] != remaining:
                 return selected, (unit, remaining)
             selected.append((unit, record))
         return selected, None

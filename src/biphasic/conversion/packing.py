@@ -61,17 +61,12 @@ def document_number(document_id: str) -> int:
     return int.from_bytes(digest, "big")
 
 
-def in_validation(number: int, fraction: float) -> bool:
-    """Return whether the document with this `document_number` belongs to the validation split.
-
-    The validation split of a larger fraction contains that of a smaller one. A text with a document on one side only is
-    divided by another number (`biphasic.conversion.validation`).
-    """
-    return number < validation_end(fraction)
-
-
 def validation_end(fraction: float) -> int:
-    """Return the smallest 64-bit number that is not below this share of all."""
+    """Return the smallest 64-bit number that is not below this share of all.
+
+    Documents whose `document_number` is below it are for validation, so the split of a larger fraction contains that of a
+    smaller one. A text with documents on one side only is divided by another number (`biphasic.conversion.validation`).
+    """
     return math.ceil(fraction * 2**64)
 
 

@@ -106,7 +106,7 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     plan.lines["files"] = f"{len(files):,} files, {file_bytes}{documents}; {len(units):,} work units"
     tokenizer = None if plan.missing or plan.problems else load_tokenizer(config.tokenizer)
     if config.validation_fraction:
-        plan.lines["validation"] = draw_validation(config, layouts, tokenizer).description
+        plan.lines["validation"] = draw_validation(config, layouts).description
     plan.lines |= {"not read": describe_unread(sources.unread)} if sources.unread else {}
     plan.lines |= {"left out": "; ".join(damaged)} if damaged else {}
     if tokenizer is None:

@@ -56,7 +56,7 @@ def convert_unit(context: ConversionContext, unit: WorkUnit, max_tokens: int | N
     """Convert one work unit into its shards, store its record and return it.
 
     The bytes depend only on the configuration, the tokenizer, the unit's files and `max_tokens`, the number of training
-    tokens after which to stop. A unit with at most that many gives the same bytes and record as without a limit (None).
+    tokens at which to stop. A unit with fewer gives the same bytes and record as without a limit (None).
     `report` is called after each batch of documents.
 
     Raises:
@@ -107,7 +107,6 @@ class _UnitConversion:
         self.examples: list[str] = []
         self.damaged: list[str] = []
         self.numbers: list[int] = []
-        self.after_limit: list[tuple[Document, Tokens]] = []
         self.stopped = False
         # Remove an earlier record, because this conversion replaces the shards that it describes.
         self.store.remove([unit_record_file(unit.name)])
@@ -127,9 +126,6 @@ class _UnitConversion:
             self.report(sum(split.tokens for split in self.splits.values()) - earlier, self.text_bytes - text_bytes)
             if self.stopped:
                 break
-        # Because no training token follows, they belong to the unit.
-        for document, tokens in [] if self.stopped else self.after_limit:
-            self._store(document, document_number(document.id), tokens)
         for split in self.splits.values():
             split.finish()
         self.uploads.wait()
@@ -172,22 +168,13 @@ class _UnitConversion:
             self.examples.append(f"{entry.where}: {entry.reason}")
 
     def _add(self, document: Document, tokens: Tokens) -> None:
-        """Add a document to its split. In `train`, it is cut where the limit is reached.
-
-        If the limit was reached exactly, the documents that follow wait until a training token follows or the unit ends.
-        """
+        """Add a document to its split. In `train`, it is cut where the limit is reached."""
         number = document_number(document.id)
-        is_training = number >= self.context.validation_end
-        room = None if self.max_tokens is None else self.max_tokens - self.splits["train"].tokens
-        if room is not None and is_training and len(tokens) > room:
-            tokens, self.stopped = tokens[:room], True
-        if room != 0:
-            self._store(document, number, tokens)
-        elif not self.stopped:
-            self.after_limit.append((document, tokens))
-
-    def _store(self, document: Document, number: int, tokens: Tokens) -> None:
-        self.splits["validation" if number < self.context.validation_end else "train"].add(tokens)
+        split = self.splits["validation" if number < self.context.validation_end else "train"]
+        if split.name == "train" and self.max_tokens is not None:
+            room = self.max_tokens - split.tokens
+            tokens, self.stopped = tokens[:room], len(tokens) >= room
+        split.add(tokens)
         self.numbers.append(number)
         self.text_bytes += len(document.text.encode("utf-8", "surrogatepass"))
 
