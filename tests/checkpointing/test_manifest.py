@@ -244,7 +244,7 @@ def test_files_without_a_manifest_are_deleted_before_a_batch(tmp_path: Path) -> 
     others = ["ba6.rank0.json", "ba7-validating-rank0.pt", "notes.txt"]
     for name in (*names, *others, "ba6-validating-rank0.pt"):
         (tmp_path / name).touch()
-    assert manifest_batches(open_store(str(tmp_path)).entries()) == [6, 4]
+    assert manifest_batches(open_store(str(tmp_path)).list()) == [6, 4]
     uploader_of(tmp_path, keep=-1)._delete_old(open_store(str(tmp_path)), Manifest(6, "ba6-rank0.pt", {}, {}))
     gone = {"ba3-rank0.pt", "ba3.rank0.json", "ba5-rank0.pt"}
     assert {path.name for path in tmp_path.iterdir()} == {*names, *others} - gone

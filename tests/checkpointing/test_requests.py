@@ -119,7 +119,8 @@ def test_the_requests_of_a_save_grow_no_faster_than_the_ranks(
     assert used["LIST"] <= 8
     # Manifests of the other ranks, and of the checkpoints; and one each time that rank 0 asked in vain.
     assert used["GET"] <= ranks - 1 + SAVES + POLLS
-    assert used["DELETE"] + used["DELETE MANY"] <= 4
+    # The files of the checkpoint that is deleted (its manifest twice), and the ranks' manifests.
+    assert used["DELETE"] == (ranks + 3) + ranks
     # Several ranks delete from one folder at the same time, and none takes that for a fault.
     assert "can't be stored" not in caplog.text
 
@@ -139,13 +140,13 @@ def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(
 
     upload(1, ranks)
     before, start = proxy.requests.copy(), time.monotonic()
-    write_missing_manifests(destination, destination.entries())
+    write_missing_manifests(destination, destination.list())
     used = since(proxy, before)
     print(f"\nstart, completes a checkpoint of {ranks} ranks: {dict(used)}, {time.monotonic() - start:.1f} s")
-    assert used["GET"] <= ranks + 1 and used["LIST"] <= 2 and used["DELETE MANY"] == 1 and used["PUT"] == 1
+    assert used["GET"] <= ranks + 1 and used["LIST"] <= 2 and used["DELETE"] == ranks and used["PUT"] == 1
     upload(2, ranks - 1)
     before, start = proxy.requests.copy(), time.monotonic()
-    write_missing_manifests(destination, destination.entries())
+    write_missing_manifests(destination, destination.list())
     newest = newest_complete(destination, tmp_path / "other machine")
     used = since(proxy, before)
     print(f"start, the newest of {ranks} ranks is incomplete: {dict(used)}, {time.monotonic() - start:.1f} s")
@@ -157,14 +158,14 @@ def test_the_requests_of_a_start_grow_no_faster_than_the_ranks(
 def test_a_failed_request_while_waiting_uploads_nothing_again(
     s3: Path, proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read, failures = CheckpointUpload._read_rank_manifests, [OSError("503 SlowDown"), OSError("503 SlowDown")]
+    complete, failures = CheckpointUpload.complete, [OSError("503 SlowDown"), OSError("503 SlowDown")]
 
     def fail_first(self: CheckpointUpload, destination: Any) -> bool:
         if failures:
             raise failures.pop()
-        return read(self, destination)
+        return complete(self, destination)
 
-    monkeypatch.setattr(CheckpointUpload, "_read_rank_manifests", fail_first)
+    monkeypatch.setattr(CheckpointUpload, "complete", fail_first)
     monkeypatch.setattr("biphasic.checkpointing.upload._FIRST_PAUSE", 0.1)
     place = f"s3://{bucket_for(s3, 'requests-again')}/run"
     before = proxy.requests.copy()
@@ -178,7 +179,7 @@ def test_a_failed_request_while_waiting_uploads_nothing_again(
 def test_a_start_finds_the_newest_of_10000_checkpoints(
     tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, s3: Path, sharded: bool
 ) -> None:
-    """Two objects each, or, sharded, a manifest and a folder."""
+    """Two objects each, or three if they are sharded; a request lists 1,000."""
     root = tmp_path / "s3"
     run = root / "large" / "run"
     run.mkdir(parents=True)
@@ -205,7 +206,7 @@ def test_a_start_finds_the_newest_of_10000_checkpoints(
         seconds = time.monotonic() - start
         print(f"\nstart, 10,000 checkpoints (sharded: {sharded}): {dict(proxy.requests)}, {seconds:.1f} s")
         assert found is not None and found.batch == 10_000
-        assert proxy.requests["LIST"] <= 21 + sharded
+        assert proxy.requests["LIST"] <= 21 + 10 * sharded
         assert sum(proxy.requests.values()) <= proxy.requests["LIST"] + 6
     finally:
         proxy.close()

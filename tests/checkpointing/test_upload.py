@@ -43,6 +43,6 @@ def test_the_next_start_completes_what_all_ranks_have_uploaded(tmp_path: Path, a
     local, destination = tmp_path / "local", open_store(str(tmp_path / "destination"))
     for rank, attempt in enumerate(attempts):
         CheckpointUpload(rank_manifest(local, rank, attempt)).upload(rank, local, destination)
-    write_missing_manifests(destination, destination.entries())
+    write_missing_manifests(destination, destination.list())
     [checkpoint] = list_checkpoints(destination)
     assert (checkpoint.manifest is not None) == (attempts[0] == attempts[1])

@@ -40,19 +40,21 @@ def test_convert_and_verify_name_the_pretraining_command(tmp_path: Path, capsys:
     config = load_line(line)
     assert isinstance(config, PretrainConfig)
     assert (config.run_name, config.data.folder, config.data.sequence_length) == ("mine", str(out), 64)
-    assert config.model.vocab_size == 300
+    assert (config.model.vocab_size, config.output, config.tokenizer) == (300, "runs", str(out / "tokenizer"))
+    assert line.startswith("next: composer src/main.py yamls/quickstart.yaml ")
     assert main(["verify", str(out)]) == 0
     assert capsys.readouterr().out.splitlines()[-1] == line
 
 
 def test_without_a_validation_split() -> None:
-    for splits in ({"train": {}}, {"train": {}, "validation": {"rows": 0}}):
+    for tokens, validation in ((10**9, {}), (10**9, {"validation": {"rows": 0}}), (10**5, {})):
+        splits = {"train": {"tokens": tokens}, **validation}
         record = {"splits": splits, "sequence_length": 2048, "tokenizer": {"vocab_size": 128_003}}
         assert load_line(after_conversion("out", record)).data.validation is None
 
 
 def test_rows_of_the_paper_need_no_keys() -> None:
-    splits = {"train": {}, "validation": {"rows": 1}}
+    splits = {"train": {"tokens": 10**9}, "validation": {"rows": 1}}
     record = {"splits": splits, "sequence_length": 2048, "tokenizer": {"vocab_size": 128_003}}
     line = after_conversion("s3://bucket/web/", record)
     assert line == "next: composer src/main.py yamls/210m_biphasic.yaml run_name=web data.folder=s3://bucket/web"

@@ -31,7 +31,7 @@ def converted() -> str:
 
 
 @pytest.mark.parametrize("name", PAPER)
-@pytest.mark.parametrize("bucket", [None, "s3://my-bucket", "gs://my-bucket/team", "/shared/team"])
+@pytest.mark.parametrize("bucket", [None, "", "s3://my-bucket", "gs://my-bucket/team", "/shared/team"])
 def test_training_reads_what_the_conversion_writes(
     name: str, bucket: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -68,7 +68,7 @@ def test_a_manifest_that_names_other_files_is_refused(
     # A rank's part.
     open_store(place).remove(["ba9.json"])
     open_store(place).upload(folder / "ba9.json", "ba9.rank0.json")
-    assert write_missing_manifests(open_store(place), open_store(place).entries()) == 0
+    assert write_missing_manifests(open_store(place), open_store(place).list()) == 0
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run"] and not Path("/tmp/escaped").exists()
 
 

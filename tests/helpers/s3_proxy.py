@@ -25,7 +25,7 @@ class Proxy:
     `given` counts the faults by kind. At most `stalls` requests wait for `stall_seconds` before they are answered.
 
     Every answer comes after `latency` seconds, and all connections together have `bandwidth` bytes a second, if it isn't
-    zero. `requests` counts the requests by kind: GET, HEAD, PUT, POST, DELETE, LIST, and DELETE MANY.
+    zero. `requests` counts the requests by kind: GET, HEAD, PUT, POST, DELETE, and LIST.
     """
 
     def __init__(self, port: int, rate: float = 0.0, seed: int = 5, stall_seconds: float = 0.0, stalls: int = 0):
@@ -55,10 +55,9 @@ class Proxy:
             return kind
 
     def count(self, command: str, path: str) -> None:
-        query = parse_qs(urlsplit(path).query, keep_blank_values=True)
-        kind = {"list-type": "LIST", "delete": "DELETE MANY"}
+        is_list = "list-type" in parse_qs(urlsplit(path).query, keep_blank_values=True)
         with self._lock:
-            self.requests[next((name for key, name in kind.items() if key in query), command)] += 1
+            self.requests["LIST" if is_list else command] += 1
 
     def transfer(self, size: int) -> None:
         """Wait until that many bytes have passed, after those of the other connections."""

@@ -42,13 +42,13 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     runs' checkpoints.
     """
     destination, local_folder = config.checkpoint_destination, config.local_checkpoints
-    place, entries, uploads = f"checkpoint.folder {destination}", dict[str, StoredFile | None](), list[int]()
+    place, entries, uploads = f"checkpoint.folder {destination}", dict[str, StoredFile](), list[int]()
 
     def list_destination() -> int:
         nonlocal entries
         # Listed once, by one rank: in a bucket of many checkpoints it takes seconds.
         with user_errors(f"{place}: can't be reached"):
-            entries = open_store(destination).entries()
+            entries = open_store(destination).list()
         return next(iter(manifest_batches(entries)), -1)
 
     newest = ranks.on_first_rank(list_destination)
@@ -67,9 +67,9 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     def find() -> Manifest | None:
         folder = open_store(destination)
         with user_errors(f"{place}: can't be read"):
-            current = folder.entries() if has_changed else entries
+            current = folder.list() if has_changed else entries
             if write_missing_manifests(folder, current):
-                current = folder.entries()
+                current = folder.list()
             return newest_complete(folder, local_folder, own_checkpoints(newest_first(folder, current), config))
 
     manifest = ranks.on_first_rank(find)
@@ -109,7 +109,7 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
     there is no complete checkpoint, or if it is damaged or can't be read.
     """
     if not is_remote(path):
-        if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).entries()):
+        if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).list()):
             return path
         return _newest_in(path, Path(path))
     batch = batch_in_path(path)

@@ -35,8 +35,8 @@ _DOWNLOADS = 8
 """Number of files that are downloaded at the same time: a checkpoint of many ranks has many small files."""
 _log = logging.getLogger(__name__)
 
-Entries = Mapping[str, StoredFile | None]
-"""The names in a folder, with or without those in its subfolders (`Store.list`, `Store.entries`)."""
+Entries = Mapping[str, StoredFile]
+"""The files in a folder and its subfolders, by name (`Store.list`)."""
 
 
 @checked_dataclass(frozen=True)
@@ -144,7 +144,6 @@ def manifest_batches(entries: Entries) -> list[int]:
 
 def list_checkpoints(folder: Store) -> list[StoredCheckpoint]:
     """List all checkpoints in a folder, newest first. The sizes of their files are checked; hashes are not."""
-    # One listing with subfolders, instead of one for each sharded checkpoint.
     entries = folder.list()
     return [_inspect(folder, entries, batch) for batch in batches_of(entries)]
 
@@ -155,7 +154,7 @@ def newest_first(folder: Store, entries: Entries | None = None) -> Iterator[Stor
     `entries` are the folder's, if they have been listed already. Raises an OSError if the folder can't be listed, or a
     checkpoint can't be read. An older one must not take its place: the next attempt to read it may succeed.
     """
-    entries = folder.entries() if entries is None else entries
+    entries = folder.list() if entries is None else entries
     for batch in batches_of(entries):
         checkpoint = _inspect(folder, entries, batch)
         if checkpoint.error is not None:
@@ -169,7 +168,7 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
         return StoredCheckpoint(batch, None, f"it has no {name}, so it was not finished")
     try:
         manifest = read_manifest(folder, name)
-        fault = file_fault(manifest, folder, entries)
+        fault = file_fault(manifest, entries)
     except ValueError as error:
         return StoredCheckpoint(batch, None, str(error))
     except FileNotFoundError:
@@ -179,14 +178,8 @@ def _inspect(folder: Store, entries: Entries, batch: int) -> StoredCheckpoint:
     return StoredCheckpoint(batch, None if fault else manifest, fault)
 
 
-def file_fault(manifest: Manifest, folder: Store, entries: Entries) -> str | None:
-    """Return a message about a file of a checkpoint that is missing or has another size, or None.
-
-    `entries` are the folder's; the files of a sharded checkpoint are listed if they are not among them.
-    """
-    if not manifest.files.keys() <= entries.keys():
-        is_file = manifest.path in manifest.files
-        entries = {manifest.path: folder.stat(manifest.path)} if is_file else folder.list(manifest.path)
+def file_fault(manifest: Manifest, entries: Entries) -> str | None:
+    """Return a message about a file of a checkpoint that is missing in its folder or has another size, or None."""
     for file, (size, _) in manifest.files.items():
         stored = entries.get(file)
         if stored is None:
@@ -263,13 +256,12 @@ def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[
     complete = list[int]()
     for batch in manifest_batches(entries) if keep >= 0 else ():
         name = manifest_name(batch)
-        stored = entries[name]
-        if stored is not None and kept.get(name) != stored:
+        if kept.get(name) != entries[name]:
             manifest = _inspect(folder, entries, batch).manifest
             if manifest is None:
                 continue
             if manifest.run.get("kept"):
-                kept[name] = stored
+                kept[name] = entries[name]
         complete.append(batch)
     marked = {batch for batch in complete if kept.get(manifest_name(batch)) == entries[manifest_name(batch)]}
     return set(complete).difference(remaining_checkpoints(sorted(complete), marked, keep))

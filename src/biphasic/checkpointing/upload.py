@@ -6,7 +6,6 @@ import logging
 import random
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,8 +29,6 @@ from biphasic.checkpointing.manifest import (
 from biphasic.storage import Store, StoredFile, first_line, is_remote, open_store
 
 _POLL_SECONDS = 0.25
-_READERS = 8
-"""Number of ranks' manifests that are read at the same time."""
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 30.0
 _CLOSE_SECONDS = 30.0
 _log = logging.getLogger(__name__)
@@ -42,7 +39,6 @@ class CheckpointUpload:
 
     def __init__(self, manifest: Manifest):
         self.manifest = manifest
-        self._is_complete = False
         self._uploaded: set[str] = set()
         self._files = dict(manifest.files)
         self._unread = list(range(1, manifest.run["writers"]))
@@ -65,40 +61,24 @@ class CheckpointUpload:
     def complete(self, destination: Store) -> bool:
         """Write the checkpoint's manifest if all ranks have uploaded their parts. Return whether it is complete.
 
-        It is called for rank 0's part. Raises an OSError if the destination can't be reached.
+        It is called for rank 0's part, and reads only the ranks' manifests that it has not read before. Raises an OSError
+        if the destination can't be reached.
         """
-        if not self._is_complete and self._read_rank_manifests(destination):
-            manifest = replace(self.manifest, files=dict(sorted(self._files.items())))
-            if file_fault(manifest, destination, {}) is None:
-                write_manifest(manifest, destination)
-                self._is_complete = True
-        return self._is_complete
-
-    def _read_rank_manifests(self, destination: Store) -> bool:
-        """Read the ranks' manifests that were uploaded since the last call. Return whether all have been read.
-
-        The first one is read alone, so that each poll costs one request.
-        """
-        count = 1
-        with ThreadPoolExecutor(_READERS) as pool:
-            while self._unread:
-                ranks = self._unread[:count]
-                manifests = list(pool.map(lambda rank: self._read_rank_manifest(destination, rank), ranks))
-                for rank, manifest in zip(ranks, manifests, strict=True):
-                    if manifest is not None:
-                        self._files |= manifest.files
-                        self._unread.remove(rank)
-                if None in manifests:
-                    return False
-                count = _READERS
-        return True
-
-    def _read_rank_manifest(self, destination: Store, rank: int) -> Manifest | None:
-        with suppress(FileNotFoundError, ValueError):
-            manifest = read_manifest(destination, rank_manifest_name(self.manifest.batch, rank))
+        while self._unread:
+            try:
+                part = read_manifest(destination, rank_manifest_name(self.manifest.batch, self._unread[0]))
+            except (FileNotFoundError, ValueError):
+                return False
             # A rank manifest of this name may be from an earlier attempt.
-            return manifest if manifest.run == self.manifest.run else None
-        return None
+            if part.run != self.manifest.run:
+                return False
+            self._files |= part.files
+            self._unread.pop(0)
+        manifest = replace(self.manifest, files=dict(sorted(self._files.items())))
+        if file_fault(manifest, destination.list()) is not None:
+            return False
+        write_manifest(manifest, destination)
+        return True
 
 
 class Uploader:
@@ -186,15 +166,12 @@ class Uploader:
 
         Checkpoints newer than the newest one stay: an earlier attempt saved them, and this one could not use them.
         """
-        entries = {name: file for name, file in destination.entries().items() if (batch_of(name) or 0) <= newest.batch}
+        entries = {name: file for name, file in destination.list().items() if (batch_of(name) or 0) <= newest.batch}
         outdated = outdated_checkpoints(destination, entries, self._keep, self._kept)
         # The manifests first, so a partly deleted checkpoint counts as incomplete.
         destination.remove(manifest_name(batch) for batch in outdated)
-        complete, files = {newest.batch, *manifest_batches(entries)} - outdated, list[str]()
-        for name in entries:
-            if batch_of(name) not in {None, *complete} or is_replaced(name, newest):
-                files += destination.list(name.rstrip("/")) if name.endswith("/") else [name]
-        destination.remove(files)
+        complete = {None, newest.batch, *manifest_batches(entries)} - outdated
+        destination.remove(name for name in entries if batch_of(name) not in complete or is_replaced(name, newest))
 
     def _delete_local_copies(self, uploaded: Manifest) -> None:
         """Delete local files of checkpoints that are older than the uploaded one, or that it replaces.
@@ -228,9 +205,9 @@ def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int
     OSError if the destination can't be reached.
     """
     local, count = open_store(str(local_folder)), 0
-    entries = local.entries()
+    entries = local.list()
     for rank, manifest in _pending_parts(local, entries):
-        if manifest.batch > uploaded and file_fault(manifest, local, entries) is None:
+        if manifest.batch > uploaded and file_fault(manifest, entries) is None:
             message = "checkpoint %s was not uploaded to %s when the last attempt ended; uploading it now"
             _log.warning(message, manifest.path, destination.root)
             CheckpointUpload(manifest).upload(rank, local_folder, destination)

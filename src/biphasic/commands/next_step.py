@@ -14,9 +14,11 @@ if TYPE_CHECKING:
     from biphasic.config.load import Config
     from biphasic.config.tasks import TasksConfig
 
-_PRETRAIN = "yamls/210m_biphasic.yaml"
-_PAPER_LENGTH, _PAPER_VOCABULARY = 2048, 128_256
-"""The values in `_PRETRAIN`; the commands override them only if a conversion's differ."""
+_PAPER = ("yamls/210m_biphasic.yaml", 2048, 128_256)
+_SMALL = ("yamls/quickstart.yaml", 256, 4096)
+"""A pretraining YAML, and its row length and vocabulary, which the command overrides only if a conversion's differ."""
+_SMALL_TOKENS = 10_000_000
+"""Text with fewer tokens is a few batches of the paper's (2.4 million), and has its own command in README."""
 _FINETUNE = Path("yamls/finetune")
 _EXAMPLES = {
     "classification": "sst2",
@@ -30,15 +32,17 @@ _EXAMPLES = {
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
     """Return the pretraining command for a finished conversion."""
     output = output.rstrip("/")
-    words = [f"run_name={basename(output)}", f"data.folder={output}"]
+    is_small = record["splits"]["train"]["tokens"] < _SMALL_TOKENS
+    file, length, vocabulary = _SMALL if is_small else _PAPER
+    words = [f"run_name={basename(output)}", *["output=runs", "tokenizer=null"] * is_small, f"data.folder={output}"]
     if not record["splits"].get("validation", {}).get("rows"):
         words += ["data.validation=null", "evaluation.interval=null", "evaluation.batches=null"]
-    if record["sequence_length"] != _PAPER_LENGTH:
+    if record["sequence_length"] != length:
         words.append(f"data.sequence_length={record['sequence_length']}")
     tokens = record["tokenizer"]["vocab_size"]
-    if not 0.99 * _PAPER_VOCABULARY <= tokens <= _PAPER_VOCABULARY:
+    if not 0.99 * vocabulary <= tokens <= vocabulary:
         words.append(f"model.vocab_size={tokens}")
-    return _next("composer", "src/main.py", _PRETRAIN, *words)
+    return _next("composer", "src/main.py", file, *words)
 
 
 def after_tasks(config: TasksConfig, names: list[str]) -> str:

@@ -56,8 +56,7 @@ class LockedOutput:
 def read_record(output: str) -> dict[str, Any] | None:
     """Return the record of the finished conversion at `output`, or None if it is empty or unfinished.
 
-    Removes a `conversion.started` that a killed command left beside the record. Raises a UserError if `output` holds
-    other files, is a conversion with missing or damaged shards, or can't be read.
+    Raises a UserError if `output` holds other files, is a conversion with missing or damaged shards, or can't be read.
     """
     store = open_store(output)
     files = _sizes(store)
@@ -69,11 +68,6 @@ def read_record(output: str) -> dict[str, Any] | None:
                 if files.get(name) != size:
                     problem = f"has {files[name]} bytes instead of {size}" if name in files else "is missing"
                     raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")
-        if CONVERSION_STARTED in files:
-            try:
-                store.remove([CONVERSION_STARTED])
-            except OSError as error:
-                raise UserError(write_error_message(output, error)) from error
         return record
     others = [name for name in files if name != CONVERSION_LOG]
     if others and CONVERSION_STARTED not in files:

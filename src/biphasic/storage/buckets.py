@@ -6,10 +6,10 @@ import functools
 import os
 import posixpath
 import re
-import shutil
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -20,12 +20,14 @@ from biphasic.storage.filesystems import ATTEMPTS, CONNECT_SECONDS, READ_SECONDS
 from biphasic.storage.local import atomic_path
 from biphasic.storage.paths import StoredFile, UnreachableError, first_line, require_inside
 
-_KEYS_PER_REQUEST = 1000
-_UNSUPPORTED = (400, 405, 411, 501)
+_DELETIONS = 16
+"""Number of objects that are deleted at the same time."""
 _BUSY = (408, 429)
-_GOOGLE_BUSY = ("UNAVAILABLE", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "INTERNAL")
-_AZURE_BUSY = re.compile(r"Azure Error: \[(ServerBusy|InternalError|OperationTimedOut|\].*(connect|timed out))")
-"""Brackets without a code mean that no response arrived."""
+_BUSY_MESSAGE = re.compile(
+    r"^(UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL)"
+    r"|Azure Error: \[(ServerBusy|InternalError|OperationTimedOut|\].*(connect|timed out))"
+)
+"""The messages of Google's and Azure's libraries. Brackets without a code mean that no response arrived."""
 _CONNECTIONS = 96
 """Connections of a client. Several threads use it, with ten connections for each large file."""
 
@@ -74,30 +76,17 @@ class S3Store(_BucketStore):
             )
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
-        objects = (item for page in self._pages(self._key(below)) for item in page.get("Contents", []))
+        prefix = self._key(below).rstrip("/")
+        listing = self._client.get_paginator("list_objects_v2")
+        pages = listing.paginate(Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "")
+        with _as_os_error():
+            objects = [item for page in pages for item in page.get("Contents", [])]
         files = {
-            posixpath.relpath(item["Key"], self._prefix or "."): _stored_file(item)
+            posixpath.relpath(item["Key"], self._prefix or "."): StoredFile(item["Size"], item["ETag"].strip('"'))
             for item in objects
             if not item["Key"].endswith("/")
         }
         return dict(sorted(files.items()))
-
-    def entries(self) -> dict[str, StoredFile | None]:
-        """A request returns up to 1,000 entries, and a subfolder is one entry, however many objects it has."""
-        entries: dict[str, StoredFile | None] = {}
-        for page in self._pages(self._prefix, Delimiter="/"):
-            entries |= {item["Key"]: _stored_file(item) for item in page.get("Contents", [])}
-            entries |= {item["Prefix"]: None for item in page.get("CommonPrefixes", [])}
-        start = f"{self._prefix}/" if self._prefix else ""
-        return {key.removeprefix(start): file for key, file in sorted(entries.items()) if key != start}
-
-    def _pages(self, folder: str, **options: str) -> Iterator[dict[str, Any]]:
-        prefix = folder.rstrip("/")
-        pages = self._client.get_paginator("list_objects_v2").paginate(
-            Bucket=self._bucket, Prefix=f"{prefix}/" if prefix else "", **options
-        )
-        with _as_os_error():
-            yield from pages
 
     def stat(self, name: str) -> StoredFile | None:
         try:
@@ -135,29 +124,13 @@ class S3Store(_BucketStore):
             self._client.download_file(self._bucket, self._key(name), str(partial))
 
     def remove(self, names: Iterable[str]) -> None:
-        """One request removes up to 1,000 objects, if the store supports that."""
-        keys = [self._key(name) for name in names]
-        with _as_os_error():
-            for first in range(0, len(keys), _KEYS_PER_REQUEST):
-                self._remove(keys[first : first + _KEYS_PER_REQUEST])
+        """Not by S3's request for many objects, which some stores lack, or answer with an error (no Content-MD5)."""
 
-    def _remove(self, keys: list[str]) -> None:
-        from botocore.exceptions import ClientError
-
-        if len(keys) > 1:
-            objects = {"Objects": [{"Key": key} for key in keys], "Quiet": True}
-            try:
-                faults = self._client.delete_objects(Bucket=self._bucket, Delete=objects).get("Errors", [])
-            except ClientError as error:
-                # Some stores lack this request, or ask for an older checksum than boto3's.
-                if error.response.get("ResponseMetadata", {}).get("HTTPStatusCode") not in _UNSUPPORTED:
-                    raise
-            else:
-                for fault in faults:
-                    raise OSError(f"{fault.get('Key')} can't be deleted ({fault.get('Code')}: {fault.get('Message')})")
-                return
-        for key in keys:
+        def remove(key: str) -> None:
             self._client.delete_object(Bucket=self._bucket, Key=key)
+
+        with _as_os_error(), ThreadPoolExecutor(_DELETIONS) as pool:
+            list(pool.map(remove, map(self._key, names)))
 
 
 class ArrowStore(_BucketStore):
@@ -168,68 +141,53 @@ class ArrowStore(_BucketStore):
 
     def __init__(self, root: str):
         self.root = root.rstrip("/")
-        with _arrow_as_os_error():
+        with _as_os_error():
             self._system, name = filesystem(self.root)
         self._prefix = name.rstrip("/")
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
-        from pyarrow.fs import FileType
+        from pyarrow.fs import FileSelector, FileType
 
-        infos = self._infos(self._key(below).rstrip("/"), recursive=True)
+        selector = FileSelector(self._key(below).rstrip("/"), recursive=True, allow_not_found=True)
+        with _as_os_error():
+            infos = self._system.get_file_info(selector)
         files = {posixpath.relpath(info.path, self._prefix): info for info in infos if info.type == FileType.File}
         if not files:
             self._require_bucket()
         return {name: _described_file(info) for name, info in sorted(files.items())}
 
-    def entries(self) -> dict[str, StoredFile | None]:
-        from pyarrow.fs import FileType
-
-        infos = self._infos(self._prefix, recursive=False)
-        entries = {f"{info.base_name}/": None for info in infos if info.type == FileType.Directory}
-        entries |= {info.base_name: _described_file(info) for info in infos if info.type == FileType.File}
-        return dict(sorted(entries.items()))
-
-    def _infos(self, folder: str, recursive: bool) -> Sequence[Any]:
-        from pyarrow.fs import FileSelector
-
-        with _arrow_as_os_error():
-            return self._system.get_file_info(FileSelector(folder, recursive=recursive, allow_not_found=True))
-
     def stat(self, name: str) -> StoredFile | None:
         from pyarrow.fs import FileType
 
-        with _arrow_as_os_error():
+        with _as_os_error():
             [info] = self._system.get_file_info([self._key(name)])
         return _described_file(info) if info.type == FileType.File else None
 
     def read(self, name: str) -> bytes:
-        with _arrow_as_os_error(), self._system.open_input_file(self._key(name)) as file:
+        with _as_os_error(), self._system.open_input_file(self._key(name)) as file:
             return file.read()
 
     def write(self, name: str, content: bytes) -> None:
         """The object becomes visible when its stream is closed."""
-        with _arrow_as_os_error(), self._system.open_output_stream(self._key(name)) as file:
+        with _as_os_error(), self._system.open_output_stream(self._key(name)) as file:
             file.write(content)
 
     def upload(self, file: Path, name: str) -> None:
-        path = self._key(name)
-        with file.open("rb") as source, _arrow_as_os_error(), self._system.open_output_stream(path) as target:
-            shutil.copyfileobj(source, target, 1 << 22)
+        from pyarrow.fs import LocalFileSystem, copy_files
+
+        with _as_os_error():
+            copy_files(str(file), self._key(name), LocalFileSystem(), self._system)
 
     def download(self, name: str, file: Path) -> None:
-        path = self._key(name)
-        with (
-            atomic_path(file) as partial,
-            _arrow_as_os_error(),
-            self._system.open_input_stream(path) as source,
-            partial.open("wb") as target,
-        ):
-            shutil.copyfileobj(source, target, 1 << 22)
+        from pyarrow.fs import LocalFileSystem, copy_files
+
+        with atomic_path(file) as partial, _as_os_error():
+            copy_files(self._key(name), str(partial), self._system, LocalFileSystem())
 
     def remove(self, names: Iterable[str]) -> None:
         for name in names:
             if self.stat(name) is not None:
-                with _arrow_as_os_error():
+                with _as_os_error():
                     self._system.delete_file(self._key(name))
 
     def _require_bucket(self) -> None:
@@ -238,7 +196,7 @@ class ArrowStore(_BucketStore):
 
         scheme, _, path = self.root.partition("://")
         if scheme in ("gs", "az"):
-            with _arrow_as_os_error():
+            with _as_os_error():
                 try:
                     self._system.get_file_info(FileSelector(path.partition("/")[0]))
                 except FileNotFoundError as error:
@@ -247,10 +205,6 @@ class ArrowStore(_BucketStore):
 
 def _described_file(info: Any) -> StoredFile:
     return StoredFile(info.size, f"mtime:{info.mtime_ns}")
-
-
-def _stored_file(item: dict[str, Any]) -> StoredFile:
-    return StoredFile(item["Size"], item["ETag"].strip('"'))
 
 
 @functools.cache
@@ -275,17 +229,25 @@ def _time(text: Any) -> datetime:
 
 @contextmanager
 def _as_os_error() -> Iterator[None]:
-    """Convert boto3's errors to OSErrors, as for files on a disk."""
+    """Convert boto3's and pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
     from boto3.exceptions import Boto3Error
     from botocore.exceptions import BotoCoreError, ClientError
+    from pyarrow import ArrowException
 
     try:
         yield
-    except (ClientError, Boto3Error, BotoCoreError) as error:
+    except (OSError, ArrowException, ClientError, Boto3Error, BotoCoreError) as error:
+        google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
+        message = str(error) if google is None else google[1]
         code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
-        missing = code in ("404", "NoSuchKey", "NotFound")
-        kind = FileNotFoundError if missing else UnreachableError if is_unreachable(error) else OSError
-        raise kind(str(error)) from error
+        kind = OSError
+        if isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey", "NotFound"):
+            kind = FileNotFoundError
+        elif is_unreachable(error) or _BUSY_MESSAGE.search(message):
+            kind = UnreachableError
+        elif google is None and isinstance(error, OSError):
+            raise
+        raise kind(message) from error
 
 
 def is_unreachable(error: BaseException | None) -> bool:
@@ -318,22 +280,3 @@ def user_errors(message: str, *kinds: type[Exception]) -> Iterator[None]:
         yield
     except (OSError, *kinds) as error:
         raise user_error(f"{message} ({first_line(error)})", error) from error
-
-
-@contextmanager
-def _arrow_as_os_error() -> Iterator[None]:
-    """Convert pyarrow's errors to OSErrors, and shorten those of Google's library, which repeat themselves."""
-    from pyarrow import ArrowException
-
-    try:
-        yield
-    except (OSError, ArrowException) as error:
-        google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
-        if _AZURE_BUSY.search(str(error)):
-            raise UnreachableError(str(error)) from error
-        if google is None and isinstance(error, OSError):
-            raise
-        kind = FileNotFoundError if isinstance(error, FileNotFoundError) else OSError
-        if google is not None and google[1].startswith(_GOOGLE_BUSY):
-            kind = UnreachableError
-        raise kind(google[1] if google is not None else str(error)) from error

@@ -44,21 +44,6 @@ class LocalStore:
                     listed[path.relative_to(self._folder).as_posix()] = file
         return dict(sorted(listed.items()))
 
-    def entries(self) -> dict[str, StoredFile | None]:
-        """Return the files directly in `root`, and its subfolders as `name/` with None, sorted by name."""
-        entries: dict[str, StoredFile | None] = {}
-        if not self._folder.is_dir():
-            return entries
-        with os.scandir(self._folder) as folder:
-            for entry in folder:
-                if entry.name.startswith(UNFINISHED_PREFIX):
-                    continue
-                if entry.is_dir(follow_symlinks=False):
-                    entries[f"{entry.name}/"] = None
-                elif (file := self.stat(entry.name)) is not None:
-                    entries[entry.name] = file
-        return dict(sorted(entries.items()))
-
     def stat(self, name: str) -> StoredFile | None:
         """Return a file's size and version, or None if it does not exist."""
         return _stat(self._path(name))

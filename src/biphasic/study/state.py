@@ -58,7 +58,7 @@ def _read_state(place: str) -> RunState:
     try:
         with user_errors(f"folder {place}: can't be read"):
             store = open_store(place)
-            batches = manifest_batches(store.entries())
+            batches = manifest_batches(store.list())
             newest = read_manifest(store, manifest_name(batches[0])) if batches else None
     except ValueError as error:
         raise UserError(f"{place}: {error}") from None
