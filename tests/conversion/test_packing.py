@@ -8,9 +8,7 @@ import pytest
 
 from biphasic.conversion.packing import (
     DocumentPacker,
-    Packer,
     Row,
-    SinglePacker,
     StreamCutter,
     cut_position,
     document_number,
@@ -21,7 +19,7 @@ from biphasic.conversion.packing import (
 )
 
 
-def pack(packer: Packer, documents: Iterable[np.ndarray]) -> Iterator[Row]:
+def pack(packer: DocumentPacker | StreamCutter, documents: Iterable[np.ndarray]) -> Iterator[Row]:
     for tokens in documents:
         yield from packer.add(tokens)
     yield from packer.finish()
@@ -151,7 +149,7 @@ def test_two_pieces_that_fill_the_space_are_better_than_the_longest() -> None:
 
 
 def test_each_document_in_rows_of_its_own() -> None:
-    packer = SinglePacker(4)
+    packer = DocumentPacker(4, 0)
     for count, lengths in zip((4, 9, 8, 0), ([4], [4, 4, 1], [4, 4], []), strict=True):
         rows = packer.add(np.arange(count, dtype=np.uint16))
         check_rows(rows, 4)

@@ -14,7 +14,6 @@ from typing import Any
 import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from omegaconf.resolvers import oc
 
 from biphasic.config.base import flatten, within
 from biphasic.errors import ConfigError, Problem
@@ -43,8 +42,10 @@ class KeyTree:
 
     def content(self) -> dict[Any, Any]:
         """Return all keys and values with resolved interpolations. Raises a ConfigError if one can't be resolved."""
+        if not os.environ.get("BUCKET"):
+            # OmegaConf doesn't replace an empty variable by the default in `${oc.env:BUCKET,data}/my-text`.
+            os.environ.pop("BUCKET", None)
         with _errors_reported(self.source):
-            OmegaConf.register_new_resolver("oc.env", _environment, replace=True)
             content = OmegaConf.to_container(OmegaConf.create(self.merged), resolve=True)
         assert isinstance(content, dict)
         return content
@@ -102,11 +103,6 @@ def escape_interpolations(value: Any) -> Any:
     if isinstance(value, list):
         return [escape_interpolations(child) for child in value]
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
-
-
-def _environment(variable: str, *default: str) -> str | None:
-    """Resolve `${oc.env:VARIABLE,DEFAULT}`: the default also replaces an empty variable, such as `BUCKET=`."""
-    return default[0] if default and not os.environ.get(variable) else oc.env(variable)
 
 
 def _read(file: Path, tree: KeyTree, including: tuple[Path, ...]) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from abc import ABC, abstractmethod
 from bisect import bisect_left, bisect_right, insort
 from collections import OrderedDict, deque
 from typing import NamedTuple
@@ -24,18 +23,6 @@ class Row(NamedTuple):
 
     tokens: Tokens
     lengths: NDArray[np.uint32]
-
-
-class Packer(ABC):
-    """Packs documents into rows. Documents are added one at a time."""
-
-    @abstractmethod
-    def add(self, tokens: Tokens) -> list[Row]:
-        """Add a document's token ids [n], and return the rows that this completes."""
-
-    def finish(self) -> list[Row]:
-        """Return the remaining rows after the last document."""
-        return []
 
 
 def token_dtype(vocab_size: int) -> str:
@@ -74,8 +61,8 @@ _CANDIDATES = 32
 """Number of lengths compared for one free space. Trying only the longest leaves twice as many positions empty."""
 
 
-class DocumentPacker(Packer):
-    """Best-fit packing of whole documents, each one segment, chosen among `window` waiting pieces.
+class DocumentPacker:
+    """Best-fit packing of whole documents, each one segment, chosen among `window` waiting pieces; 0: one piece a row.
 
     A document longer than a row is cut into full rows and a rest. Each row starts with the piece that has waited
     longest, so that rows roughly keep the order of the documents. Next comes the piece that, together with a second
@@ -92,6 +79,7 @@ class DocumentPacker(Packer):
         self._number = 0
 
     def add(self, tokens: Tokens) -> list[Row]:
+        """Add a document's token ids [n], and return the rows that this completes."""
         size = self.sequence_length
         full = len(tokens) // size * size
         rows = [_row([tokens[start : start + size]]) for start in range(0, full, size)]
@@ -104,6 +92,7 @@ class DocumentPacker(Packer):
         return rows
 
     def finish(self) -> list[Row]:
+        """Return the remaining rows after the last document."""
         rows = []
         while self._waiting:
             rows.append(self._fill(self._take(self._lengths[-1])))
@@ -144,18 +133,7 @@ class DocumentPacker(Packer):
         return best
 
 
-class SinglePacker(Packer):
-    """Puts one document in a row. A longer document fills several rows."""
-
-    def __init__(self, sequence_length: int):
-        self.sequence_length = sequence_length
-
-    def add(self, tokens: Tokens) -> list[Row]:
-        size = self.sequence_length
-        return [_row([tokens[start : start + size]]) for start in range(0, len(tokens), size)]
-
-
-class StreamCutter(Packer):
+class StreamCutter:
     """Joins the documents, and cuts each row into two segments at a random position.
 
     EuroBERT's `--random_size` packing (paper.md, section 2): segment lengths are uniform between `shortest` and
@@ -169,6 +147,7 @@ class StreamCutter(Packer):
         self._length = self._rows = 0
 
     def add(self, tokens: Tokens) -> list[Row]:
+        """Add a document's token ids [n], and return the rows that this completes."""
         rows, start = [], 0
         while start < len(tokens):
             part = tokens[start : start + self.sequence_length - self._length]
@@ -180,6 +159,7 @@ class StreamCutter(Packer):
         return rows
 
     def finish(self) -> list[Row]:
+        """Return the last row, if it has any token."""
         return [self._cut()] if self._length else []
 
     def _cut(self) -> Row:

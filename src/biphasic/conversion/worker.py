@@ -18,7 +18,6 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.packing import (
     DocumentPacker,
     Row,
-    SinglePacker,
     StreamCutter,
     Tokens,
     document_number,
@@ -233,10 +232,8 @@ class _Split:
             text = f"cuts {config.seed} {unit.name} {name}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big")
             self._packer = StreamCutter(self._length, segments.shortest, seed)
-        elif segments.kind == "single":
-            self._packer = SinglePacker(self._length)
         else:
-            self._packer = DocumentPacker(self._length, segments.window)
+            self._packer = DocumentPacker(self._length, 0 if segments.kind == "single" else segments.window)
         self._folder = uploads.scratch / name
         # Not used as a context manager, because that would write an index even after an error.
         self._writer = MDSWriter(

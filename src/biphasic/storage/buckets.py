@@ -239,15 +239,12 @@ def _as_os_error() -> Iterator[None]:
     except (OSError, ArrowException, ClientError, Boto3Error, BotoCoreError) as error:
         google = re.search(r"google::cloud::Status\((.*?)(?: error_info=|\)\.? ?Detail:|\)$)", str(error), re.DOTALL)
         message = str(error) if google is None else google[1]
-        code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
-        kind = OSError
-        if isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey", "NotFound"):
-            kind = FileNotFoundError
-        elif is_unreachable(error) or _BUSY_MESSAGE.search(message):
-            kind = UnreachableError
-        elif google is None and isinstance(error, OSError):
+        busy = _BUSY_MESSAGE.search(message) is not None or (not isinstance(error, OSError) and is_unreachable(error))
+        if isinstance(error, OSError) and google is None and not busy:
             raise
-        raise kind(message) from error
+        code = error.response.get("Error", {}).get("Code") if isinstance(error, ClientError) else None
+        missing = isinstance(error, FileNotFoundError) or code in ("404", "NoSuchKey", "NotFound")
+        raise (FileNotFoundError if missing else UnreachableError if busy else OSError)(message) from error
 
 
 def is_unreachable(error: BaseException | None) -> bool:
