@@ -253,7 +253,8 @@ def test_a_budget_ends_the_text_also_before_validation_documents(
     records[150:] = sorted(records[150:], key=lambda r: document_number(r["id"]) < validation_end(0.3))
     everything = convert(config_for(records, output=str(tmp_path / "all"), cluster=ALONE, validation_fraction=0.3))
     tokens = everything["splits"]["train"]["tokens"] - missing
-    limited = convert(config_for(records, cluster=ALONE, validation_fraction=0.3, max_tokens=tokens))
+    text = tmp_path / "text.parquet"
+    limited = convert(config_for(text, cluster=ALONE, validation_fraction=0.3, max_tokens=tokens))
     [unit] = limited["units"]
     stopped_at = json.loads((tmp_path / "out" / "units" / f"{unit}.json").read_text())["stopped_at"]
     assert (stopped_at, limited["splits"]["train"]["tokens"]) == (tokens, tokens)
@@ -268,7 +269,7 @@ def test_a_budget_ends_the_text_also_before_validation_documents(
         "units": {},
     }
     (tmp_path / "all" / "conversion.started").write_text(json.dumps(started))
-    again = config_for(records, output=str(tmp_path / "all"), cluster=ALONE, validation_fraction=0.3, max_tokens=tokens)
+    again = config_for(text, output=str(tmp_path / "all"), cluster=ALONE, validation_fraction=0.3, max_tokens=tokens)
     convert(again)
     assert same_bytes(tmp_path / "out", tmp_path / "all")
 
