@@ -2,6 +2,7 @@
 
 The pages of docs/ link to `../src/…`, `../recipes/…` and the like, so that the links work on GitHub. MkDocs knows docs/
 alone, so each linked file becomes a page below `files/`: Markdown as it is, other text in a code block, a folder as a list.
+Pages with a Mermaid diagram load Mermaid from the site.
 """
 
 from __future__ import annotations
@@ -10,10 +11,12 @@ import logging
 import os
 import posixpath
 import re
+import tarfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mkdocs.structure.files import File, Files
+from mkdocs.utils import get_relative_url
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig
@@ -25,7 +28,10 @@ LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".sbatch": "bash",
 # The target of [text](target) and of a definition, `[name]: target`.
 LINK = re.compile(r"(?P<before>\]\(|^\[[^\]\n]+\]: +)(?P<target>[^)\s#]+)(?P<anchor>#[^)\s]*)?", re.MULTILINE)
 CODE = re.compile(r"^(?P<fence> *(?:```+|~~~+)).*?^(?P=fence)|(?<!`)`[^`\n]+`", re.MULTILINE | re.DOTALL)
-LIST_IN_PARAGRAPH = re.compile(r"^(?!- |\d+\. |\||[ >#]|$).+\n(- |\d+\. ).*", re.MULTILINE)
+LIST_IN_PARAGRAPH = re.compile(r"<p>(?:(?!</p>).)*?\n((?:- |\d+\. )[^\n]*)", re.DOTALL)
+DIAGRAM = re.compile(r'<pre class="mermaid">.*?</pre>', re.DOTALL)
+# Material's script would load Mermaid from another host. This is the archive that `npm pack @mermaid-js/tiny` downloads.
+MERMAID = next(Path(__file__).parent.glob("mermaid-js-tiny-*.tgz"))
 # The file of the repository that each page shows, by the page's name on the site.
 _sources: dict[str, Path] = {}
 _log = logging.getLogger("mkdocs.hooks.site_pages")
@@ -43,7 +49,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the files that pages link to, and those that these link to."""
+    """Add Mermaid, the files that pages link to, and those that these link to."""
+    with tarfile.open(MERMAID) as archive:
+        for name in ("LICENSE", "dist/mermaid.tiny.js"):
+            if (member := archive.extractfile(f"package/{name}")) is not None:
+                files.append(File.generated(config, f"mermaid/{posixpath.basename(name)}", content=member.read()))
     waiting = [ROOT / "README.md", *(ROOT / "docs" / file.src_uri for file in files.documentation_pages())]
     seen = set(waiting)
     while waiting:
@@ -60,15 +70,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Point links to the repository's files at their pages.
-
-    A list right after a line of text is a warning: GitHub begins a list there, and Python-Markdown does not.
-    """
+    """Point links to the repository's files at their pages."""
     path = _sources.get(page.file.src_uri)
     if path is None or path.suffix != ".md":
         return markdown
-    for found in LIST_IN_PARAGRAPH.finditer(CODE.sub("", markdown)):
-        _log.warning("%s: a list needs an empty line before it: %r", path.relative_to(ROOT), found[0])
     folder = posixpath.dirname(page.file.src_uri)
     code = [match.span() for match in CODE.finditer(markdown)]
 
@@ -79,6 +84,19 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return f"{match['before']}{posixpath.relpath(site_uri(target), folder or '.')}{match['anchor'] or ''}"
 
     return LINK.sub(rewritten, markdown)
+
+
+def on_page_content(html: str, page: Page, **_: object) -> str:
+    """Load Mermaid on pages with a diagram, before Material's script asks for it.
+
+    A list right after a line of text is a warning: GitHub begins a list there, and Python-Markdown does not.
+    """
+    for list_item in LIST_IN_PARAGRAPH.finditer(html):
+        _log.warning("%s: a list needs an empty line before it: %r", page.file.src_uri, list_item[1])
+    if DIAGRAM.search(html) is None:
+        return html
+    script = f'<script src="{get_relative_url("mermaid/mermaid.tiny.js", page.url)}"></script>\n'
+    return script + DIAGRAM.sub(r'<div class="scrolled">\g<0></div>', html)
 
 
 def linked_files(path: Path) -> set[Path]:

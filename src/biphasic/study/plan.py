@@ -185,7 +185,9 @@ def draw_study(study: StudyConfig) -> str:
     """
     configs, tree = study_runs(study)
     ids = {name: f"run{number}" for number, name in enumerate(tree)}
-    lines = ["flowchart LR", *(f"  classDef {name} fill:{color},stroke:#666" for name, color in _COLORS.items())]
+    # The text is dark in a dark theme too, because the fill is light there.
+    classes = (f"  classDef {name} fill:{color},stroke:#666,color:#222" for name, color in _COLORS.items())
+    lines = ["flowchart LR", *classes]
     for name, run in tree.items():
         spans = resolve_phases(configs[name].objective.phases, configs[name].max_duration)
         phases = ", ".join(_phase_text(span.phase) for span in spans)
