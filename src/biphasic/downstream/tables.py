@@ -126,9 +126,7 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
                 split, options["data_files"] = _ONLY_SPLIT, {_ONLY_SPLIT: files}
             if commit is None:
                 options["cache_dir"] = _cache_folder(Path(config.path))
-            json_files = _json_files(config.path, split, options)
-            load = functools.partial(_load, config.path, first, split=split, **options)
-            rows = _read_json(source, json_files, columns, first) if json_files else load()
+            rows = _load(config.path, source, columns, first, split=split, **options)
     except (DatasetsError, HfHubHTTPError, HFValidationError, OSError, ValueError, KeyError, RuntimeError) as error:
         cause: BaseException = error
         while cause.__cause__ is not None:  # `datasets` wraps the error in one without details
@@ -141,44 +139,31 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     return Table(rows, source, list(columns), commit)
 
 
-def _load(path: str, first: int | None, **options: Any) -> Any:
-    """Return a dataset of the `datasets` library, or its first rows without converting the others."""
-    import datasets
+def _load(
+    path: str, source: str, columns: Sequence[str], first: int | None, split: str = _ONLY_SPLIT, **options: Any
+) -> Any:
+    """Return a dataset of the `datasets` library, or its first rows without converting the others.
 
-    if first is None:
-        return datasets.load_dataset(path, **options)
-    stream = datasets.load_dataset(path, streaming=True, **options)
-    return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
-
-
-def _load_files(builder: str, files: list[str], first: int | None, **options: Any) -> Any:
-    escaped = {_ONLY_SPLIT: [glob.escape(file) for file in files]}
-    return _load(builder, first, data_files=escaped, split=_ONLY_SPLIT, **options)
-
-
-def _json_files(path: str, split: str, options: dict[str, Any]) -> list[str]:
-    """Return the files of a dataset that consists of JSON files whose types are not declared; else an empty list."""
+    Lines of JSON are parsed when they are used, unless their types are declared: the library's JSON reader infers types,
+    and texts that look like dates would become dates.
+    """
     import datasets
     from datasets.packaged_modules.json.json import Json
 
-    builder = datasets.load_dataset_builder(path, **options)
-    undeclared = isinstance(builder, Json) and builder.info.features is None and builder.config.field is None
-    return list((builder.config.data_files or {}).get(split, [])) if undeclared else []
-
-
-def _read_json(source: str, files: list[str], columns: Sequence[str], first: int | None) -> Any:
-    """Return the rows of JSON files as a dataset that parses the lines when they are used.
-
-    The JSON reader of `datasets` infers types: texts that look like dates would become dates.
-    """
-    import datasets
-
-    parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
-    if any(rows is None for rows in parsed):
-        lines = _load_files("text", files, first, encoding="utf-8-sig")
-    else:
-        lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
-    return lines.with_transform(functools.partial(_parsed, source, columns))
+    builder: Any = datasets.load_dataset_builder(path, **options)
+    files = (builder.config.data_files or {}).get(split, [])
+    if files and isinstance(builder, Json) and builder.info.features is None and builder.config.field is None:
+        parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
+        if any(rows is None for rows in parsed):
+            escaped = {_ONLY_SPLIT: list(map(glob.escape, files))}
+            lines = _load("text", source, columns, first, data_files=escaped, encoding="utf-8-sig")
+        else:
+            lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
+        return lines.with_transform(functools.partial(_parsed, source, columns))
+    if first is None:
+        return datasets.load_dataset(path, split=split, **options)
+    stream = datasets.load_dataset(path, split=split, streaming=True, **options)
+    return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
 
 
 def _read_files(
@@ -191,9 +176,7 @@ def _read_files(
     if builder in ("json", "parquet"):
         if unused := [key for key in ("columns", "quoting") if getattr(config, key) is not None]:
             raise UserError(f"{source}: {unused[0]} has no effect on files of this kind")
-        if builder == "json":
-            return _read_json(source, files, columns, first)
-        return _load_files(builder, files, first)
+        return _load(builder, source, columns, first, data_files={_ONLY_SPLIT: list(map(glob.escape, files))})
     if builder == "csv":
         separator = _SEPARATORS[_suffix(files[0])]
         quoted = (config.quoting or ("none" if separator == "\t" else "standard")) == "standard"
