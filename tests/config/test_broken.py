@@ -215,6 +215,7 @@ def test_texts_that_may_be_blank() -> None:
         ("a: 3", "job: is missing; expected one of pretrain, finetune, evaluate, convert, tasks, sweep"),
         ("job: [3]", "job: got "),
         ("job: null", "job: got None, expected one of"),
+        ("job: pretrain\n0.5: 1", "0.5: expected a text as key; got 0.5"),
     ],
 )  # fmt: skip
 def test_message_of_an_invalid_file(text: str, message: str, tmp_path: Path) -> None:

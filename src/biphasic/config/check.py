@@ -102,7 +102,7 @@ def _keys(detail: ErrorDetails, content: Any) -> tuple[str, ...]:
     for index, part in enumerate(detail["loc"]):
         if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
             value = value[part]  # pyright: ignore[reportCallIssue, reportArgumentType]
-        elif detail["type"] != "missing" or index < len(detail["loc"]) - 1:
+        elif detail["type"] not in ("missing", "invalid_key") or index < len(detail["loc"]) - 1:
             continue
         keys.append(str(part))
     if detail["type"].startswith("union_tag"):
