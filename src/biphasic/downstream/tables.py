@@ -152,7 +152,8 @@ def _load(
 
     builder: Any = datasets.load_dataset_builder(path, **options)
     files = (builder.config.data_files or {}).get(split, [])
-    if files and isinstance(builder, Json) and builder.info.features is None and builder.config.field is None:
+    is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
+    if files and isinstance(builder, Json) and not is_declared:
         parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
         if any(rows is None for rows in parsed):
             escaped = {_ONLY_SPLIT: list(map(glob.escape, files))}
