@@ -1,4 +1,4 @@
-"""Memory and time of exact search by the size of the corpus: synthetic vectors in the embedding cache, read by blocks."""
+"""Memory and time of exact search by the size of the corpus: synthetic vectors in files, read by blocks."""
 
 from __future__ import annotations
 
@@ -36,16 +36,15 @@ class Shape:
 
 
 def write(folder: Path, documents: int, shape: Shape) -> None:
-    """Write the vectors of a corpus into the cache's files."""
+    """Write the vectors of a corpus, one file for each block."""
     import numpy as np
 
-    from biphasic.evaluation.embedding_cache import EmbeddingCache
     from biphasic.evaluation.retriever import BLOCK
 
-    blocks = EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width)
     for number, first in enumerate(range(0, documents, BLOCK)):
         generator = np.random.default_rng([documents, number])
-        blocks.write(number, generator.standard_normal((min(BLOCK, documents - first), shape.width), np.float32))
+        vectors = generator.standard_normal((min(BLOCK, documents - first), shape.width), np.float32)
+        np.save(folder / f"{number}.npy", vectors)
 
 
 def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
@@ -53,7 +52,6 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from biphasic.evaluation.embedding_cache import EmbeddingCache
     from biphasic.evaluation.retriever import BLOCK
     from biphasic.evaluation.search import ExactTopK
 
@@ -62,11 +60,8 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     start = time.monotonic()
     nearest = ExactTopK(queries, shape.k)
-    blocks = EmbeddingCache(folder, 1 << 50).open({"documents": documents}, 4 * documents * shape.width)
     for number, first in enumerate(range(0, documents, BLOCK)):
-        vectors = blocks.read(number)
-        assert vectors is not None
-        nearest.add(torch.from_numpy(np.array(vectors)), first)
+        nearest.add(torch.from_numpy(np.array(np.load(folder / f"{number}.npy", mmap_mode="r"))), first)
     positions = nearest.result()[1]
     seconds = time.monotonic() - start
     assert positions.shape == (shape.queries, min(shape.k, documents))

@@ -11,7 +11,6 @@ from datasets import Dataset
 
 from biphasic.evaluation import retriever
 from biphasic.evaluation.embedder import RandomEmbedder
-from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.sets import read_set
 from helpers.mteb_mirror import write_own
@@ -59,11 +58,11 @@ def test_ranks_with_different_texts_are_refused(monkeypatch: pytest.MonkeyPatch)
 
 def test_cache_key_has_everything_that_decides_embeddings(tmp_path: Path) -> None:
     corpora = [Dataset.from_dict({"id": ["a", "b"], "text": [f"{kind} one", f"{kind} two"]}) for kind in ("x", "y")]
-    embedder, cache = RecordingEmbedder(), EmbeddingCache(tmp_path, 1 << 20)
+    embedder = RecordingEmbedder()
 
     def count_embedded(corpus: Dataset, prompt: str = "") -> int:
         embedder.texts = []
-        [(_, embeddings)] = list(Retriever(embedder, cache)._embed_documents(corpus, prompt, "documents"))
+        [(_, embeddings)] = list(Retriever(embedder, tmp_path, 1 << 20)._embed_documents(corpus, prompt, "documents"))
         expected = RandomEmbedder().embed([prompt + text for text in corpus["text"]], lambda _: None)
         np.testing.assert_array_equal(embeddings, expected)
         return len(embedder.texts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -21,7 +22,7 @@ from tqdm import tqdm
 
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import Embedder
-from biphasic.evaluation.embedding_cache import EmbeddingCache
+from biphasic.evaluation.embedding_cache import corpus_folder, stored
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
 
@@ -29,18 +30,18 @@ BLOCK, SMALL_BLOCK = 4096, 256
 """Number of documents in a file of embeddings. An interrupted evaluation loses at most one file per rank."""
 _SMALL_CORPUS = 1 << 16
 """A corpus with fewer documents is split into small blocks, so that every rank has some."""
-_log = logging.getLogger(__name__)
 Value = TypeVar("Value")
 
 
 class Retriever(AbsEncoder):
     """Gives mteb access to an `Embedder`: `index` and `search` for retrieval, `encode` for all other tasks.
 
-    All ranks must make the same calls together; each rank embeds its share. Without a cache, no embeddings are stored.
+    All ranks must make the same calls together; each rank embeds its share. Embeddings of documents are stored in the
+    folder `cache`, at most `limit` bytes; without a folder, none are.
     """
 
-    def __init__(self, embedder: Embedder, cache: EmbeddingCache | None = None):
-        self.embedder, self._cache = embedder, cache
+    def __init__(self, embedder: Embedder, cache: Path | None = None, limit: int = 0):
+        self.embedder, self._cache, self._limit = embedder, cache, limit
         self._corpus: Any = None
         # sentence-transformers defines these two prompts for every model, so mteb never uses the default prompt or `passage`
         # for queries and documents. mteb warns about unknown names and ignores them.
@@ -142,7 +143,7 @@ class Retriever(AbsEncoder):
         """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks."""
         rank, world, count = dist.get_global_rank(), dist.get_world_size(), len(corpus)
         block = SMALL_BLOCK if count < _SMALL_CORPUS else BLOCK
-        blocks = None
+        folder = None
         if self._cache is not None:
             key = {
                 "revision": self.embedder.revision,
@@ -151,24 +152,20 @@ class Retriever(AbsEncoder):
                 "corpus": from_first_rank(lambda: _corpus_hash(corpus)),
                 "block": block,
             }
-            blocks = self._cache.open(key, 4 * count * self.embedder.width)
+            folder = corpus_folder(self._cache, self._limit, key, 4 * count * self.embedder.width)
         with _progress_bar(count, title) as bar:
+
+            def embed(first: int, end: int) -> np.ndarray:
+                texts = [prompt + text for text in document_texts(corpus[first:end])]
+                return self.embedder.embed(texts, lambda done: bar.update(done * world))
+
+            finished = 0
             for number in range(rank, -(-count // block), world):
                 first, end = number * block, min((number + 1) * block, count)
-                embeddings = blocks.read(number) if blocks else None
-                if embeddings is None or embeddings.shape != (end - first, self.embedder.width):
-                    texts = [prompt + text for text in document_texts(corpus[first:end])]
-                    embeddings = self.embedder.embed(texts, lambda done: bar.update(done * world))
-                    if blocks:
-                        blocks.write(number, embeddings)
-                else:
-                    bar.update((end - first) * world)
-                yield first, embeddings
-            if blocks and blocks.skipped_blocks:
-                _log.warning(
-                    "%s: the cache had no room for %d blocks of embeddings (cache_limit, or the disk): an interrupted "
-                    "evaluation embeds them again", title, blocks.skipped_blocks,
-                )  # fmt: skip
+                file = None if folder is None else folder / f"{number:06d}.npy"
+                yield first, stored(file, (end - first, self.embedder.width), partial(embed, first, end))
+                finished += end - first
+                bar.update(finished * world - bar.n)  # stored embeddings, which `embed` doesn't count
 
 
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:

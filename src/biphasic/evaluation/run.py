@@ -24,7 +24,6 @@ from biphasic.config.evaluate import EvaluateConfig
 from biphasic.devices import rank_device, require_precision, supports_bf16
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
-from biphasic.evaluation.embedding_cache import EmbeddingCache
 from biphasic.evaluation.retriever import Retriever, from_first_rank
 from biphasic.evaluation.scoring import bm25, score, score_table
 from biphasic.evaluation.search import trec_run
@@ -67,8 +66,7 @@ def run(config: EvaluateConfig) -> Path:
     dist.initialize_dist(rank_device(), timeout=86_400.0)
     folder = config.run_folder
     _print(f"evaluating {config.model.path} on {', '.join(task.name for task in tasks)}: mteb's results and {folder}")
-    cache = EmbeddingCache(Path(config.cache), config.cache_limit)
-    systems = [_model(config, cache), *_baselines(config, cache)]
+    systems = [_model(config), *_baselines(config)]
     records = [record for task in tasks for record in _score_task(task, config.documents, systems, folder)]
     lines = score_table(records)
     if dist.get_global_rank() == 0:
@@ -134,7 +132,7 @@ def _record(
     return from_first_rank(lambda: record)
 
 
-def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
+def _model(config: EvaluateConfig) -> ScoredSystem:
     model = config.model
     folder = Path(config.cache) / "models"
     if is_remote(model.path):
@@ -163,12 +161,13 @@ def _model(config: EvaluateConfig, cache: EmbeddingCache) -> ScoredSystem:
     # mteb stores results by revision: the hub's commit, or for a local model a hash of everything that affects the scores.
     embedder.revision = digest[:16] if is_local else fingerprint
     settings = {"model": model.path, "revision": embedder.revision, **embedder.settings}
-    return ScoredSystem(name, digest, None, Retriever(embedder, cache), settings)
+    retriever = Retriever(embedder, Path(config.cache), config.cache_limit)
+    return ScoredSystem(name, digest, None, retriever, settings)
 
 
-def _baselines(config: EvaluateConfig, cache: EmbeddingCache) -> list[ScoredSystem]:
+def _baselines(config: EvaluateConfig) -> list[ScoredSystem]:
     folder, version = config.run_folder / "baselines", importlib.metadata.version("bm25s")
-    random = Retriever(RandomEmbedder(), cache)
+    random = Retriever(RandomEmbedder(), Path(config.cache), config.cache_limit)
     baselines = {
         "bm25": ScoredSystem("BM25", f"bm25s {version}", folder, bm25(), {}),
         "random": ScoredSystem("random", RandomEmbedder.revision, folder, random, {}),
