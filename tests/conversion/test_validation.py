@@ -62,6 +62,19 @@ def test_large_texts_are_drawn_by_the_fraction_alone(config_for: Make, monkeypat
     assert draw_validation(config, layouts) == (validation_end(0.1), "about 50 of 500 documents")
 
 
+def test_max_tokens_counts_only_documents_up_to_it(config_for: Make) -> None:
+    """The document with the smallest hash of the text lies after the limit."""
+    records = sentences(500)
+    smallest = min(document_number(row["id"]) for row in records)
+    records.sort(key=lambda row: document_number(row["id"]) == smallest)
+    config = config_for(records, validation_fraction=1e-9, max_tokens=2000, cluster=ALONE)
+    record = convert(config)
+    assert record["splits"]["train"]["tokens"] == 2000
+    assert 0 < record["splits"]["validation"]["documents"] < record["splits"]["train"]["documents"] / 2
+    description = plan_conversion(config.model_copy(update={"output": f"{config.output}2"})).lines["validation"]
+    assert description.startswith("1 of ") and description.endswith(" documents up to max_tokens")
+
+
 def test_a_text_of_one_document_stops_before_any_work(config_for: Make, tmp_path: Path) -> None:
     book = tmp_path / "book.txt"
     book.write_text("One paragraph.\n\nAnother paragraph.\n")

@@ -12,8 +12,8 @@ from biphasic.conversion.reading import TEXT_KINDS, DamagedFileError, Document, 
 from biphasic.conversion.sources import FileLayout
 from biphasic.errors import UserError
 
-_COUNTED_ENTRIES, _COUNTED_CHARACTERS = 10_000, 1 << 24
-"""A text of at most this many entries and characters is read to its end, to count its documents."""
+_COUNTED_ENTRIES, _COUNTED_BYTES = 10_000, 1 << 24
+"""A text of at most this many entries and bytes is read to its end, to count its documents."""
 
 
 class ValidationDraw(NamedTuple):
@@ -28,23 +28,27 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
 
     They are those whose number (a hash of the id) is below `validation_fraction` of all 64-bit numbers. If none is, the
     document with the smallest number is for validation; if all are, the one with the largest number is for training.
-    The text is read until each split has a document: about 1 / `validation_fraction` documents. The result depends only
-    on the configuration and the text. Raises a UserError if there is no document, only one, or all have the same id.
+    The text is read until each split has a document: about 1 / `validation_fraction` documents. With `max_tokens`, documents
+    count while their bytes, of which a token has at least one, are fewer. The result depends only on the configuration
+    and the text. Raises a UserError if there is no document, only one, or all have the same id.
     """
     share, end = config.validation_fraction, validation_end(config.validation_fraction)
     if not share:
         return ValidationDraw(end, "no documents")
-    numbers, chosen, characters = list[int](), 0, 0
+    numbers, chosen, size, limited = list[int](), 0, 0, ""
     first_skipped: Skipped | None = None
     for read, entry in enumerate(_entries(config, layouts)):
-        if 0 < chosen < len(numbers) and (read >= _COUNTED_ENTRIES or characters >= _COUNTED_CHARACTERS):
+        if 0 < chosen < len(numbers) and (read >= _COUNTED_ENTRIES or size >= _COUNTED_BYTES):
             rows = sum(sum(layout.rows) for layout in layouts)
             is_counted = not config.filters and all(layout.rows or layout.fault for layout in layouts)
             count = f"{share * rows:,.0f} of {rows:,}" if is_counted else f"{100 * share:g}% of the"
             return ValidationDraw(end, f"about {count} documents")
+        if config.max_tokens is not None and size >= config.max_tokens and len(numbers) > 1 and not chosen:
+            limited = " up to max_tokens"
+            break
         if isinstance(entry, Document):
             numbers.append(document_number(entry.id))
-            chosen, characters = chosen + (numbers[-1] < end), characters + len(entry.text)
+            chosen, size = chosen + (numbers[-1] < end), size + len(entry.text.encode())
         else:
             first_skipped = first_skipped or entry
     if first_skipped and not numbers:
@@ -62,7 +66,7 @@ def draw_validation(config: ConvertConfig, layouts: list[FileLayout]) -> Validat
             f"source: {problem}, which can't be in train/ and validation/: {advice}, or set validation_fraction=0"
         )
     end = min(max(end, min(numbers) + 1), max(numbers))
-    return ValidationDraw(end, f"{sum(number < end for number in numbers):,} of {len(numbers):,} documents")
+    return ValidationDraw(end, f"{sum(number < end for number in numbers):,} of {len(numbers):,} documents{limited}")
 
 
 def _entries(config: ConvertConfig, layouts: list[FileLayout]) -> Iterator[Document | Skipped]:

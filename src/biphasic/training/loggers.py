@@ -93,7 +93,7 @@ class JSONLLogger(LoggerDestination):
         if dist.get_global_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             self.file = self.path.open("a", encoding="utf-8")
-            if self.file.tell():  # the last line is incomplete if its writer was killed or the disk was full
+            if self.path.read_bytes()[-1:] not in (b"", b"\n"):  # its writer was killed, or the disk was full
                 self.file.write("\n")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
