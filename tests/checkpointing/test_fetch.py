@@ -77,7 +77,7 @@ def test_a_run_resumes_from_a_bucket(store: MakeBucket, write_yaml: Write) -> No
     assert resume_point(config) == pending
     assert (folder / pending.path).read_bytes() == b"run at batch 8"
     missing = f"{address.partition('://')[0]}://there-is-no-such-bucket/run"
-    with pytest.raises(UserError, match=rf"^checkpoint.folder {missing}: can't be reached \(.+\)$"):
+    with pytest.raises(UserError, match=rf"^checkpoint.folder {missing}: can't be used \(.+\)$"):
         resume_point(config_of(write_yaml(checkpoint__folder=missing)))
 
 

@@ -11,7 +11,6 @@ from biphasic.checkpointing.manifest import (
     batch_of,
     download_files,
     list_checkpoints,
-    manifest_batches,
     manifest_name,
     newest_complete,
     newest_first,
@@ -26,9 +25,8 @@ from biphasic.checkpointing.start_rules import (
 )
 from biphasic.checkpointing.upload import upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import UserError
 from biphasic.model.checkpoint import is_checkpoint
-from biphasic.storage import Store, StoredFile, first_line, is_remote, join, open_store, user_errors
+from biphasic.storage import first_line, is_remote, join, open_store, user_errors
 
 if TYPE_CHECKING:
     from biphasic.checkpointing.stopping import ProcessGroup
@@ -42,48 +40,34 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     runs' checkpoints.
     """
     destination, local_folder = config.checkpoint_destination, config.local_checkpoints
-    place, entries, uploads = f"checkpoint.folder {destination}", dict[str, StoredFile](), list[int]()
-
-    def list_destination() -> int:
-        nonlocal entries
-        # Listed once, by one rank: in a bucket of many checkpoints it takes seconds.
-        with user_errors(f"{place}: can't be reached"):
-            entries = open_store(destination).list()
-        return next(iter(manifest_batches(entries)), -1)
-
-    newest = ranks.on_first_rank(list_destination)
+    place = f"checkpoint.folder {destination}"
 
     def upload() -> None:
-        with user_errors(f"{place}: can't be reached"):
+        with user_errors(f"{place}: can't be used"):
             store = open_store(destination)
             # A machine that can't reach the bucket should fail now, not at its first upload.
             store.stat(LOCK_FILE)
-            uploads.append(upload_pending(local_folder, store, newest))
+            upload_pending(local_folder, store)
 
     if is_remote(destination):
         ranks.once_per_machine(upload)
-    has_changed = ranks.maximum(sum(uploads)) > 0
 
     def find() -> Manifest | None:
-        folder = open_store(destination)
-        with user_errors(f"{place}: can't be read"):
-            current = folder.list() if has_changed else entries
-            if write_missing_manifests(folder, current):
-                current = folder.list()
-            return newest_complete(folder, local_folder, own_checkpoints(newest_first(folder, current), config))
+        with user_errors(f"{place}: can't be used"):
+            folder = open_store(destination)
+            # Listed once, by one rank: in a bucket of many checkpoints it takes seconds.
+            entries = folder.list()
+            if write_missing_manifests(folder, entries):
+                entries = folder.list()
+            return newest_complete(folder, local_folder, own_checkpoints(newest_first(folder, entries), config))
 
     manifest = ranks.on_first_rank(find)
 
     def download() -> None:
-        if manifest is None or ranks.rank == 0:
-            return
-        message = f"{place}: rank {ranks.rank} can't get {manifest.path}"
-        with user_errors(message):
-            fault = download_files(manifest, open_store(destination), local_folder)
-        if fault is not None:
-            raise UserError(
-                f"{message} ({fault}); with several machines it has to be a bucket, or a folder that all of them see"
-            )
+        if manifest is not None and ranks.rank > 0:
+            advice = "" if is_remote(destination) else "; with several machines, all of them have to see this folder"
+            with user_errors(f"{place}: rank {ranks.rank} can't get {manifest.path}{advice}", ValueError):
+                download_files(manifest, open_store(destination), local_folder)
 
     ranks.once_per_machine(download)
     return manifest
@@ -97,7 +81,12 @@ def fetch_branch_point(path: str, config: PretrainConfig, ranks: ProcessGroup) -
     """
     folder, manifest = ranks.on_first_rank(lambda: find_branch_point(path, config))
     place, local_folder = join(folder, manifest.path), config.run_folder / "from" if is_remote(folder) else Path(folder)
-    ranks.once_per_machine(lambda: _download(place, manifest, open_store(folder), local_folder))
+
+    def download() -> None:
+        with _explained(place):
+            download_files(manifest, open_store(folder), local_folder)
+
+    ranks.once_per_machine(download)
     return place, manifest, str(local_folder / manifest.path)
 
 
@@ -123,7 +112,7 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
             raise type(error)(f"{first_line(error)}; its manifest is {name}") from error
         if path.rstrip("/").rpartition("/")[2] != manifest.path:
             raise ValueError(f"{name} is the manifest of {manifest.path}")
-    _download(path, manifest, folder, local_folder)
+        download_files(manifest, folder, local_folder)
     return str(local_folder / manifest.path)
 
 
@@ -135,13 +124,6 @@ def _newest_in(path: str, local_folder: Path) -> str:
             faults = [f"ba{found.batch}: {found.fault or 'a file is damaged'}" for found in list_checkpoints(folder)]
             raise ValueError("; ".join(["it holds no complete checkpoint", *faults[:1]]))
     return str(local_folder / manifest.path)
-
-
-def _download(path: str, manifest: Manifest, folder: Store, local_folder: Path) -> None:
-    with _explained(path):
-        fault = download_files(manifest, folder, local_folder)
-        if fault is not None:
-            raise ValueError(fault)
 
 
 def _explained(path: str) -> AbstractContextManager[None]:

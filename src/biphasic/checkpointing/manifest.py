@@ -200,27 +200,25 @@ def newest_complete(
     for checkpoint in newest_first(source) if checkpoints is None else checkpoints:
         fault = checkpoint.fault
         if checkpoint.manifest is not None:
-            fault = download_files(checkpoint.manifest, source, local_folder)
-            if fault is None:
+            try:
+                download_files(checkpoint.manifest, source, local_folder)
                 return checkpoint.manifest
+            except ValueError as error:
+                fault = str(error)
         _log.warning("checkpoint ba%d in %s is skipped: %s", checkpoint.batch, source.root, fault)
     return None
 
 
-def download_files(manifest: Manifest, source: Store, local_folder: Path) -> str | None:
-    """Download a checkpoint's files unless they exist, check hashes, and return a message about a bad one, if any.
+def download_files(manifest: Manifest, source: Store, local_folder: Path) -> None:
+    """Download a checkpoint's files unless they exist, and check their hashes.
 
-    Raises an OSError if a file can't be read or written.
+    Raises an OSError if a file can't be read or written, and a ValueError if one is missing or damaged.
     """
     with ThreadPoolExecutor(_DOWNLOADS) as pool:
-        for fault in pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files):
-            if fault is not None:
-                pool.shutdown(wait=False, cancel_futures=True)
-                return fault
-    return None
+        list(pool.map(lambda name: _download(name, manifest, source, local_folder), manifest.files))
 
 
-def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) -> str | None:
+def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) -> None:
     file = local_folder / name
 
     def is_intact() -> bool:
@@ -228,23 +226,22 @@ def _download(name: str, manifest: Manifest, source: Store, local_folder: Path) 
         return file.is_file() and file.stat().st_size == size and file_hash(file) == hash_
 
     if not file.parent.resolve().is_relative_to(local_folder.resolve()):
-        return f"{name} would be outside {local_folder}: {file.parent} is a link"
+        raise ValueError(f"{name} would be outside {local_folder}: {file.parent} is a link")
     if is_intact():
-        return None
-    is_local = Path(source.root).resolve() == local_folder.resolve()
-    try:
-        if not is_local:
+        return
+    if Path(source.root).resolve() != local_folder.resolve():
+        try:
             source.download(name, file)
-            if is_intact():
-                return None
-            file.unlink()
-        elif not file.is_file():
-            raise FileNotFoundError(name)
-    except FileNotFoundError:
-        return f"{name} is missing"
-    except OSError as error:
-        raise type(error)(f"{name} can't be copied to {local_folder} ({first_line(error)})") from error
-    return f"{name} is damaged: its hash is not the manifest's"
+        except FileNotFoundError:
+            raise ValueError(f"{name} is missing") from None
+        except OSError as error:
+            raise type(error)(f"{name} can't be copied to {local_folder} ({first_line(error)})") from error
+        if is_intact():
+            return
+        file.unlink()
+    elif not file.is_file():
+        raise ValueError(f"{name} is missing")
+    raise ValueError(f"{name} is damaged: its hash is not the manifest's")
 
 
 def outdated_checkpoints(folder: Store, entries: Entries, keep: int, kept: dict[str, StoredFile]) -> set[int]:

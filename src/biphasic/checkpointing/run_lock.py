@@ -54,7 +54,7 @@ class RunLock:
         self.killed: dict[str, Any] | None = None
         self._record: dict[str, Any] | None = None
         self._closing = Event()
-        self._thread: Thread | None = None
+        self._thread = Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
 
     def acquire(self, ranks: int) -> str:
         """Acquire the lock; return the attempt's name. Raises a UserError if the lock is held or can't be written."""
@@ -73,7 +73,6 @@ class RunLock:
                 _write_attempt(folder, self.killed)
             _write_attempt(folder, record)
         self._record = record
-        self._thread = Thread(target=self._send_heartbeats, name="run-lock", daemon=True)
         self._thread.start()
         return name
 
@@ -100,7 +99,7 @@ class RunLock:
     def release(self, reason: str) -> None:
         """Release the lock and record why the attempt ended."""
         self._closing.set()
-        if self._record is None or self._thread is None:
+        if self._record is None:
             return
         self._thread.join()
         try:

@@ -198,21 +198,21 @@ def write_manifest(manifest: Manifest, destination: Store) -> None:
     destination.remove(rank_manifest_name(manifest.batch, rank) for rank in range(manifest.run["writers"]))
 
 
-def upload_pending(local_folder: Path, destination: Store, uploaded: int) -> int:
-    """Upload the ranks' parts that an earlier attempt wrote to the local folder but did not upload. Return their number.
+def upload_pending(local_folder: Path, destination: Store) -> None:
+    """Upload the ranks' parts that an earlier attempt wrote to the local folder but did not upload.
 
-    `uploaded` is the batch of the newest complete checkpoint at the destination; older ones are not uploaded. Raises an
-    OSError if the destination can't be reached.
+    Checkpoints older than the destination's newest complete one are not uploaded. Raises an OSError if the destination
+    can't be reached.
     """
-    local, count = open_store(str(local_folder)), 0
+    local = open_store(str(local_folder))
     entries = local.list()
-    for rank, manifest in _pending_parts(local, entries):
-        if manifest.batch > uploaded and file_fault(manifest, entries) is None:
+    parts = list(_pending_parts(local, entries))
+    uploaded = manifest_batches(destination.list()) if parts else []
+    for rank, manifest in parts:
+        if manifest.batch > max(uploaded, default=-1) and file_fault(manifest, entries) is None:
             message = "checkpoint %s was not uploaded to %s when the last attempt ended; uploading it now"
             _log.warning(message, manifest.path, destination.root)
             CheckpointUpload(manifest).upload(rank, local_folder, destination)
-            count += 1
-    return count
 
 
 def write_missing_manifests(destination: Store, entries: Entries) -> int:
