@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.torch_version import TorchVersion
 
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_inside
+from biphasic.storage import first_line, is_inside, user_errors
 
 _PREFIX = "model."
 _SHARDED_PREFIX = "state.model."
@@ -110,10 +110,9 @@ def require_safe_checkpoint(path: str) -> None:
     if not is_checkpoint(path):
         raise UserError(f"checkpoint {path}: no such file, and no folder with a .metadata file")
     local = Path(path)
-    try:
+    kinds = (RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError)
+    with user_errors(f"checkpoint {path}: is damaged or incomplete", *kinds):
         names = _sharded_globals(local) if local.is_dir() else _unsafe_globals(local)
-    except (OSError, RuntimeError, EOFError, ValueError, LookupError, pickle.UnpicklingError) as error:
-        raise UserError(f"checkpoint {path}: is damaged or incomplete ({first_line(error)})") from None
     if names:
         raise UserError(
             f"checkpoint {path}: loading it would run {', '.join(sorted(names))}: refused, since no Biphasic run wrote it"

@@ -184,10 +184,7 @@ def _circumstances(config: PretrainConfig) -> dict[str, Any]:
         "memory": device.total_memory,
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
-        "model": config.model.model_dump(mode="json"),
         "length": config.data.sequence_length,
-        "precision": config.precision,
-        "parallelism": config.parallelism.model_dump(mode="json"),
-        "compute": config.compute.model_dump(mode="json"),
         "most": config.global_batch_size // dist.get_world_size(),
+        **config.model_dump(mode="json", include={"model", "precision", "parallelism", "compute"}),
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -99,10 +100,8 @@ class JSONLLogger(LoggerDestination):
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
         """Collect numeric metrics until the end of the batch."""
         for name, value in metrics.items():
-            try:
+            with suppress(TypeError, ValueError):
                 self.pending[name] = float(value)
-            except (TypeError, ValueError):
-                continue
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Write the collected metrics with the number of the last trained batch."""

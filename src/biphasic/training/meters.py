@@ -51,9 +51,8 @@ class Meters(Callback):
 
     For each batch it logs `time/step_seconds` and `data/wait_seconds`. Every 50 batches it logs `data/wait_share`,
     `throughput/` with `tokens_per_second`, `flops_per_second`, `mfu` and `hfu`, and `memory/peak_bytes`, and warns if
-    the share is above 10%. At the end it logs and prints the totals of
-    each objective (`throughput/clm/mfu`), percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`),
-    and `data/wait_share_total`.
+    the share is above 10%. At the end it logs and prints the totals of each objective (`throughput/clm/mfu`),
+    percentiles of step durations (`time/clm/step_seconds_p50`, `_p90`, `_p99`), and `data/wait_share_total`.
 
     The first step after a start is left out, because it waits for loader processes and compilation. Every rank waits for
     the slowest one, so rank 0's numbers hold for all. Nothing is stored in checkpoints.
@@ -129,8 +128,8 @@ class Meters(Callback):
             logger.log_metrics({f"time/{objective}/step_seconds_p{p}": value for p, value in percentiles.items()})
             mfu = f", MFU {rates['mfu']:.1%}, HFU {rates['hfu']:.1%}" if self.peak is not None else ""
             times = ", ".join(f"{value:.3g} s (p{percent})" for percent, value in percentiles.items())
-            lines.append(f"{objective}: {rates['tokens_per_second']:,.0f} tokens/s{mfu}; {len(steps):,} steps: "
-                         f"{times}")  # fmt: skip
+            speed = f"{rates['tokens_per_second']:,.0f} tokens/s{mfu}"
+            lines.append(f"{objective}: {speed}; {len(steps):,} steps: {times}")
         share = _waiting_share(list(itertools.chain(*self._steps.values())))
         logger.log_metrics({"data/wait_share_total": share, "memory/peak_bytes": peak_memory()})
         lines.append(

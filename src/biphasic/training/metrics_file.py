@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,5 @@ def trained_batches(text: str) -> list[int]:
 
 def _entries(text: str) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
-        try:
+        with suppress(json.JSONDecodeError):
             yield json.loads(line)
-        except json.JSONDecodeError:
-            continue

@@ -34,12 +34,18 @@ class RayWorkers(WorkerGroup):
         # Ray would send usage statistics by default.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-        _require_answer(address)
         try:
+            if address != "auto":
+                # Ray itself would retry for 15 minutes.
+                host, _, port = address.removeprefix("ray://").rpartition(":")
+                socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
             runtime: dict[str, Any] = {"env_vars": environment}
             ray.init(address, logging_level=logging.ERROR, log_to_driver=False, runtime_env=runtime)
-        except (ConnectionError, RuntimeError, ValueError) as error:
-            raise UserError(f"cluster.address {address}: no Ray cluster can be reached ({first_line(error)})") from None
+        except (OSError, RuntimeError, ValueError, OverflowError) as error:
+            expected = "expected auto, or the head's HOST:PORT that `ray start` has printed"
+            raise UserError(
+                f"cluster.address {address}: no Ray cluster can be reached ({first_line(error)}); {expected}"
+            ) from None
         total = ray.cluster_resources()
         self.cpus, self.gpus = max(int(total.get("CPU", 1)), 1), int(total.get("GPU", 0))
         self._actors: list[Any] = []
@@ -99,17 +105,3 @@ class _ActorExecutor(Executor):
 class _Actor:
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
-
-
-def _require_answer(address: str) -> None:
-    """Raise an error within seconds if no cluster answers, because Ray itself retries for 15 minutes."""
-    if address == "auto":
-        return
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    try:
-        socket.create_connection((host, int(port)), _CONNECT_SECONDS).close()
-    except (OSError, ValueError, OverflowError) as error:
-        expected = "expected auto, or the head's HOST:PORT that `ray start` has printed"
-        raise UserError(
-            f"cluster.address {address}: no Ray cluster can be reached ({first_line(error)}); {expected}"
-        ) from None
