@@ -22,11 +22,11 @@ def starting_from(record: dict[str, Any], path: str) -> dict[str, Any]:
     return {**record, "config": yaml.safe_dump(config)}
 
 
-def tuned_card(rows: dict[str, Any], **form: Any) -> str:
-    """Return the card of a model that was fine-tuned for classification."""
+def tuned_card(rows: dict[str, Any], **export: Any) -> str:
+    """Return the card of a model that was fine-tuned for classification; `export` says how it was written."""
     task = ClassificationConfig(kind="classification", name="sst2", data="data/tasks/sst2")
-    form = {"family": "eurobert", "has_code": False, "has_head_class": True, **form}
-    return finetuned_card("mine", rows, task, 128, **form)
+    export = {"family": "eurobert", "has_code": False, "has_head_class": True, **export}
+    return finetuned_card("my-classifier", rows, task, 128, **export)
 
 
 def metadata(card: str, tmp_path: Path) -> dict[str, Any]:

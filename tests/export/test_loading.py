@@ -150,7 +150,7 @@ def test_fine_tuned_heads(kind: Any, name: str, model: LanguageModel, tokenizer:
     torch.manual_seed(0)
     head = kind(hidden.shape[1], 3)
     out = tmp_path / f"{kind.__name__}-{name}"
-    export_finetuned(encoder, head, ["a", "b", "c"], out, lambda **form: "card", prompts={}, max_length=LENGTH)
+    export_finetuned(encoder, head, ["a", "b", "c"], out, lambda **_: "card", prompts={}, max_length=LENGTH)
     with torch.no_grad():
         logits = head(mean_pool(hidden, SEGMENTS) if kind is TextHead else hidden)
     auto: Any = AutoModelForSequenceClassification if kind is TextHead else AutoModelForTokenClassification

@@ -67,7 +67,7 @@ def classifier(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prompts = {"query": "query: ", "document": ""}
     names = ["no", "yes"]
     export_finetuned(
-        load_encoder(str(folder)), TextHead(32, 2), names, out, lambda **form: "card", prompts=prompts, max_length=20
+        load_encoder(str(folder)), TextHead(32, 2), names, out, lambda **_: "card", prompts=prompts, max_length=20
     )
     return out
 

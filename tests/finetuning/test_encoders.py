@@ -281,7 +281,7 @@ def test_an_exported_model_tokenizes_as_in_training(toy: Path, tmp_path: Path) -
             torch.nn.Identity(),
             None,
             out,
-            lambda **form: "card",
+            lambda **_: "card",
             prompts={},
             max_length=64,
         )

@@ -93,8 +93,9 @@ class JSONLLogger(LoggerDestination):
         """Open the file."""
         if dist.get_global_rank() == 0:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self.file = self.path.open("a", encoding="utf-8")
-            if self.path.read_bytes()[-1:] not in (b"", b"\n"):  # its writer was killed, or the disk was full
+            self.file = self.path.open("a+", encoding="utf-8")
+            self.file.seek(max(self.file.tell() - 1, 0))  # lines are ASCII
+            if self.file.read() not in ("", "\n"):  # its writer was killed, or the disk was full
                 self.file.write("\n")
 
     def log_metrics(self, metrics: dict[str, Any], step: int | None = None) -> None:
