@@ -28,6 +28,7 @@ from helpers.toy_sets import config_of
 
 class RegressionConfig(_ScoredConfig):
     kind: str = "regression"
+    metrics: list[str] = ["pearson"]
 
 
 def test_the_example_learns(toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

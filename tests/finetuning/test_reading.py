@@ -113,9 +113,9 @@ def test_gold_labels_score_one_and_cut_words_count_as_missed(text_tokenizer: Tex
         assert task.count_targets(examples, range(count)) == sum(of.sum() for of in begun)
         answers = task.answers(columns, examples, predictions)
         assert [[score is None for score in row].count(False) for row in answers["score"]] == [of.sum() for of in begun]
-        return task.metrics(task.gold(columns), answers)
+        return task.metrics(task.gold(columns), answers, examples)
 
-    assert scores(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0}
+    assert scores(config) == {"f1": 1.0, "precision": 1.0, "recall": 1.0, "sentence_f1": 1.0}
     cut = scores(config.model_copy(update={"max_length": 10}))
     assert cut["precision"] == 1.0
     assert 0.1 < cut["recall"] < 0.9
@@ -201,7 +201,25 @@ def test_a_long_question_takes_half_of_the_window(text_tokenizer: TextTokenizer,
     assert examples["texts"][0].tolist() == [text_tokenizer.tokenizer.eos_id]
     nothing = best_span(np.empty((0, 2)), np.empty((0, 2)), 30)
     answers = task.answers(columns, examples, [(nothing, 0.0)])
-    assert task.metrics(task.gold(columns), answers)["exact_match"] == 1.0
+    assert task.metrics(task.gold(columns), answers, examples)["exact_match"] == 1.0
+
+
+def test_every_token_has_its_words_label(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
+    """`labelled: all`, against words counted by the spaces before each token."""
+    sentences = random_sentences(50, seed=3)
+    rows = [{"tokens": words, "labels": list(range(len(words)))} for words in sentences]
+    data = write(tmp_path / "t", "tokens", rows, ["O", *(f"B-{number}" for number in range(1, 25))])
+    config = TokensConfig(kind="tokens", name="t", data=data, labelled="all", end_of_text=True)
+    examples = TokenClassification(config, text_tokenizer, str(tmp_path / "cache")).examples("test")
+    later = 0
+    for row, words in enumerate(sentences):
+        text, labels = " ".join(words), examples["labels"][row].tolist()
+        [(ids, offsets)] = text_tokenizer.tokenize_with_offsets([text])
+        expected = [text[:end].rstrip().count(" ") if text[start:end].strip() else IGNORE for start, end in offsets]
+        assert labels == [*expected, IGNORE]
+        assert examples["texts"][row].tolist() == [*ids, text_tokenizer.tokenizer.eos_id]
+        later += len(expected) - len(set(expected))
+    assert later > 50
 
 
 def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
@@ -227,8 +245,9 @@ def test_accuracy_and_f1(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
         config = ClassificationConfig(kind="classification", name="c", data=data)
         task = Classification(config, text_tokenizer, str(tmp_path / "cache"))
         columns = task.data.read("test", "classification")
-        answers = task.answers(columns, task.examples("test"), [(label, 0.5) for label in labels])
-        assert task.metrics(task.gold(columns), answers) == expected
+        examples = task.examples("test")
+        answers = task.answers(columns, examples, [(label, 0.5) for label in labels])
+        assert task.metrics(task.gold(columns), answers, examples) == expected
 
 
 def test_max_length_is_a_number_or_a_share_of_the_model_s() -> None:

@@ -20,13 +20,6 @@ _SMALL = ("yamls/quickstart.yaml", 256, 4096)
 _SMALL_TOKENS = 10_000_000
 """Text with fewer tokens is a few batches of the paper's (2.4 million), and has its own command in README."""
 _FINETUNE = Path("yamls/finetune")
-_EXAMPLES = {
-    "classification": "sst2",
-    "tokens": "conll2003",
-    "question_answering": "squad",
-    "retrieval": "own_retrieval",
-}
-"""A fine-tuning YAML for each kind of task."""
 
 
 def after_conversion(output: str, record: Mapping[str, Any]) -> str:
@@ -56,7 +49,7 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     data = join(config.output, name)
     own_data = [] if with_yaml and data == f"data/tasks/{name}" else [f"task.data={data}"]
     own_name = [] if with_yaml else [f"task.name={name}"]
-    file = _FINETUNE / f"{name if with_yaml else _EXAMPLES[config.tasks[name].kind]}.yaml"
+    file = _FINETUNE / f"{name if with_yaml else f'own_{config.tasks[name].kind}'}.yaml"
     return _next("composer", "src/main.py", str(file), "model.path=ENCODER", *own_name, *own_data)
 
 

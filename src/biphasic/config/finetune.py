@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -17,6 +17,7 @@ from biphasic.config.base import (
     Section,
     Seed,
     Share,
+    distinct,
     template,
 )
 from biphasic.config.durations import Duration
@@ -44,6 +45,19 @@ class _TaskConfig(Section):
     max_length: Annotated[int, Field(gt=0, lt=2**63)] | Share = 0.99
     """Maximum number of tokens in an example, or a share of the model's maximum (the paper: 99%, rounded). Longer examples
     are truncated."""
+    end_of_text: bool = False
+    """Whether the EOS token follows each text, as in pretraining and in the paper."""
+    metrics: list[Any]
+    """Metrics in tables, each with the learning rate that is best by it. The first counts in averages over tasks."""
+
+    @property
+    def family(self) -> str:
+        """The kind of dataset that the task needs, and its group in tables."""
+        return self.kind  # pyright: ignore[reportAttributeAccessIssue] - each kind of task has one
+
+    def shown(self, name: str) -> list[tuple[str, str]]:
+        """Return a test set's names in tables, with the metrics: `conll2003` for the first, `conll2003 f1` for another."""
+        return [(f"{name} {metric}" if at else name, metric) for at, metric in enumerate(self.metrics)]
 
     @property
     def retrieval_sets(self) -> dict[str, str]:
@@ -71,14 +85,21 @@ class ClassificationConfig(_ScoredConfig):
     kind: Literal["classification"]
     text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
-    metric: Literal["accuracy", "f1"] = "accuracy"
-    """Metric that selects the learning rate. `f1` is the F1 of the second label."""
+    metrics: Annotated[list[Literal["accuracy", "f1"]], Field(min_length=1), distinct] = ["accuracy"]
+    """Metrics in tables; the first counts in averages over tasks. `f1` is the F1 of
+    the second label."""
 
 
 class TokensConfig(_ScoredConfig):
-    """Label each word at its first token: cross-entropy, entity-level F1."""
+    """Label each word: cross-entropy."""
 
     kind: Literal["tokens"]
+    labelled: Literal["first", "all"] = "first"
+    """Which tokens of a word are trained on its label. A word's prediction is that of most of these tokens (of the
+    earliest among equals). `all`: the paper."""
+    metrics: Annotated[list[Literal["f1", "sentence_f1"]], Field(min_length=1), distinct] = ["f1"]
+    """Metrics in tables; the first counts in averages over tasks. `f1`: F1 of
+    entities. `sentence_f1` (the paper): macro F1 of the BIO labels of a sentence's words, averaged over sentences."""
 
 
 class QuestionAnsweringConfig(_ScoredConfig):
@@ -93,6 +114,27 @@ class QuestionAnsweringConfig(_ScoredConfig):
     """Maximum length of an answer in tokens."""
     unanswerable: bool = False
     """Whether questions may have no answer (SQuAD v2). The no-answer threshold is then tuned on the validation split."""
+    metrics: Annotated[list[Literal["f1", "exact_match"]], Field(min_length=1), distinct] = ["f1"]
+    """Metrics in tables; the first counts in averages over tasks."""
+
+
+class AnswerTokensConfig(_ScoredConfig):
+    """Label each token as inside or outside the first answer to a question (the paper): cross-entropy, overlap of tokens.
+
+    Long contexts are truncated. A question whose answer is not in the rest has no answer, for scores too.
+    """
+
+    kind: Literal["answer_tokens"]
+    text: Annotated[str, template("question", required="question")] = "Question: {question}\nContext: "
+    """Template of the text before the context."""
+    metrics: Annotated[list[Literal["token_f1", "f1", "exact_match"]], Field(min_length=1), distinct] = ["token_f1"]
+    """Metrics in tables; the first counts in averages over tasks. `token_f1` (the
+    paper): F1 of the positions inside the answer; the others: SQuAD's, of the longest run of tokens inside."""
+
+    @property
+    def family(self) -> str:
+        """The kind of dataset that the task needs, and its group in tables."""
+        return "question_answering"
 
 
 class RetrievalConfig(_TaskConfig):
@@ -111,8 +153,13 @@ class RetrievalConfig(_TaskConfig):
     hard_negatives: Count = 0
     """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
     scored_on: dict[Name, Address] | None = None
-    """Retrieval datasets to score on, by their names in tables: NDCG@10 on `validation` and `test` qrels, in memory.
+    """Retrieval datasets to score on, by their names in tables, with `validation` and `test` qrels, in memory.
     Default: the task's own set; `{}`: none."""
+    end_of_text: bool = False
+    """Whether the EOS token follows each training text, as in the paper, which scores texts without it."""
+    metrics: Annotated[list[Literal["ndcg_at_10", "ndcg_of_ten"]], Field(min_length=1), distinct] = ["ndcg_at_10"]
+    """Metrics in tables; the first counts in averages over tasks. `ndcg_at_10`:
+    mteb's. `ndcg_of_ten` (the paper): relevance is yes or no, and the ideal is the best order of the ten retrieved."""
 
     @property
     def retrieval_sets(self) -> dict[str, str]:
@@ -121,7 +168,8 @@ class RetrievalConfig(_TaskConfig):
 
 
 TaskConfig = Annotated[
-    ClassificationConfig | TokensConfig | QuestionAnsweringConfig | RetrievalConfig, Field(discriminator="kind")
+    ClassificationConfig | TokensConfig | QuestionAnsweringConfig | AnswerTokensConfig | RetrievalConfig,
+    Field(discriminator="kind"),
 ]
 
 
@@ -143,7 +191,7 @@ class FinetuneConfig(RunConfig):
     """Number of examples in an optimizer step, over all ranks."""
     microbatch_tokens: Positive = 16384
     """Approximate maximum number of tokens in a forward pass of a rank, which affects only memory. Training for retrieval
-    needs the rank's complete batch at once, whatever this is."""
+    computes longer batches in such parts twice, because the loss needs all of them at once."""
     precision: Literal["fp32", "amp_bf16"] = "fp32"
     """`amp_bf16`: weights in fp32, matrix products in bf16. `fp32`: everything in fp32."""
     warmup: Duration = Duration(0.1, "dur")

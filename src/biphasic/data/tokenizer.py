@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.processors import TemplateProcessing
 
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, open_store, user_errors
@@ -69,6 +71,18 @@ class Tokenizer:
         encoding = self.tokenizer.encode("a", add_special_tokens=True)
         text = [position for position, special in enumerate(encoding.special_tokens_mask) if not special]
         return (tuple(encoding.ids[: text[0]]), tuple(encoding.ids[text[-1] + 1 :])) if text else ((), ())
+
+    def adding_special_tokens(self, prefix: Sequence[int], suffix: Sequence[int]) -> Tokenizer:
+        """Return a copy that adds these tokens around a text if it is asked for special tokens."""
+        copy = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
+        copy.encode_special_tokens = True
+        names = [[copy.id_to_token(token) for token in part] for part in (prefix, suffix)]
+        copy.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
+            single=[*names[0], "$A", *names[1]],
+            pair=[*names[0], "$A", "$B", *names[1]],
+            special_tokens=[(name, copy.token_to_id(name)) for part in names for name in part],
+        )
+        return replace(self, tokenizer=copy)
 
     @property
     def separator_id(self) -> int:

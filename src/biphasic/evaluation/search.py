@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import fmean
@@ -152,6 +153,22 @@ def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
         "mrr_at_10": mean("recip_rank", 10),
         "recall_at_100": mean("recall_100", RANKED),
     }
+
+
+def ndcg_of_ten(run: Run, qrels: Qrels) -> float:
+    """Return the paper's NDCG@10 (its evaluation library, EncodEval), averaged over the queries of a ranking.
+
+    Every grade above 0 counts 1, and the ideal ranking is the best order of the ten retrieved documents, whereas trec_eval's
+    is that of all relevant ones: the two are equal for queries with one relevant document. Without a relevant document
+    among the ten, the score is 0.
+    """
+    scores = []
+    for query, documents in run.items():
+        relevant = [qrels[query].get(document, 0) > 0 for document, _ in documents[:10]]
+        discounts = [1 / math.log2(rank + 2) for rank in range(len(relevant))]
+        gain = sum(discount for discount, is_relevant in zip(discounts, relevant, strict=True) if is_relevant)
+        scores.append(gain / sum(discounts[: sum(relevant)]) if gain else 0.0)
+    return fmean(scores)
 
 
 def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:

@@ -22,7 +22,8 @@ _CARD = Template(
 _LANGUAGES = {"HuggingFaceFW/fineweb-edu": ["en"]}
 """Languages of datasets on the hub, according to their dataset cards."""
 _PIPELINES = {"classification": "text-classification", "tokens": "token-classification",
-              "question_answering": "question-answering", "retrieval": "sentence-similarity"}  # fmt: skip
+              "question_answering": "question-answering", "answer_tokens": "question-answering",
+              "retrieval": "sentence-similarity"}  # fmt: skip
 """The hub's pipeline tag by the kind of task."""
 
 

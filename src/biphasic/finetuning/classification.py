@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
@@ -22,12 +24,11 @@ class Classification(PredictionTask):
     """Trains with cross-entropy on mean-pooled tokens; scores accuracy and, for two labels, the second label's F1."""
 
     family = "classification"
-    metric = "accuracy"
 
     def build_head(self, width: int) -> nn.Module:
         """Return a head with an output for each label."""
-        if self.metric == "f1" and len(self.data.label_names) != 2:
-            raise UserError(f"task.metric: f1 needs two labels; {self.config.data} has {len(self.data.label_names)}")
+        if "f1" in self.config.metrics and len(self.data.label_names) != 2:
+            raise UserError(f"task.metrics: f1 needs two labels; {self.config.data} has {len(self.data.label_names)}")
         return TextHead(width, len(self.data.label_names))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
@@ -61,7 +62,7 @@ class Classification(PredictionTask):
         """Return the names of the correct labels."""
         return [self.data.label_names[label] for label in columns["label"]]
 
-    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
+    def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return `accuracy` and, for two labels, `f1`."""
         from sklearn.metrics import accuracy_score, f1_score
 
@@ -73,14 +74,13 @@ class Classification(PredictionTask):
 
 
 class TokenClassification(PredictionTask):
-    """Trains with cross-entropy at the first token of each word; scores F1 of entities (BIO labels).
+    """Trains with cross-entropy at the first token of each word, or at all; scores BIO labels.
 
     Words are joined by spaces and tokenized like any other text, as in pretraining. A word beyond the maximum length, or
     without a token of its own, is predicted as O.
     """
 
     family = "tokens"
-    metric = "f1"
     inputs = ["tokens"]
 
     def build_head(self, width: int) -> nn.Module:
@@ -88,47 +88,53 @@ class TokenClassification(PredictionTask):
         return TokenHead(width, len(self.data.label_names))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
-        """Return the texts, and for each token its label and the index of the word that it begins, or -1 (`words`)."""
+        """Return the texts, and for each token its label and the index of the word that it labels, or -1 (`words`)."""
         texts, words, labels = [], [], []
         encodings = self.text_tokenizer.tokenize_with_offsets([" ".join(words) for words in columns["tokens"]], title)
         for sentence, numbers, (ids, offsets) in zip(columns["tokens"], columns["labels"], encodings, strict=True):
             text = self.text_tokenizer.with_special_tokens(ids, self.max_length)
-            begun = np.full(len(text), -1)
-            own = begun[len(self.text_tokenizer.prefix) : len(text) - len(self.text_tokenizer.suffix)][: len(ids)]
-            own[:] = word_of_each_token(sentence, offsets)[: len(own)]
+            labelled = np.full(len(text), -1)
+            own = labelled[len(self.text_tokenizer.prefix) : len(text) - len(self.text_tokenizer.suffix)][: len(ids)]
+            own[:] = word_of_each_token(sentence, offsets, self.config.labelled == "all")[: len(own)]
             texts.append(np.array(text, np.int32))
-            words.append(begun)
-            labels.append([IGNORE if word < 0 else numbers[word] for word in begun])
+            words.append(labelled)
+            labels.append([IGNORE if word < 0 else numbers[word] for word in labelled])
         return {"texts": Ragged.of(texts), "words": Ragged.of(words), "labels": Ragged.of(labels, np.int64)}
 
     def count_targets(self, examples: Examples, indices: Sequence[int]) -> int:
-        """Return the number of words that have a token."""
+        """Return the number of tokens with a label."""
         return int((examples["labels"].concatenate(indices)[0] != IGNORE).sum())
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the summed cross-entropy of the words' labels."""
+        """Return the summed cross-entropy of the tokens' labels."""
         return F.cross_entropy(head(hidden).float(), batch["labels"], ignore_index=IGNORE, reduction="sum")
 
     def predict(
         self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
     ) -> list[Any]:
         """Return the most likely label of each token of each text, and its probability."""
-        best = head(hidden).float().softmax(-1).max(-1)
-        columns = (best.indices.int().cpu().numpy(), best.values.cpu().numpy())
-        return list(zip(*(np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns), strict=True))
+        return most_likely(head(hidden), segments)
 
     def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
-        """Return the labels of each text's words; `score` has their probabilities, null for a word without a token."""
+        """Return the labels of each text's words.
+
+        `score` has the probability of the first token with that label, or null for a word without a token.
+        """
         names = self.data.label_names
         if "O" not in names:
             raise UserError(f"{self.config.data}: its labels have no O ({', '.join(names)}): expected BIO")
         predicted, scores = [], []
         for row, (labels, probabilities) in enumerate(predictions):
-            count, words = len(columns["tokens"][row]), examples["words"][row]
-            label_of = {word: names[label] for word, label in zip(words.tolist(), labels, strict=True)}
-            score_of = dict(zip(words.tolist(), probabilities.tolist(), strict=True))
-            predicted.append([label_of.get(word, "O") for word in range(count)])
-            scores.append([score_of.get(word) for word in range(count)])
+            votes = [dict[int, list[float]]() for _ in columns["tokens"][row]]
+            for word, label, probability in zip(
+                examples["words"][row].tolist(), labels.tolist(), probabilities.tolist(), strict=True
+            ):
+                if word >= 0:
+                    votes[word].setdefault(label, []).append(probability)
+            # `max` returns the first of equal maxima, which is the label of the earliest token.
+            best = [max(vote, key=lambda label: len(vote[label]), default=None) for vote in votes]
+            predicted.append(["O" if label is None else names[label] for label in best])
+            scores.append([None if label is None else vote[label][0] for label, vote in zip(best, votes, strict=True)])
         return {"predicted": predicted, "score": scores}
 
     def gold(self, columns: Columns) -> list[Any]:
@@ -136,9 +142,16 @@ class TokenClassification(PredictionTask):
         names = self.data.label_names
         return [[names[number] for number in numbers] for numbers in columns["labels"]]
 
-    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
-        """Return `f1`, `precision` and `recall` of entities."""
-        return entity_scores(gold, answers["predicted"])
+    def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
+        """Return `f1`, `precision` and `recall` of entities, and `sentence_f1`."""
+        return {**entity_scores(gold, answers["predicted"]), "sentence_f1": sentence_f1(gold, answers["predicted"])}
+
+
+def most_likely(logits: Tensor, segments: Segments) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return each text's most likely label at each token and its probability, from logits [tokens, labels]."""
+    best = logits.float().softmax(-1).max(-1)
+    columns = (best.indices.int().cpu().numpy(), best.values.cpu().numpy())
+    return list(zip(*(np.split(column, np.cumsum(segments.lengths)[:-1]) for column in columns), strict=True))
 
 
 def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str, float]:
@@ -155,10 +168,25 @@ def entity_scores(gold: list[list[str]], predicted: list[list[str]]) -> dict[str
     return {"f1": f1, "precision": precision, "recall": recall}
 
 
-def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]]) -> list[int]:
+def sentence_f1(gold: list[list[str]], predicted: list[list[str]]) -> float:
+    """Return the macro F1 of the labels that a sentence has in either argument, averaged over sentences.
+
+    This is the paper's score (its evaluation library, EncodEval): scikit-learn's macro F1 over the labels of a
+    sentence's words, O included, so that a sentence without entities counts 1 if none is predicted.
+    """
+    scores = []
+    for labels in zip(gold, predicted, strict=True):
+        right = Counter(first for first, second in zip(*labels, strict=True) if first == second)
+        counts = Counter(labels[0]) + Counter(labels[1])
+        scores.append(fmean(2 * right[label] / count for label, count in counts.items()))
+    return fmean(scores)
+
+
+def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]], all_tokens: bool = False) -> list[int]:
     """Return, for each token of the words joined by spaces, the index of the word that the token begins, or -1.
 
-    `offsets` has each token's first character and the one after its last; a token may include the space before a word.
+    With `all_tokens`, a word's later tokens have its index too. `offsets` has each token's first character and the one
+    after its last; a token may include the space before a word.
     """
     text = " ".join(words)
     word_of_character = [number for number, word in enumerate(words) for _ in range(len(word) + 1)]
@@ -166,6 +194,6 @@ def word_of_each_token(words: Sequence[str], offsets: Sequence[tuple[int, int]])
     for start, end in offsets:
         # A token that consists of spaces begins no word.
         word = next((word_of_character[at] for at in range(start, end) if not text[at].isspace()), -1)
-        begun.append(word if word > last else -1)
+        begun.append(word if all_tokens or word > last else -1)
         last = max(last, word)
     return begun

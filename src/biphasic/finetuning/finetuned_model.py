@@ -32,7 +32,7 @@ def describe_task(config: FinetuneConfig, task: FinetuneTask) -> dict[str, Any]:
     return {
         "task": config.task.model_dump(mode="json"),
         "max_length": task.max_length,
-        "label_names": task.data.record.get("label_names"),
+        "label_names": task.label_names,
         "no_answer_threshold": task.no_answer_threshold,
         "precision": config.precision,
         "microbatch_tokens": config.microbatch_tokens,
@@ -75,7 +75,7 @@ def load_finetuned(folder: str, record: dict[str, Any]) -> tuple[TrainedModel, P
     encoder = load_encoder(folder)
     settings = {**record["task"], "data": folder, "max_length": record["max_length"]}
     config: Any = TypeAdapter(TaskConfig).validate_python(settings)
-    task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.kind})
+    task: Any = FAMILIES[config.kind](config, encoder.text_tokenizer, "", {**record, "kind": config.family})
     task.no_answer_threshold = record["no_answer_threshold"]
     head = task.build_head(encoder.width)
     with user_errors(f"{folder}/{HEAD_FILE}: can't be read", RuntimeError):

@@ -49,7 +49,7 @@ def _add_data(job_plan: JobPlan, path: str, config: FinetuneConfig) -> None:
         if open_store(path).stat(TASK_RECORD) is None:
             job_plan.missing.append(f"data {path}: there is no {TASK_RECORD}: prepare it with biphasic tasks")
             return
-        rows = TaskFolder(path, config.cache, config.task.kind).record["rows"]
+        rows = TaskFolder(path, config.cache, config.task.family).record["rows"]
     except (UserError, OSError) as error:
         job_plan.problems.append(first_line(error) if isinstance(error, OSError) else str(error))
         return

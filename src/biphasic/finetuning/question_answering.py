@@ -26,7 +26,6 @@ class QuestionAnswering(PredictionTask):
     """
 
     family = "question_answering"
-    metric = "f1"
     inputs = ["question", "context"]
 
     def build_head(self, width: int) -> nn.Module:
@@ -44,7 +43,7 @@ class QuestionAnswering(PredictionTask):
         questions = self._questions(columns["question"])
         contexts = tokenizer.tokenize_with_offsets(columns["context"], title)
         for row, (question, (ids, offsets)) in enumerate(zip(questions, contexts, strict=True)):
-            answer = _first_answer(columns["answers"][row], offsets)
+            answer = first_answer(columns["answers"][row], offsets)
             begins = len(tokenizer.prefix) + len(question)
             for first, last in self._windows(len(question), len(ids)):
                 text = [*tokenizer.prefix, *question, *ids[first:last], *tokenizer.suffix]
@@ -115,9 +114,9 @@ class QuestionAnswering(PredictionTask):
 
     def gold(self, columns: Columns) -> list[Any]:
         """Return all correct answers to each question; an empty list if it has none."""
-        return [list(answer["text"]) for answer in columns["answers"]]
+        return correct_answers(columns)
 
-    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
+    def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
         """Return the scores of SQuAD, and the no-answer threshold if there is one."""
         if self.no_answer_threshold is None:
             return squad_scores(gold, answers["predicted"])
@@ -125,7 +124,12 @@ class QuestionAnswering(PredictionTask):
         return {**scores, "no_answer_threshold": self.no_answer_threshold}
 
 
-def _first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
+def correct_answers(columns: Columns) -> list[Any]:
+    """Return all correct answers to each question; an empty list if it has none."""
+    return [list(answer["text"]) for answer in columns["answers"]]
+
+
+def first_answer(answers: dict[str, Any], offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
     """Return the first and last token of the first answer, or None if there is no answer."""
     if not answers["text"]:
         return None

@@ -11,13 +11,13 @@ class DownstreamResult:
     """The scores of a trial on one test set, from 0 to 1."""
 
     task: str
-    """The task, which averages count once: MNLI's two test sets both belong to `mnli`."""
+    """The task, which averages count once, by its first result: MNLI's two test sets both belong to `mnli`."""
     name: str
-    """The test set, e.g. `mnli-mm`."""
+    """The test set, e.g. `mnli-mm`, with the metric if it isn't the first one: `conll2003 f1`."""
     family: str
     """`classification`, `tokens`, `question_answering` or `retrieval`."""
     metric: str
-    """The main metric, used to choose learning rates and shown in tables, e.g. `accuracy`."""
+    """The metric of `validation` and `test`, e.g. `accuracy`. Its learning rate is chosen by it."""
     validation: float | None
     test: float | None
     more: dict[str, dict[str, float]] = field(default_factory=dict)

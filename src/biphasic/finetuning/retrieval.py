@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
-from biphasic.evaluation.search import Qrels, rank_documents, retrieval_scores, trec_run
+from biphasic.evaluation.search import Qrels, ndcg_of_ten, rank_documents, retrieval_scores, trec_run
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
@@ -28,11 +28,11 @@ class Retrieval(FinetuneTask):
     """Trains with InfoNCE on mean-pooled embeddings of query-document pairs. There is no head."""
 
     family = "retrieval"
-    metric = "ndcg_at_10"
     splits_batches = False  # in-batch negatives need all of its examples
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         super().__init__(config, text_tokenizer, cache, record)
+        self.scored_tokenizer = text_tokenizer
         self.prompts = {"query": config.query_prompt, "document": config.document_prompt}
 
     def build_head(self, width: int) -> nn.Module:
@@ -61,8 +61,8 @@ class Retrieval(FinetuneTask):
             documents = [*columns["positive"], *(text for texts in negatives for text in texts)]
             indices = iter(range(len(negatives), len(documents)))
             return {
-                "texts": self._tokenize(columns["query"], "query"),
-                "documents": self._tokenize(documents, "document"),
+                "texts": self._tokenize(self.text_tokenizer, columns["query"], "query"),
+                "documents": self._tokenize(self.text_tokenizer, documents, "document"),
                 "ids": Ragged.of([[hash_text(text) for text in documents]], np.int64),
                 "negatives": Ragged.of([[next(indices) for _ in texts] for texts in negatives]),
             }
@@ -112,9 +112,9 @@ class Retrieval(FinetuneTask):
                     raise UserError(f"{folder.path}/qrels/{split}: {problem}")
                 judged = query_embeddings[[positions[query] for query in qrels]]
                 run = rank_documents(list(qrels), judged, documents, document_embeddings)
-                metrics[split] = retrieval_scores(run, qrels)
+                metrics[split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": ndcg_of_ten(run, qrels)}
                 files[f"{name}-{split}.run.gz"] = functools.partial(trec_run, run, "biphasic")
-            results.append(self.result(name, name, metrics))
+            results += self.results(name, name, metrics)
         return results, files
 
     def _embed(
@@ -122,15 +122,17 @@ class Retrieval(FinetuneTask):
     ) -> tuple[list[str], Tensor]:
         """Return ids and embeddings of a retrieval dataset's queries or corpus."""
         columns = folder.read(table, table)
-        texts = self.tokenize_once(folder, table, lambda: {"texts": self._tokenize(titled_texts(columns), role)})[
-            "texts"
-        ]
+
+        def make() -> Examples:
+            return {"texts": self._tokenize(self.scored_tokenizer, titled_texts(columns), role)}
+
+        texts = self.tokenize_once(folder, table, make)["texts"]
         return columns["_id"], model.embed(texts, f"{name}: {table}")
 
-    def _tokenize(self, texts: Sequence[str], role: str) -> Ragged:
+    def _tokenize(self, tokenizer: TextTokenizer, texts: Sequence[str], role: str) -> Ragged:
         prompted = [self.prompts[role] + text for text in texts]
         title = f"reading {self.config.name}: {role} texts"
-        return Ragged.of(self.text_tokenizer.tokenize(prompted, self.max_length, title))
+        return Ragged.of(tokenizer.tokenize(prompted, self.max_length, title))
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
         return {name: TaskFolder(path, self.cache, self.family) for name, path in self.config.retrieval_sets.items()}

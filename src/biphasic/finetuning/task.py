@@ -82,7 +82,7 @@ class TrainedModel:
 
 RESULT_FORMAT = 1
 """Version of tokenization and training. Increase it with every change that alters scores for the same settings."""
-_TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt"}
+_TOKENIZATION_KEYS = {"text", "stride", "query_prompt", "document_prompt", "labelled", "end_of_text"}
 """Keys of a `task:` section that affect the tokens, besides `max_length`."""
 
 Examples = dict[str, Ragged]
@@ -107,8 +107,7 @@ class FinetuneTask(ABC):
     """
 
     family: str
-    metric: str
-    """The main metric."""
+    """The kind of its dataset."""
     inputs = ["text"]
     """Required columns of new text. `id` and, for classifiers of pairs, `text_pair` are optional."""
     splits_batches = True
@@ -119,10 +118,16 @@ class FinetuneTask(ABC):
     """The threshold that question answering chooses on the validation split and applies to predictions."""
 
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
-        self.config, self.text_tokenizer, self.cache = config, text_tokenizer, cache
+        self.config, self.cache = config, cache
+        self.text_tokenizer = text_tokenizer.with_end_of_text() if config.end_of_text else text_tokenizer
+        self.scored_tokenizer = self.text_tokenizer
         self.max_length = resolve_max_length(config.max_length, text_tokenizer.max_length)
-        self.metric = getattr(config, "metric", self.metric)
         self.data = TaskFolder(config.data, cache, self.family, record)
+
+    @property
+    def label_names(self) -> list[str] | None:
+        """Names of the head's outputs for texts or tokens, in order; None if it has others."""
+        return self.data.record.get("label_names")
 
     @abstractmethod
     def build_head(self, width: int) -> nn.Module:
@@ -164,7 +169,7 @@ class FinetuneTask(ABC):
         """Return the examples of a folder's table from the cache, or from `make` if they are not cached."""
         key = {
             "format": RESULT_FORMAT,
-            "family": self.family,
+            "kind": self.config.kind,
             "table": [table, folder.content_hash(table)],
             "tokenizer": self.text_tokenizer.fingerprint,
             "longest": self.max_length,
@@ -172,10 +177,13 @@ class FinetuneTask(ABC):
         }
         return cached(self.cache, key, make)
 
-    def result(self, task: str, name: str, metrics: dict[str, dict[str, float]]) -> DownstreamResult:
-        """Return the result for one test set from its metrics by split (`validation`, `test`)."""
-        main = {split: values[self.metric] for split, values in metrics.items()}
-        return DownstreamResult(task, name, self.family, self.metric, main.get("validation"), main.get("test"), metrics)
+    def results(self, task: str, name: str, metrics: dict[str, dict[str, float]]) -> list[DownstreamResult]:
+        """Return a test set's result by each metric of the YAML from its metrics by split (`validation`, `test`)."""
+        validation, test = metrics.get("validation", {}), metrics.get("test", {})
+        return [
+            DownstreamResult(task, shown, self.family, metric, validation.get(metric), test.get(metric), metrics)
+            for shown, metric in self.config.shown(name)
+        ]
 
 
 class PredictionTask(FinetuneTask):
@@ -200,8 +208,8 @@ class PredictionTask(FinetuneTask):
         """Return the correct value of `predicted` for each row of a table."""
 
     @abstractmethod
-    def metrics(self, gold: list[Any], answers: Columns) -> dict[str, float]:
-        """Return the metrics of `answers`, given the correct values."""
+    def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
+        """Return the metrics of `answers`, given the correct values and the rows' examples."""
 
     def scored_splits(self) -> list[str]:
         """Return the validation split, if there is one, then the test splits."""
@@ -228,14 +236,15 @@ class PredictionTask(FinetuneTask):
             columns = self.data.read(split, self.family)
             answers = self.run(model, columns, self.examples(split), f"{self.config.name} {split}")
             gold = self.gold(columns)
-            metrics[split] = self.metrics(gold, answers)
+            metrics[split] = self.metrics(gold, answers, self.examples(split))
             kept = {"id": columns["id"], "gold": gold, **answers}
             files[f"{split}.parquet"] = functools.partial(parquet_bytes, kept)
         validation = self.config.validation
         by_split = {} if validation is None else {"validation": metrics[validation]}
         results = [
-            self.result(self.config.name, name, {**by_split, "test": metrics[split]})
+            result
             for name, split in self.config.scored.items()
+            for result in self.results(self.config.name, name, {**by_split, "test": metrics[split]})
         ]
         return results, files
 

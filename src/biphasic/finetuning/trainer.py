@@ -13,6 +13,7 @@ from composer.loggers import Logger
 from composer.models import ComposerModel
 from composer.utils import dist, reproducibility
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 from biphasic.config.durations import Duration
@@ -21,6 +22,7 @@ from biphasic.config.timeline import ScheduleConfig
 from biphasic.devices import rank_device
 from biphasic.finetuning.batches import GlobalBatches, count_steps, warmup_batches
 from biphasic.finetuning.task import FinetuneTask, TaskBatch
+from biphasic.grouping import groups_up_to
 from biphasic.model.encoder import Encoder
 from biphasic.model.segments import Segments
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
@@ -30,17 +32,33 @@ from biphasic.training.step import GradientGuard, mean_over_global_batch
 
 
 class FinetuneModel(ComposerModel):
-    """The Composer model for fine-tuning: an encoder and a head, trained with the task's loss."""
+    """The Composer model for fine-tuning: an encoder and a head, trained with the task's loss.
 
-    def __init__(self, encoder: Encoder, head: nn.Module, task: FinetuneTask):
+    `tokens_per_pass` is the number of tokens in a forward pass, unless a text is longer. The loss of retrieval needs
+    all texts of a batch: its passes are computed again in the backward pass, so that the activations of one are in memory
+    (the gradients are those of a single pass, as with sentence-transformers' cached loss).
+    """
+
+    def __init__(self, encoder: Encoder, head: nn.Module, task: FinetuneTask, tokens_per_pass: int):
         super().__init__()
+        self.tokens_per_pass = tokens_per_pass
         self.backbone, self.head = encoder.backbone, head
         self.encoder, self.task = encoder, task
 
     def forward(self, batch: TaskBatch) -> Tensor:
         """Return a microbatch's summed loss, computed here because sharding wrappers gather parameters in `forward`."""
-        segments = Segments.of(batch["lengths"], batch["tokens"].device)
-        return self.task.loss(self.head, self.encoder.hidden(batch["tokens"], segments), segments, batch)
+        tokens, lengths = batch["tokens"], batch["lengths"]
+        segments, passes = Segments.of(lengths, tokens.device), list(groups_up_to(self.tokens_per_pass, lengths, int))
+        if len(passes) == 1:
+            hidden = self.encoder.hidden(tokens, segments)
+        else:
+            inputs = zip(tokens.split([sum(part) for part in passes]), passes, strict=True)
+            hidden = torch.cat([self._recomputed_hidden(*each) for each in inputs])
+        return self.task.loss(self.head, hidden, segments, batch)
+
+    def _recomputed_hidden(self, tokens: Tensor, lengths: list[int]) -> Any:
+        segments = Segments.of(lengths, tokens.device)
+        return checkpoint(self.encoder.hidden, tokens, segments, use_reentrant=False)
 
     def loss(self, outputs: Tensor, batch: TaskBatch) -> dict[str, Tensor]:  # pyright: ignore
         """Return the microbatch's share of the mean loss over the global batch's targets."""
@@ -66,7 +84,7 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
     examples = task.training_examples()
     steps = count_steps(config, len(examples["texts"]))
     batches = GlobalBatches(task, examples, config, steps, dist.get_global_rank(), dist.get_world_size())
-    trainer = _build_trainer(config, FinetuneModel(encoder, head, task), batches)
+    trainer = _build_trainer(config, FinetuneModel(encoder, head, task, config.microbatch_tokens), batches)
     try:
         trainer.fit()
         trainer.close()

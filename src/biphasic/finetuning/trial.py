@@ -19,6 +19,7 @@ from biphasic.config.finetune import EncoderConfig, FinetuneConfig, TaskConfig
 from biphasic.config.load import dump
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
+from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
 from biphasic.finetuning.classification import Classification, TokenClassification
 from biphasic.finetuning.question_answering import QuestionAnswering
@@ -33,7 +34,11 @@ from biphasic.quiet import progress_bars
 from biphasic.ranks import COLLECTIVE_SECONDS
 
 FAMILIES: dict[str, type[FinetuneTask]] = {
-    family.family: family for family in (Classification, TokenClassification, QuestionAnswering, Retrieval)
+    "classification": Classification,
+    "tokens": TokenClassification,
+    "question_answering": QuestionAnswering,
+    "answer_tokens": AnswerTokens,
+    "retrieval": Retrieval,
 }
 """The classes of downstream task families, by the `task.kind` of a fine-tuning YAML."""
 _NOT_IN_NAME: dict[str, Any] = {
@@ -73,9 +78,10 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     """Return the (task, name, metric) of each test set of a trial, as in `DownstreamResult`."""
     task = config.task
     if task.kind == "retrieval":
-        return tuple((name, name, FAMILIES[task.kind].metric) for name in task.retrieval_sets)
-    metric = getattr(task, "metric", FAMILIES[task.kind].metric)
-    return tuple((task.name, name, metric) for name in task.scored)
+        sets = [(name, name) for name in task.retrieval_sets]
+    else:
+        sets = [(task.name, name) for name in task.scored]
+    return tuple((own, shown, metric) for own, name in sets for shown, metric in task.shown(name))
 
 
 def build_task(model: EncoderConfig, task: TaskConfig, cache: str) -> FinetuneTask:
@@ -113,6 +119,7 @@ def train_and_score(
     with progress_bars(config.logging.progress_bar):
         task = build_task(config.model, config.task, config.cache)
         encoder = load_encoder(config.model.path, config.model.trust_remote_code, config.model.revision)
+        encoder.text_tokenizer = task.scored_tokenizer
         if config.save_model:
             require_exportable(encoder)
         head = task.build_head(encoder.width)
@@ -164,8 +171,7 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
     parameters = architecture.parameters - architecture.head_parameters
-    forward = round(config.batch_size * tokens_each)
-    forward = min(config.microbatch_tokens, forward) if task.splits_batches else forward
+    forward = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
     activations = architecture.activation_bytes(forward, 2 if config.precision == "amp_bf16" else 4)
     # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
     return TrialCost(flops, 16 * parameters + activations + (2 << 30), parameters, steps, train_tokens, forward)

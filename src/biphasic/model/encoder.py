@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -55,6 +55,20 @@ class TextTokenizer:
         tokenizer, special = self.tokenizer, [list(self.prefix), list(self.suffix)]
         # The hash is of tokenizer.json alone; separator and EOS are named in tokenizer_config.json.
         return [tokenizer.sha256, *special, tokenizer.separator_id, self.empty_text_token, self.settings.lowercase]
+
+    def with_end_of_text(self) -> TextTokenizer:
+        """Return this tokenizer with the EOS token after each text, also when it is saved and loaded again.
+
+        Raises:
+            UserError: the tokenizer has no EOS token.
+        """
+        eos = self.tokenizer.eos_id
+        if eos is None:
+            raise UserError(f"tokenizer {self.tokenizer.source}: task.end_of_text: it has no EOS token")
+        if self.suffix[-1:] == (eos,):
+            return self
+        suffix = (*self.suffix, eos)
+        return replace(self, tokenizer=self.tokenizer.adding_special_tokens(self.prefix, suffix), suffix=suffix)
 
     def with_special_tokens(self, ids: Sequence[int], max_length: int) -> list[int]:
         """Add prefix and suffix to a text, truncated so that the result has 1 to `max_length` tokens."""

@@ -109,9 +109,9 @@ def name_origins(rows: pd.DataFrame) -> pd.DataFrame:
 def score_table(rows: pd.DataFrame) -> ScoreTable:
     """Return the means of `chosen_scores`.
 
-    A group's score with a seed is the mean over the group's tasks. It exists only if the model has a score with this
-    seed on each of the group's test sets in the table, so that all models are averaged over the same tasks. A test set
-    that belongs to several training tasks counts as a task for each of them.
+    A group's score with a seed is the mean over the group's tasks, of which the first test set counts, by its first
+    metric (MNLI's matched one). It exists only if the model has these scores with this seed, so that all models are
+    averaged over the same tasks. A test set that belongs to several training tasks counts as a task for each of them.
     """
     rows = name_origins(rows)
     scores = pd.concat([_group_scores(rows), rows])
@@ -152,11 +152,10 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
 
 def _group_scores(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the groups' scores by model and seed; NaN where a test set has no score."""
+    rows = rows.drop_duplicates(["model", "group", "seed", "trained_on", "task"])
     sets = rows.groupby("group").test_set.nunique()
     settled = rows.groupby(["model", "group"]).settled.all()
-    # A task's test sets are averaged first, so that MNLI's two test sets count as one task.
-    by_task = rows.groupby(["model", "group", "seed", "trained_on", "task"], sort=False).score.agg(["mean", "count"])
-    by_seed = by_task.groupby(["model", "group", "seed"], sort=False).agg({"mean": "mean", "count": "sum"})
+    by_seed = rows.groupby(["model", "group", "seed"], sort=False).score.agg(["mean", "count"])
     by_seed = by_seed.reset_index().join(settled, on=["model", "group"])
     score = by_seed.pop("mean").where(by_seed.pop("count") == by_seed.group.map(sets))
     return by_seed.assign(score=score, test_set="", trained_on="", task="", metric="")

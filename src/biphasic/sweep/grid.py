@@ -88,7 +88,7 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
         except UserError as error:
             faults[cell.model, cell.task] = str(error)
         if cell.task not in tasks:
-            tasks[cell.task] = GridTask(cell.task, trial_config.task.kind, functions.scored_sets(trial_config))
+            tasks[cell.task] = GridTask(cell.task, trial_config.task.family, functions.scored_sets(trial_config))
     if faults:
         # A missing model affects every task, and a missing dataset every model: report each once.
         pairs: dict[str, list[str]] = {}
