@@ -29,6 +29,10 @@ BIDIRECTIONAL = "bidirectional_"
 """Prefix that exports of decoder families add to the family's model type."""
 BIDIRECTIONAL_CODE = "bidirectional.BidirectionalConfig"
 """Configuration class in the config.json of an export of a decoder family."""
+_PAPERS_FAMILY = "sl_model"
+"""Model type of the paper's own checkpoints (`MLMvsCLM/…` on the hub). Names and shapes of their weights are Llama's."""
+_PAPERS_ROPE_THETA = 250_000.0
+"""Default of their configuration class; those that we know of name 10,000."""
 _FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", ".metadata", "*.py")
 
 
@@ -108,7 +112,8 @@ def load_language_model(
     family = hf_config.model_type
     head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
-    model = load_network(head_class, path, hf_config, revision=revision, **options)
+    may_lack = ("lm_head.",) if is_papers(config_content(path, revision)) else ()
+    model = load_network(head_class, path, hf_config, may_lack=may_lack, revision=revision, **options)
     lm_head, backbone = model.get_output_embeddings(), model.get_decoder()
     if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
         raise UserError(f"model {path}: {family} isn't supported: its language-model head must be linear, without bias")
@@ -162,7 +167,11 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
         raise UserError(f"model {path}: can't be loaded ({reason})")
     try:
         content = config_content(path, revision)
-        if not is_decoder_export(content):
+        if is_papers(content):
+            # transformers chooses the attention by `is_causal`; here the job does.
+            content = {"rope_theta": _PAPERS_ROPE_THETA, **content, "model_type": "llama"}
+            content.pop("is_causal", None)
+        elif not is_decoder_export(content):
             if trust_remote_code and (own := content.get("auto_map")):
                 _log_own_code(path, ", ".join(sorted(map(str, own.values()))))
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
@@ -194,10 +203,16 @@ def is_decoder_export(content: dict[str, Any]) -> bool:
     return str(content.get("model_type")).startswith(BIDIRECTIONAL) and code.endswith(BIDIRECTIONAL_CODE)
 
 
-def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any:
+def is_papers(content: dict[str, Any]) -> bool:
+    """Return whether a config.json belongs to a checkpoint of the paper's authors. Its code isn't needed."""
+    return content.get("model_type") == _PAPERS_FAMILY
+
+
+def load_network(auto_class: Any, path: str, config: Any, *, may_lack: tuple[str, ...] = (), **options: Any) -> Any:
     """Load a network and its weights, in fp32, with one of transformers' Auto classes.
 
-    Weights of heads that the class doesn't have are ignored. A warning is logged for other unused weights.
+    Weights of heads that the class doesn't have are ignored. A warning is logged for other unused weights, and for
+    those that the files `may_lack`, by the beginnings of their names, which are drawn from N(0, initializer_range^2).
 
     Raises:
         UserError: the network can't be loaded, or its files lack weights (other than a pooler's).
@@ -214,7 +229,13 @@ def load_network(auto_class: Any, path: str, config: Any, **options: Any) -> Any
         unknown = isinstance(error, KeyError) and error.args == (attention.ATTENTION_NAME,)
         message = "its family's attention can't be replaced" if unknown else first_line(error)
         raise UserError(f"model {path}: can't be loaded ({message})") from None
-    missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+    generator, missing = torch.Generator().manual_seed(0), list[str]()
+    for name in sorted(info["missing_keys"]):
+        if name.startswith(may_lack):
+            _log.warning("model %s: its files have no %s: new ones are drawn", path, name)
+            nn.init.normal_(network.get_parameter(name), std=config.initializer_range, generator=generator)
+        elif not name.startswith("pooler."):
+            missing.append(name)
     if missing:
         raise UserError(f"model {path}: its files lack {len(missing)} weights, e.g. {missing[0]}")
     parts = {name for name, _ in network.named_children()} - {"pooler"}

@@ -15,7 +15,14 @@ from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.model import attention
-from biphasic.model.backbone import config_content, is_decoder_export, load_hf_config, load_language_model, load_network
+from biphasic.model.backbone import (
+    config_content,
+    is_decoder_export,
+    is_papers,
+    load_hf_config,
+    load_language_model,
+    load_network,
+)
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward, reserved_positions
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
@@ -186,7 +193,9 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
         if type(config) in MODEL_FOR_MASKED_LM_MAPPING:
             with torch.device("meta"):
                 limit -= reserved_positions(AutoModel.from_config(config))
-    return TextTokenizer(tokenizer, settings.max_length or limit, settings, *tokenizer.prefix_and_suffix())
+    # The paper's models were trained without the beginning-of-text token that their tokenizer, Llama 3's, adds.
+    special = ((), ()) if is_papers(config_content(path, revision)) else tokenizer.prefix_and_suffix()
+    return TextTokenizer(tokenizer, settings.max_length or limit, settings, *special)
 
 
 def load_encoder(path: str, trust_remote_code: bool = False, revision: str | None = None) -> Encoder:
@@ -208,7 +217,8 @@ def load_encoder(path: str, trust_remote_code: bool = False, revision: str | Non
 
     own_code = trust_remote_code and "AutoModel" in (getattr(config, "auto_map", None) or {})
     is_own_family = False
-    if is_decoder_export(config_content(path, revision)) or (config.model_type == "eurobert" and not own_code):
+    content = config_content(path, revision)
+    if is_decoder_export(content) or is_papers(content) or (config.model_type == "eurobert" and not own_code):
         options = {"revision": revision, "attn_implementation": attention.ATTENTION_NAME}
         backbone = load_network(AutoModel, path, config, **options)
         backbone.get_input_embeddings().padding_idx = None  # as in `LanguageModel`

@@ -1,0 +1,146 @@
+"""The paper's own checkpoints (`sl_model`): small random weights under their names, against an independent forward."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.nn.functional import linear, silu
+from transformers import AutoModel, AutoTokenizer
+
+from biphasic.config.model import ModelConfig
+from biphasic.export.run import export_initial
+from biphasic.finetuning.trial import run_trial
+from biphasic.model.backbone import build_language_model, load_language_model
+from biphasic.model.encoder import load_encoder
+from biphasic.model.segments import Segments
+from helpers.tiny import WORDS, write_tokenizer
+from helpers.toy_sets import config_of, make_sets
+
+WIDTH, FFN, LAYERS, HEADS, KV_HEADS, THETA, EPS = 32, 48, 2, 4, 2, 10_000.0, 1e-5
+CONFIG = {
+    "architectures": ["SLModel"], "model_type": "sl_model", "vocab_size": WORDS, "hidden_size": WIDTH,
+    "intermediate_size": FFN, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS, "num_key_value_heads": KV_HEADS,
+    "head_dim": WIDTH // HEADS, "hidden_act": "silu", "max_position_embeddings": 64, "rms_norm_eps": EPS,
+    "rope_theta": THETA, "rope_scaling": None, "attention_bias": False, "mlp_bias": False, "attention_dropout": 0.0,
+    "tie_word_embeddings": False, "initializer_range": 0.02, "is_causal": False, "bos_token_id": 1, "eos_token_id": 2,
+    "pad_token_id": 2, "mask_token_id": 3, "pretraining_tp": 1, "classifier_pooling": "mean", "dtype": "bfloat16",
+    "auto_map": {"AutoConfig": "configuration_sl_model.SLModelConfig", "AutoModel": "modeling_sl_model.SLModel"},
+}  # fmt: skip
+
+
+def weights_of(seed: int = 0) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    kv = WIDTH // HEADS * KV_HEADS
+    shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (WORDS, WIDTH), "norm.weight": (WIDTH,)}
+    for layer in range(LAYERS):
+        of_layer = {
+            "self_attn.q_proj": (WIDTH, WIDTH), "self_attn.k_proj": (kv, WIDTH), "self_attn.v_proj": (kv, WIDTH),
+            "self_attn.o_proj": (WIDTH, WIDTH), "mlp.gate_proj": (FFN, WIDTH), "mlp.up_proj": (FFN, WIDTH),
+            "mlp.down_proj": (WIDTH, FFN), "input_layernorm": (WIDTH,), "post_attention_layernorm": (WIDTH,),
+        }  # fmt: skip
+        shapes |= {f"layers.{layer}.{name}.weight": shape for name, shape in of_layer.items()}
+    return {
+        name: (torch.randn(shape, generator=generator) * 0.2 + (len(shape) == 1)).bfloat16()
+        for name, shape in shapes.items()
+    }
+
+
+def hidden_of(weights: dict[str, Tensor], tokens: list[int]) -> Tensor:
+    """Return a text's hidden states [tokens, width], by the formulas alone."""
+    w, length, size = {name: weight.float() for name, weight in weights.items()}, len(tokens), WIDTH // HEADS
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return w[f"{name}.weight"] * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + EPS)
+
+    angles = torch.arange(length)[:, None] * THETA ** -(torch.arange(0, size, 2) / size)
+    turns = torch.polar(torch.ones_like(angles), angles)  # a head's first and second half are real and imaginary parts
+
+    def rotated(x: Tensor) -> Tensor:
+        turned = torch.complex(*x.chunk(2, -1)) * turns[:, None]
+        return torch.cat([turned.real, turned.imag], -1)
+
+    x = w["embed_tokens.weight"][tokens]
+    for layer in range(LAYERS):
+        at, y = f"layers.{layer}.", norm(x, f"layers.{layer}.input_layernorm")
+        query, key, value = (
+            linear(y, w[f"{at}self_attn.{part}_proj.weight"]).view(length, -1, size) for part in ("q", "k", "v")
+        )
+        key, value = (part.repeat_interleave(HEADS // KV_HEADS, 1) for part in (rotated(key), value))
+        scores = torch.einsum("qhd,khd->hqk", rotated(query), key) / math.sqrt(size)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value).reshape(length, -1)
+        x = x + linear(mixed, w[f"{at}self_attn.o_proj.weight"])
+        y = norm(x, f"{at}post_attention_layernorm")
+        gate, up = (linear(y, w[f"{at}mlp.{part}_proj.weight"]) for part in ("gate", "up"))
+        x = x + linear(silu(gate) * up, w[f"{at}mlp.down_proj.weight"])
+    return norm(x, "norm")
+
+
+def write_model(folder: Path, head: Tensor | None = None) -> Path:
+    """Write the files of a released model; with a head in the names of a model with one."""
+    write_tokenizer(folder)
+    weights = weights_of()
+    if head is not None:
+        weights = {**{f"model.{name}": weight for name, weight in weights.items()}, "lm_head.weight": head}
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    return folder
+
+
+TEXTS = [[4, 9, 17, 30, 8, 2], [11, 5, 2]]
+
+
+@pytest.mark.parametrize("with_head", [False, True])
+def test_hidden_states_are_those_of_the_formulas(tmp_path: Path, with_head: bool) -> None:
+    folder = write_model(tmp_path / "m", torch.randn(WORDS, WIDTH).bfloat16() if with_head else None)
+    encoder = load_encoder(str(folder))
+    segments = Segments.of([len(text) for text in TEXTS], torch.device("cpu"))
+    with torch.no_grad():
+        hidden = encoder.hidden(torch.tensor(TEXTS[0] + TEXTS[1]), segments)
+    expected = torch.cat([hidden_of(weights_of(), text) for text in TEXTS])
+    torch.testing.assert_close(hidden, expected, rtol=1e-4, atol=1e-5)
+    # Its tokenizer is Llama 3's, whose beginning-of-text token was not used.
+    assert encoder.text_tokenizer.prefix == encoder.text_tokenizer.suffix == ()
+    assert encoder.text_tokenizer.max_length == 64
+
+
+def test_a_missing_head_is_drawn_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        first, second = (load_language_model(str(write_model(tmp_path / name))) for name in "ab")
+    assert caplog.text.count("its files have no lm_head.weight: new ones are drawn") == 2
+    assert torch.equal(first.lm_head.weight, second.lm_head.weight)
+    assert float(first.lm_head.weight.std()) == pytest.approx(0.02, rel=0.1)
+    head = torch.randn(WORDS, WIDTH).bfloat16()
+    config = ModelConfig(init_from=str(write_model(tmp_path / "h", head)))
+    model = build_language_model(config, 64, 0, WORDS)
+    assert torch.equal(model.lm_head.weight, head.float())
+
+
+def test_it_is_fine_tuned_scored_and_exported(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path / "tokenizer")
+    make_sets(tmp_path)
+    folder = write_model(tmp_path / "m")
+    result = run_trial(config_of("sst2", tmp_path / "tasks", folder, tmp_path, max_duration="30ba")).results[0]
+    assert result.test is not None and 0.4 < result.test <= 1.0
+    yaml = tmp_path / "run.yaml"
+    yaml.write_text(
+        json.dumps({
+            "job": "pretrain", "run_name": "continued", "tokenizer": str(tmp_path / "tokenizer"), "max_duration": "4ba",
+            "global_batch_size": 2, "model": {"init_from": str(folder)}, "optimizer": {"lr": 1e-3},
+            "data": {"sequence_length": 64, "train": {"local": str(tmp_path / "train")}},
+            "evaluation": {"interval": None, "batches": None},
+            "objective": {"phases": [{"name": "mlm", "masking_ratio": 0.4}]},
+        })
+    )  # fmt: skip
+    export_initial(str(yaml), tmp_path / "exported")
+    network = AutoModel.from_pretrained(tmp_path / "exported")
+    with torch.no_grad():
+        hidden = network(torch.tensor([TEXTS[0]])).last_hidden_state[0]
+    torch.testing.assert_close(hidden, hidden_of(weights_of(), TEXTS[0]), rtol=1e-4, atol=1e-5)
+    assert AutoTokenizer.from_pretrained(tmp_path / "exported")("w4 w5").input_ids == [8, 9]
