@@ -6,12 +6,21 @@ import csv
 import io
 from pathlib import Path
 
+import pandas as pd
 import pytest
+from scipy import stats
 
 from biphasic.commands import main
 from biphasic.config.model_names import facets_of_name
 from biphasic.errors import UserError
-from biphasic.report.reference import COLUMNS, COMPARISON_FILES, compare_orders, compare_scores, read_reference
+from biphasic.report.reference import (
+    COLUMNS,
+    COMPARISON_FILES,
+    compare_cells,
+    compare_orders,
+    compare_scores,
+    read_reference,
+)
 from biphasic.report.scores import ScoreTable, mean_interval, score_table
 from helpers.studies import score_rows, write_sweep
 
@@ -35,7 +44,12 @@ def table_of(**scores: tuple[float, ...]) -> ScoreTable:
 
 
 def test_the_papers_numbers() -> None:
-    scores = read_reference(str(PAPER)).set_index(["model", "group"])
+    reference = read_reference(str(PAPER))
+    cells = reference[reference.test_set != ""]
+    assert len(cells) == 56 and not cells.second_hand.any() and cells.source.str.contains(" results/").all()
+    mldr = cells.query("model == '610m-clm-42k' and test_set == 'mldr' and split == 'test' and lr == 5e-5")
+    assert mldr.published.mean() == pytest.approx(0.5314, abs=5e-5) and len(mldr) == 5
+    scores = reference[reference.test_set == ""].set_index(["model", "group"])
     assert len(scores) == 68
     assert scores.published["610m-clm-10k-mlm40-42k", "QA"] == 0.6777
     assert scores.published["610m-clm-dec42k-mlm40-64k", "IR"] == 0.807
@@ -49,7 +63,12 @@ def test_the_papers_numbers() -> None:
     ("line", "message"),
     [
         ("a,SC,80,paper", "second_hand: Input should be 'yes' or 'no'; got ''"),
-        ("a,SC,80,paper,no,,more", "further: Extra inputs are not permitted; got ['more']"),
+        ("a,SC,80,paper,no,,,,,,more", "further: Extra inputs are not permitted; got ['more']"),
+        (
+            "a,SC,80,paper,no,,sst2,test,5e-5",
+            "line: Value error, expected test_set, split, lr and seed of a cell, or none",
+        ),
+        ("a,SC,80,paper,no,,sst2,dev,5e-5,0", "split: Input should be '', 'validation' or 'test'; got 'dev'"),
         ("a,NER,80,paper,no,", "group: Input should be 'SC', 'TC', 'QA' or 'IR'; got 'NER'"),
         (
             "a,SC,high,paper,no,",
@@ -65,7 +84,7 @@ def test_a_wrong_line_is_reported(tmp_path: Path, line: str, message: str) -> No
     path = write_reference(tmp_path, "b,SC,80,paper,no,", line)
     with pytest.raises(UserError) as raised:
         read_reference(path)
-    assert str(raised.value) == f"{path}:3: {message}"
+    assert str(raised.value).startswith(f"{path}:3: {message}")
 
 
 def test_files_that_are_not_a_reference(tmp_path: Path) -> None:
@@ -73,7 +92,8 @@ def test_files_that_are_not_a_reference(tmp_path: Path) -> None:
         read_reference(str(tmp_path / "absent.csv"))
     (tmp_path / "other.csv").write_text("model,score\n")
     with pytest.raises(
-        UserError, match=r"expected the columns model,group,score,source,second_hand,note; got model,score"
+        UserError,
+        match=r"expected the columns model,group,score,source,second_hand,note,test_set,split,lr,seed; got model,score",
     ):
         read_reference(str(tmp_path / "other.csv"))
 
@@ -169,3 +189,32 @@ def test_the_command_writes_the_comparison(tmp_path: Path, capsys: pytest.Captur
     assert len(list(csv.DictReader(io.StringIO((report / "against.csv").read_text())))) == 68
     assert main(["report", str(tmp_path / "sweep")]) == 0
     assert not any((report / name).exists() for name in COMPARISON_FILES)
+
+
+def cells_of(tmp_path: Path, *published: float) -> pd.DataFrame:
+    lines = [f"a,IR,{100 * score},paper,no,,mldr,test,5e-05,{seed}" for seed, score in enumerate(published)]
+    return read_reference(
+        write_reference(tmp_path, *lines, "a,IR,50,paper,yes,", "b,IR,40,paper,no,,mldr,test,5e-05,0")
+    )
+
+
+def trials_of(*measured: float) -> pd.DataFrame:
+    rows = [("a", "mldr", 5e-5, seed, float("nan"), score) for seed, score in enumerate(measured)]
+    rows += [("a", "mldr", 1e-5, 0, 0.9, 0.9), ("b", "mldr", 5e-5, 0, float("nan"), 0.4)]
+    return pd.DataFrame(rows, columns=["model", "test_set", "lr", "seed", "validation", "test"])
+
+
+def test_cells_at_the_same_rate_by_the_pooled_t_test(tmp_path: Path) -> None:
+    ours, theirs = [0.53, 0.55, 0.54, 0.535], [0.531, 0.536, 0.528]
+    [cell] = compare_cells(cells_of(tmp_path, *theirs), trials_of(*ours)).itertuples()
+    interval = stats.ttest_ind(ours, theirs).confidence_interval(0.95)
+    assert (cell.difference - cell.half_width, cell.difference + cell.half_width) == pytest.approx(tuple(interval))
+    assert (cell.measured_model, cell.seeds, cell.published_seeds, cell.agrees) == ("a", 4, 3, True)
+    assert not compare_cells(cells_of(tmp_path, *(score - 0.1 for score in theirs)), trials_of(*ours)).agrees.any()
+
+
+def test_one_published_seed_is_compared_with_the_measured_spread(tmp_path: Path) -> None:
+    spread = stats.t.ppf(0.975, 2) * 0.02 * (1 + 1 / 3) ** 0.5
+    for offset, agrees in ((0.99, True), (1.01, False)):
+        [cell] = compare_cells(cells_of(tmp_path, 0.52 + offset * spread), trials_of(0.50, 0.52, 0.54)).itertuples()
+        assert bool(cell.agrees) is agrees

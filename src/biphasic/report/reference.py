@@ -10,7 +10,8 @@ from typing import Annotated, Literal
 
 import pandas as pd
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from scipy import stats
 
 from biphasic.config.model_names import facets_of_models
 from biphasic.errors import UserError
@@ -19,14 +20,16 @@ from biphasic.report.formatting import (
     escape,
     format_interval,
     format_points,
+    format_rate,
     format_signed,
     markdown_page,
     markdown_table,
 )
-from biphasic.report.scores import ScoreTable, differences
+from biphasic.report.scores import CONFIDENCE, ScoreTable, differences
 from biphasic.storage import open_store, user_errors
 
-COMPARISON_FILES = ("against.md", "against.csv", "orders.csv")
+COMPARISON_FILES = ("against.md", "against.csv", "orders.csv", "cells.csv")
+_CELL = ["test_set", "split", "lr", "seed"]
 _ORDER_COLUMNS = [
     "group", "first", "second", "first_measured", "second_measured", "published", "measured", "half_width", "p", "p_holm",
     "seeds", "agrees", "clear", "same_size_and_steps",
@@ -34,7 +37,10 @@ _ORDER_COLUMNS = [
 
 
 class ReferenceScore(BaseModel):
-    """A published mean score of a model on a task group: a line of the CSV, whose columns are these fields."""
+    """A published score of a model: a line of the CSV, whose columns are these fields.
+
+    It is the mean of a task group, or a cell: the score on one split of a test set with a learning rate and a seed.
+    """
 
     model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
 
@@ -46,13 +52,24 @@ class ReferenceScore(BaseModel):
     second_hand: Literal["yes", "no"]
     """Whether the number comes from another source than the publication itself."""
     note: str
+    test_set: str
+    """Empty for the group's mean, as are the next three."""
+    split: Literal["", "validation", "test"]
+    lr: Annotated[float, Field(gt=0)] | Literal[""]
+    seed: Annotated[int, Field(ge=0)] | Literal[""]
+
+    @model_validator(mode="after")
+    def _require_complete_cell(self) -> ReferenceScore:
+        if len({value == "" for value in (self.test_set, self.split, self.lr, self.seed)}) > 1:
+            raise ValueError("expected test_set, split, lr and seed of a cell, or none of them")
+        return self
 
 
 COLUMNS = list(ReferenceScore.model_fields)
 
 
 def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
-    """Read a CSV of published scores, from 0 to 1, as `model measured_model group published source second_hand`.
+    """Read a CSV of published scores: its columns without `score`, `published` (0 to 1), and `measured_model`.
 
     `models` is a YAML of `published model: measured model`, for results at another scale; other models are left out.
     Raises a UserError if a file can't be read or a line is invalid.
@@ -68,29 +85,58 @@ def read_reference(path: str, models: str | None = None) -> pd.DataFrame:
         scores = TypeAdapter(list[ReferenceScore]).validate_python(rows)
     except ValidationError as error:
         problem = error.errors()[0]
-        line, column = problem["loc"]
-        where = f"{path}:{int(line) + 2}: {column}"
+        line, *column = problem["loc"]
+        where = f"{path}:{int(line) + 2}: {column[0] if column else 'line'}"
         raise UserError(f"{where}: {problem['msg']}; got {problem['input']!r}") from None
     table = pd.DataFrame([score.model_dump() for score in scores], columns=COLUMNS)
-    for row in table[table.duplicated(["model", "group"])].itertuples():
+    for row in table[table.duplicated(["model", "group", *_CELL])].itertuples():
         raise UserError(f"{path}:{row.Index + 2}: {row.model} has another score in {row.group}")
     names = _measured_models(models, set(table.model)) if models is not None else {name: name for name in table.model}
     table = table[table.model.isin(list(names))]
     table["measured_model"], table["published"] = table.model.map(names), (table.score / 100).round(10)
     table["second_hand"] = table.second_hand == "yes"
-    return table[["model", "measured_model", "group", "published", "source", "second_hand"]]
+    return table.drop(columns=["score", "note"])
 
 
 def compare_scores(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
-    """Return published scores beside the measured ones, which are NaN where they are missing.
+    """Return published means of groups beside the measured ones, which are NaN where they are missing.
 
     `difference`: measured minus published. `complete`: no missing trial could change the measured score.
     """
     means = table.means.reset_index().query("test_set == '' and seeds > 0").rename(columns={"score": "measured"})
     means = means[["model", "group", "measured", "half_width", "seeds", "complete", "text"]]
-    compared = reference.merge(means.rename(columns={"model": "measured_model"}), "left", ["measured_model", "group"])
+    compared = _group_means(reference).merge(
+        means.rename(columns={"model": "measured_model"}), "left", ["measured_model", "group"]
+    )
     complete, seeds = compared.complete.eq(True), compared.seeds.fillna(0).astype(int)
     return compared.assign(complete=complete, seeds=seeds, difference=compared.measured - compared.published)
+
+
+def compare_cells(reference: pd.DataFrame, trials: pd.DataFrame) -> pd.DataFrame:
+    """Return published cells beside those of a sweep's `trial_table` at the same rate, as means over the seeds.
+
+    The difference has the 95% interval of the t-test with pooled variance; with one published seed, the spread is that of
+    the measured ones, of which there are at least two. `agrees`: the interval includes zero.
+    """
+    cells = reference[reference.test_set != ""]
+    cells = cells.assign(score=cells.published, lr=pd.to_numeric(cells.lr)).drop(columns="model")
+    measured = trials.rename(columns={"model": "measured_model"})
+    measured = measured.melt(["measured_model", *_CELL[::2], "seed"], ["validation", "test"], "split", "score").dropna()
+    key = ["measured_model", "test_set", "split", "lr"]
+    ours, theirs = (table.groupby(key).score.agg(["mean", "var", "count"]) for table in (measured, cells))
+    both = ours.join(theirs, how="inner", rsuffix="_published").reset_index()
+    both = both[both["count"] > 1]
+    freedom = both["count"] + both.count_published - 2
+    squares = both["var"] * (both["count"] - 1) + both.var_published.fillna(0.0) * (both.count_published - 1)
+    error = (squares / freedom * (1 / both["count"] + 1 / both.count_published)) ** 0.5
+    half, difference = stats.t.ppf((1 + CONFIDENCE) / 2, freedom) * error, both["mean"] - both.mean_published
+    names = {"mean": "measured", "count": "seeds", "mean_published": "published", "count_published": "published_seeds"}
+    both = both.assign(difference=difference, half_width=half, agrees=difference.abs() <= half)
+    return both.rename(columns=names).drop(columns=["var", "var_published"])
+
+
+def _group_means(reference: pd.DataFrame) -> pd.DataFrame:
+    return reference[reference.test_set == ""].drop(columns=_CELL)
 
 
 def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
@@ -100,6 +146,7 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     corrected by Holm's method over all pairs. `agrees`: the measured order is the published one. `clear`: the 95%
     interval of the measured difference excludes zero.
     """
+    reference = _group_means(reference)
     orders = differences(table, list(combinations(reference.measured_model.unique(), 2)), table.groups)
     renamed = {"difference": "measured", "first": "first_measured", "second": "second_measured"}
     orders = orders[orders.seeds > 0].rename(columns=renamed)
@@ -120,12 +167,18 @@ def compare_orders(reference: pd.DataFrame, table: ScoreTable) -> pd.DataFrame:
     return orders.loc[orders.published != 0, _ORDER_COLUMNS]
 
 
-def comparison_files(path: str, reference: pd.DataFrame, table: ScoreTable) -> dict[str, bytes]:
-    """Return the files that compare measured scores with the published ones in `path`."""
+def comparison_files(
+    path: str, reference: pd.DataFrame, table: ScoreTable, trials: pd.DataFrame | None
+) -> dict[str, bytes]:
+    """Return the files that compare measured scores with the published ones in `path`; `trials` are those of a sweep."""
     scores, orders = compare_scores(reference, table), compare_orders(reference, table)
-    page = markdown_page([f"# Against {escape(path)}", "", *_scores_section(scores), *_orders_section(orders)])
-    tables = csv_table(scores.drop(columns="text")), csv_table(orders)
-    return dict(zip(COMPARISON_FILES, (page, *tables), strict=True))
+    files = {"against.csv": csv_table(scores.drop(columns="text")), "orders.csv": csv_table(orders)}
+    lines = [f"# Against {escape(path)}", "", *_scores_section(scores), *_orders_section(orders)]
+    if trials is not None:
+        cells = compare_cells(reference, trials)
+        files["cells.csv"] = csv_table(cells)
+        lines += _cells_section(cells)
+    return {"against.md": markdown_page(lines), **files}
 
 
 def _scores_section(scores: pd.DataFrame) -> list[str]:
@@ -142,6 +195,22 @@ def _scores_section(scores: pd.DataFrame) -> list[str]:
         f"{len(body)} of {len(scores)} published scores have a measured one; {absent} don't. Points: mean ± half of the 95%",
         "interval over seeds, with the number of seeds in brackets. Second-hand: not read in the publication itself.",
         "",
+    ]
+
+
+def _cells_section(cells: pd.DataFrame) -> list[str]:
+    body = [
+        [escape(row.measured_model), escape(row.test_set), row.split, format_rate(row.lr),
+         f"{format_points(row.measured)} ({row.seeds})", f"{format_points(row.published)} ({row.published_seeds})",
+         format_interval(row.difference, row.half_width, format_signed), "yes" if row.agrees else "no"]
+        for row in cells.itertuples()
+    ]  # fmt: skip
+    header = ["model", "test set", "split", "rate", "measured (seeds)", "published (seeds)", "difference", "agrees"]
+    return [
+        "",
+        "## At the same rate",
+        "",
+        *(markdown_table(header, body) or ["No published cell has two measured seeds."]),
     ]
 
 

@@ -24,6 +24,7 @@ def write_report(
     reference = read_reference(against, models) if against is not None else None
     with user_errors(f"{folders[0]}: can't be read"):
         is_sweep = len(folders) == 1 and open_store(folders[0]).stat(GRID_FILE) is not None
+    trials = None
     if is_sweep:
         grid, trials = read_sweep(folders[0])
         files, scores = sweep_files(grid, trials), chosen_scores(trials)
@@ -32,7 +33,7 @@ def write_report(
         files, scores = study_files(study), study.scores
     files |= dict.fromkeys(COMPARISON_FILES)
     if reference is not None and against is not None:
-        files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]))
+        files |= comparison_files(against, reference, score_table(scores[scores.score.notna()]), trials)
     # A sweep's differences and the sections after them can be long.
     written = {name: content for name, content in files.items() if content is not None}
     pages = [content.decode() for name, content in written.items() if name.endswith(".md")]
