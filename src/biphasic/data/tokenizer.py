@@ -76,11 +76,12 @@ class Tokenizer:
         """Return a copy that adds these tokens around a text if it is asked for special tokens."""
         copy = tokenizers.Tokenizer.from_str(self.tokenizer.to_str())
         copy.encode_special_tokens = True
-        names = [[copy.id_to_token(token) for token in part] for part in (prefix, suffix)]
+        parts = [[(str(copy.id_to_token(token)), token) for token in part] for part in (prefix, suffix)]
+        before, after = ([name for name, _ in part] for part in parts)
         copy.post_processor = TemplateProcessing(  # pyright: ignore[reportAttributeAccessIssue]
-            single=[*names[0], "$A", *names[1]],
-            pair=[*names[0], "$A", "$B", *names[1]],
-            special_tokens=[(name, copy.token_to_id(name)) for part in names for name in part],
+            single=[*before, "$A", *after],
+            pair=[*before, "$A", "$B", *after],
+            special_tokens=[*parts[0], *parts[1]],
         )
         return replace(self, tokenizer=copy)
 
