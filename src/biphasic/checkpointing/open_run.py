@@ -30,7 +30,10 @@ from biphasic.errors import UserError
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.storage import open_store
+from biphasic.webhook import Webhook
 
+FINISHED = "finished"
+"""The reason why an attempt ended that trained to the end of the run."""
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
 """Long enough to download a large checkpoint from a slow bucket."""
 
@@ -42,6 +45,7 @@ class Run:
         checkpoint: local path of the checkpoint to load: the run's newest one, or another run's (`start_from`); None if the
             run starts with its initial weights.
         callbacks: callbacks that save checkpoints and stop the run.
+        webhook: where the run's events are reported, on rank 0.
     """
 
     def __init__(self, config: PretrainConfig):
@@ -56,6 +60,8 @@ class Run:
         self._recorded: dict[str, Any] = {"name": config.run_name, "indexes": {}, "overridden": []}
         """The entries of manifests that are the same for each checkpoint."""
         self._trainer: Trainer | None = None
+        self._has_trained = False
+        self.webhook = Webhook(config.webhook if self._ranks.rank == 0 else None, config.run_name)
         self.checkpoint: str | None = None
         self.callbacks: list[Callback] = []
 
@@ -92,12 +98,20 @@ class Run:
 
     def close(self, reason: str) -> None:
         """Stop the callbacks' threads, restore the signal handlers, release the lock and record why the attempt ended."""
+        event = "preempted" if self._stopping.saved else "finished" if reason == FINISHED else "failed"
+        if event != "finished" or self._has_trained:
+            batch = None if self._trainer is None else int(self._trainer.state.timestamp.batch)
+            # First, because closing the loggers may take long, and a failing job has limited time.
+            self.webhook.send(
+                event, f"trained to {self._config.max_duration}" if event == "finished" else reason, batch
+            )
         if self._trainer is not None:
             # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
             self._trainer.engine.close()
         self._stopping.restore_handlers()
         crashes = self._crash_file.remove() if self._crash_file is not None else []
         self._lock.release(": ".join([reason if self._crash_file else f"could not start: {reason}", *crashes]))
+        self.webhook.close()
 
     @property
     def is_stopping(self) -> bool:
@@ -133,11 +147,15 @@ class Run:
         batch, end = int(trainer.state.timestamp.batch), config.max_duration
         length = f"of {int(end.value):,}" if end.unit == "ba" else f"(length: {end})"
         origin = f"starting at batch {batch:,} {length}"
+        is_over = progress_after_batch(trainer.state).reached(end)
+        repeats = resume is not None and "-validating" in resume.path and config.data.validation is not None
         if resume is not None:
             origin = f"resuming at batch {batch:,} {length} from {self.checkpoint}"
         self.say(f"{origin}, {time.monotonic() - self._opened:.1f} s")
-        is_over = progress_after_batch(trainer.state).reached(end)
-        repeats = resume is not None and "-validating" in resume.path and config.data.validation is not None
+        self._has_trained = repeats or not is_over
+        if resume is not None and self._has_trained:
+            before = "" if self._lock.killed is None else "; the attempt before this one ended without a message"
+            self.webhook.send("resumed", f"from {resume.path}{before}", batch)
         if repeats:
             self.say("repeating the validation in which the run was stopped")
             trainer.eval()
@@ -200,7 +218,7 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
         run.start()
         reproducibility.seed_all(config.seed)
         yield run
-    run.close("finished")
+    run.close(FINISHED)
 
 
 class CrashFile:

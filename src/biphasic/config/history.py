@@ -22,7 +22,7 @@ from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, r
 _PATHS = {"local", "remote"}
 _NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
-    **dict.fromkeys(("parallelism", "compute", "logging"), True),
+    **dict.fromkeys(("parallelism", "compute", "logging", "webhook"), True),
     "tokenizer": True,  # a path: its hash is compared with the data's
     "optimizer": {"lr", "max_skipped_batches"},  # `_rates` compares lr
     "data": {

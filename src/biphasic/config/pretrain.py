@@ -10,7 +10,18 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
+from biphasic.config.base import (
+    Address,
+    Count,
+    KeyProblems,
+    Positive,
+    RunConfig,
+    Section,
+    Seed,
+    Share,
+    VariableName,
+    flatten,
+)
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
@@ -170,6 +181,9 @@ class PretrainConfig(RunConfig):
     """Kernels and recomputation."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are logged."""
+    webhook: VariableName | None = None
+    """Name of the environment variable with the URL of a chat's incoming webhook (Slack, Mattermost), such as
+    `BIPHASIC_WEBHOOK`. Loss spikes, skipped batches, preemption, resuming, the end and failures are posted there."""
 
     _expand_folder = model_validator(mode="before")(expand_folder)
 

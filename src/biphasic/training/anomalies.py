@@ -22,10 +22,16 @@ class AnomalyLog:
     """Writes a line of JSON for each anomalous batch to the run's folder, on rank 0.
 
     `biphasic show FILE.yaml ID ...` prints the rows' text. `row_ids` returns the ids of a batch's rows, int64 [rows].
+    `report` is called on rank 0 with an event (`spike` or `skipped`), a message and the batch.
     """
 
-    def __init__(self, folder: Path, row_ids: Callable[[Any], Tensor]):
-        self.file, self._row_ids = folder / ANOMALOUS_BATCHES, row_ids
+    def __init__(
+        self,
+        folder: Path,
+        row_ids: Callable[[Any], Tensor],
+        report: Callable[[str, str, int], None] = lambda event, message, batch: None,
+    ):
+        self.file, self._row_ids, self._report = folder / ANOMALOUS_BATCHES, row_ids, report
 
     def write(self, state: State, fields: dict[str, Any], batch: int | None = None) -> list[int]:
         """Write a line about the current batch, with its number or `batch`. Return the ids of its rows on all ranks."""
@@ -39,6 +45,13 @@ class AnomalyLog:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**when, **fields, "rows": row_ids}) + "\n")
+            if fields["anomaly"] == "spike":
+                self._report(
+                    "spike", "loss {loss:.4g}, the objective's median {median:.4g}".format(**fields), when["batch"]
+                )
+            else:
+                message = f"the {fields['quantity']} is NaN or Inf: the batch didn't change the weights"
+                self._report("skipped", message, when["batch"])
         return row_ids
 
 

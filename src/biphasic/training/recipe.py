@@ -88,7 +88,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     )
 
     # Before each optimizer step: clipping, NaN and Inf
-    anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids)
+    anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids, run.webhook.send)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
     # Microbatch

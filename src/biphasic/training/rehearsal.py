@@ -36,6 +36,7 @@ from biphasic.model.layers import recomputed_layers
 from biphasic.training import compute, recipe
 from biphasic.training.fake_gpu import GPU_BYTES, GPU_NAME, FakeGPU, fake_gpu
 from biphasic.training.step import PreparedBatch
+from biphasic.webhook import Webhook
 
 BATCHES_PER_PHASE = 2
 MICROBATCHES = 2
@@ -115,6 +116,7 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
             is_stopping=False,
             say=said.append,
             check_rows=lambda indexes: None,
+            webhook=Webhook(None, config.run_name),
         )
         trainer = recipe.prepare(config, run)
         measured.setup = next(line for line in said if "attention " in line)
