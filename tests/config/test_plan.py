@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
 from biphasic.config.architecture import Architecture
 from biphasic.config.durations import Duration, TrainingProgress
@@ -130,6 +133,32 @@ def test_flops_with_grouped_queries() -> None:
     size = Architecture(100, hidden=16, ffn=40, layers=1, heads=4, kv_heads=2, head_dim=8)
     matrices = 2 * (16 * 32 + 2 * 16 * 16 + 32 * 16 + 3 * 16 * 40)
     assert size.flops([1], causal=True, predicted=0) == 3 * (matrices + 4 * 32)
+
+
+def test_flops_with_local_layers_and_modernbert_s_head() -> None:
+    """Pairs of tokens are counted one by one; the released configuration and transformers' give the same dimensions."""
+    sizes = {"vocab_size": 100, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 5}
+    sizes |= {"num_attention_heads": 2, "local_attention": 6, "pad_token_id": 0}
+    for family, distance in (("modernbert", 3), ("modernbert-decoder", 2)):
+        config = AutoConfig.for_model(family, **sizes)
+        size = Architecture.from_hf_config(config)
+        released = {**sizes, "global_attn_every_n_layers": 3}
+        assert Architecture.from_hf_config(SimpleNamespace(model_type=family, **released)) == size
+        assert (size.local_layers, size.window, size.tied, size.dense_head) == (3, distance + 1, True, True)
+        network = AutoModelForCausalLM if family == "modernbert-decoder" else AutoModelForMaskedLM
+        total = sum(weight.numel() for weight in network.from_config(config).parameters())
+        # Besides biases, the norms of the embedding and the head, and the first layer's missing one.
+        assert size.parameters == total - 100 - 16
+        for causal in (True, False):
+            near, pairs = 0, 0
+            for length in (9, 2, 14):
+                for query, key in itertools.product(range(length), repeat=2):
+                    pairs += not causal or key <= query
+                    near += (not causal or key <= query) and abs(query - key) <= distance
+            matrices = 2 * 25 * 5 * (4 * 16**2 + 3 * 16 * 24)
+            attention = 4 * 16 * (2 * pairs + 3 * near)
+            head = 2 * 7 * (100 * 16 + 16**2)
+            assert size.flops((9, 2, 14), causal, 7) == pytest.approx(3 * (matrices + attention + head))
 
 
 def test_memory_by_the_ranks_that_share_the_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,6 +85,15 @@ def test_a_missing_role_is_refused_where_it_is_needed(tmp_path: Path) -> None:
         tokenizer.require("eos")
 
 
+def test_bert_s_special_tokens_begin_and_end_a_text(tmp_path: Path) -> None:
+    """[CLS] and [SEP] of a tokenizer that names neither bos nor eos; a named one is taken first."""
+    special = {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "bert", special)))
+    assert (tokenizer.require("bos"), tokenizer.require("eos"), tokenizer.pad_id) == (0, 1, 2)
+    tokenizer = load_tokenizer(str(write_tokenizer(tmp_path / "both", special | {"eos": "</s>"})))
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.separator_id) == (0, 4, 1)
+
+
 def test_a_tokenizer_without_pad_and_eos_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="neither a pad nor an eos token"):
         load_tokenizer(str(write_tokenizer(tmp_path / "t", {"mask": "<m>"})))

@@ -24,7 +24,7 @@ from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, TextTokenizer, load_encoder
 from biphasic.model.language_model import LanguageModel
 from conftest import Write
-from helpers.decoders import FAMILIES, decoder, packed, padded
+from helpers.decoders import FAMILIES, decoder, packed, padded, saved_decoder
 from helpers.exports import export_language_model
 from helpers.stored_checkpoints import network
 from helpers.tiny import LENGTH, PAD, config_of, train
@@ -204,6 +204,21 @@ def test_code_with_other_results_is_refused(
         ):
             export_language_model(decoder("mistral"), tokenizer, tmp_path / "out")
         assert not (tmp_path / "out").exists()
+
+
+@torch.no_grad()
+def test_a_head_with_a_bias(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    """Phi's: the exported class has it too, and Biphasic goes on with it."""
+    saved_decoder("phi", tmp_path / "phi")
+    model = load_language_model(str(tmp_path / "phi"))
+    out = tmp_path / "out-phi"
+    export_language_model(model, tokenizer, out)
+    written = AutoModelForMaskedLM.from_pretrained(out, **TRUSTED).eval()
+    tokens, mask = padded()
+    expected = model.lm_head(packed(model.backbone))
+    assert model.lm_head.bias.abs().min() > 0
+    torch.testing.assert_close(written(tokens, mask).logits[mask.bool()], expected, atol=1e-4, rtol=1e-4)
+    assert torch.equal(load_language_model(str(out)).lm_head.bias, model.lm_head.bias)
 
 
 def test_networks_that_cannot_be_written_are_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:

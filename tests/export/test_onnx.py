@@ -19,10 +19,12 @@ from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export import onnx as module
 from biphasic.export.onnx import GRAPH, WEIGHTS, export_onnx
+from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
 from conftest import Write
+from helpers.decoders import saved_decoder
 from helpers.exports import export_encoder
 from helpers.tiny import LENGTH, WORDS, config_of, train
 
@@ -214,6 +216,23 @@ def test_a_graph_with_other_results_is_not_kept(
             export_onnx(folder)
         assert (folder / "onnx" / GRAPH).read_bytes() == earlier
         assert not list(folder.glob(".*"))
+
+
+@pytest.mark.parametrize("family", ["modernbert", "modernbert-decoder"])
+def test_modernbert_s_local_layers(family: str, dataset: Path, tmp_path: Path) -> None:
+    """Texts are longer than the window."""
+    changes = {"num_hidden_layers": 3, "max_position_embeddings": LENGTH}
+    saved_decoder(family, tmp_path / "model", **changes)
+    model, out = load_language_model(str(tmp_path / "model")), tmp_path / "out"
+    export_encoder(model.backbone, load_tokenizer(str(dataset / "tokenizer")), out)
+    graph = export_onnx(out)
+    lengths = [20, 3, 11]
+    tokens, mask = batch(lengths, left=True)
+    hidden, _ = run(graph, tokens, mask)
+    texts = [row[kept.bool()] for row, kept in zip(tokens, mask, strict=True)]
+    with torch.no_grad():
+        expected = load_encoder(str(out)).hidden(torch.cat(texts), Segments.of(lengths, torch.device("cpu")))
+    torch.testing.assert_close(hidden[mask.bool()], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_unusable_folders_are_refused(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,8 @@ from transformers import (
     DistilBertConfig,
     ElectraConfig,
     ModernBertConfig,
+    ModernBertDecoderConfig,
+    ModernBertDecoderForCausalLM,
     ModernBertForMaskedLM,
     MPNetConfig,
     NomicBertConfig,
@@ -31,6 +33,7 @@ from transformers import (
     XLMRobertaConfig,
 )
 
+from biphasic.commands import main
 from biphasic.config.architecture import Architecture
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
@@ -81,6 +84,18 @@ def modernbert(folder: Path) -> Path:
     return folder
 
 
+def ettin(folder: Path) -> Path:
+    """Write a decoder with ModernBERT's layers."""
+    torch.manual_seed(0)
+    config = ModernBertDecoderConfig(
+        vocab_size=65, hidden_size=32, num_hidden_layers=3, num_attention_heads=4, intermediate_size=48,
+        max_position_embeddings=64, local_attention=16, pad_token_id=0, bos_token_id=2, eos_token_id=3,
+    )  # fmt: skip
+    ModernBertDecoderForCausalLM(config).save_pretrained(folder)
+    bert_tokenizer(folder)
+    return folder
+
+
 def qwen3(folder: Path) -> Path:
     """Write a decoder."""
     torch.manual_seed(0)
@@ -91,7 +106,7 @@ def qwen3(folder: Path) -> Path:
     return folder
 
 
-MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert, "modernbert": modernbert, "qwen3": qwen3}
+MAKERS: dict[str, Callable[[Path], Path]] = {"bert": bert, "modernbert": modernbert, "ettin": ettin, "qwen3": qwen3}
 
 
 @pytest.fixture(params=list(MAKERS))
@@ -307,6 +322,31 @@ def test_another_decoder_family_is_written_with_its_code(tmp_path: Path, toy: Pa
     assert reference.config.id2label[1] == "positive"
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         AutoModel.from_pretrained(folder, trust_remote_code=False)
+
+
+@pytest.mark.parametrize("name", ["sst2", "msmarco"])
+def test_modernbert_s_decoder_is_written_as_modernbert(name: str, tmp_path: Path, toy: Path) -> None:
+    """transformers has no class with the heads; Biphasic reads them from the folder."""
+    model = ettin(tmp_path / "ettin")
+    config = config_of(name, toy / "tasks", model, tmp_path, save_model=True, max_duration="20ba", optimizer__lr=2e-3)
+    folder = run(config) / "model"
+    assert ("biphasic predict" in (folder / "README.md").read_text()) == (name == "sst2")
+    encoder = load_encoder(str(folder))
+    assert encoder.is_packed and encoder.is_own_family
+    assert (encoder.text_tokenizer.prefix, encoder.text_tokenizer.suffix) == ((2,), (3,))
+    encoder.backbone.eval()
+    reference = AutoModel.from_pretrained(folder).eval()
+    assert type(reference).__name__ == "ModernBertModel"
+    text = torch.tensor(encoder.tokenize([" ".join(f"w{i}" for i in range(40))]))
+    with torch.inference_mode():
+        hidden = encoder.hidden(text[0], Segments.of([text.shape[1]], torch.device("cpu")))
+        torch.testing.assert_close(reference(text).last_hidden_state[0], hidden, atol=1e-5, rtol=1e-5)
+    if name == "sst2":
+        assert reference.config.id2label[1] == "positive"
+        lines, answers = tmp_path / "texts.jsonl", tmp_path / "predictions.jsonl"
+        lines.write_text('{"text": "w1 w3 w4 w5"}\n')
+        assert main(["predict", str(folder), str(lines), "--out", str(answers)]) == 0
+        assert json.loads(answers.read_text())["predicted"] in ("positive", "negative")
 
 
 def test_a_decoder_that_cannot_be_written_is_refused_before_training(tmp_path: Path, toy: Path) -> None:

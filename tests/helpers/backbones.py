@@ -12,7 +12,10 @@ from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import from_hf_config
 from biphasic.model.segments import Segments
 
-TESTED_FAMILIES = ("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text")
+TESTED_FAMILIES = (
+    *("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text"),
+    *("modernbert", "modernbert-decoder", "phi"),
+)
 """Families whose attention tests/model compares token by token, causal and bidirectional."""
 SMALL = {
     "vocab_size": 97,
@@ -25,10 +28,13 @@ SMALL = {
     "max_position_embeddings": 64,
     "pad_token_id": None,
 }
+# Without grouped-query attention; the decoder's configuration requires a padding token.
+MODERNBERT = {"num_key_value_heads": 4, "pad_token_id": 0, "local_attention": 6}
+OTHER_SIZES = {"modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT, "phi": {"num_key_value_heads": 4}}
 
 
 def backbone(family: str, **changes: object) -> torch.nn.Module:
-    config = AutoConfig.for_model(family, **{**SMALL, **changes})
+    config = AutoConfig.for_model(family, **{**SMALL, **OTHER_SIZES.get(family, {}), **changes})
     model = from_hf_config(config, seed=3).backbone
     # Larger weights than a new model's, so that an error shows far above rounding.
     torch.manual_seed(0)

@@ -11,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import LanguageModel, from_hf_config
 from biphasic.model.segments import Segments
-from helpers.backbones import SMALL
+from helpers.backbones import OTHER_SIZES, SMALL
 from helpers.tiny import LENGTH, PAD, WORDS
 
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -56,14 +56,15 @@ def saved_decoder(family: str, folder: Path, **changes: Any) -> Any:
             "num_key_value_heads": 2,
             "head_dim": 8,
             "pad_token_id": None,
+            **OTHER_SIZES.get(family, {}),
             **changes,
         },
     )
     torch.manual_seed(5)
-    head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
+    head_class = AutoModelForMaskedLM if family in ("eurobert", "modernbert") else AutoModelForCausalLM
     model = head_class.from_config(config, attn_implementation="eager").eval()
-    for parameter in model.parameters():
-        if parameter.dim() > 1:
+    for name, parameter in model.named_parameters():
+        if parameter.dim() > 1 or name.endswith(".bias"):
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     return model

@@ -27,6 +27,9 @@ class Backbone:
     def __init__(self, backend: str, **settings: Any):
         self.attention_backend, self.config = backend, SimpleNamespace(**settings)
 
+    def modules(self) -> list[torch.nn.Module]:
+        return []
+
 
 def attend(
     backend: str, lengths: tuple[int, ...], causal: bool, kv_heads: int = 2, **keys: Any

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,18 @@ from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.model import attention
+from biphasic.model import backbone as backbone_module
 from biphasic.model.backbone import build_language_model, load_language_model
+from biphasic.model.encoder import load_encoder
 from biphasic.model.packing_probe import packing_problem
 from biphasic.model.segments import Segments
 from biphasic.objectives.clm import clm_targets
 from conftest import Write
 from helpers.backbones import TESTED_FAMILIES, backbone
 from helpers.decoders import saved_decoder
-from helpers.tiny import WORDS, config_of, losses, train
+from helpers.tiny import WORDS, config_of, losses, train, write_tokenizer
 
-DECODERS = [family for family in TESTED_FAMILIES if family != "eurobert"]
+DECODERS = [family for family in TESTED_FAMILIES if family not in ("eurobert", "modernbert")]
 
 
 @pytest.mark.parametrize("family", DECODERS)
@@ -34,16 +37,19 @@ def test_clm_loss_equals_the_family_s_own(family: str, tmp_path: Path) -> None:
     targets = clm_targets(tokens, torch.ones_like(tokens))
     total, count = model(tokens.flatten(), targets.flatten(), Segments.of([17] * 3, tokens.device), causal=True)
     assert abs(float(total / count) - float(expected)) < 1e-5
+    if family == "phi":  # its MLP has no gate
+        return
     assert model.architecture().parameters <= sum(p.numel() for p in model.parameters()) + 2 * 2 * 32
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])
 def test_widening_keeps_weights_and_tying(family: str, tmp_path: Path) -> None:
-    """Llama's head is untied, Gemma's is tied."""
+    """Llama's head is untied, Gemma's is tied, Phi's has a bias."""
     saved_decoder(family, tmp_path)
     before, after = load_language_model(str(tmp_path)), load_language_model(str(tmp_path))
     after.resize_token_embeddings(WORDS + 3)
-    for name in ("backbone.embed_tokens.weight", "lm_head.weight"):
+    names = ["backbone.embed_tokens.weight", "lm_head.weight", *(["lm_head.bias"] if family == "phi" else [])]
+    for name in names:
         old, new = before.state_dict()[name], after.state_dict()[name]
         assert new.shape[0] == WORDS + 3
         assert torch.equal(new[:WORDS], old)
@@ -142,6 +148,44 @@ def test_families_that_can_t_be_packed_are_refused(family: str, problem: str, tm
     with pytest.raises(UserError, match=f"{family} can't be trained on packed segments: {problem}") as caught:
         load_language_model(str(tmp_path))
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "bloom", "bert"])
+def test_networks_without_a_list_of_layers_are_refused(family: str, tmp_path: Path) -> None:
+    names = {"n_embd": 32, "n_layer": 2, "n_head": 4} if family != "bert" else {"is_decoder": True}
+    saved_decoder(family, tmp_path, **names)
+    with pytest.raises(UserError, match=f"{family} isn't supported: its base model has no list `layers`, as Llama's"):
+        load_language_model(str(tmp_path))
+
+
+def test_layers_between_backbone_and_head_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved_decoder("modernbert-decoder", tmp_path)
+    monkeypatch.setattr(backbone_module, "MODERNBERT_HEADS", {})
+    with pytest.raises(UserError, match=r"its head isn't one linear layer \(it has lm_head.dense.weight\)"):
+        load_language_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("trust_remote_code", [False, True])
+def test_eurobert_s_own_checkpoints_load_without_their_code(trust_remote_code: bool, tmp_path: Path) -> None:
+    """Their config.json is of transformers 4.40 and names code; weights are bf16."""
+    original = saved_decoder("eurobert", tmp_path).to(torch.bfloat16)
+    original.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    rope = config.pop("rope_parameters")
+    assert rope["rope_theta"] != 250_000
+    auto = {"AutoConfig": "configuration_eurobert.EuroBertConfig"}
+    auto |= {f"Auto{name}": f"modeling_eurobert.EuroBert{name}" for name in ("Model", "ModelForMaskedLM")}
+    config |= {"rope_theta": 250_000, "rope_scaling": None, "auto_map": auto, "clf_pooling": "late"}
+    (tmp_path / "config.json").write_text(json.dumps(config | {"transformers_version": "4.40.0.dev0"}))
+    model = load_language_model(str(tmp_path), trust_remote_code)
+    assert model.config.rope_parameters == {"rope_theta": 250_000, "rope_type": "default"}
+    own = original.float().state_dict()
+    assert all(
+        torch.equal(weight, own[name.replace("backbone", "model")]) for name, weight in model.state_dict().items()
+    )
+    write_tokenizer(tmp_path)
+    encoder = load_encoder(str(tmp_path), trust_remote_code)
+    assert encoder.is_packed and not encoder.is_own_family
 
 
 def test_a_family_whose_attention_can_t_be_replaced_is_refused(tmp_path: Path) -> None:

@@ -26,7 +26,15 @@ def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("backend", "family", "kinds"), [("varlen", "llama", 1), ("flash2", "llama", 1), ("flex", "gemma2", 2)]
+    ("backend", "family", "kinds"),
+    [
+        ("varlen", "llama", 1),
+        ("flash2", "llama", 1),
+        ("flex", "gemma2", 2),
+        ("flex", "modernbert", 2),
+        ("varlen", "modernbert", 2),
+        ("flash2", "modernbert-decoder", 2),
+    ],
 )
 @pytest.mark.usefixtures("compiler")
 def test_one_compilation_for_a_phase_and_none_for_a_batch(

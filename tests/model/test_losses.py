@@ -72,6 +72,27 @@ def test_softcap_has_the_gradient_of_autograd() -> None:
     torch.testing.assert_close(gradients[1], weight.grad, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("chunk_tokens", [7, 1000])
+def test_a_bias_and_layers_before_the_head(chunk_tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers before the head run only where there is a target; all gradients are those of full logits."""
+    monkeypatch.setattr(losses, "CHUNK_BYTES", chunk_tokens * 300 * 4)
+    hidden, weight, targets = problem()
+    bias = torch.randn(300, dtype=torch.float64, requires_grad=True)
+    transform, shapes = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()).double(), []
+    transform.register_forward_hook(lambda *given: shapes.append(given[-1].shape[0]))
+    leaves = [hidden, weight, bias, *transform.parameters()]
+    loss = cross_entropy_sum(hidden, weight, targets, bias=bias, transform=transform)
+    gradients = torch.autograd.grad(0.37 * loss, leaves)
+    assert shapes == [int((targets != IGNORE).sum())]
+    logits = transform(hidden) @ weight.T + bias
+    expected = F.cross_entropy(logits.float(), targets, ignore_index=IGNORE, reduction="sum")
+    torch.testing.assert_close(loss, expected)
+    for ours, theirs in zip(gradients, torch.autograd.grad(0.37 * expected, leaves), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
+    loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, IGNORE), bias=bias, transform=transform)
+    assert loss == 0 and all(not gradient.any() for gradient in torch.autograd.grad(loss, leaves))
+
+
 def test_without_targets_loss_and_gradients_are_zero() -> None:
     hidden, weight, targets = problem()
     loss = cross_entropy_sum(hidden, weight, torch.full_like(targets, IGNORE))

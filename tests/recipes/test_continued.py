@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModel, AutoTokenizer
+from transformers import AutoModel, AutoModelForMaskedLM, AutoTokenizer
 
 from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
@@ -17,6 +17,9 @@ from biphasic.config.pretrain import PretrainConfig
 from biphasic.conversion.convert import convert
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.model.backbone import load_language_model
+from biphasic.model.encoder import load_encoder
+from biphasic.model.forward import packed_forward
+from biphasic.model.segments import Segments
 from helpers.decoders import saved_decoder
 from helpers.texts import sentences, write_parquet, write_tokenizer
 from helpers.tiny import LENGTH, ROOT, losses, train
@@ -104,6 +107,43 @@ def test_the_clm_detour_of_an_encoder(data: Path, tmp_path: Path) -> None:
     assert checkpoint.config.model_type == "eurobert"
     before = load_language_model(str(tmp_path / "model"))
     assert not torch.equal(checkpoint.lm_head.weight, before.lm_head.weight)
+
+
+@pytest.mark.parametrize("family", ["modernbert", "modernbert-decoder"])
+def test_the_clm_detour_of_modernbert(family: str, tmp_path: Path) -> None:
+    """Text becomes rows with [CLS] and [SEP]; the export is ModernBERT's own class with its head, and its tokenizer."""
+    model, special = tmp_path / "model", {"cls": "[CLS]", "sep": "[SEP]", "pad": "[PAD]", "mask": "[MASK]"}
+    tokenizer = load_tokenizer(str(write_tokenizer(model, special)))
+    changes = {"max_position_embeddings": LENGTH, "pad_token_id": 2, "num_hidden_layers": 3}
+    saved_decoder(family, model, vocab_size=tokenizer.vocab_size, **changes)
+    tokenizer.adding_special_tokens([0], [1]).save(model)
+    text = write_parquet(tmp_path / "text.parquet", sentences(800, longest=25))
+    conversion = load(
+        ROOT / "yamls" / "data" / "own_text.yaml",
+        [f"source.paths=[{text}]", f"tokenizer={model}", f"output={tmp_path / 'data'}", "add_bos=true",
+         f"sequence_length={LENGTH}", "segments.shortest=4", "validation_fraction=0.1", "cluster.workers=1"],
+    )  # fmt: skip
+    assert isinstance(conversion, ConvertConfig)
+    convert(conversion)
+    phases = {"objective.phases": "[{name: clm, until: 4ba}, {name: mlm, masking_ratio: 0.4}]"}
+    folder = train(small("clm_detour", tmp_path, model, tmp_path / "data", **phases))
+    values = losses(folder)
+    assert len(values) == BATCHES and values[3] < values[0]
+
+    assert main(["export", last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
+    ids = AutoTokenizer.from_pretrained(tmp_path / "encoder")("some text").input_ids
+    assert (ids[0], ids[-1]) == (0, 1)
+    for path in (last_checkpoint(folder), str(tmp_path / "encoder")):
+        texts = load_encoder(path).text_tokenizer
+        assert (texts.prefix, texts.suffix) == ((0,), (1,))
+    encoder = AutoModelForMaskedLM.from_pretrained(tmp_path / "encoder").eval()
+    assert encoder.config.model_type == "modernbert"
+    trained, tokens = load_language_model(last_checkpoint(folder)), torch.tensor([ids])
+    assert trained.head is not None
+    with torch.no_grad():
+        hidden = packed_forward(trained.backbone, tokens[0], Segments.of([len(ids)], tokens.device), causal=False)
+        expected = trained.lm_head(trained.head(hidden))
+        torch.testing.assert_close(encoder(tokens).logits[0], expected, atol=1e-5, rtol=1e-5)
 
 
 def test_a_model_goes_on_with_longer_rows(data: Path, tmp_path: Path) -> None:

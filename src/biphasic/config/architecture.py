@@ -11,7 +11,9 @@ from typing import Any
 class Architecture:
     """Dimensions of a Llama-style stack (RMSNorm, rotary positions, grouped-query attention, SwiGLU, no biases).
 
-    `head_dim` is a field because `heads * head_dim` differs from `hidden` in a few model families.
+    `head_dim` is a field because `heads * head_dim` differs from `hidden` in a few model families. In `local_layers` of
+    the `layers`, tokens attend only to tokens closer than `window`. `dense_head` is whether a layer of `hidden` x `hidden`
+    comes before the language-model head (ModernBERT).
     """
 
     vocab_size: int
@@ -22,6 +24,9 @@ class Architecture:
     kv_heads: int
     head_dim: int
     tied: bool = False
+    local_layers: int = 0
+    window: int = 0
+    dense_head: bool = False
 
     @classmethod
     def from_hf_config(cls, config: Any) -> Architecture:
@@ -29,16 +34,27 @@ class Architecture:
 
         Raises AttributeError if a dimension is missing, as for other kinds of networks.
         """
-        heads = config.num_attention_heads
+        heads, layers, family = config.num_attention_heads, config.num_hidden_layers, config.model_type
+        modernbert = family.startswith("modernbert")
+        # In files of the hub, ModernBERT's configuration has the older keys.
+        window = getattr(config, "sliding_window", None) or getattr(config, "local_attention", 0) // 2
+        every = getattr(config, "global_attn_every_n_layers", 3 if modernbert else layers + 1)
+        kinds = getattr(config, "layer_types", None) or [
+            "sliding_attention" if layer % every or not modernbert else "full_attention" for layer in range(layers)
+        ]
         return cls(
             vocab_size=config.vocab_size,
             hidden=config.hidden_size,
             ffn=config.intermediate_size,
-            layers=config.num_hidden_layers,
+            layers=layers,
             heads=heads,
             kv_heads=getattr(config, "num_key_value_heads", None) or heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
-            tied=getattr(config, "tie_word_embeddings", False),
+            tied=getattr(config, "tie_word_embeddings", modernbert),
+            local_layers=kinds.count("sliding_attention") if window else 0,
+            # ModernBERT's encoder attends to the tokens at this distance too.
+            window=window + (family == "modernbert"),
+            dense_head=modernbert,
         )
 
     @property
@@ -54,8 +70,8 @@ class Architecture:
 
     @property
     def head_parameters(self) -> int:
-        """Number of parameters in the language-model head; 0 if it is tied to the embedding."""
-        return 0 if self.tied else self.embedding_parameters
+        """Number of parameters in the language-model head, without weights that are tied to the embedding."""
+        return (0 if self.tied else self.embedding_parameters) + self.dense_head * self.hidden**2
 
     @property
     def body_parameters(self) -> int:
@@ -78,7 +94,7 @@ class Architecture:
             causal: whether a token attends only to itself and earlier tokens of its segment.
             predicted: number of positions with logits.
         """
-        head = 2 * self.vocab_size * self.hidden * predicted
+        head = 2 * (self.vocab_size + self.dense_head * self.hidden) * self.hidden * predicted
         return 3 * (self._layers_forward(list(lengths), causal, self.layers) + head)
 
     def hardware_flops(self, lengths: Iterable[int], causal: bool, predicted: float, recomputed: int) -> float:
@@ -87,8 +103,10 @@ class Architecture:
         return self.flops(lengths, causal, predicted) + self._layers_forward(lengths, causal, recomputed)
 
     def _layers_forward(self, lengths: list[int], causal: bool, layers: int) -> float:
-        pairs = sum(length * (length + 1) // 2 if causal else length * length for length in lengths)
         matrices = 2 * (self.layer_parameters - 2 * self.hidden) * sum(lengths)
+        everywhere, nearby = (sum(_pairs(length, causal, limit) for length in lengths) for limit in (0, self.window))
+        share = self.local_layers / self.layers
+        pairs = everywhere if not share else share * nearby + (1 - share) * everywhere
         return layers * (matrices + 4 * self.heads * self.head_dim * pairs)
 
     def state_bytes(self, shards: int) -> int:
@@ -113,6 +131,13 @@ class Architecture:
         """
         per_layer = 5 * self.hidden + self.head_dim * (2 * self.heads + 2 * self.kv_heads) + 4 * self.ffn
         return tokens * self.layers * per_layer * bytes_per_value
+
+
+def _pairs(length: int, causal: bool, window: int) -> int:
+    """Return the number of pairs of tokens in a segment of which one attends to the other; a `window` of 0 is no limit."""
+    near = min(length, window or length)
+    earlier = near * (near + 1) // 2 + (length - near) * near
+    return earlier if causal else 2 * earlier - length
 
 
 def shard_ranks(degree: int | str, ranks: int, ranks_of_a_machine: int) -> int:

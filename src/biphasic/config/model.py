@@ -18,7 +18,8 @@ class ModelConfig(Section):
     """One of the paper's sizes."""
     init_from: Address | None = None
     """Path of a model whose architecture and weights are loaded: a Biphasic checkpoint, the folder or bucket prefix that a
-    run saves to (for its newest checkpoint), an exported folder, or the folder of any Hugging Face decoder."""
+    run saves to (for its newest checkpoint), an exported folder, or the folder of a Hugging Face decoder, of EuroBERT or
+    ModernBERT."""
     vocab_size: Positive | None = None
     """Number of rows of the embedding. Default: the preset's 128,256. Required with explicit dimensions."""
     hidden_size: Positive | None = None

@@ -19,6 +19,8 @@ from biphasic.storage.hub import why_missing
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json")
 _ROLES = ("pad", "bos", "eos", "mask")
+_SUBSTITUTES = {"bos": "cls_token", "eos": "sep_token"}
+"""Special tokens that take a role in tokenizers of the BERT family, which name no token for it."""
 ADDED_MASK = "<|mask|>"
 """The mask token added to a tokenizer that has none; EuroBERT uses the same name."""
 
@@ -154,7 +156,7 @@ def _read(folder: Path, source: str) -> Tokenizer:
     named = {**_json(folder / "special_tokens_map.json", source), **settings}
     ids: dict[str, int | None] = {}
     for role in _ROLES:
-        name = _token_name(named.get(f"{role}_token"))
+        name = _token_name(named.get(f"{role}_token") or named.get(_SUBSTITUTES.get(role, "")))
         ids[role] = None if name is None else tokenizer.token_to_id(name)
         if name is not None and ids[role] is None:
             message = f"names {name!r} as its {role} token, but its vocabulary has no such token"

@@ -127,7 +127,8 @@ class BidirectionalForMaskedLM(_WithHead):
 
     def __init__(self, config: BidirectionalConfig):
         super().__init__(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        bias = bool(getattr(config, "lm_head_bias", False))
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=bias)
         self.post_init()
 
     def _logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:

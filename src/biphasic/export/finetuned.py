@@ -67,8 +67,8 @@ def export_finetuned(
 ) -> None:
     """Export a trained encoder and its head in fp32, atomically, in place of an earlier export.
 
-    Decoders are written in the format of `choose_format`, and other encoders in their own format, in transformers'
-    class with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
+    Decoders and checkpoints are written in the format of `choose_format`, and other encoders in their own format, in
+    transformers' class with the head if there is one. `biphasic predict` reads the head from `head.safetensors`.
 
     Args:
         label_names: a classifier's label names, in the order of the label ids.
@@ -98,10 +98,11 @@ def export_finetuned(
         return
     fmt = choose_format(backbone.config, tokenizer)
     kind: Kind = "Model" if label_names is None else _KINDS.get(type(head), "Model")
+    kind = kind if kind in fmt.classes else "Model"
     weights = backbone.state_dict()
     if kind != "Model":
         weights = {**{f"model.{name}": weight for name, weight in weights.items()}, **head.state_dict()}
-        _set_labels(fmt.config, label_names)
+    _set_labels(fmt.config, label_names)
     text = card(family=fmt.family, has_code=bool(fmt.files), has_head_class=kind != "Model")
     special = bool(encoder.text_tokenizer.prefix or encoder.text_tokenizer.suffix)
     options: dict[str, Any] = {"force": True, "keep_special_tokens": special, "head": head.state_dict()}

@@ -1,4 +1,4 @@
-"""Export formats of a network: EuroBERT's, which needs no code, or the decoder family's with a Python file.
+"""Export formats of a network: EuroBERT's or ModernBERT's, which need no code, or the decoder family's with a Python file.
 
 The Python file makes the family's attention bidirectional. Its model type is separate, because a folder with the family's
 own model type would also load without that file, as a causal decoder.
@@ -9,8 +9,9 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
@@ -24,7 +25,7 @@ from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.backbone import BIDIRECTIONAL, BIDIRECTIONAL_CODE
 from biphasic.model.forward import packed_forward
-from biphasic.model.language_model import from_hf_config
+from biphasic.model.language_model import MODERNBERT_HEADS, from_hf_config
 from biphasic.model.segments import Segments
 from biphasic.storage import first_line
 
@@ -53,6 +54,10 @@ class Format:
     classes: Mapping[Kind, Any]
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents of additional files in the folder, by file name."""
+    stored_names: Callable[[str], list[str]] | None = None
+    """Returns the names of the stored weights that make up a weight of the network, one below another. Default: its own."""
+    keeps_special_tokens: bool = False
+    """Whether the tokenizer goes on adding its special tokens to a text, because the model was trained with them."""
 
     @property
     def family(self) -> str:
@@ -79,6 +84,8 @@ def choose_format(config: Any, tokenizer: Tokenizer) -> Format:
     biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)
     if shaped and not biases and config.rope_parameters["rope_type"] == "default":
         return _eurobert_format(config, special)
+    if config.model_type in MODERNBERT_HEADS:
+        return _modernbert_format(config, special)
     if config.model_type == "eurobert":
         raise UserError("export: a eurobert model with rope scaling or biases can't be written as a plain eurobert one")
     return _bidirectional_format(config, special)
@@ -89,6 +96,30 @@ def _eurobert_format(config: Any, special: dict[str, int | None]) -> Format:
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     written = transformers.EuroBertConfig(**content, head_dim=head_dim, classifier_pooling="mean")
     return Format(written, {kind: getattr(transformers, f"EuroBert{kind}") for kind in _KINDS})
+
+
+def _modernbert_format(config: Any, special: dict[str, int | None]) -> Format:
+    """Return the format of ModernBERT's own encoder, for its decoder too: both have the same layers.
+
+    The decoder's queries, keys and values are separate weights. In its local layers tokens attend to tokens closer than
+    `local_attention // 2`, in the encoder's also to those at this distance.
+    """
+    known, is_decoder = transformers.ModernBertConfig().to_dict(), config.model_type != "modernbert"
+    content = {name: value for name, value in config.to_dict().items() if name in known and name not in _NOT_KEPT}
+    content |= special | {"cls_token_id": special["bos_token_id"], "sep_token_id": special["eos_token_id"]}
+    if is_decoder:
+        content["local_attention"] = 2 * (config.sliding_window - 1)
+
+    def stored_names(name: str) -> list[str]:
+        name = re.sub(r"^decoder\.", "lm_head.", name)
+        return [name.replace("Wqkv", f"{part}_proj") for part in "qkv"] if is_decoder and "Wqkv" in name else [name]
+
+    written = transformers.ModernBertConfig(**content)
+    classes: dict[Kind, Any] = {
+        "Model": transformers.ModernBertModel,
+        "ForMaskedLM": transformers.ModernBertForMaskedLM,
+    }
+    return Format(written, classes, stored_names=stored_names, keeps_special_tokens=True)
 
 
 def _bidirectional_format(config: Any, special: dict[str, int | None]) -> Format:

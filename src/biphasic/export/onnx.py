@@ -36,7 +36,7 @@ _LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
 
 
 class PaddedEncoder(nn.Module):
-    """transformers' `EuroBertModel` on padded batches, with PyTorch's attention (`sdpa`) and mean pooling."""
+    """transformers' EuroBERT or ModernBERT on padded batches, with PyTorch's attention (`sdpa`) and mean pooling."""
 
     def __init__(self, backbone: Any):
         super().__init__()
@@ -52,8 +52,13 @@ class PaddedEncoder(nn.Module):
         positions = (kept.long().cumsum(1) - 1).clamp(min=0)
         dtype = self.backbone.dtype
         # The lowest finite number, because -inf would give NaN for a text without tokens.
-        mask = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, torch.finfo(dtype).min)
-        output = self.backbone(input_ids=input_ids, attention_mask=mask[:, None, None, :], position_ids=positions)
+        lowest = torch.finfo(dtype).min
+        mask: Any = torch.zeros(kept.shape, dtype=dtype).masked_fill(~kept, lowest)[:, None, None, :]
+        if self.backbone.config.model_type == "modernbert":
+            distance = (positions[:, None, :, None] - positions[:, None, None, :]).abs()
+            local = mask.masked_fill(distance > self.backbone.config.sliding_window, lowest)
+            mask = {"full_attention": mask, "sliding_attention": local}
+        output = self.backbone(input_ids=input_ids, attention_mask=mask, position_ids=positions)
         hidden = output.last_hidden_state * kept[..., None].to(dtype)
         # A text without tokens has an embedding of zeros.
         return hidden, hidden.sum(1) / kept.sum(1, keepdim=True).clamp(min=1)
@@ -73,14 +78,14 @@ def export_onnx(folder: Path) -> Path:
     Large weights are written to `model.onnx_data`. An earlier graph is replaced. Returns the graph's path.
 
     Raises:
-        UserError: packages are missing, the folder is not an export in EuroBERT's format, its pooling is not the mean,
-            the graph's results differ from the model's, or the graph can't be written.
+        UserError: packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling
+            is not the mean, the graph's results differ from the model's, or the graph can't be written.
     """
     require_onnx()
     require_export(folder)
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
-    if family != "eurobert":
-        raise UserError(f"{folder} holds a {family} model: only the eurobert format can be written as ONNX")
+    if family not in ("eurobert", "modernbert"):
+        raise UserError(f"{folder} holds a {family} model: only eurobert and modernbert formats can be written as ONNX")
     unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
     if unknown:
         raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")

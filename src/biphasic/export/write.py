@@ -60,6 +60,20 @@ class Weights:
 
         return Weights({name: shapes[stored[name]] for name in stored}, read, f"checkpoint {path}")
 
+    def joined(self, stored_names: Callable[[str], list[str]], names: Sequence[str]) -> Weights:
+        """Return weights with other `names`, each made of the stored weights that `stored_names` returns, and the rest."""
+        sources = {name: stored_names(name) for name in names}
+        used = {source for parts in sources.values() for source in parts}
+        sources = {name: parts for name, parts in sources.items() if self.shapes.keys() >= set(parts)}
+        sources |= {name: [name] for name in self.shapes if name not in used}
+        shapes = {name: torch.cat([self.shapes[part].to("meta") for part in parts]) for name, parts in sources.items()}
+
+        def read(names: Sequence[str]) -> dict[str, Tensor]:
+            stored = self.read([part for name in names for part in sources[name]])
+            return {name: torch.cat([stored[part] for part in sources[name]]) for name in names}
+
+        return Weights(shapes, read, self.source)
+
 
 def _exported_name(name: str) -> str:
     """Return transformers' name for a weight of `LanguageModel`, whose backbone it calls `model`."""
@@ -147,6 +161,8 @@ def write_folder(
     """
     require_free(out, force)
     network = fmt.network(kind)
+    if fmt.stored_names is not None:
+        weights = weights.joined(fmt.stored_names, list(network.state_dict()))
     config, settings = fmt.config, settings or SentenceSettings()
     settings = replace(settings, max_length=settings.max_length or config.max_position_embeddings)
     config.architectures, config.dtype = [type(network).__name__], str(dtype).removeprefix("torch.")
@@ -164,7 +180,7 @@ def write_folder(
             (folder / name).write_text(text, encoding="utf-8")
         write_weights(weights, network, folder, dtype)
         replace(tokenizer, settings=tokenizer_settings).save(folder)
-        if not keep_special_tokens:
+        if not keep_special_tokens and not fmt.keeps_special_tokens:
             _remove_special_tokens(folder / "tokenizer.json")
         write_shared_files(folder, config.hidden_size, settings, card, head)
 

@@ -58,7 +58,7 @@ def attention(
             `attention_arguments`.
         is_causal: whether attention is causal. Required.
         attention_backend: one of `BACKENDS`.
-        sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2).
+        sliding_window: a token attends only to tokens closer than this (Mistral, Gemma 2, ModernBERT).
         softcap: bound of the absolute scores, applied by tanh (Gemma 2).
 
     Returns:
@@ -106,9 +106,14 @@ def attention_arguments(
     if device == "cuda":
         avoid_plans()
     if backend == "flex":
-        window = getattr(backbone.config, "sliding_window", None) or 0
-        segments.block_masks = {w: block_mask(segments, causal, w) for w in {0, window}}
+        segments.block_masks = {window: block_mask(segments, causal, window) for window in _windows(backbone)}
     return {"segments": segments, "is_causal": causal, "attention_backend": backend}
+
+
+def _windows(backbone: Any) -> set[int]:
+    """Return the sliding windows of a backbone's layers, with 0 for none. ModernBERT's is not its configuration's."""
+    of_layers: set[Any] = {getattr(module, "sliding_window", None) for module in backbone.modules()} - {None}
+    return {0, *(of_layers or {getattr(backbone.config, "sliding_window", None) or 0})}
 
 
 def choose_backend(hf_config: Any, requested: str, device: str, dtype: torch.dtype, training: bool) -> str:
@@ -260,10 +265,7 @@ def compiled_flex_attention() -> Callable[..., Any]:
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, segments: Segments, options: AttentionOptions) -> Tensor:
-    # Some layers have another window than the configuration's (ModernBERT). Such layers are not compiled.
-    mask = segments.block_masks.get(options.window)
-    if mask is None:
-        mask = segments.block_masks[options.window] = block_mask(segments, options.causal, options.window)
+    mask = segments.block_masks[options.window]
     # On GPUs the kernel is always compiled, because an uncompiled one would keep all scores in memory.
     call = flex_attention if torch.compiler.is_compiling() or not query.is_cuda else compiled_flex_attention()
     score_mod = None if options.softcap is None else _softcapped(options.softcap)

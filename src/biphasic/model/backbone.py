@@ -15,7 +15,13 @@ from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_
 from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
-from biphasic.model.language_model import LanguageModel, from_hf_config, llama_config
+from biphasic.model.language_model import (
+    MODERNBERT_HEADS,
+    LanguageModel,
+    from_hf_config,
+    has_head_bias,
+    llama_config,
+)
 from biphasic.model.packing_probe import packing_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, first_line, is_remote
@@ -33,6 +39,8 @@ _PAPERS_FAMILY = "sl_model"
 """Model type of the paper's own checkpoints (`MLMvsCLM/…` on the hub). Names and shapes of their weights are Llama's."""
 _PAPERS_ROPE_THETA = 250_000.0
 """Default of their configuration class; those that we know of name 10,000."""
+_EUROBERT_CODE = "configuration_eurobert.EuroBertConfig"
+"""Configuration class in the config.json of EuroBERT's checkpoints on the hub. transformers 5 has these networks."""
 _FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", ".metadata", "*.py")
 
 
@@ -110,21 +118,28 @@ def load_language_model(
     hf_config = load_hf_config(path, revision, trust_remote_code)
     _set_positions(path, hf_config, rope_theta, max_position_embeddings)
     family = hf_config.model_type
-    head_class = AutoModelForMaskedLM if family == "eurobert" else AutoModelForCausalLM
+    head_class = AutoModelForMaskedLM if family in ("eurobert", "modernbert") else AutoModelForCausalLM
     options = {"attn_implementation": attention.ATTENTION_NAME, "trust_remote_code": trust_remote_code}
     may_lack = ("lm_head.",) if is_papers(config_content(path, revision)) else ()
     model = load_network(head_class, path, hf_config, may_lack=may_lack, revision=revision, **options)
-    lm_head, backbone = model.get_output_embeddings(), model.get_decoder()
-    if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None:
-        raise UserError(f"model {path}: {family} isn't supported: its language-model head must be linear, without bias")
+    lm_head, backbone = model.get_output_embeddings(), model.base_model.get_decoder()
+    head = getattr(model, MODERNBERT_HEADS.get(family, ""), None)
+    refused = f"model {path}: {family} isn't supported"
     if not hasattr(backbone, "layers"):
-        raise UserError(f"model {path}: {family} isn't supported: its base model has no `layers`")
+        raise UserError(f"{refused}: its base model has no list `layers`, as Llama's, Gemma's and ModernBERT's have")
+    parts = (backbone, lm_head, *([] if head is None else [head]))
+    known = {id(weight) for part in parts if isinstance(part, nn.Module) for weight in part.parameters()}
+    others = [name for name, weight in model.named_parameters() if id(weight) not in known]
+    if not isinstance(lm_head, nn.Linear) or others:
+        raise UserError(f"{refused}: its head isn't one linear layer" + (f" (it has {others[0]})" if others else ""))
+    if lm_head.bias is not None and not has_head_bias(hf_config):
+        hf_config.lm_head_bias = backbone.config.lm_head_bias = True
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
     problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
     if problem is not None:
         raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
-    return LanguageModel(backbone, lm_head)
+    return LanguageModel(backbone, lm_head, head)
 
 
 def _set_positions(path: str, hf_config: Any, rope_theta: float | None, max_position_embeddings: int | None) -> None:
@@ -172,7 +187,12 @@ def load_hf_config(path: str, revision: str | None = None, trust_remote_code: bo
             content = {"rope_theta": _PAPERS_ROPE_THETA, **content, "model_type": "llama"}
             content.pop("is_causal", None)
         elif not is_decoder_export(content):
-            if trust_remote_code and (own := content.get("auto_map")):
+            own: dict[str, str] = content.get("auto_map") or {}
+            if str(own.get("AutoConfig")).endswith(_EUROBERT_CODE):
+                config: Any = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
+                del config.auto_map
+                return config
+            if trust_remote_code and own:
                 _log_own_code(path, ", ".join(sorted(map(str, own.values()))))
             return AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=trust_remote_code)
         not_kept = ("model_type", "auto_map", "architectures", "mask_token_id")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -25,6 +26,7 @@ from biphasic.model.backbone import (
 )
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.forward import packed_encoder_forward, packed_forward, padded_forward, reserved_positions
+from biphasic.model.language_model import MODERNBERT_HEADS
 from biphasic.model.packing_probe import is_bidirectional, switch_to_packed_attention
 from biphasic.model.pooling import Pooling, SentenceSettings, read_sentence_settings
 from biphasic.model.segments import Segments
@@ -41,7 +43,8 @@ class TextTokenizer:
 
     Attributes:
         max_length: maximum number of tokens of the encoder, including special tokens.
-        prefix: special tokens before a text, such as BERT's [CLS]; none for models trained by Biphasic.
+        prefix: special tokens before a text, such as BERT's [CLS]; of the models trained by Biphasic, only those that
+            started from ModernBERT have some.
         suffix: special tokens after a text, such as BERT's [SEP].
     """
 
@@ -178,8 +181,12 @@ def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`."""
     if is_checkpoint(path):
-        run = yaml.safe_load(read_record(path)["config"])
-        return TextTokenizer(load_tokenizer(run["tokenizer"]), run["data"]["sequence_length"])
+        record = read_record(path)
+        run = yaml.safe_load(record["config"])
+        tokenizer, around = load_tokenizer(run["tokenizer"]), ((), ())
+        if json.loads(record["backbone"])["model_type"] in MODERNBERT_HEADS:
+            around = tokenizer.prefix_and_suffix()
+        return TextTokenizer(tokenizer, run["data"]["sequence_length"], SentenceSettings(), *around)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     config = load_hf_config(path, revision, trust_remote_code)

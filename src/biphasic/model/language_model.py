@@ -21,21 +21,27 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 
+MODERNBERT_HEADS = {"modernbert": "head", "modernbert-decoder": "lm_head"}
+"""Families with ModernBERT's prediction head, and its name in their classes."""
+
+
 class LanguageModel(nn.Module):
-    """A Hugging Face base model with `biphasic` attention, and a head without bias.
+    """A Hugging Face base model with `biphasic` attention, and a head.
 
     Args:
         backbone: the base model, with its Hugging Face configuration in `backbone.config`.
         lm_head: linear layer from hidden states to logits; may share its weight with the embedding.
+        head: layers between the two (ModernBERT).
 
     Attributes:
         compiled_loss: whether the loss is compiled; set by `biphasic.training.compute.configure_compute`.
     """
 
-    def __init__(self, backbone: nn.Module, lm_head: nn.Linear):
+    def __init__(self, backbone: nn.Module, lm_head: nn.Linear, head: nn.Module | None = None):
         super().__init__()
         self.backbone = backbone
         self.lm_head = lm_head
+        self.head = head
         # transformers gives the padding token's embedding no gradient. A packed backbone gets no padding, and in EuroBERT's
         # tokenizer, padding and end of text are the same token, which must be learned.
         backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
@@ -50,7 +56,10 @@ class LanguageModel(nn.Module):
         forward.
         """
         hidden = packed_forward(self.backbone, inputs, segments, causal)
-        total = cross_entropy_sum(hidden, self.lm_head.weight, targets, self.softcap, self.compiled_loss)
+        lm_head = self.lm_head
+        total = cross_entropy_sum(
+            hidden, lm_head.weight, targets, self.softcap, self.compiled_loss, lm_head.bias, self.head
+        )
         return total, (targets >= 0).sum()
 
     @property
@@ -79,6 +88,9 @@ class LanguageModel(nn.Module):
                 module.weight = nn.Parameter(torch.cat([module.weight, mean.expand(vocab_size - old, -1)]))
         if tied:
             self.lm_head.weight = embedding.weight
+        if (bias := self.lm_head.bias) is not None:
+            new = bias.detach().mean().expand(vocab_size - old)
+            self.lm_head.bias = nn.Parameter(torch.cat([bias.detach(), new]))
         embedding.num_embeddings = self.lm_head.out_features = self.config.vocab_size = vocab_size
 
 
@@ -119,8 +131,24 @@ def from_hf_config(hf_config: PretrainedConfig, seed: int, device: str | None = 
     with torch.random.fork_rng(devices=forked), torch.device(device) if device else nullcontext():
         torch.manual_seed(seed)
         backbone = AutoModel.from_config(hf_config, attn_implementation=attention.ATTENTION_NAME, dtype=torch.float32)
-        lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=False)
+        lm_head = nn.Linear(hf_config.hidden_size, hf_config.vocab_size, bias=has_head_bias(hf_config))
         nn.init.normal_(lm_head.weight, std=hf_config.initializer_range)
+        head = _prediction_head(hf_config)
     if hf_config.tie_word_embeddings:
         lm_head.weight = backbone.get_input_embeddings().weight
-    return LanguageModel(backbone, lm_head)
+    return LanguageModel(backbone, lm_head, head)
+
+
+def has_head_bias(hf_config: Any) -> bool:
+    """Return whether the language-model head of this Hugging Face configuration has a bias."""
+    # `decoder_bias` is ModernBERT's. `load_language_model` sets `lm_head_bias` for families without a name for it.
+    return bool(getattr(hf_config, "lm_head_bias", False) or getattr(hf_config, "decoder_bias", False))
+
+
+def _prediction_head(hf_config: Any) -> nn.Module | None:
+    """Return new layers between backbone and language-model head, for families that have some."""
+    if hf_config.model_type not in MODERNBERT_HEADS:
+        return None
+    from transformers.models.modernbert.modeling_modernbert import ModernBertPredictionHead
+
+    return ModernBertPredictionHead(hf_config)

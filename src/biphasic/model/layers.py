@@ -28,7 +28,9 @@ def compile_layers(backbone: Any) -> None:
     compiler.recompile_limit = max(_VARIANTS, compiler.recompile_limit)
     # DDPOptimizer would split each layer's graph at DDP's buckets, but a layer has at most one bucket to overlap.
     torch._dynamo.config.optimize_ddp = False
-    final_norm = [backbone.norm] if hasattr(backbone, "norm") else []
+    # ModernBERT and Phi have other names for it than most families.
+    names = ("norm", "final_norm", "final_layernorm")
+    final_norm = [getattr(backbone, name) for name in names if hasattr(backbone, name)]
     for module in (*backbone.layers, *final_norm):
         module.forward = torch.compile(module.forward, dynamic=False)
 

@@ -31,6 +31,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
+        bias: Tensor | None,
         targets: Tensor,
         softcap: float | None,
         dtype: torch.dtype,
@@ -38,17 +39,18 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss_and_gradient: Callable[..., tuple[Tensor, Tensor]],
     ) -> Tensor:
         # Not `needs_input_grad` alone: it is true for parameters even under no_grad, as in validation.
-        with_gradients = differentiable and any(ctx.needs_input_grad[:2])
-        cast = weight.to(dtype)
+        with_gradients = differentiable and any(ctx.needs_input_grad[:3])
+        cast, cast_bias = weight.to(dtype), None if bias is None else bias.to(dtype)
         chunk = _chunk_tokens(cast)
         total = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if with_gradients else None
         # In fp32 even if the weights are gathered in bf16, because the gradient is a sum over chunks.
         exact = torch.float32 if weight.dtype in (torch.bfloat16, torch.float16) else weight.dtype
         grad_weight = torch.zeros_like(weight, dtype=exact) if with_gradients else None
+        grad_bias = None if bias is None or grad_weight is None else torch.zeros_like(bias, dtype=torch.float32)
         for start in range(0, hidden.shape[0], chunk):
             part, part_targets = hidden[start : start + chunk].to(dtype), targets[start : start + chunk, None]
-            logits = part @ cast.T
+            logits = part @ cast.T if cast_bias is None else torch.addmm(cast_bias, part, cast.T)
             if grad_hidden is None or grad_weight is None:
                 total -= _softcapped(logits, softcap).log_softmax(1).gather(1, part_targets).sum()
                 continue
@@ -60,18 +62,22 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad_weight.addmm_(grad.T, part)
             else:
                 grad_weight += grad.T @ part
-        ctx.gradients = grad_hidden, grad_weight
+            if grad_bias is not None:
+                grad_bias += grad.sum(0, dtype=torch.float32)
+        ctx.gradients = grad_hidden, grad_weight, grad_bias
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     def backward(ctx: Any, grad_total: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         # In place, because the weight's gradient is as large as the head, and a copy would double the peak memory.
-        (grad_hidden, grad_weight), ctx.gradients = ctx.gradients, (None, None)
+        (grad_hidden, grad_weight, grad_bias), ctx.gradients = ctx.gradients, (None, None, None)
         if grad_hidden is None or grad_weight is None:
             raise RuntimeError("the loss can be differentiated only once")
         scaled = grad_weight.mul_(grad_total).to(ctx.weight_dtype)
-        return grad_hidden.mul_(grad_total), scaled, None, None, None, None, None
+        if grad_bias is not None:
+            grad_bias = grad_bias.mul_(grad_total).to(ctx.weight_dtype)
+        return grad_hidden.mul_(grad_total), scaled, grad_bias, None, None, None, None, None
 
 
 def _chunk_tokens(weight: Tensor) -> int:
@@ -132,7 +138,13 @@ def _compiled_loss_and_gradient(logits: Tensor, targets: Tensor, softcap: float 
 
 
 def cross_entropy_sum(
-    hidden: Tensor, weight: Tensor, targets: Tensor, softcap: float | None = None, compiled: bool = False
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    softcap: float | None = None,
+    compiled: bool = False,
+    bias: Tensor | None = None,
+    transform: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """Sum the cross-entropy, in nats, over the positions that have a target.
 
@@ -142,6 +154,8 @@ def cross_entropy_sum(
         targets: int64 [tokens]; `IGNORE` where nothing is predicted.
         softcap: bound of the absolute logits, applied by tanh (Gemma 2).
         compiled: whether the operations between the matrix products are compiled.
+        bias: the head's bias, [vocabulary].
+        transform: layers between the backbone and the head, applied to the hidden states that have a target (ModernBERT).
 
     Returns:
         fp32 scalar. Without targets, it is 0 and has zero gradients.
@@ -151,9 +165,11 @@ def cross_entropy_sum(
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     hidden, targets = hidden.index_select(0, predicted), targets.index_select(0, predicted)
+    if transform is not None:
+        hidden = transform(hidden)
     with torch.autocast(device, enabled=False):
         compute = _compiled_loss_and_gradient if compiled else _loss_and_gradient
         differentiable = torch.is_grad_enabled()
-        total = _ChunkedCrossEntropy.apply(hidden, weight, targets, softcap, dtype, differentiable, compute)
+        total = _ChunkedCrossEntropy.apply(hidden, weight, bias, targets, softcap, dtype, differentiable, compute)
     assert isinstance(total, Tensor)
     return total

@@ -32,12 +32,12 @@ def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
 
     Args:
         backbone: a Hugging Face base model with `biphasic` attention, in evaluation mode.
-        decoder: whether the family's own attention is causal. If so, hidden states are also compared with its own.
+        decoder: whether the family's own attention is causal. Hidden states are also compared with those of its own.
     """
     vocabulary = _vocabulary(backbone)
     tokens = torch.arange(1, 2 * _LENGTH + 1) * 7 % vocabulary
     try:
-        for causal in (False, True):
+        for causal in (not decoder, decoder):  # in the family's own direction last
             hidden = _hidden(backbone, tokens, causal)
             visible = visibility_mask(_LENGTH, causal, 0, tokens.device)
             # The last token of the first segment, and the first token of the second.
@@ -49,7 +49,7 @@ def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
                     return "tokens attend to other segments"
                 if not moved[segment].equal(visible[:, position]):
                     return f"its layers can't be made {'causal' if causal else 'bidirectional'}"
-        if decoder and _difference_from_own(backbone, tokens, hidden) > _TOLERANCE:
+        if _difference_from_own(backbone, tokens, hidden) > _TOLERANCE:
             return "its hidden states are not those of its own attention"
     except attention.NotPackedError:
         return "its layers don't pass segments on to their attention function"
