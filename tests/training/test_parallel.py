@@ -15,7 +15,9 @@ import torch
 import torch.distributed
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoModelForMaskedLM
 
+from biphasic.commands import main
 from biphasic.config.architecture import Architecture
 from biphasic.model.language_model import LanguageModel
 from biphasic.model.segments import Segments
@@ -25,6 +27,7 @@ from biphasic.training.metrics_file import read_metrics
 from conftest import Write
 from helpers import attention_on_cpu  # noqa: F401 - kernels for `varlen`
 from helpers.backbones import backbone
+from helpers.decoders import saved_decoder
 from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, weights
 
 FSDP: dict[str, Any] = {"parallelism__strategy": "fsdp", "data__num_canonical_nodes": 4}
@@ -101,6 +104,28 @@ def test_sharded_layers_may_be_compiled_and_recomputed(write_yaml: Write, code: 
         assert name == "plain" or "layers and loss compiled (1 of 2 layers recomputed)" in run.stdout
     runs = Path(config_of(write_yaml("plain", **keys)).output)
     assert close(losses(runs / "compiled"), losses(runs / "plain"))
+
+
+def test_modernbert_is_sharded_and_compiled(write_yaml: Write, tmp_path: Path) -> None:
+    """With its head's layers, biases and tied weight, over the switch; the sharded checkpoint is exported."""
+    saved_decoder("modernbert", tmp_path / "model", num_hidden_layers=3)
+    keys = {"model": {"init_from": str(tmp_path / "model")}, "max_duration": "8ba", "schedule__decay": "2ba"}
+    keys |= {"objective__phases": [{"name": "clm", "until": "4ba"}, {"name": "mlm"}], "checkpoint__interval": "8ba"}
+    for name, more in (
+        ("plain", {"data__num_canonical_nodes": 4}),
+        ("compiled", {**FSDP, "compute": {"compile": True, "activation_checkpointing": [1]}}),
+    ):
+        run = launch(write_yaml(name, **keys, **more), processes=1 + (name == "compiled"), code=AOT_EAGER)
+        assert run.returncode == 0, run.stderr[-3000:]
+    runs = Path(config_of(write_yaml("plain", **keys)).output)
+    assert close(losses(runs / "compiled"), losses(runs / "plain"))
+    networks = []
+    for name in ("plain", "compiled"):
+        assert main(["export", str(runs / name / "checkpoints"), str(tmp_path / name)]) == 0
+        networks.append(AutoModelForMaskedLM.from_pretrained(tmp_path / name).state_dict())
+    assert {"head.dense.weight", "decoder.bias"} <= networks[0].keys()
+    for name, weight in networks[0].items():
+        torch.testing.assert_close(networks[1][name], weight, atol=1e-5, rtol=1e-4)
 
 
 @pytest.fixture
