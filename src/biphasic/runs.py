@@ -10,6 +10,7 @@ from biphasic.checkpointing.run_lock import read_attempts
 from biphasic.checkpointing.start_rules import checkpoint_folder
 from biphasic.errors import UserError
 from biphasic.storage import Store, first_line, is_remote, join, open_store
+from biphasic.training.metrics_file import SCORES, read_scores
 
 
 def print_report(folder: str) -> None:
@@ -44,6 +45,9 @@ def report(path: str) -> list[str]:
             state = "complete, kept" if record.get("kept") else "complete"
         size = format_bytes(sizes[checkpoint.batch])
         lines.append(f"{checkpoint.batch:>10,}  {tokens:>16}  {phase:6} {size:>9}  {state}")
+    for record in read_scores(place):
+        shown = ", ".join(f"{key.removeprefix(f'{SCORES}/')} {value:.4f}" for key, value in record["scores"].items())
+        lines.append(f"{record['batch']:>10,}  {record['tokens']:>16,}  {shown}")
     lines += ["", "attempts"] if attempts else []
     for index, attempt in enumerate(attempts):
         start, ranks = attempt["from"] or {"batch": 0}, f"{attempt['ranks']} rank{'s' * (attempt['ranks'] > 1)}"

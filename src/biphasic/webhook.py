@@ -5,20 +5,34 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import socket
 import time
 from queue import SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
-_TIMEOUT_SECONDS, _CLOSE_SECONDS = 5.0, 5.0
-_QUIET_SECONDS = 600.0
-"""Seconds after a message about a batch in which the next ones of its kind are only counted: a diverging run has a spike in
-many consecutive batches."""
-_OF_BATCHES = ("spike", "skipped")
+from pydantic import AfterValidator, WithJsonSchema
+
+_TIMEOUT_SECONDS = 5.0
+"""Seconds to wait for the server, and at the end of the run for the last messages."""
+_QUIET_SECONDS = {"spike": 600.0, "skipped": 600.0}
+"""Seconds after a message in which the next ones about the same event are left out: a diverging run has many spikes."""
 _log = logging.getLogger(__name__)
+
+
+def _variable_name(text: str) -> str:
+    if not re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII):
+        # Without the value: the secret itself may have been given.
+        raise ValueError("expected the name of an environment variable, such as BIPHASIC_WEBHOOK, and not its value")
+    return text
+
+
+_IN_REFERENCE = WithJsonSchema({"format": "name of an environment variable"})
+VariableName = Annotated[str, AfterValidator(_variable_name), _IN_REFERENCE]
+"""The name of an environment variable with a secret. Configurations are copied to run folders and checkpoints."""
 
 
 class Webhook:
@@ -38,38 +52,30 @@ class Webhook:
         self._thread: Thread | None = None
         self._has_failed = False
         self._sent_at: dict[str, float] = {}
-        self._held: dict[str, int] = dict.fromkeys(_OF_BATCHES, 0)
         if variable is not None and not self._url.startswith(("https://", "http://")):
-            state = "isn't a URL with http:// or https://" if self._url else "isn't set"
-            _log.warning("webhook: the environment variable %s %s: no message is sent", variable, state)
+            _log.warning("webhook: the environment variable %s isn't set to a URL: no message is sent", variable)
             self._url = ""
 
     def send(self, event: str, message: str, batch: int | None = None) -> None:
         """Queue a message about an event, and return at once."""
-        if not self._url:
+        now = time.monotonic()
+        if not self._url or now - self._sent_at.get(event, float("-inf")) < _QUIET_SECONDS.get(event, 0.0):
             return
-        if event in self._held:
-            now = time.monotonic()
-            if now - self._sent_at.get(event, -_QUIET_SECONDS) < _QUIET_SECONDS:
-                self._held[event] += 1
-                return
-            self._sent_at[event], held = now, self._held[event]
-            self._held[event] = 0
-            message += f" ({held:,} more since the last message)" if held else ""
+        self._sent_at[event] = now
         at = "" if batch is None else f" at batch {batch:,}"
         text = f"{self._run}: {event}{at} on {self._host}: {message}"
         if self._thread is None:
             self._thread = Thread(target=self._post_all, name="webhook", daemon=True)
             self._thread.start()
-        fields = {"run": self._run, "event": event, "batch": batch, "message": message, "host": self._host}
-        self._queue.put({"text": text, **fields})
+        content = {"text": text, "run": self._run, "event": event, "batch": batch}
+        self._queue.put({**content, "message": message, "host": self._host})
 
     def close(self) -> None:
         """Wait up to five seconds until the queued messages are delivered. Nothing can be sent afterwards."""
         self._url = ""
         if self._thread is not None:
             self._queue.put(None)
-            self._thread.join(_CLOSE_SECONDS)
+            self._thread.join(_TIMEOUT_SECONDS)
 
     def _post_all(self) -> None:
         url = self._url
@@ -81,8 +87,7 @@ class Webhook:
             except Exception as error:
                 if not self._has_failed:
                     # Not the error's message, which may contain the URL.
-                    cause = getattr(error, "reason", error)
-                    reason = getattr(cause, "strerror", None) or type(cause).__name__
+                    reason = type(getattr(error, "reason", error)).__name__
                     reason = f"status {error.code}" if isinstance(error, HTTPError) else reason
                     _log.warning("webhook: %r can't be delivered (%s)", content["event"], reason)
                 self._has_failed = True

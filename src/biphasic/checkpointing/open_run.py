@@ -32,8 +32,6 @@ from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
 from biphasic.storage import open_store
 from biphasic.webhook import Webhook
 
-FINISHED = "finished"
-"""The reason why an attempt ended that trained to the end of the run."""
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
 """Long enough to download a large checkpoint from a slow bucket."""
 
@@ -98,7 +96,7 @@ class Run:
 
     def close(self, reason: str) -> None:
         """Stop the callbacks' threads, restore the signal handlers, release the lock and record why the attempt ended."""
-        event = "preempted" if self._stopping.saved else "finished" if reason == FINISHED else "failed"
+        event = "preempted" if self._stopping.saved else "finished" if reason == "finished" else "failed"
         if event != "finished" or self._has_trained:
             batch = None if self._trainer is None else int(self._trainer.state.timestamp.batch)
             # First, because closing the loggers may take long, and a failing job has limited time.
@@ -218,7 +216,7 @@ def open_run(config: PretrainConfig) -> Iterator[Run]:
         run.start()
         reproducibility.seed_all(config.seed)
         yield run
-    run.close(FINISHED)
+    run.close("finished")
 
 
 class CrashFile:

@@ -5,8 +5,13 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from biphasic.commands.parser import argument, command, file_arguments
+from biphasic.commands.parser import argument, command, file_arguments, positive
 from biphasic.errors import UserError
+from biphasic.storage import is_remote
+
+
+def _batches(text: str) -> int:
+    return positive(text.removesuffix("ba"))
 
 
 @command(
@@ -58,6 +63,37 @@ def runs(options: Namespace) -> int:
 
     print_report(options.folder)
     return 0
+
+
+@command(
+    "score a run's checkpoints on a task while it trains",
+    argument("run", metavar="RUN", help="a run's folder, its YAML, or where it saves: runs/my-run, s3://bucket/prefix"),
+    argument("overrides", nargs="*", metavar="key=value", help="replace a value of the task's YAML"),
+    argument("--task", required=True, metavar="FILE.yaml", help="a fine-tuning, e.g. yamls/finetune/sst2.yaml"),
+    argument("--every", type=_batches, default=1, metavar="2000ba", help="batches between scores; default: score each"),
+)
+def watch(options: Namespace) -> int:
+    """Fine-tune a run's checkpoints on a task as they appear, in order, and write and log their scores.
+
+    The run is never slowed or stopped. It ends once the run's last checkpoint is scored, or after Ctrl-C; the same command
+    goes on from there. The exit status is 1 if a trial failed, 130 after Ctrl-C or SIGTERM.
+    """
+    from biphasic.checkpointing.start_rules import checkpoint_folder
+    from biphasic.config.finetune import FinetuneConfig
+    from biphasic.config.load import load_job
+    from biphasic.config.pretrain import PretrainConfig
+
+    own = ["model={path: checkpoint}", "save_model=false"]
+    task = load_job(FinetuneConfig, options.task, [*options.overrides, *own])
+    if options.run.endswith((".yaml", ".yml")):
+        place = load_job(PretrainConfig, options.run).checkpoint_destination
+    elif not is_remote(options.run) and not Path(options.run).exists():
+        raise UserError(f"{options.run}: is not there; to watch a run before its start, give its YAML")
+    else:
+        place = checkpoint_folder(options.run)
+    from biphasic.watch import Watcher
+
+    return Watcher(place, task, options.every).watch()
 
 
 @command(

@@ -128,17 +128,6 @@ Address = Annotated[
     named("path or URL"),
 ]
 """A local path, or a URL that `biphasic.storage` reads and writes."""
-
-
-def _variable_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII):
-        # Without the value: the secret itself may have been given.
-        raise ValueError("expected the name of an environment variable, such as BIPHASIC_WEBHOOK, and not its value")
-    return text
-
-
-VariableName = Annotated[str, AfterValidator(_variable_name), named("name of an environment variable")]
-"""The name of an environment variable that holds a secret. Configurations are copied to run folders and checkpoints."""
 LocalPath = Annotated[str, matching(_PATH, "a local path"), named("local path")]
 """A local folder or file."""
 

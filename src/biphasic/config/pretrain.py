@@ -10,23 +10,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from biphasic.config.base import (
-    Address,
-    Count,
-    KeyProblems,
-    Positive,
-    RunConfig,
-    Section,
-    Seed,
-    Share,
-    VariableName,
-    flatten,
-)
+from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
 from biphasic.config.data import DataConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
 from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
 from biphasic.storage import is_remote
+from biphasic.webhook import VariableName
 
 
 class ValidationConfig(Section):

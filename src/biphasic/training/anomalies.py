@@ -25,12 +25,7 @@ class AnomalyLog:
     `report` is called on rank 0 with an event (`spike` or `skipped`), a message and the batch.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        row_ids: Callable[[Any], Tensor],
-        report: Callable[[str, str, int], None] = lambda event, message, batch: None,
-    ):
+    def __init__(self, folder: Path, row_ids: Callable[[Any], Tensor], report: Callable[..., None] | None = None):
         self.file, self._row_ids, self._report = folder / ANOMALOUS_BATCHES, row_ids, report
 
     def write(self, state: State, fields: dict[str, Any], batch: int | None = None) -> list[int]:
@@ -45,13 +40,9 @@ class AnomalyLog:
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**when, **fields, "rows": row_ids}) + "\n")
-            if fields["anomaly"] == "spike":
-                self._report(
-                    "spike", "loss {loss:.4g}, the objective's median {median:.4g}".format(**fields), when["batch"]
-                )
-            else:
-                message = f"the {fields['quantity']} is NaN or Inf: the batch didn't change the weights"
-                self._report("skipped", message, when["batch"])
+            if self._report is not None:
+                message = ", ".join(f"{name}: {value}" for name, value in fields.items())
+                self._report("spike" if fields["anomaly"] == "spike" else "skipped", message, when["batch"])
         return row_ids
 
 

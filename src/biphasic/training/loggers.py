@@ -13,8 +13,9 @@ from composer.core import State
 from composer.loggers import Logger, LoggerDestination, ProgressBarLogger, TensorboardLogger
 from composer.utils import dist
 
-from biphasic.config.pretrain import LoggingConfig
+from biphasic.config.pretrain import LoggingConfig, PretrainConfig
 from biphasic.errors import UserError
+from biphasic.storage import first_line
 
 
 def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
@@ -119,3 +120,33 @@ class JSONLLogger(LoggerDestination):
         if self.file is not None:
             self.file.close()
             self.file = None
+
+
+def log_scores(config: PretrainConfig, name: str, batch: int, scores: dict[str, float]) -> None:
+    """Log the scores of a checkpoint to the run's loggers, at its batch. A failure is one printed line.
+
+    There they are a run of their own, as the pretraining run still writes to its own: TensorBoard leaves a folder's older
+    file once there is a newer one, and W&B takes no step below the newest.
+    """
+    logging, run = config.logging, f"{config.run_name}-{name}"
+    try:
+        if logging.tensorboard and config.run_folder.is_dir():
+            from torch.utils.tensorboard import SummaryWriter
+
+            with SummaryWriter(str(config.run_folder / "tensorboard" / run)) as writer:
+                for key, value in scores.items():
+                    writer.add_scalar(key, value, batch)
+        if logging.wandb is not None:
+            import wandb
+
+            with wandb.init(project=logging.wandb, id=run, name=run, group=config.run_name, resume="allow") as session:
+                session.log(scores, step=batch)
+        if logging.mlflow is not None:
+            import mlflow
+
+            query, experiment = f"attributes.run_name = '{run}'", mlflow.set_experiment(logging.mlflow).experiment_id
+            found: Any = mlflow.search_runs([experiment], query, output_format="list")
+            with mlflow.start_run(run_id=found[0].info.run_id if found else None, run_name=run):
+                mlflow.log_metrics(scores, step=batch)
+    except Exception as error:
+        print(f"ba{batch}: its scores can't be logged ({type(error).__name__}: {first_line(error)})", flush=True)

@@ -1,4 +1,4 @@
-"""Read the metrics that a run writes as JSON lines. Imports neither torch nor Composer."""
+"""Read the metrics that a run writes as JSON lines, and the scores along it. Imports neither torch nor Composer."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from biphasic.storage import Store
+
+SCORES = "scores"
+"""Folder with the scores of a run's checkpoints (`biphasic watch`), where the run saves."""
 _TRAINED = "loss/train/total"
 """A key in the line of every trained batch; lines of validations don't have it."""
 
@@ -33,6 +37,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 def trained_batches(text: str) -> list[int]:
     """Return the batches that all attempts of a run have trained, counted from 1, with repetitions."""
     return [entry["batch"] for entry in _entries(text) if _TRAINED in entry]
+
+
+def read_scores(folder: Store) -> list[dict[str, Any]]:
+    """Read the scores of a run's checkpoints from the place where it saves, by batch. Raises an OSError."""
+    records = [json.loads(folder.read(name)) for name in folder.list(SCORES) if name.endswith(".json")]
+    return sorted(records, key=lambda record: record["batch"])
 
 
 def _entries(text: str) -> Iterator[dict[str, Any]]:
