@@ -238,7 +238,7 @@ def disk_needs(config: PretrainConfig, ranks: int) -> list[tuple[Path, int]]:
     bucket, only the newest and the one being written are on the disk. Files that exist already are subtracted.
     """
     needs = []
-    for stream in config.data.splits.values():
+    for stream in config.splits.values():
         if stream.remote is not None and (size := _cache_bytes(stream, config.data.cache_limit)) is not None:
             needs.append((Path(stream.local), size))
     checkpoints = plan(config, ranks).details["checkpoints"]
@@ -269,7 +269,7 @@ def _data(config: PretrainConfig) -> str:
 
     tokenizer = load_tokenizer(config.tokenizer)
     conversion_record(config, tokenizer)
-    for stream in config.data.splits.values():
+    for stream in config.splits.values():
         require_first_shard(stream)
-    splits = len(config.data.splits)
+    splits = len(config.splits)
     return f"{splits} splits readable; tokenizer {tokenizer.sha256[:12]}, {tokenizer.vocab_size:,} tokens"

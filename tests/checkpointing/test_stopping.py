@@ -175,22 +175,22 @@ def test_a_repeated_validation_has_the_measured_microbatch(write_yaml: Write, tm
     path = validated(write_yaml, tmp_path, "stopped", microbatch_size="auto")
     path.write_text(path.read_text().replace("batch_size: 2\n", "batch_size: 8\n"))
     code = """
-from biphasic.training import compute, recipe, step
+from biphasic.training import compute, step
 rows = []
-fill, forward = compute.AutoMicrobatch._largest_batch, step.PretrainModel.eval_forward
-def record(self, state, count):
+fill, forward = compute.MicrobatchSize._batch, step.PretrainModel.eval_forward
+def record(self, state, length, count, causal):
     rows.append(count)
-    return fill(self, state, count)
+    return fill(self, state, length, count, causal)
 def report(self, batch, outputs=None):
     print("validated rows:", len(batch.lengths), flush=True)
     return forward(self, batch, outputs)
-compute.AutoMicrobatch._largest_batch = record
+compute.MicrobatchSize._batch = record
 step.PretrainModel.eval_forward = report
-compute._circumstances = lambda config: {}
+compute._circumstances = lambda config, length, rows: {}
 compute._missing_optimizer_state = lambda state: 1.0
 compute.available_bytes = lambda: 10.0
 compute.peak_bytes = lambda work: work() or 2.0 * rows[-1]
-recipe.has_gpu = lambda: True
+compute._is_measured = lambda config: True
 """
     stopped = launch(path, code=code + SIGNAL_IN_VALIDATION.format(batch=7).replace("== 3", "== 1"))
     assert stopped.returncode == 75, stopped.stderr[-3000:]

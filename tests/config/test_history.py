@@ -108,8 +108,8 @@ def pairs(draw: st.DrawFn, units: list[str]) -> tuple[PretrainConfig, PretrainCo
     configs = config_of(first), config_of(second)
     for config in configs:
         assume(config.max_duration.value)
-        assume(not any(phase_problems(config.objective.phases, config.max_duration, config.batch_shape)))
-        problems = schedule_problems(config.schedule, config.max_duration, config.batch_shape)
+        assume(not any(phase_problems(config.objective.phases, config.max_duration, config.batch_shapes)))
+        problems = schedule_problems(config.schedule, config.max_duration, config.batch_shapes)
         assume(all(key.endswith(("decay_shape", "final_lr")) for keys, _ in problems for key in keys[:1]))
     return configs
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from biphasic.config.durations import BatchShape, Duration, TrainingProgress
+from biphasic.config.durations import BatchShape, BatchShapes, Duration, TrainingProgress
 from biphasic.config.timeline import (
     ObjectiveConfig,
     ScheduleConfig,
@@ -18,7 +18,7 @@ from biphasic.config.timeline import (
     schedule_problems,
 )
 
-SHAPE = BatchShape(rows=4, row_length=10)
+SHAPE = BatchShapes(((0, BatchShape(rows=4, row_length=10)),))
 END = Duration(10, "ba")
 RAMP = {"start": 0.5, "end": 0.3}
 

@@ -19,7 +19,7 @@ from biphasic.errors import UserError
 from biphasic.model import attention, layers
 from biphasic.model.auto_microbatch import even_microbatch, largest_microbatch
 from biphasic.model.language_model import from_hf_config, llama_config
-from biphasic.training import compute, recipe
+from biphasic.training import compute
 from biphasic.training.compute import configure_compute
 from biphasic.training.step import PreparedBatch
 from conftest import Write
@@ -160,42 +160,49 @@ def test_a_microbatch_is_measured_once_for_the_same_circumstances(
 ) -> None:
     measured: list[int] = []
     measure_by_formula(monkeypatch, measured)
-    monkeypatch.setattr(compute.AutoMicrobatch, "_train", lambda self, state, rows: measured.append(rows))
+    monkeypatch.setattr(
+        compute.MicrobatchSize, "_train", lambda self, state, length, rows, causal: measured.append(rows)
+    )
 
     def find(**circumstances: int) -> int:
-        monkeypatch.setattr(compute, "_circumstances", lambda config: circumstances)
-        config: Any = SimpleNamespace(global_batch_size=12, run_folder=tmp_path)
-        state: Any = SimpleNamespace(fsdp_config=None, evaluators=[])
-        compute.AutoMicrobatch(config).apply(Event.FIT_START, state, Logger(state))
+        monkeypatch.setattr(compute, "_circumstances", lambda config, length, rows: circumstances)
+        inputs = [SimpleNamespace(rows=12, data=SimpleNamespace(sequence_length=8))]
+        phases = [SimpleNamespace(name="clm")]
+        config: Any = SimpleNamespace(
+            microbatch_size="auto", inputs=inputs, run_folder=tmp_path, objective=SimpleNamespace(phases=phases)
+        )
+        model = SimpleNamespace(model=SimpleNamespace(compiled_loss=False))
+        state: Any = SimpleNamespace(fsdp_config=None, evaluators=[], model=model)
+        compute.MicrobatchSize(config).apply(Event.FIT_START, state, Logger(state))
         return state.device_train_microbatch_size
 
     assert find(length=8) == 4
     first = len(measured)
     assert find(length=8) == 4 and len(measured) == first
     assert find(length=9) == 4 and len(measured) == 2 * first
-    (tmp_path / compute.MICROBATCH_FILE).write_text('{"circumstances"')
+    (tmp_path / compute.MICROBATCH_FILE.format(length=8)).write_text('{"circumstances"')
     assert find(length=9) == 4 and len(measured) == 3 * first
 
 
 def measure_by_formula(monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> None:
     """Memory is a formula instead of a GPU's: four rows fit. `rows` are those measured, the last one at the end."""
-    monkeypatch.setattr(compute, "_circumstances", lambda config: {})
+    monkeypatch.setattr(compute, "_circumstances", lambda config, length, rows: {})
     monkeypatch.setattr(compute, "_missing_optimizer_state", lambda state: 1.0)
     monkeypatch.setattr(compute, "available_bytes", lambda: 10.0)
     monkeypatch.setattr(compute, "peak_bytes", lambda work: work() or 2.0 * rows[-1])
-    monkeypatch.setattr(recipe, "has_gpu", lambda: True)
+    monkeypatch.setattr(compute, "_is_measured", lambda config: config.microbatch_size == "auto")
 
 
 def test_an_automatic_microbatch_trains_the_same_run(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     expected = losses(train(config_of(write_yaml("fixed", microbatch_size=4))))
     rows: list[int] = []
-    fill = compute.AutoMicrobatch._largest_batch
+    fill = compute.MicrobatchSize._batch
 
-    def record(self: compute.AutoMicrobatch, state: State, count: int) -> PreparedBatch:
+    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> PreparedBatch:
         rows.append(count)
-        return fill(self, state, count)
+        return fill(self, state, length, count, causal)
 
-    monkeypatch.setattr(compute.AutoMicrobatch, "_largest_batch", record)
+    monkeypatch.setattr(compute.MicrobatchSize, "_batch", record)
     measure_by_formula(monkeypatch, rows)
     folder = train(config_of(write_yaml("measured", microbatch_size="auto")))
     assert set(rows) == {1, 4}
@@ -209,19 +216,21 @@ def test_the_measurement_computes_as_in_training(
     saved_decoder("llama", tmp_path / "hub", attention_dropout=0.1)
     rows: list[int] = []
     recomputed: list[object] = []
-    fill, apply = compute.AutoMicrobatch._largest_batch, compute.AutoMicrobatch.apply
+    fill, apply = compute.MicrobatchSize._batch, compute.MicrobatchSize.apply
     checkpoint: Any = layers.checkpoint
 
-    def record(self: compute.AutoMicrobatch, state: State, count: int) -> PreparedBatch:
+    def record(self: compute.MicrobatchSize, state: State, length: int, count: int, causal: bool) -> PreparedBatch:
         rows.append(count)
         assert all(module.training for module in state.model.modules()) and torch.is_grad_enabled()
-        return fill(self, state, count)
+        return fill(self, state, length, count, causal)
 
     def recompute(forward: Any, *inputs: Any, **named: Any) -> Any:
         recomputed.append(forward)
         return checkpoint(forward, *inputs, **named)
 
-    def compare(self: compute.AutoMicrobatch, event: Event, state: State, logger: Logger) -> None:
+    def compare(self: compute.MicrobatchSize, event: Event, state: State, logger: Logger) -> None:
+        if event == Event.BATCH_START:
+            return apply(self, event, state, logger)
         numbers = torch.get_rng_state()
         assert not all(module.training for module in state.model.modules())
         apply(self, event, state, logger)
@@ -229,8 +238,8 @@ def test_the_measurement_computes_as_in_training(
         assert len(recomputed) == 2 * len(rows) > 0  # two layers
 
     monkeypatch.setattr(layers, "checkpoint", recompute)
-    monkeypatch.setattr(compute.AutoMicrobatch, "_largest_batch", record)
-    monkeypatch.setattr(compute.AutoMicrobatch, "apply", compare)
+    monkeypatch.setattr(compute.MicrobatchSize, "_batch", record)
+    monkeypatch.setattr(compute.MicrobatchSize, "apply", compare)
     measure_by_formula(monkeypatch, rows)
     path = write_yaml("measured", microbatch_size="auto", model={"init_from": str(tmp_path / "hub")},
                       compute__activation_checkpointing="all")  # fmt: skip

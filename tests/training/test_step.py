@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 from typing import Any, cast
 
 import numpy as np
@@ -15,7 +16,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
+from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig, resolve_phases
 from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
@@ -61,7 +62,7 @@ class Run:
     def apply(self, algorithm: Any, event: Event, **time: int) -> Any:
         """Run the algorithm at a timestamp, if it runs at this event; returns the batch."""
         self.state.timestamp = Timestamp(**time)
-        self.state.batch = raw_batch()
+        self.state.batch = {**raw_batch(), "epoch": time.get("epoch", 0)}
         if algorithm.match(event, self.state):
             algorithm.apply(event, self.state, self.logger)
         return self.state.batch
@@ -72,8 +73,11 @@ class Run:
         return {name: entries[-1][1] for name, entries in self.logged.data.items() if entries[-1][0] is now}
 
 
-def schedule(first_epoch: int = 0, repeats_rows: bool = False) -> ObjectiveSchedule:
-    return ObjectiveSchedule(PHASES, Duration(8, "ba"), VOCABULARY, 9, 0.3, first_epoch, repeats_rows)
+def schedule(repeats_rows: bool = False) -> ObjectiveSchedule:
+    data = SimpleNamespace(mix={} if repeats_rows else None)
+    inputs: Any = [SimpleNamespace(data=data, rope_theta=None)] * len(PHASES)
+    model: Any = None
+    return ObjectiveSchedule(resolve_phases(PHASES, Duration(8, "ba")), inputs, model, VOCABULARY, 9, 0.3)
 
 
 def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inputs: Any, targets: Any) -> None:
@@ -109,8 +113,8 @@ def test_a_batch_gets_the_objective_of_its_phase() -> None:
 
 
 def test_the_masks_count_batches_where_an_epoch_repeats_rows() -> None:
-    for objective, counter in ((schedule(first_epoch=4), 5), (schedule(first_epoch=4, repeats_rows=True), 3)):
-        prepared = Run().apply(objective, Event.BATCH_START, batch=3, epoch=1)
+    for objective, counter in ((schedule(), 5), (schedule(repeats_rows=True), 3)):
+        prepared = Run().apply(objective, Event.BATCH_START, batch=3, epoch=5)
         assert_prepared(prepared, "mlm", 1, *masked(counter=counter, masking_ratio=0.5, target="next"))
 
 

@@ -137,7 +137,7 @@ class Run:
             require_same_past(self._resume, self._config, indexes)
             self._recorded["overridden"] = overridden_keys(self._resume, self._config, indexes)
         elif self._branch_point is not None:
-            require_same_data(*self._branch_point, indexes)
+            require_same_data(*self._branch_point, self._config, indexes)
 
     def train(self, trainer: Trainer) -> None:
         """Train to the end of the run. If it was stopped within a validation, repeat the validation first."""

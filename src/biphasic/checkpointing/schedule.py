@@ -42,6 +42,4 @@ def progress_after_batch(state: State) -> TrainingProgress:
     now = elapsed(state.timestamp)
     # Not `state.dataloader`, which is the validation's while it runs.
     batches: Any = state.train_dataloader
-    skipped = batches.dataset.skipped_batches if now.epochs == 0 else 0
-    is_last = state.timestamp.batch_in_epoch.value + skipped == len(batches)
-    return replace(now, epochs=now.epochs + is_last)
+    return replace(now, epochs=batches.ended_epochs(now.batches))

@@ -12,10 +12,13 @@ import yaml
 from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
+from biphasic.config.base import within
 from biphasic.config.durations import TrainingProgress
-from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden
+from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden, phase_paths
+from biphasic.config.phase_inputs import phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import resolve_phases
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, join, open_store, user_errors
 
@@ -82,9 +85,10 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
     `checkpoint.resume_overrides` names what may differ. `indexes` holds the hash of each training stream's index, by key.
     Raises a UserError if something that affects the trained batches has changed, or the run would end before the checkpoint.
     """
-    overrides = config.checkpoint.resume_overrides
+    # The data of phases is compared by the hash of its index, as the run's own is.
+    overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
     lines = {difference.key: _describe(difference) for difference in past_differences(manifest, config, overrides)}
-    for key, old, new in _changed_indexes(manifest, indexes):
+    for key, old, new in _changed_indexes(manifest, config, indexes):
         if not is_overridden(key, overrides):
             lines[key] = f"{key}: {old!r} until now, {new!r} here"
     if lines:
@@ -106,19 +110,30 @@ def overridden_keys(manifest: Manifest, config: PretrainConfig, indexes: dict[st
 
     The configuration in the checkpoints of such a run isn't that of its whole past.
     """
-    keys = {difference.key for difference in past_differences(manifest, config)}
-    return sorted({*manifest.run["overridden"], *keys, *(key for key, _, _ in _changed_indexes(manifest, indexes))})
+    keys = {difference.key for difference in past_differences(manifest, config, phase_paths(config))}
+    changed = (key for key, _, _ in _changed_indexes(manifest, config, indexes))
+    return sorted({*manifest.run["overridden"], *keys, *changed})
 
 
-def require_same_data(path: str, manifest: Manifest, indexes: dict[str, str]) -> None:
+def require_same_data(path: str, manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]) -> None:
     """Raise a UserError if the index of a training stream is not the one that the other run has read."""
-    for key, old, new in _changed_indexes(manifest, indexes):
+    for key, old, new in _changed_indexes(manifest, config, indexes):
         raise UserError(f"start_from: {path} was trained on other rows: {key} is {old!r} there, {new!r} here")
 
 
-def _changed_indexes(manifest: Manifest, indexes: dict[str, str]) -> Iterator[tuple[str, str, str]]:
-    recorded = manifest.run["indexes"]
+def _changed_indexes(
+    manifest: Manifest, config: PretrainConfig, indexes: dict[str, str]
+) -> Iterator[tuple[str, str, str]]:
+    """Yield the streams that a run with `config` has read at the checkpoint and whose indexes differ."""
+    recorded, last_batch = manifest.run["indexes"], _last_batch(manifest)
+    begun = [
+        phase_key(span.index)
+        for span in resolve_phases(config.objective.phases, config.max_duration)
+        if last_batch.reached(span.start)
+    ]
     for key in sorted(recorded.keys() | indexes.keys()):
+        if not within(key, "data") and not any(within(key, phase) for phase in begun):
+            continue
         if recorded.get(key) != indexes.get(key):
             yield key, recorded.get(key, "nothing"), indexes.get(key, "nothing")
 

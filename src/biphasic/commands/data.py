@@ -158,6 +158,9 @@ def verify(options: Namespace) -> int:
     "print the text of rows by their ids",
     argument("file", metavar="FILE.yaml", help="the pretraining YAML"),
     argument("ids", metavar="ID", nargs="+", type=int, help="row ids in the dataset or the mix"),
+    argument(
+        "--phase", type=int, default=0, metavar="N", help="the phase whose data has these rows; default: the first"
+    ),
 )
 def show(options: Namespace) -> int:
     """Print the text of rows by their ids, as `anomalous_batches.jsonl` in a run's folder lists them."""
@@ -171,7 +174,9 @@ def show(options: Namespace) -> int:
     # Row ids of a mix continue from one dataset to the next.
     first_ids: dict[str, int] = {}
     total = 0
-    for stream in config.data.streams.values():
+    if not 0 <= options.phase < len(config.inputs):
+        raise UserError(f"--phase: expected a phase from 0 to {len(config.inputs) - 1}; got {options.phase}")
+    for stream in config.inputs[options.phase].streams.values():
         dataset = stream.remote or stream.local
         first_ids[dataset] = total
         total += row_count(dataset)

@@ -103,7 +103,7 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
     calls = {
         "start": lambda: plan_start(config),
         "rows": lambda: check_rows(config),
-        "records": lambda: read_conversions(config.data),
+        "records": lambda: read_conversions(config.streams),
     }
     # Daemon threads, because a bucket may not answer.
     threads = [Thread(target=lambda name=name: results.update({name: calls[name]()}), daemon=True) for name in calls]

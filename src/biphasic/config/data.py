@@ -6,6 +6,8 @@ Also the record (`conversion.json`) that a conversion writes beside its splits.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from posixpath import basename, dirname, join, normpath
 from typing import Annotated, Any
@@ -13,7 +15,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from biphasic.config.base import Address, Count, KeyProblems, LocalPath, Name, Positive, Section, Size, matching
-from biphasic.config.durations import BatchShape, Duration
+from biphasic.config.durations import Duration
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, open_store
 
@@ -68,6 +70,8 @@ class DataConfig(Section):
     cache_limit: Size | None = None
     """Maximum size of a node's cache, e.g. `200gb`. It applies to training data and to validation data separately. The
     least recently read shards are deleted first. Default: keep all shards. A local `folder` is no cache and is kept."""
+    drop_cache: bool = False
+    """Whether to delete the shards that were downloaded for a phase's data once no later phase reads it."""
     num_workers: Count = 2
     """Number of loader processes for each rank."""
 
@@ -80,7 +84,14 @@ class DataConfig(Section):
 
     def first_row(self, global_batch_size: int) -> int:
         """Return the number of rows that are ordered before the run's first batch."""
-        return BatchShape(global_batch_size, self.sequence_length).batches(self.start_at) * global_batch_size
+        in_unit = {"ba": 1, "sp": global_batch_size, "tok": global_batch_size * self.sequence_length}[
+            self.start_at.unit
+        ]
+        return math.ceil(self.start_at.value / in_unit) * global_batch_size
+
+    def read_together(self) -> tuple[Any, ...]:
+        """Return what is equal for data that is read as one: the streams and the settings of their epochs."""
+        return self.streams, self.epoch_rows, self.sequence_length
 
     @property
     def splits(self) -> dict[str, StreamConfig]:
@@ -88,11 +99,36 @@ class DataConfig(Section):
         return self.streams if self.validation is None else {**self.streams, "data.validation": self.validation}
 
 
+class PhaseDataConfig(Section):
+    """Training data that replaces the data of the phase before. Exactly one of `folder`, `train` and `mix` is required."""
+
+    folder: Address | None = None
+    """The output of a conversion, of which `train/` is read."""
+    cache: LocalPath | None = None
+    """With a `folder` in a bucket: the local folder of downloaded shards. Default: `data.cache`."""
+    train: StreamConfig | None = None
+    """One converted dataset."""
+    mix: Annotated[dict[_NameInMix, MixedStreamConfig], Field(min_length=1)] | None = None
+    """Several converted datasets by name. Rows are sampled from them in their proportions."""
+    epoch_rows: Positive | None = None
+    """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
+    sequence_length: Positive | None = None
+    """Number of tokens in a row, as converted. Default: that of the phase before."""
+
+    def after(self, before: DataConfig) -> DataConfig:
+        """Return the phase's data: this section, and what it doesn't have from the data of the phase before."""
+        own = {name: getattr(self, name) for name in type(self).model_fields}
+        kept = {name: own[name] or getattr(before, name) for name in ("cache", "sequence_length")}
+        return before.model_copy(update={**own, **kept, "validation": None, "start_at": Duration(0, "ba")})
+
+
 def expand_folder(content: Any) -> Any:
     """Return a pretraining YAML's content with the keys that `data.folder` implies: the streams and `tokenizer`.
 
     Explicit keys are kept, including `validation: null`; `data_problems` reports those that contradict `data.folder`.
+    The `data` sections of phases get their stream.
     """
+    content = _expand_phases(content)
     data = content.get("data") if isinstance(content, dict) else None
     if not isinstance(data, dict) or not isinstance(data.get("folder"), str):
         return content
@@ -104,6 +140,26 @@ def expand_folder(content: Any) -> Any:
     tokenizer = content.get("tokenizer")
     tokenizer = join(folder, "tokenizer") if tokenizer is None else tokenizer
     return {**content, "tokenizer": tokenizer, "data": expanded}
+
+
+def _expand_phases(content: Any) -> Any:
+    objective = content.get("objective") if isinstance(content, dict) else None
+    phases = objective.get("phases") if isinstance(objective, dict) else None
+    if not isinstance(objective, dict) or not isinstance(phases, list):
+        return content
+    expanded, base = list[Any](), content.get("data")
+    cache = base.get("cache", _CACHE) if isinstance(base, dict) else _CACHE
+    for phase in phases:
+        data = phase.get("data") if isinstance(phase, dict) else None
+        if (
+            isinstance(data, dict)
+            and isinstance(data.get("folder"), str)
+            and not (data.get("train") or data.get("mix"))
+        ):
+            stream = _split_of(data["folder"].rstrip("/"), data.get("cache") or cache, "train")
+            phase = {**phase, "data": {**data, "train": stream}}
+        expanded.append(phase)
+    return {**content, "objective": {**objective, "phases": expanded}}
 
 
 def _split_of(folder: str, cache: object, split: str) -> dict[str, Any]:
@@ -217,7 +273,7 @@ def read_stream_record(stream: StreamConfig) -> StreamRecord | None:
     return None
 
 
-def read_conversions(data: DataConfig) -> dict[str, StreamRecord]:
+def read_conversions(streams: Mapping[str, StreamConfig]) -> dict[str, StreamRecord]:
     """Return the conversion records of the training streams that have one, by key."""
-    records = {key: read_stream_record(stream) for key, stream in data.streams.items()}
+    records = {key: read_stream_record(stream) for key, stream in streams.items()}
     return {key: record for key, record in records.items() if record is not None}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from pydantic import GetCoreSchemaHandler
@@ -88,26 +89,57 @@ class TrainingProgress:
         """Return whether `when` has been reached. `when` is not in `dur`."""
         return self.in_unit(when.unit) >= when.value
 
+    def after(self, batches: int, shape: BatchShape) -> TrainingProgress:
+        """Return the progress after `batches` more batches of one shape in the same epoch."""
+        rows, tokens = self.rows + batches * shape.rows, self.tokens + batches * shape.size
+        return TrainingProgress(self.batches + batches, rows, tokens, self.epochs)
+
 
 @dataclass(frozen=True)
 class BatchShape:
-    """The size of a global batch. It converts durations before the data is read, as if no row had padding."""
+    """The size of a global batch."""
 
     rows: int
     row_length: int
 
     @property
     def size(self) -> int:
-        """Number of tokens in a batch."""
+        """Number of tokens in a batch, including padding."""
         return self.rows * self.row_length
+
+    def in_unit(self, unit: str) -> int:
+        """Return the size of a batch in `unit` (`ba`, `sp` or `tok`)."""
+        return {"ba": 1, "sp": self.rows, "tok": self.size}[unit]
+
+
+@dataclass(frozen=True)
+class BatchShapes:
+    """The sizes of a run's global batches. They convert durations before the data is read, as if no row had padding.
+
+    `parts` are pairs of a first batch, ascending from 0, and the shape of the batches from there on.
+    """
+
+    parts: tuple[tuple[int, BatchShape], ...]
+
+    def _part_of(self, duration: Duration) -> tuple[TrainingProgress, BatchShape, int]:
+        """Return the start of the part in which `duration` ends, its shape, and what remains of `duration`."""
+        start, left = TrainingProgress(0, 0, 0, 0), int(duration.value)
+        for (first, shape), (end, _) in pairwise(self.parts):
+            if left <= (end - first) * shape.in_unit(duration.unit):
+                return start, shape, left
+            left -= (end - first) * shape.in_unit(duration.unit)
+            start = start.after(end - first, shape)
+        return start, self.parts[-1][1], left
 
     def tokens(self, duration: Duration) -> int:
         """Convert a duration in batches, rows or tokens to tokens, including padding."""
-        return int(duration.value) * {"ba": self.size, "sp": self.row_length, "tok": 1}[duration.unit]
+        start, shape, left = self._part_of(duration)
+        return start.tokens + left * shape.size // shape.in_unit(duration.unit)
 
     def batches(self, duration: Duration) -> int:
         """Return the first batch that begins at or after `duration` (in batches, rows or tokens)."""
-        return -(-self.tokens(duration) // self.size)
+        start, shape, left = self._part_of(duration)
+        return start.batches - (-left // shape.in_unit(duration.unit))
 
     def not_before(self, a: Duration, b: Duration) -> bool:
         """Return whether `a` is certainly not before `b`. Epochs can't be compared before the data is read."""
@@ -117,4 +149,5 @@ class BatchShape:
 
     def progress(self, batches: int) -> TrainingProgress:
         """Return the progress at the start of a batch in the first epoch."""
-        return TrainingProgress(batches, batches * self.rows, batches * self.size, 0)
+        start, shape, left = self._part_of(Duration(batches, "ba"))
+        return start.after(left, shape)

@@ -8,6 +8,7 @@ restart may change, where a run may start from another run's checkpoint, and whi
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -15,11 +16,14 @@ from itertools import zip_longest
 from typing import Any
 
 from biphasic.config.base import flatten, within
-from biphasic.config.durations import BatchShape, Duration, TrainingProgress
+from biphasic.config.durations import BatchShapes, Duration, TrainingProgress
+from biphasic.config.phase_inputs import PhaseInputs, phase_key
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, resolve_phases
 
 _PATHS = {"local", "remote"}
+_INPUTS = {"data", "global_batch_size", "model"}
+"""Keys of phases that `_inputs` compares."""
 _NOT_COMPARED_AS_CONSTANTS: dict[str, Any] = {
     **dict.fromkeys(("run_name", "output", "start_from", "microbatch_size", "evaluation", "checkpoint"), True),
     **dict.fromkeys(("parallelism", "compute", "logging", "webhook"), True),
@@ -71,7 +75,7 @@ def first_difference(first: PretrainConfig, second: PretrainConfig, overrides: S
 
     The number of tokens in a batch depends on its padding, and the number of batches in an epoch on the data. So times
     in `tok` or `ep` are compared only with times in the same unit, and differ from any time in another unit. `batch` is
-    then the earliest possible one: a batch has at most `BatchShape`'s tokens, an epoch at least one batch.
+    then the earliest possible one: a batch has at most `BatchShapes`' tokens, an epoch at least one batch.
     """
     constant = next(constant_differences(first, second, overrides), None)
     if constant is not None:
@@ -127,7 +131,7 @@ _NO_PART = _Part(START, {}, {})
 
 
 def _phases(config: PretrainConfig) -> list[_Part]:
-    parts, end = list[_Part](), config.max_duration
+    parts, end, inputs = list[_Part](), config.max_duration, config.inputs
     for span in resolve_phases(config.objective.phases, end):
         phase, key, start = span.phase, f"objective.phases.{span.index}", _first_batch(span.start, config)
         rule, shown = dict[str, str](), dict[str, str]()
@@ -138,12 +142,32 @@ def _phases(config: PretrainConfig) -> list[_Part]:
         if isinstance(phase, MLMPhase):
             end_of_ramp = f" at {span.end}" if isinstance(phase.masking_ratio, RampConfig) else ""
             rule[f"{key}.masking_ratio"] = f"{phase.masking_ratio}{end_of_ramp}"
+        rule |= _inputs(inputs[span.index], key) if span.index else {}
         # Compare every other key of a phase, including keys that are added to the schema later.
-        first = {} if span.index else {"reset_optimizer": True}
-        others = phase.model_dump(mode="json", exclude={"name": True, "until": True, "masking_ratio": True, **first})
+        excluded = {"name", "until", "masking_ratio", *_INPUTS, *([] if span.index else ["reset_optimizer"])}
+        others = phase.model_dump(mode="json", exclude=excluded)
         rule |= {f"{key}.{name}": json.dumps(value).strip('"') for name, value in flatten(others)}
         parts.append(_Part(start, rule, shown))
     return parts
+
+
+def _inputs(inputs: PhaseInputs, key: str) -> dict[str, str]:
+    """Return what a phase reads, by key, with what it has from the phases before it."""
+    rule = {f"{key}.global_batch_size": str(inputs.rows), f"{key}.model.rope_theta": str(inputs.rope_theta)}
+    if inputs.source:
+        data = inputs.data.model_dump(mode="json", include={"train", "mix", "epoch_rows", "sequence_length"})
+        rule |= {f"{key}.data.{name}": str(value) for name, value in flatten(data) if value is not None}
+    return rule
+
+
+def phase_paths(config: PretrainConfig) -> list[str]:
+    """Return the keys of the paths of phases' data, which may change if the data's index stays the same."""
+    return [
+        f"{phase_key(index)}.{stream}.{path}"
+        for index, inputs in enumerate(config.inputs)
+        for stream in (inputs.data.streams if inputs.source else ())
+        for path in _PATHS
+    ]
 
 
 def _rates(config: PretrainConfig) -> list[_Part]:
@@ -164,7 +188,7 @@ def _rates(config: PretrainConfig) -> list[_Part]:
 
 def _first_batch(time: Duration, config: PretrainConfig) -> Duration:
     """Return when the first batch at or after `time` begins. Rows become batches; zero is the same in every unit."""
-    return Duration(config.batch_shape.batches(time), "ba") if time.unit == "sp" else time if time.value else START
+    return Duration(config.batch_shapes.batches(time), "ba") if time.unit == "sp" else time if time.value else START
 
 
 def _text(duration: Duration, total: Duration) -> str:
@@ -175,25 +199,29 @@ def _compare(
     first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
 ) -> Difference | None:
     """Return the first difference between the phases or the schedules of two runs."""
-    shape, ends = first.batch_shape, [_first_batch(config.max_duration, config) for config in (first, second)]
+    shapes, ends = [], []
+    for config in (first, second):
+        shapes.append(config.batch_shapes)
+        ends.append(_first_batch(config.max_duration, config))
     for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
         keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]
         keys = keys[:1] if _NO_PART in (old, new) else keys
         if key := next((key for key in keys if not is_overridden(key, overrides)), None):
             # A later time in another unit may come before the part's own start.
             later = dict.fromkeys(part.start for part in (*before[index:], *now[index:]))
-            times = tuple(time for time in later if all(_may_reach(end, time, shape) for end in ends))
-            batches = [_earliest(time, shape) for time in times]
+            reached = [all(map(_may_reach, ends, [time, time], shapes)) for time in later]
+            times = tuple(itertools.compress(later, reached))
+            batches = [_earliest(time, shape) for time in times for shape in shapes]
             return Difference(min(batches), key, old.text(key), new.text(key), times) if times else None
     return None
 
 
-def _earliest(time: Duration, shape: BatchShape) -> int:
+def _earliest(time: Duration, shape: BatchShapes) -> int:
     """Return the earliest batch that can begin at or after `time`."""
     return int(time.value) if time.unit == "ep" else shape.batches(time)
 
 
-def _may_reach(end: Duration, time: Duration, shape: BatchShape) -> bool:
+def _may_reach(end: Duration, time: Duration, shape: BatchShapes) -> bool:
     """Return whether a run that ends at `end` may have a batch that begins at or after `time`."""
     if time.unit == end.unit:
         return time.value < end.value

@@ -117,7 +117,7 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
     spans = resolve_phases(config.objective.phases, config.max_duration)
     for end in (span.end for span in spans if span.end.unit == "ep"):
         raise UserError(f"model {name}: {end} can't be given in steps before the data is read")
-    batches = config.batch_shape.batches
+    batches = config.batch_shapes.batches
     clm_steps = sum(batches(span.end) - batches(span.start) for span in spans if span.phase.name == "clm")
     total = base_steps + batches(config.max_duration)
     objective = "-".join(span.phase.name for span in spans)

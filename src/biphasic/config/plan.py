@@ -14,8 +14,9 @@ from typing import Any
 from biphasic.amounts import format_bytes
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.data import StreamRecord, split_conversion_path
-from biphasic.config.durations import Duration
+from biphasic.config.durations import BatchShape, Duration
 from biphasic.config.model import architecture_of
+from biphasic.config.phase_inputs import PhaseInputs, phase_key, sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import MLMPhase, decay_start, resolve_phases
 
@@ -83,10 +84,11 @@ def plan(
     """
     run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
-    end, size = config.max_duration, config.batch_shape.size
-    batches, spans = _batch(end, config), resolve_phases(config.objective.phases, end)
+    end, shapes, inputs = config.max_duration, config.batch_shapes, config.inputs
+    size, batches, spans = inputs[0].shape.size, _batch(end, config), resolve_phases(config.objective.phases, end)
     units = {end.unit, *(span.end.unit for span in spans)}
-    exact, phases, rates = not units & {"tok", "ep"}, list(_phases(config)), list(_rates(config))
+    exact, rates = not units & {"tok", "ep"}, list(_rates(config))
+    phases = list(_phases(config, architecture))
     datasets, data_lines, run_plan.warnings = _plan_datasets(config, batches, records)
     checkpoints = _checkpoints(config, architecture)
     rows = config.global_batch_size // ranks
@@ -95,7 +97,7 @@ def plan(
         "exact": exact,
         "parameters": None,
         "batches": batches,
-        "tokens": None if batches is None else batches * size,
+        "tokens": None if batches is None else shapes.progress(batches).tokens,
         "tokens_per_batch": size,
         "rows_per_rank": rows,
         "microbatch": config.microbatch_size,
@@ -117,15 +119,22 @@ def plan(
         parts = f"{body:,} without embeddings; embedding {embedding:,}, head {head:,}"
         lines["parameters"] = f"{total:,} ({parts})"
     on_rank = f"{rows:,} rows a rank, microbatch {config.microbatch_size}"
-    of_rows = f"{config.global_batch_size:,} rows of {config.data.sequence_length:,}"
-    lines["batch"] = f"{size:,} tokens: {of_rows}; {on_rank}"
+    lines["batch"] = f"{_shape(inputs[0].shape)}; {on_rank}"
     length = "open until the data is seen" if batches is None else f"{about}{batches:,} batches"
     lines["length"] = f"{end}: {length}{_tokens(details['tokens'])}"
     lines["data"] = "\n".join(data_lines)
     for index, phase in enumerate(phases):
         batch_range = f"batch {_number(phase['first_batch'])} to {_number(phase['last_batch'])}"
         ratio = f", masking ratio {phase['masking_ratio']}" if phase["masking_ratio"] else ""
-        lines[f"phase {index}"] = f"{phase['objective']}: {about}{batch_range}{_tokens(phase['tokens'])}{ratio}"
+        text = f"{phase['objective']}: {about}{batch_range}{_tokens(phase['tokens'])}{ratio}"
+        now, before = inputs[index], inputs[max(index - 1, 0)]
+        changes = [
+            f"in batches of {_shape(now.shape)}" if now.shape != before.shape else "",
+            f"RoPE base {now.rope_theta:,.0f}" if now.rope_theta != before.rope_theta else "",
+            f"of {', '.join(phase['data'])}" if now.source != before.source else "",
+            f"{phase['flops']:.3g} FLOPs" if phase["flops"] is not None and len(phases) > 1 else "",
+        ]
+        lines[f"phase {index}"] = ", ".join([text, *filter(None, changes)])
     lines["learning rate"] = "\n".join(
         f"{point['lr']:.3g} at batch {_number(point['batch'])} ({point['event']})" for point in rates
     )
@@ -169,19 +178,29 @@ def _init_from_architecture(path: str | None) -> Architecture | None:
 
 def _batch(time: Duration, config: PretrainConfig) -> int | None:
     """Return the batch that begins at `time`; None if it depends on the length of an epoch."""
-    return None if time.unit == "ep" else config.batch_shape.batches(time)
+    return None if time.unit == "ep" else config.batch_shapes.batches(time)
 
 
-def _phases(config: PretrainConfig) -> Iterator[dict[str, Any]]:
-    """Yield each phase with its first and last batch, counted from 0, and its tokens."""
+def _phases(config: PretrainConfig, architecture: Architecture | None) -> Iterator[dict[str, Any]]:
+    """Yield each phase with its first and last batch, counted from 0, its tokens and FLOPs, and what it reads."""
+    inputs, counted = config.inputs, config.batch_shapes.progress
     for span in resolve_phases(config.objective.phases, config.max_duration):
-        first, end = _batch(span.start, config), _batch(span.end, config)
+        first, end, own = _batch(span.start, config), _batch(span.end, config), inputs[span.index]
+        tokens = flops = None
+        if first is not None and end is not None:
+            tokens = counted(end).tokens - counted(first).tokens
+            flops = training_flops(config, architecture, first, end) if architecture else None
         yield {
             "objective": span.phase.name,
             "first_batch": first,
             "last_batch": None if end is None else end - 1,
-            "tokens": None if first is None or end is None else (end - first) * config.batch_shape.size,
+            "tokens": tokens,
             "masking_ratio": str(span.phase.masking_ratio) if isinstance(span.phase, MLMPhase) else None,
+            "flops": flops,
+            "global_batch_size": own.rows,
+            "sequence_length": own.data.sequence_length,
+            "rope_theta": own.rope_theta,
+            "data": [stream.remote or stream.local for stream in own.streams.values()],
         }
 
 
@@ -232,7 +251,7 @@ def saved_checkpoints(config: PretrainConfig, start: int = 0, marked: Iterable[i
     `config` has no times in epochs; with times in tokens, padding makes the run slightly longer. `start` is the number
     of batches that another run has trained. Besides the branch points, checkpoints at `marked` are never deleted.
     """
-    shape, total = config.batch_shape, config.max_duration
+    shape, total = config.batch_shapes, config.max_duration
     end, every = shape.batches(total), shape.batches(config.checkpoint.interval.resolve(total))
     kept = {batch for batch in (*map(shape.batches, branch_points(config)), *marked) if start < batch < end}
     at_interval = range(start // every * every + every, end, every)
@@ -249,14 +268,15 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
 
     No duration of the configuration may be in epochs.
     """
-    total, row, shape = 0.0, config.data.sequence_length, config.batch_shape
+    total, shape, inputs = 0.0, config.batch_shapes, config.inputs
     for span in resolve_phases(config.objective.phases, config.max_duration):
         low, high = max(shape.batches(span.start), first), min(shape.batches(span.end), end)
         if low < high:
             is_mlm = isinstance(span.phase, MLMPhase)
             # A ramp is linear, so its mean is the ratio in the middle.
             predicted = span.masking_ratio(shape.progress((low + high) // 2)) if is_mlm else 1.0
-            total += (high - low) * config.global_batch_size * architecture.flops([row], not is_mlm, predicted * row)
+            rows, row = inputs[span.index].rows, inputs[span.index].data.sequence_length
+            total += (high - low) * rows * architecture.flops([row], not is_mlm, predicted * row)
     return total
 
 
@@ -268,52 +288,89 @@ def _plan_datasets(
     Token counts exclude padding; unknown values are None. `batches` is the length of the run if padding counts as
     tokens, or None if it depends on the data.
     """
-    streams, first_row = config.data.streams, config.data.first_row(config.global_batch_size)
     records = {key: each for key, each in records.items() if each.split.get("rows") and each.split.get("tokens")}
-    shares = {key: getattr(stream, "proportion", 1.0) for key, stream in streams.items()}
-    epoch_rows, tokens_per_row = config.data.epoch_rows, None
-    if len(records) == len(streams):
-        epoch_rows = epoch_rows or sum(record.split["rows"] for record in records.values())
-        tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in records.items())
-    run_rows = _run_rows(config, batches, epoch_rows, tokens_per_row)
-    about = "about " if config.max_duration.unit == "tok" else ""
     datasets, lines, warnings = list[dict[str, Any]](), list[str](), list[str]()
+    first_row = config.data.first_row(config.global_batch_size)
     if first_row:
         lines.append(f"begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})")
-    for key, stream in streams.items():
-        share, path, record = shares[key], stream.remote or stream.local, records.get(key)
-        name = "" if key == "data.train" else f"{key.rpartition('.')[2]} {share:.4g}: "
-        dataset = {"key": key, "path": path, "proportion": share, "record": None, "rows": None, "tokens": None}
-        dataset["run_rows"] = rows = None if run_rows is None else round(run_rows * share)
-        dataset |= {"run_tokens": None, "epochs": None}
-        datasets.append(dataset)
-        if record is None:
-            lines.append(f"{name}unknown (no record at {split_conversion_path(path)[0]})")
-            continue
-        stored_rows, stored_tokens = record.split["rows"], record.split["tokens"]
-        dataset |= {"record": record.folder, "rows": stored_rows, "tokens": stored_tokens}
-        if rows is None:
-            lines.append(f"{name}{stored_tokens:,} tokens in {stored_rows:,} rows at {path}")
-            continue
-        tokens, epochs = round(rows * record.tokens_per_row), rows / stored_rows
-        dataset |= {"run_tokens": tokens, "epochs": epochs}
-        lines.append(f"{name}{about}{tokens:,} tokens, {epochs:.3g} epochs of {path}")
-        if epochs > 1:
-            warnings.append(f"{key} would be repeated: the run takes {epochs:.3g} epochs of {path}")
-        elif first_row and (end := first_row * share / stored_rows + epochs) > 1:
-            message = f"the run begins at row {first_row:,} (data.start_at) and ends in epoch {math.ceil(end)} of"
-            warnings.append(f"{key}: {message} {path}, so rows from before data.start_at are read")
-    if config.data.mix is not None and run_rows is not None and epoch_rows is not None and run_rows > epoch_rows:
-        warnings.append(
-            f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows independently, "
-            f"so that some rows are repeated before others are read: set data.epoch_rows to {run_rows:,}"
-        )
+    rows = _rows_by_source(config)
+    for each in sources(config.inputs):
+        known, epoch_rows, tokens_per_row = {key: records[key] for key in each.streams if key in records}, None, None
+        shares = {key: getattr(stream, "proportion", 1.0) for key, stream in each.streams.items()}
+        if len(known) == len(shares):
+            epoch_rows = each.data.epoch_rows or sum(record.split["rows"] for record in known.values())
+            tokens_per_row = sum(shares[key] * record.tokens_per_row for key, record in known.items())
+        of_source = rows[each.source] if len(rows) > 1 else _run_rows(config, batches, epoch_rows, tokens_per_row)
+        of_streams, about = _plan_streams(each, of_source, known, shares), config.max_duration.unit == "tok"
+        for dataset in of_streams:
+            datasets.append(dataset)
+            lines.append(_dataset_line(dataset, "about " * about, each.data.mix is not None))
+            warnings += _repetitions(config, dataset, 0 if each.source else first_row)
+        if each.data.mix is not None and of_source is not None and epoch_rows is not None and of_source > epoch_rows:
+            above = f"{phase_key(each.source)}." * bool(each.source)
+            warnings.append(
+                f"the run is longer than an epoch of the mix ({epoch_rows:,} rows). Each epoch draws its rows "
+                "independently, so that some rows are repeated before others are read: set "
+                f"{above}data.epoch_rows to {of_source:,}"
+            )
     return datasets, lines, warnings
+
+
+def _plan_streams(
+    source: PhaseInputs, rows: int | None, records: Mapping[str, StreamRecord], shares: Mapping[str, float]
+) -> Iterator[dict[str, Any]]:
+    """Yield how much a run reads of each stream of a source, of which it reads `rows` rows."""
+    for key, stream in source.streams.items():
+        path, record, share = stream.remote or stream.local, records.get(key), shares[key]
+        dataset = {"key": key, "path": path, "proportion": share, "record": None, "rows": None, "tokens": None}
+        dataset["run_rows"] = own = None if rows is None else round(rows * share)
+        dataset |= {"run_tokens": None, "epochs": None}
+        if record is not None:
+            stored = record.split["rows"]
+            dataset |= {"record": record.folder, "rows": stored, "tokens": record.split["tokens"]}
+            if own is not None:
+                dataset |= {"run_tokens": round(own * record.tokens_per_row), "epochs": own / stored}
+        yield dataset
+
+
+def _dataset_line(dataset: dict[str, Any], about: str, is_mixed: bool) -> str:
+    key, path = dataset["key"], dataset["path"]
+    name = f"{key.rpartition('.')[2]} {dataset['proportion']:.4g}: " if is_mixed else ""
+    name = f"from {key.partition('.data.')[0]} on: {name}" if not key.startswith("data.") else name
+    if dataset["record"] is None:
+        return f"{name}unknown (no record at {split_conversion_path(path)[0]})"
+    if dataset["epochs"] is None:
+        return f"{name}{dataset['tokens']:,} tokens in {dataset['rows']:,} rows at {path}"
+    return f"{name}{about}{dataset['run_tokens']:,} tokens, {dataset['epochs']:.3g} epochs of {path}"
+
+
+def _repetitions(config: PretrainConfig, dataset: dict[str, Any], first_row: int) -> Iterator[str]:
+    key, path, epochs = dataset["key"], dataset["path"], dataset["epochs"]
+    if epochs is None:
+        return
+    if epochs > 1:
+        yield f"{key} would be repeated: the run takes {epochs:.3g} epochs of {path}"
+    elif first_row and (end := first_row * dataset["proportion"] / dataset["rows"] + epochs) > 1:
+        message = f"the run begins at row {first_row:,} (data.start_at) and ends in epoch {math.ceil(end)} of"
+        yield f"{key}: {message} {path}, so rows from before data.start_at are read"
+
+
+def _rows_by_source(config: PretrainConfig) -> dict[int, int]:
+    """Return how many rows of each data a run reads, by the data's first phase; nothing if a phase ends with an epoch."""
+    rows, shapes, inputs = dict[int, int](), config.batch_shapes, config.inputs
+    for span in resolve_phases(config.objective.phases, config.max_duration):
+        if "ep" in (span.start.unit, span.end.unit):
+            return {}
+        count = shapes.batches(span.end) - shapes.batches(span.start)
+        source = inputs[span.index].source
+        rows[source] = rows.get(source, 0) + count * inputs[span.index].rows
+    return rows
 
 
 def _run_rows(
     config: PretrainConfig, batches: int | None, epoch_rows: int | None, tokens_per_row: float | None
 ) -> int | None:
+    """Return how many rows a run reads whose phases all read the same data; None if that is unknown."""
     end, batch_rows = config.max_duration, config.global_batch_size
     if end.unit == "ep":
         if epoch_rows is None or epoch_rows < batch_rows:
@@ -322,7 +379,11 @@ def _run_rows(
         return int(end.value) * rows - config.data.first_row(batch_rows) % rows
     if end.unit == "tok" and tokens_per_row is not None:
         return math.ceil(round(end.value / (tokens_per_row * batch_rows), 6)) * batch_rows
-    return None if batches is None else batches * batch_rows
+    return None if batches is None else config.batch_shapes.progress(batches).rows
+
+
+def _shape(shape: BatchShape) -> str:
+    return f"{shape.size:,} tokens: {shape.rows:,} rows of {shape.row_length:,}"
 
 
 def _number(batch: int | None) -> str:

@@ -11,10 +11,11 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfig, Section, Seed, Share, flatten
-from biphasic.config.data import DataConfig, data_problems, expand_folder
-from biphasic.config.durations import BatchShape, Duration
+from biphasic.config.data import DataConfig, StreamConfig, data_problems, expand_folder
+from biphasic.config.durations import BatchShapes, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
-from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_problems, schedule_problems
+from biphasic.config.phase_inputs import PhaseInputs, input_problems, phase_inputs, phase_key, sources
+from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_problems, resolve_phases, schedule_problems
 from biphasic.storage import is_remote
 from biphasic.webhook import VariableName
 
@@ -189,22 +190,57 @@ class PretrainConfig(RunConfig):
         return self.run_folder / "checkpoints" if is_remote(destination) else Path(destination)
 
     @property
-    def batch_shape(self) -> BatchShape:
-        """Rows in a global batch, and tokens in a row."""
-        return BatchShape(self.global_batch_size, self.data.sequence_length)
+    def inputs(self) -> list[PhaseInputs]:
+        """What each phase reads."""
+        return phase_inputs(self.objective.phases, self.data, self.global_batch_size)
+
+    @property
+    def streams(self) -> dict[str, StreamConfig]:
+        """The training streams of all phases by YAML key."""
+        return {key: stream for each in sources(self.inputs) for key, stream in each.streams.items()}
+
+    @property
+    def splits(self) -> dict[str, StreamConfig]:
+        """The training streams of all phases, and the validation split, by YAML key."""
+        return {**self.data.splits, **self.streams}
+
+    @property
+    def longest_row(self) -> int:
+        """Number of tokens in the longest row of any phase."""
+        return max(each.data.sequence_length for each in self.inputs)
+
+    @property
+    def batch_shapes(self) -> BatchShapes:
+        """The sizes of the run's global batches."""
+        inputs = self.inputs
+        shapes = BatchShapes(((0, inputs[0].shape),))
+        for span, own in zip(resolve_phases(self.objective.phases, self.max_duration), inputs, strict=True):
+            if own.shape != shapes.parts[-1][1] and span.start.unit not in ("ep", "dur"):
+                first = max(shapes.batches(span.start), shapes.parts[-1][0])
+                shapes = BatchShapes((*shapes.parts, (first, own.shape)))
+        return shapes
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values for a run of `ranks` processes."""
-        yield from model_problems(self.model, self.data.sequence_length)
+        yield from model_problems(self.model, self.longest_row)
         if self.max_duration.unit == "dur" or not self.max_duration.value:
             yield ["max_duration"], "expected a positive length in batches, tokens, rows or epochs, such as 42000ba"
         else:
-            yield from phase_problems(self.objective.phases, self.max_duration, self.batch_shape)
-            yield from schedule_problems(self.schedule, self.max_duration, self.batch_shape)
+            yield from phase_problems(self.objective.phases, self.max_duration, self.batch_shapes)
+            yield from schedule_problems(self.schedule, self.max_duration, self.batch_shapes)
         yield from self._batch_problems(ranks)
         yield from self._parallelism_problems(ranks)
         yield from self._checkpoint_problems()
         yield from data_problems(self.data, self.global_batch_size)
+        yield from input_problems(self.objective.phases, self.inputs, ranks)
+        if len({(each.source, each.rows) for each in self.inputs}) > 1:
+            yield from self._epoch_problems()
+
+    def _epoch_problems(self) -> KeyProblems:
+        for key, time in flatten(self):
+            if isinstance(time, Duration) and time.unit == "ep":
+                message = "expected batches, rows or tokens, because the phases' epochs have different lengths"
+                yield [key, phase_key(len(self.inputs) - 1)], message
 
     def _batch_problems(self, ranks: int) -> KeyProblems:
         size, microbatch = self.global_batch_size, self.microbatch_size
@@ -245,7 +281,7 @@ class PretrainConfig(RunConfig):
         if not checkpoint.interval.value:
             yield ["checkpoint.interval"], "expected a positive length"
         for index, time in enumerate(checkpoint.keep_at):
-            if not time.value or (end.unit != "dur" and not self.batch_shape.not_before(end, time.resolve(end))):
+            if not time.value or (end.unit != "dur" and not self.batch_shapes.not_before(end, time.resolve(end))):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"
         keys = [key for key, _ in flatten(self)]
         for index, name in enumerate(checkpoint.resume_overrides):

@@ -11,8 +11,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import KeyProblems, Section, Share
-from biphasic.config.durations import BatchShape, Duration, TrainingProgress
+from biphasic.config.base import KeyProblems, Positive, Section, Share
+from biphasic.config.data import PhaseDataConfig
+from biphasic.config.durations import BatchShapes, Duration, TrainingProgress
 
 START = Duration(0, "ba")
 _COUNTED = "batches (ba), rows (sp) or tokens (tok)"
@@ -41,12 +42,26 @@ class ReplacementConfig(Section):
     """Share that stays as it is, and is predicted. BERT: 0.1."""
 
 
+class PhaseModelConfig(Section):
+    """What a phase changes in the model."""
+
+    rope_theta: Annotated[float, Field(gt=0)]
+    """Base of the rotary position embeddings from this phase on."""
+
+
 class _Phase(Section):
     name: str
     until: Duration | None = None
     """End of the phase, counted from the start of the run. Omit it for the last phase, which ends with the run."""
     reset_optimizer: bool = False
     """Whether to reset the optimizer state when this phase begins."""
+    data: PhaseDataConfig | None = None
+    """Training data from this phase on. Null: that of the phase before, which goes on where it was. The first phase has the
+    run's `data`. Data that an earlier phase has read goes on where that phase left it."""
+    global_batch_size: Positive | None = None
+    """Number of rows in an optimizer step from this phase on. Null: as before."""
+    model: PhaseModelConfig | None = None
+    """What changes in the model from this phase on. Null: nothing."""
 
 
 class CLMPhase(_Phase):
@@ -149,7 +164,7 @@ def learning_rate_factor(schedule: ScheduleConfig, max_duration: Duration, elaps
     return schedule.final_lr + (1 - schedule.final_lr) * shapes[schedule.decay_shape]
 
 
-def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, batch: BatchShape) -> KeyProblems:
+def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, batch: BatchShapes) -> KeyProblems:
     """Check the phases of a run of `max_duration`."""
     for index, phase in enumerate(phases):
         key = f"objective.phases.{index}"
@@ -180,7 +195,7 @@ def phase_problems(phases: list[CLMPhase | MLMPhase], max_duration: Duration, ba
             yield [f"{key}.masking_ratio", f"{key}.until", "max_duration"], message
 
 
-def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: BatchShape) -> KeyProblems:
+def schedule_problems(schedule: ScheduleConfig, max_duration: Duration, batch: BatchShapes) -> KeyProblems:
     """Check the warmup and decay of a run of `max_duration`."""
     if schedule.decay.unit not in ("dur", max_duration.unit) and schedule.decay.value:
         message = f"expected the unit of max_duration ({max_duration}) or dur, since the decay ends with the run"

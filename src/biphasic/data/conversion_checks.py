@@ -32,6 +32,7 @@ def row_problems(
 ) -> list[str]:
     """Return why the run can't read the rows of conversions: another tokenizer (unless None) or sequence length."""
     problems = []
+    lengths = {key: each.data.sequence_length for each in config.inputs for key in each.streams}
     for key, conversion in conversions.items():
         sha256, length = conversion.record["tokenizer"]["sha256"], conversion.record["sequence_length"]
         if tokenizer is not None and sha256 != tokenizer.sha256:
@@ -39,9 +40,10 @@ def row_problems(
                 f"tokenizer: {config.tokenizer} is not the one that {key}, {conversion.folder}, was converted with "
                 f"(sha256 {tokenizer.sha256[:12]} against {sha256[:12]}): use {join(conversion.folder, 'tokenizer')}"
             )
-        if length != config.data.sequence_length:
+        if length != lengths[key]:
+            section = key.partition("data.")[0]
             problems.append(
-                f"data.sequence_length is {config.data.sequence_length}, but {key}, {conversion.folder}, was converted with "
+                f"{section}data.sequence_length is {lengths[key]}, but {key}, {conversion.folder}, was converted with "
                 f"sequence_length: {length}"
             )
     return problems
@@ -61,7 +63,7 @@ def check_rows(config: PretrainConfig) -> RowChecks:
             checks.problems.append(str(error))
     elif is_local_path(config.tokenizer):
         add_missing(f"tokenizer {config.tokenizer}: there is no such folder", is_made_by_jobs(config.tokenizer))
-    for key, stream in config.data.splits.items():
+    for key, stream in config.splits.items():
         split = Path(stream.local)
         if stream.remote is None and not (split / INDEX).is_file():
             reason = f"has no {INDEX}: expected a split of a finished conversion"
@@ -74,7 +76,9 @@ def check_rows(config: PretrainConfig) -> RowChecks:
     source = config.model.init_from
     if source is not None and is_local_path(source) and not Path(source).exists():
         add_missing(f"model.init_from {source}: there is no such checkpoint or folder", is_made_by_jobs(source))
-    conversions = {key: stream for key, stream in read_conversions(config.data).items() if "tokenizer" in stream.record}
+    conversions = {
+        key: stream for key, stream in read_conversions(config.streams).items() if "tokenizer" in stream.record
+    }
     checks.problems += row_problems(config, conversions, tokenizer)
     architecture = architecture_of(config.model)
     sizes = [conversion.record["tokenizer"]["vocab_size"] for conversion in conversions.values()]

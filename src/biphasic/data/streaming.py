@@ -31,33 +31,18 @@ class RowDataset(StreamingDataset):
     """A dataset of packed rows, each with its id in the dataset or in the mix.
 
     Attributes:
-        first_row: number of rows in the order, over all ranks, before the run's first row. It is a multiple of the global
-            batch.
+        first_epoch: epoch in the order of rows in which reading begins.
+        first_row: number of that epoch's rows, over all ranks, that come before the first one to read.
         has_whole_batches: whether an epoch ends with its last complete global batch.
     """
 
-    first_row = 0
+    first_epoch = first_row = 0
     has_whole_batches = False
 
     def __getitem__(self, at: Any) -> Any:
         """Return the row with the id `at`, or the rows of a slice."""
         row = super().__getitem__(at)
         return row if isinstance(row, list) else {**row, "row_id": int(at)}
-
-    @property
-    def first_epoch(self) -> int:
-        """Epoch in which the run begins."""
-        return self.first_row // self._epoch_rows
-
-    @property
-    def skipped_batches(self) -> int:
-        """Batches of the first epoch that come before the run's first row."""
-        assert self.batch_size is not None
-        return self.first_row % self._epoch_rows // (self._parallel_rank_world.num_ranks * self.batch_size)
-
-    @property
-    def _epoch_rows(self) -> int:
-        return self.length * self._parallel_rank_world.num_ranks
 
     def make_epoch_whole_batches(self) -> None:
         """End an epoch with its last complete global batch.
@@ -70,13 +55,11 @@ class RowDataset(StreamingDataset):
         self.length = self.epoch_size // (ranks * self.batch_size) * self.batch_size
         self.has_whole_batches = True
 
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
-        """Return the position in the order of rows, for a checkpoint.
-
-        At the end of an epoch it is the beginning of the next one, where Streaming's would repeat the epoch.
-        """
-        state = super().state_dict(num_samples, from_beginning)
-        return state if num_samples else {**state, "epoch": self.next_epoch}
+    def start_at(self, epoch: int, row: int) -> None:
+        """Begin the next iteration at a row of an epoch. No loader process of this dataset may exist."""
+        self.first_epoch, self.first_row = epoch, row
+        if self._unique_rank_world.is_local_leader:
+            self.next_epoch = 0
 
     def prepare_shard(self, shard_id: int, blocking: bool = True) -> None:
         """Download a shard. An error in a background thread is raised only when one of the shard's rows is needed.
@@ -101,14 +84,13 @@ class RowDataset(StreamingDataset):
         if self.initial_physical_nodes is None and canonical % nodes and nodes % canonical:
             message = f"expected a multiple or a divisor of the number of nodes ({nodes})"
             raise LoaderError(f"data.num_canonical_nodes: {message}; got {canonical}")
-        # The state in checkpoints counts from the run's first row, as the run's own progress does.
-        sample_in_epoch += self.first_row % self._epoch_rows if epoch == 0 else 0
+        sample_in_epoch = self.first_row if epoch == 0 else 0
         rows = super()._get_work(epoch + self.first_epoch, sample_in_epoch)
         if not self.has_whole_batches:
             return rows
         # Composer ends an epoch after `len` batches, but can't do so in an epoch that doesn't begin with its first row.
         assert self.batch_size is not None
-        batches = (self._epoch_rows - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
+        batches = (self.epoch_size - sample_in_epoch) // (self._parallel_rank_world.num_ranks * self.batch_size)
         return rows[: len(range(world.worker_of_rank, batches, world.workers_per_rank)) * self.batch_size]
 
 
@@ -130,17 +112,16 @@ def collate(rows: Sequence[dict[str, Any]]) -> Batch:
 
 
 def build_loader(
-    config: DataConfig, streams: dict[str, StreamConfig], batch_size: int, seed: int, *, train: bool, first_row: int = 0
+    config: DataConfig, streams: dict[str, StreamConfig], batch_size: int, seed: int, *, train: bool
 ) -> DataLoader[Batch]:
     """Build the data loader for one rank's batches.
 
     Args:
-        config: the YAML's `data:` section.
+        config: the data of a phase, or the YAML's `data:` section.
         streams: one split, or the streams of a mix, by their keys in the YAML.
         batch_size: rows per rank.
         seed: seed for shuffling.
         train: whether to shuffle and drop an incomplete last batch. Otherwise rows are read in order.
-        first_row: number of rows in the order, over all ranks, before the first batch (`DataConfig.first_row`).
 
     Raises:
         UserError: a stream is missing, unfinished or can't be opened, or the cache limit is too small.
@@ -181,7 +162,6 @@ def build_loader(
                 f"dataset {names}: a rank's batch needs {batch_size} rows, and a rank's share is {len(dataset)}"
             )
         dataset.make_epoch_whole_batches()
-        dataset.first_row = first_row
     return DataLoader(
         dataset,
         batch_size=batch_size,

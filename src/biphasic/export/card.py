@@ -145,6 +145,8 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
     if data:
         counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
         rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"
+        if later := [_source(each.get("source")) for each in data.get("later", [])]:
+            rows["Data of later phases"] = "; ".join(later)
         revisions = [
             source["path"] + (f" {source['revision']}" if source.get("revision") else ", newest at the conversion")
             for source in _hub_sources(data)
@@ -156,7 +158,8 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
 
 def _hub_sources(data: dict[str, Any]) -> list[dict[str, Any]]:
     """Return the `source:` sections of the data's conversions (several for a mix) that name a dataset on the hub."""
-    sources = [part.get("source") for part in (data.get("mix") or {"": data}).values()]
+    parts = [part for each in (data, *data.get("later", [])) for part in (each.get("mix") or {"": each}).values()]
+    sources = [part.get("source") for part in parts]
     return [source for source in sources if isinstance(source, dict) and source.get("kind") == "hub"]
 
 

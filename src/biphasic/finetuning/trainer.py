@@ -107,7 +107,7 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
     optimizer, folder = config.optimizer, config.run_folder
     destinations = loggers(config.logging, folder, config.run_name)
     anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
-    callbacks: list[Callback] = [SeededDropout(), SpikeDetector(anomalies, lambda batch: "")]
+    callbacks: list[Callback] = [SeededDropout(), SpikeDetector(anomalies, lambda batch: 0)]
     callbacks += [LRMonitor()] if destinations else []
     data = DataSpec(
         DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available()),

@@ -21,6 +21,7 @@ from biphasic.model.language_model import (
     from_hf_config,
     has_head_bias,
     llama_config,
+    plain_rope,
 )
 from biphasic.model.packing_probe import packing_problem
 from biphasic.quiet import without_warnings
@@ -145,15 +146,8 @@ def load_language_model(
 def _set_positions(path: str, hf_config: Any, rope_theta: float | None, max_position_embeddings: int | None) -> None:
     if max_position_embeddings is not None:
         hf_config.max_position_embeddings = max_position_embeddings
-    if rope_theta is None:
-        return
-    rope = getattr(hf_config, "rope_parameters", None)
-    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
-        raise UserError(
-            f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
-            f"rope_parameters: {rope}); leave model.rope_theta out"
-        )
-    rope["rope_theta"] = rope_theta
+    if rope_theta is not None:
+        plain_rope(hf_config, path)["rope_theta"] = rope_theta
 
 
 def hf_config_from_json(text: str) -> PretrainedConfig:

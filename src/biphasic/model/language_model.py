@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from biphasic.config.architecture import Architecture
+from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model.forward import packed_forward
 from biphasic.model.losses import cross_entropy_sum
@@ -71,6 +72,19 @@ class LanguageModel(nn.Module):
         """Return the model's dimensions."""
         return Architecture.from_hf_config(self.config)
 
+    @property
+    def rope_theta(self) -> float:
+        """Base of the rotary positions. Raises a UserError if there isn't exactly one."""
+        return plain_rope(self.config)["rope_theta"]
+
+    def set_rope_theta(self, rope_theta: float) -> None:
+        """Change the base of the rotary positions. Raises a UserError if there isn't exactly one."""
+        plain_rope(self.config)["rope_theta"] = rope_theta
+        rotary: Any = self.backbone.rotary_emb
+        changed = type(rotary)(self.config)
+        for name in ("inv_freq", "original_inv_freq"):
+            getattr(rotary, name).copy_(getattr(changed, name))
+
     def fsdp_wrap_fn(self, module: nn.Module) -> bool:
         """Return whether FSDP wraps a module separately, which is true for decoder layers. Composer calls this."""
         return any(module is layer for layer in self.backbone.layers)  # pyright: ignore[reportGeneralTypeIssues]
@@ -92,6 +106,17 @@ class LanguageModel(nn.Module):
             new = bias.detach().mean().expand(vocab_size - old)
             self.lm_head.bias = nn.Parameter(torch.cat([bias.detach(), new]))
         embedding.num_embeddings = self.lm_head.out_features = self.config.vocab_size = vocab_size
+
+
+def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:
+    """Return a configuration's rotary positions. Raises a UserError if they are scaled or have several bases."""
+    rope = getattr(hf_config, "rope_parameters", None)
+    if not isinstance(rope, dict) or rope.get("rope_type") != "default":
+        raise UserError(
+            f"model.rope_theta: {path} ({hf_config.model_type}) has no plain rotary positions with one base (its "
+            f"rope_parameters: {rope}); leave rope_theta out"
+        )
+    return rope
 
 
 def llama_config(size: Architecture, positions: int, **settings: float) -> PretrainedConfig:

@@ -62,7 +62,7 @@ def loss_events(run: str, config: PretrainConfig, base_steps: int) -> pd.DataFra
     decay = decay_start(config.schedule, config.max_duration)
     times += [("decay", decay)] if decay != config.max_duration else []
     rows = [
-        {"run": run, "kind": kind, "step": float(base_steps + config.batch_shape.batches(time))}
+        {"run": run, "kind": kind, "step": float(base_steps + config.batch_shapes.batches(time))}
         for kind, time in times
         if time.unit != "ep"
     ]

@@ -79,12 +79,11 @@ def plan_study(study: StudyConfig) -> StudyPlan:
     configs, tree = study_runs(study)
     states = read_states(study)
     runs = tuple(_plan_run(run, tree, configs, states) for run in tree.values())
-    tokens = {name: config.global_batch_size * config.data.sequence_length for name, config in configs.items()}
     return StudyPlan(
         folder=study.folder,
         runs=runs,
         shared=_totals([(run.own_batches, run.own_tokens, run.own_flops) for run in runs], study.cost),
-        alone=_totals([(run.length, run.length * tokens[run.name], run.flops) for run in runs], study.cost),
+        alone=_totals([(run.length, _tokens(configs[run.name], run.length), run.flops) for run in runs], study.cost),
         bytes=_sum([run.bytes for run in runs]),
         devices=study.cost.devices if study.cost is not None else None,
         warnings=tuple(f"{run.name}: {line}" for run in runs for line in run.drift),
@@ -116,7 +115,7 @@ def _plan_run(
     state = f"at {trained.trained:,}" if trained.trained else "ready" if is_ready(run, configs, states) else "waits"
     return RunPlan(
         **vars(run),
-        own_tokens=run.own_batches * config.global_batch_size * config.data.sequence_length,
+        own_tokens=_tokens(config, run.length) - _tokens(config, run.length - run.own_batches),
         own_flops=None if architecture is None else training_flops(config, architecture, run.start, run.length),
         flops=None if architecture is None else training_flops(config, architecture, 0, run.length),
         checkpoints=checkpoints,
@@ -124,6 +123,10 @@ def _plan_run(
         state="done" if trained.is_done(config) else state,
         drift=tuple(trained.drift(config)),
     )
+
+
+def _tokens(config: PretrainConfig, batches: int) -> int:
+    return config.batch_shapes.progress(batches).tokens
 
 
 def _sum(values: Sequence[Any]) -> Any:

@@ -60,8 +60,8 @@ def study_runs(study: StudyConfig) -> tuple[dict[str, PretrainConfig], dict[str,
 
 def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, str]) -> dict[str, StudyRun]:
     """Build the tree of these configurations, as `build_tree` does from the batches that they share."""
-    lengths = {name: config.batch_shape.batches(config.max_duration) for name, config in configs.items()}
-    decays = {name: c.batch_shape.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
+    lengths = {name: config.batch_shapes.batches(config.max_duration) for name, config in configs.items()}
+    decays = {name: c.batch_shapes.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
 
     def shared(first: str, second: str) -> int:
         difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])

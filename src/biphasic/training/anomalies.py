@@ -37,6 +37,8 @@ class AnomalyLog:
                 "batch": int(state.timestamp.batch) if batch is None else batch,
                 "epoch": int(state.timestamp.epoch),
             }
+            if (phase := getattr(state.batch, "phase", None)) is not None:
+                when["phase"] = phase
             self.file.parent.mkdir(parents=True, exist_ok=True)
             with self.file.open("a", encoding="utf-8") as out:
                 out.write(json.dumps({**when, **fields, "rows": row_ids}) + "\n")
@@ -47,21 +49,21 @@ class AnomalyLog:
 
 
 class SpikeDetector(Callback):
-    """Callback that records losses above 1.5 times the median of the objective's last 100 batches.
+    """Callback that records losses above 1.5 times the median of the phase's last 100 batches.
 
-    It logs `loss/spike`, the loss divided by the median. `objective` returns a batch's objective.
+    It logs `loss/spike`, the loss divided by the median. `phase` returns the index of a batch's phase.
     """
 
-    def __init__(self, anomalies: AnomalyLog, objective: Callable[[Any], str]):
-        self.anomalies, self.objective = anomalies, objective
+    def __init__(self, anomalies: AnomalyLog, phase: Callable[[Any], int]):
+        self.anomalies, self.phase = anomalies, phase
         self._losses: deque[float] = deque(maxlen=_WINDOW)
-        self._objective = ""
+        self._phase = -1
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Record the batch if its loss is a spike."""
-        objective = self.objective(state.batch)
-        if objective != self._objective:
-            self._objective = objective
+        phase = self.phase(state.batch)
+        if phase != self._phase:
+            self._phase = phase
             self._losses.clear()
         loss: float | None = (state.total_loss_dict or {}).get("loss/train/total")
         if loss is None or loss != loss:
@@ -75,9 +77,9 @@ class SpikeDetector(Callback):
         self._losses.append(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the last losses and their objective, as plain values."""
-        return {"losses": list(self._losses), "objective": self._objective}
+        """Return the last losses and their phase, as plain values."""
+        return {"losses": list(self._losses), "phase": self._phase}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the last losses and their objective."""
-        self._losses, self._objective = deque(state["losses"], maxlen=_WINDOW), state["objective"]
+        """Restore the last losses and their phase."""
+        self._losses, self._phase = deque(state["losses"], maxlen=_WINDOW), state["phase"]

@@ -23,7 +23,8 @@ from biphasic.model.language_model import LanguageModel
 from biphasic.storage import atomic_path, json_bytes
 from biphasic.training.step import PreparedBatch
 
-MICROBATCH_FILE = "microbatch.json"
+MICROBATCH_FILE = "microbatch-{length}.json"
+"""Name of the file with the result for rows of a length."""
 
 
 def configure_compute(model: LanguageModel, config: ComputeConfig, precision: str) -> str:
@@ -63,19 +64,22 @@ def configure_compute(model: LanguageModel, config: ComputeConfig, precision: st
     return f"layers and loss {compiled}{recomputation}, attention {backend}{kernels}"
 
 
-class AutoMicrobatch(Algorithm):
-    """Algorithm that sets the microbatch size to as many rows as fit the GPU, measured before the first batch.
+class MicrobatchSize(Algorithm):
+    """Algorithm that sets the number of rows in a microbatch, for the rows of each phase.
 
-    The result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
-    training, and after such an error FSDP's ranks would wait for each other forever.
+    With `microbatch_size: auto` on GPUs, as many rows as fit are measured before the first batch, for each row length. The
+    result is stored in the run's folder for the next start. Composer's own `auto` relies on out-of-memory errors during
+    training, and after such an error FSDP's ranks would wait for each other forever. A size in the YAML is for the rows of
+    the first phase; other rows have about as many tokens in a microbatch.
     """
 
     def __init__(self, config: PretrainConfig):
-        self.config, self._is_set = config, False
+        self.config, self.sizes = config, list[int]()
+        """The microbatch size of each phase, once it is known."""
 
     def match(self, event: Event, state: State) -> bool:
-        """Run once: before training, or before the validation that a resumed run repeats first."""
-        return event in (Event.FIT_START, Event.EVAL_STANDALONE_START) and not self._is_set
+        """Run before training, before the validation that a resumed run repeats first, and at each batch."""
+        return event in (Event.FIT_START, Event.EVAL_STANDALONE_START, Event.BATCH_START)
 
     def apply(self, event: Event, state: State, logger: Logger) -> None:
         """Set the microbatch size, the same on all ranks, so that it splits a rank's batch evenly.
@@ -85,28 +89,71 @@ class AutoMicrobatch(Algorithm):
         Raises:
             UserError: not even one row fits, or a sharded rank ran out of memory.
         """
-        self._is_set = True
-        is_first_rank, rows = dist.get_global_rank() == 0, self.config.global_batch_size // dist.get_world_size()
-        file, circumstances = self.config.run_folder / MICROBATCH_FILE, _circumstances(self.config)
+        if event == Event.BATCH_START:
+            batch: Any = state.batch
+            state.device_train_microbatch_size = self.sizes[batch.phase]
+        elif not self.sizes:
+            ranks, fitting = dist.get_world_size(), self._fitting(state)
+            for each in self.config.inputs:
+                rows = each.rows // ranks
+                self.sizes.append(even_microbatch(rows, min(rows, fitting[each.data.sequence_length])))
+            state.device_train_microbatch_size = self.sizes[0]
+            self._compile(state)
+            if _is_measured(self.config):
+                for evaluator in state.evaluators:
+                    evaluator.device_eval_microbatch_size = self.sizes[0]
+
+    def _compile(self, state: State) -> None:
+        """Compile for the objective and the rows of each phase, so that no phase begins with a slow step."""
+        model: Any = getattr(state.model, "module", state.model)  # DDP's module
+        if model.model.compiled_loss:
+            phases, inputs = self.config.objective.phases, self.config.inputs
+            shapes = [
+                (phase.name == "clm", own.data.sequence_length, size)
+                for phase, own, size in zip(phases, inputs, self.sizes, strict=True)
+            ]
+            for causal, length, rows in dict.fromkeys(shapes):
+                self._train(state, length, rows, causal)
+
+    def _fitting(self, state: State) -> dict[int, int]:
+        """Return how many rows a microbatch may have, by their length."""
+        size, inputs = self.config.microbatch_size, self.config.inputs
+        most: dict[int, int] = {}
+        for each in inputs:
+            length = each.data.sequence_length
+            most[length] = max(most.get(length, 0), each.rows // dist.get_world_size())
+        if size != "auto":
+            tokens = size * inputs[0].data.sequence_length
+            return {length: max(tokens // length, 1) for length in most}
+        if not _is_measured(self.config):
+            return most
+        return {length: self._largest(state, length, rows) for length, rows in most.items()}
+
+    def _largest(self, state: State, length: int, rows: int) -> int:
+        """Return how many of up to `rows` rows of `length` tokens fit: as stored, or measured."""
+        is_first_rank = dist.get_global_rank() == 0
+        file = self.config.run_folder / MICROBATCH_FILE.format(length=length)
+        circumstances = _circumstances(self.config, length, rows)
         fitting = max(dist.all_gather_object(_stored_result(file, circumstances) if is_first_rank else 0))
-        is_measured = not fitting
-        if is_measured:
-            if is_first_rank:
-                print(f"microbatch_size: auto: measuring how many of {rows} rows fit the GPU (a minute or two, once)")
-            available = min(dist.all_gather_object(available_bytes() - _missing_optimizer_state(state)))
-            fitting = largest_microbatch(lambda count: self._measure(state, count), rows, available)
-        size = even_microbatch(rows, fitting)
-        if is_measured and is_first_rank:
+        if fitting:
+            return fitting
+        if is_first_rank:
+            what = f"{rows} rows of {length} tokens fit the GPU (a minute or two, once)"
+            print(f"microbatch_size: auto: measuring how many of {what}", flush=True)
+        available = min(dist.all_gather_object(available_bytes() - _missing_optimizer_state(state)))
+        fitting = largest_microbatch(lambda count: self._measure(state, length, count), rows, available)
+        if is_first_rank:
+            size = even_microbatch(rows, fitting)
             print(f"microbatch_size: auto: {fitting} rows fit; batches are split into microbatches of {size} rows")
             with atomic_path(file) as partial:
                 partial.write_bytes(json_bytes({"circumstances": circumstances, "rows": fitting}))
-        state.device_train_microbatch_size = size
-        for evaluator in state.evaluators:
-            evaluator.device_eval_microbatch_size = size
+        return fitting
 
-    def _measure(self, state: State, rows: int) -> float | None:
+    def _measure(self, state: State, length: int, rows: int) -> float | None:
         """Return the peak bytes of training on `rows` rows, the largest of all ranks; None if they don't fit."""
-        peak = peak_bytes(lambda: self._train(state, rows))
+        # A batch that needs the most memory is causal, if any is, with a target at every position.
+        causal = any(phase.name == "clm" for phase in self.config.objective.phases)
+        peak = peak_bytes(lambda: self._train(state, length, rows, causal))
         if peak is None and state.fsdp_config is not None and dist.get_world_size() > 1:
             # The other ranks wait for this one in a collective of FSDP.
             raise UserError(
@@ -116,7 +163,7 @@ class AutoMicrobatch(Algorithm):
         peaks: list[Any] = dist.all_gather_object(peak)
         return None if None in peaks else max(peaks)
 
-    def _train(self, state: State, rows: int) -> None:
+    def _train(self, state: State, length: int, rows: int, causal: bool) -> None:
         """Run two forward and backward passes, then restore the RNG states. Composer sets the model's mode afterwards.
 
         transformers loads backbones in evaluation mode, in which no layer is recomputed. Dropout draws random numbers,
@@ -130,16 +177,14 @@ class AutoMicrobatch(Algorithm):
                 model.train()
                 for _ in range(2):  # the second pass adds to existing gradients
                     with get_precision_context(state.precision, state.precision_config):
-                        total, _ = model(self._largest_batch(state, rows))
+                        total, _ = model(self._batch(state, length, rows, causal))
                     total.backward()
         finally:
             for optimizer in state.optimizers:
                 optimizer.zero_grad(set_to_none=True)
 
-    def _largest_batch(self, state: State, rows: int) -> PreparedBatch:
-        """Return a batch that needs the most memory: causal if any phase is, with a target at every position."""
-        length = self.config.data.sequence_length
-        causal = any(phase.name == "clm" for phase in self.config.objective.phases)
+    def _batch(self, state: State, length: int, rows: int, causal: bool) -> PreparedBatch:
+        """Return a batch with a target at every position."""
         tokens = state.device.tensor_to_device(torch.zeros((rows, length), dtype=torch.int64))
         return PreparedBatch(
             objective="clm" if causal else "mlm",
@@ -152,6 +197,10 @@ class AutoMicrobatch(Algorithm):
             mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
             rows_per_rank=rows,
         )
+
+
+def _is_measured(config: PretrainConfig) -> bool:
+    return config.microbatch_size == "auto" and torch.cuda.is_available()
 
 
 def _stored_result(file: Path, circumstances: dict[str, Any]) -> int:
@@ -176,7 +225,7 @@ def _missing_optimizer_state(state: State) -> float:
     return missing
 
 
-def _circumstances(config: PretrainConfig) -> dict[str, Any]:
+def _circumstances(config: PretrainConfig, length: int, rows: int) -> dict[str, Any]:
     """Return the settings that affect the memory that a row takes, and the memory that is available."""
     device = torch.cuda.get_device_properties(torch.cuda.current_device())
     return {
@@ -184,7 +233,7 @@ def _circumstances(config: PretrainConfig) -> dict[str, Any]:
         "memory": device.total_memory,
         "torch": torch.__version__,
         "ranks": dist.get_world_size(),
-        "length": config.data.sequence_length,
-        "most": config.global_batch_size // dist.get_world_size(),
+        "length": length,
+        "most": rows,
         **config.model_dump(mode="json", include={"model", "precision", "parallelism", "compute"}),
     }

@@ -13,14 +13,15 @@ from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
 from composer.core import Algorithm, Callback, Evaluator
 from composer.utils import dist
-from torch.cuda import is_available as has_gpu
 
 from biphasic.checkpointing.open_run import Run, open_run
-from biphasic.checkpointing.schedule import validation_schedule
+from biphasic.checkpointing.schedule import elapsed, validation_schedule
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import resolve_phases
+from biphasic.data.batches import TrainingBatches
 from biphasic.data.shards import index_hashes
-from biphasic.data.streaming import RowDataset, build_loader
+from biphasic.data.streaming import build_loader
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.devices import rank_device
 from biphasic.model.backbone import build_language_model
@@ -28,7 +29,7 @@ from biphasic.model.language_model import LanguageModel
 from biphasic.model.layers import recomputed_layers
 from biphasic.objectives.mlm import Vocabulary
 from biphasic.training.anomalies import AnomalyLog, SpikeDetector
-from biphasic.training.compute import AutoMicrobatch, configure_compute
+from biphasic.training.compute import MicrobatchSize, configure_compute
 from biphasic.training.loggers import loggers
 from biphasic.training.meters import Meters
 from biphasic.training.optimizer import WarmupStableDecay, build_optimizer
@@ -50,27 +51,29 @@ def pretrain(config: PretrainConfig) -> Path:
 
 def prepare(config: PretrainConfig, run: Run) -> Trainer:
     """Build the run's Trainer and load the checkpoint that the run starts from, without training."""
-    rows_per_rank = config.global_batch_size // dist.get_world_size()
+    inputs, phases = config.inputs, resolve_phases(config.objective.phases, config.max_duration)
 
     # Tokenizer and rows
     run.say(f"reading {config.tokenizer} and the records of the data")
     tokenizer = load_tokenizer(config.tokenizer)
     data_record = conversion_record(config, tokenizer)
-    run.say(f"opening {', '.join(stream.remote or stream.local for stream in config.data.streams.values())}")
-    first_row = config.data.first_row(config.global_batch_size)
-    batches = build_loader(
-        config.data, config.data.streams, rows_per_rank, config.seed, train=True, first_row=first_row
+    streams = config.streams
+    run.say(f"opening {', '.join(stream.remote or stream.local for stream in streams.values())}")
+    batches = TrainingBatches(
+        phases,
+        inputs,
+        config.data.first_row(config.global_batch_size),
+        dist.get_world_size(),
+        lambda own, rows_per_rank: build_loader(own.data, own.streams, rows_per_rank, config.seed, train=True),
     )
-    dataset = batches.dataset
-    assert isinstance(dataset, RowDataset)
-    run.check_rows(index_hashes(config.data.streams))
+    run.check_rows(index_hashes(streams))
 
     # Model
     run.say("building the model")
     model, strategy = _build_model(config, tokenizer, run)
     run.say(configure_compute(model, config.compute, config.precision))
     if model.compiled_loss:
-        run.say("the first batch of each objective takes longer, since layers are compiled")
+        run.say("the first batch takes longer, since layers are compiled for each phase")
 
     # Optimizer and learning rate
     optimizer = build_optimizer(model, model.backbone, config.optimizer)
@@ -78,26 +81,19 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 
     # Phases: which objective a batch has
     objective = ObjectiveSchedule(
-        config.objective.phases,
-        config.max_duration,
+        phases,
+        inputs,
+        model,
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
         config.seed,
         config.evaluation.masking_ratio,
-        dataset.first_epoch,
-        repeats_rows=config.data.mix is not None,
     )
 
     # Before each optimizer step: clipping, NaN and Inf
     anomalies = AnomalyLog(config.run_folder, lambda batch: batch.row_ids, run.webhook.send)
     guard = GradientGuard(config.optimizer.clip_norm, config.optimizer.max_skipped_batches, anomalies)
 
-    # Microbatch
-    algorithms: list[Algorithm] = [learning_rate, objective, guard]
-    microbatch = config.microbatch_size
-    if microbatch == "auto":
-        microbatch = rows_per_rank
-        if has_gpu():
-            algorithms.append(AutoMicrobatch(config))
+    algorithms: list[Algorithm] = [learning_rate, objective, MicrobatchSize(config), guard]
 
     # What is measured, logged and saved
     precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32
@@ -109,7 +105,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         LRMonitor(),
         RuntimeEstimator(),
         *run.callbacks,
-        SpikeDetector(anomalies, lambda batch: batch.objective),
+        SpikeDetector(anomalies, lambda batch: batch.phase),
     ]
 
     trainer = Trainer(
@@ -124,13 +120,14 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         callbacks=callbacks,
         loggers=loggers(config.logging, config.run_folder, config.run_name),
         precision=config.precision,
-        device_train_microbatch_size=microbatch,
+        device_train_microbatch_size=batches.batch_size,  # `MicrobatchSize` sets it
         parallelism_config=parallelism_config(config, strategy, monolithic=(run.checkpoint or "").endswith(".pt")),
         device=rank_device(),
         progress_bar=False,  # `loggers` adds our own
         load_path=run.checkpoint,
         auto_log_hparams=False,
     )
+    batches.progress = lambda: elapsed(trainer.state.timestamp)
     return trainer
 
 
@@ -138,7 +135,7 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
     section = config.model
     if section.init_from is not None:
         section = section.model_copy(update={"init_from": run.fetch_initial_weights(section.init_from)})
-    arguments = (section, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    arguments = (section, config.longest_row, config.seed, tokenizer.vocab_size)
     size = architecture_of(config.model)
     if size is None:
         model = build_language_model(*arguments)

@@ -14,8 +14,9 @@ from composer.loggers import Logger
 from composer.utils import dist
 
 from biphasic.checkpointing.schedule import elapsed
-from biphasic.config.data import read_conversions
+from biphasic.config.data import StreamRecord, read_conversions
 from biphasic.config.load import dump
+from biphasic.config.phase_inputs import PhaseInputs, sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import resolve_phases
 from biphasic.data.conversion_checks import row_problems
@@ -35,9 +36,9 @@ class RunRecord(Callback):
 
     def __init__(self, config: PretrainConfig, model: LanguageModel, data: dict[str, Any]):
         phases = [span.phase.name for span in resolve_phases(config.objective.phases, config.max_duration)]
+        self._backbone = model.config
         self.record: dict[str, Any] = {
             "config": dump(config),
-            "backbone": json.dumps({**model.config.to_diff_dict(), "model_type": model.config.model_type}),
             "command": " ".join(sys.argv),
             "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
             "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
@@ -73,7 +74,9 @@ class RunRecord(Callback):
         PyTorch would store a dictionary's entries one by one, and a run that starts from a sharded checkpoint would
         need to have the same entries, such as the same number of phases.
         """
-        return {"record": json.dumps(self.record)}
+        # A phase may have changed the rotary positions.
+        backbone = json.dumps({**self._backbone.to_diff_dict(), "model_type": self._backbone.model_type})
+        return {"record": json.dumps({**self.record, "backbone": backbone})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore a checkpoint's counts and losses. Command, versions and hardware stay those of this attempt."""
@@ -90,28 +93,34 @@ def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str,
     Raises:
         UserError: a stream was converted with another tokenizer or sequence length.
     """
-    streams: dict[str, dict[str, Any]] = {}
-    conversions = read_conversions(config.data)
+    conversions = read_conversions(config.streams)
     if problems := row_problems(config, conversions, tokenizer):
         raise UserError("\n".join(problems))
-    for key, conversion in conversions.items():
+    if not conversions:
+        return {}
+    first, *later = (_data_record(each, conversions) for each in sources(config.inputs))
+    record = {"tokenizer_sha256": tokenizer.sha256, **first}
+    return {**record, "later": later} if later else record
+
+
+def _data_record(inputs: PhaseInputs, conversions: dict[str, StreamRecord]) -> dict[str, Any]:
+    """Return source and size of a phase's data, as far as its streams have records."""
+    streams: dict[str, dict[str, Any]] = {}
+    for key in filter(conversions.__contains__, inputs.streams):
+        conversion = conversions[key]
         record = conversion.record
         counts = {name: conversion.split[name] for name in ("tokens", "rows", "documents") if name in conversion.split}
         source, commit = record.get("config", {}).get("source"), record.get("source", {}).get("commit")
         if isinstance(source, dict) and commit is not None:
             # The YAML may name a branch, which may have moved since the conversion.
             source = {**source, "revision": commit}
-        streams[key] = {"source": source, **counts}
-    if not streams:
-        return {}
-    if config.data.mix is None:
-        return {"tokenizer_sha256": tokenizer.sha256, **streams["data.train"]}
-    names = {key: key.rpartition(".")[2] for key in streams}
-    shares = [f"{names[key]} ({config.data.mix[names[key]].proportion:.4g})" for key in streams]
+        streams[key.rpartition(".")[2]] = {"source": source, **counts}
+    if inputs.data.mix is None or not streams:
+        return streams.get("train", {})
+    shares = [f"{name} ({inputs.data.mix[name].proportion:.4g})" for name in sorted(streams)]
     counted = set.intersection(*(set(counts) for counts in streams.values())) - {"source"}
     return {
-        "tokenizer_sha256": tokenizer.sha256,
         "source": f"a mix of {', '.join(shares)}",
         **{name: sum(counts[name] for counts in streams.values()) for name in sorted(counted)},
-        "mix": {names[key]: counts for key, counts in streams.items()},
+        "mix": streams,
     }

@@ -25,6 +25,7 @@ from torch._dynamo.utils import counters
 from torch._higher_order_ops.flex_attention import flex_attention, flex_attention_backward
 
 from biphasic.amounts import format_bytes
+from biphasic.config.data import DataConfig
 from biphasic.config.durations import Duration
 from biphasic.config.model import architecture_of
 from biphasic.config.pretrain import PretrainConfig
@@ -179,10 +180,9 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
     yield mock.patch.object(torch, "compile", compile_function)
     yield mock.patch.object(compute, "select_kernels", return_value="kernels not tried")
     replaced = {
-        "build_language_model": on_gpu, "build_loader": lambda data, streams, rows, *_, **__: _Loader(config, rows),
+        "build_language_model": on_gpu, "build_loader": lambda data, streams, rows, *_, **__: _Loader(data, rows),
         "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
-        "has_gpu": torch.cuda.is_available,
     }  # fmt: skip
     for name, replacement in replaced.items():
         yield mock.patch.object(recipe, name, replacement)
@@ -191,17 +191,17 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
 class _Loader:
     """A loader of rows with documents of random lengths. Some rows end with padding."""
 
-    def __init__(self, config: PretrainConfig, rows: int):
-        self.config, self.batch_size = config, rows
-        self.dataset = mock.Mock(spec=RowDataset, first_epoch=0, skipped_batches=0)
+    def __init__(self, data: DataConfig, rows: int):
+        self.data, self.batch_size, self._iterator = data, rows, None
+        self.dataset = mock.Mock(spec=RowDataset, epoch_size=1 << 40)
         self.microbatch: int | None = None
         """Number of rows in a microbatch; None until it has been measured."""
 
     def __len__(self) -> int:
-        return len(self.config.objective.phases) * BATCHES_PER_PHASE
+        return 1 << 30
 
     def __iter__(self) -> Iterator[Batch]:
-        random, length = np.random.default_rng(0), self.config.data.sequence_length
+        random, length = np.random.default_rng(0), self.data.sequence_length
         rows = min(self.batch_size, MICROBATCHES * (self.microbatch or self.batch_size))
         for _ in range(len(self)):
             yield collate([{"tokens": np.ones(length, np.uint16), "lengths": _lengths(random, length), "row_id": row}
@@ -247,15 +247,18 @@ class _Measuring(Callback):
         """Set the loaders' batch size from the microbatch size that was measured."""
         microbatch = int(state.device_train_microbatch_size or 1)
         self.measured.microbatch = microbatch
-        for loader in [state.train_dataloader, *(evaluator.dataloader.dataloader for evaluator in state.evaluators)]:
-            loader.microbatch = microbatch  # pyright: ignore[reportOptionalMemberAccess]
+        for evaluator in state.evaluators:
+            evaluator.dataloader.dataloader.microbatch = microbatch  # pyright: ignore
+        sizes = next(each.sizes for each in state.algorithms if isinstance(each, compute.MicrobatchSize))
+        for inputs, size in zip(self.config.inputs, sizes, strict=True):
+            state.train_dataloader.loader(inputs.source).microbatch = size  # pyright: ignore
         self.gpu.reset_peak()
 
     def batch_start(self, state: State, logger: Logger) -> None:
         """Reset the counts for the batch."""
         batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
         self.gpu.share = self._share(batch)
-        microbatches, lengths = len(batch.lengths) / self.measured.microbatch, batch.segment_lengths
+        microbatches, lengths = len(batch.lengths) / int(state.device_train_microbatch_size or 1), batch.segment_lengths
         self.is_causal = batch.causal
         self.pairs[True] = sum(length * (length + 1) // 2 for length in lengths) / microbatches
         self.pairs[False] = sum(length**2 for length in lengths) / microbatches

@@ -2,7 +2,8 @@
 
 Composer's Trainer runs the loop and, for each batch, calls the parts of this module in this order:
 
-    AFTER_DATALOADER    The rank's rows are on the host: tokens, segment ids, row ids, segment lengths (data/streaming.py).
+    AFTER_DATALOADER    The rank's rows are on the host: tokens, segment ids, row ids, segment lengths (data/batches.py
+                        chooses the phase's data, data/streaming.py reads it).
     BATCH_START         `WarmupStableDecay` sets the learning rate (training/optimizer.py).
                         `ObjectiveSchedule` moves the rows to the device, looks up the batch's phase, masks tokens,
                         counts the targets of all ranks, and replaces the rows by a `PreparedBatch`.
@@ -41,8 +42,9 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import MeanMetric, Metric
 
 from biphasic.checkpointing.schedule import elapsed
-from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.config.timeline import CLMPhase, MLMPhase, phase_at, resolve_phases
+from biphasic.config.durations import TrainingProgress
+from biphasic.config.phase_inputs import PhaseInputs
+from biphasic.config.timeline import CLMPhase, MLMPhase, ResolvedPhase, phase_at
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
@@ -144,29 +146,28 @@ class ObjectiveSchedule(Algorithm):
     the mean over the targets of the global batch.
 
     Args:
-        phases: the YAML's `objective.phases`.
-        max_duration: the run's duration, which lengths in `dur` are shares of.
+        phases: the run's phases.
+        inputs: what each phase reads.
+        model: the model, whose rotary positions a phase may change.
         vocabulary: which tokens exist and which are special.
         seed: random seed for the masks.
         validation_masking_ratio: masking ratio in MLM validation. Its masks never change.
-        first_epoch: the epoch of the data in which the run begins (`data.start_at`).
-        repeats_rows: if True (a mix), a row may occur several times in an epoch, and each batch has new masks. If
-            False, each epoch has new masks. Duplicates of a row in one batch get the same mask.
+
+    Each epoch of a dataset has new masks. In a mix, a row may occur several times in an epoch, and each batch has new masks.
+    Duplicates of a row in one batch get the same mask.
     """
 
     def __init__(
         self,
-        phases: list[CLMPhase | MLMPhase],
-        max_duration: Duration,
+        phases: list[ResolvedPhase],
+        inputs: list[PhaseInputs],
+        model: LanguageModel,
         vocabulary: Vocabulary,
         seed: int,
         validation_masking_ratio: float,
-        first_epoch: int,
-        repeats_rows: bool,
     ):
-        self.resolved_phases = resolve_phases(phases, max_duration)
+        self.resolved_phases, self.inputs, self.model = phases, inputs, model
         self.vocabulary, self.seed = vocabulary, seed
-        self.first_epoch, self.repeats_rows = first_epoch, repeats_rows
         self.validation_phase = MLMPhase(name="mlm", masking_ratio=validation_masking_ratio)
         self.last_batch = TrainingProgress(0, 0, 0, 0)
         """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
@@ -184,6 +185,7 @@ class ObjectiveSchedule(Algorithm):
         """Replace the rank's rows by a `PreparedBatch`. At a phase's first batch, reset the optimizer if configured."""
         rows: Batch = state.device.batch_to_device(state.batch)
         if event == Event.EVAL_BATCH_START:
+            self._set_positions(phase_at(self.resolved_phases, self.last_batch).index)
             phase = CLMPhase(name="clm") if state.dataloader_label == "clm" else self.validation_phase
             ratio = self.validation_phase.masking_ratio
             assert isinstance(ratio, float)
@@ -196,13 +198,20 @@ class ObjectiveSchedule(Algorithm):
             for optimizer in state.optimizers:
                 optimizer.state.clear()  # Adam's moments and step counts; learning rates don't change
         self.last_batch = now
+        self._set_positions(span.index)
         ratio = span.masking_ratio(now) if isinstance(span.phase, MLMPhase) else None
-        counter = now.batches if self.repeats_rows else self.first_epoch + now.epochs
+        counter = now.batches if self.inputs[span.index].data.mix is not None else rows["epoch"]
         state.batch = self.prepare(rows, span.phase, span.index, counter, ratio)
         metrics: dict[str, float] = {"objective/phase": span.index}
         if ratio is not None:
             metrics["objective/masking_ratio"] = ratio
         logger.log_metrics(metrics)
+
+    def _set_positions(self, phase: int) -> None:
+        """Set the base of the rotary positions of a phase, if it or an earlier one changes it."""
+        theta = self.inputs[phase].rope_theta
+        if theta is not None and theta != self.model.rope_theta:
+            self.model.set_rope_theta(theta)
 
     def prepare(
         self, rows: Batch, phase: CLMPhase | MLMPhase, index: int | None, counter: int, masking_ratio: float | None

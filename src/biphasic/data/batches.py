@@ -1,0 +1,218 @@
+"""The batches of a run in their order, also when its phases read different data in batches of different sizes."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import torch
+from composer.utils import dist
+from torch.utils.data import DataLoader
+
+from biphasic.config.durations import TrainingProgress
+from biphasic.config.phase_inputs import PhaseInputs, sources
+from biphasic.config.timeline import ResolvedPhase, phase_at
+from biphasic.data.streaming import Batch, RowDataset
+from biphasic.errors import UserError
+
+_BATCHES_AHEAD = 50
+"""How many batches before the end of a phase the loader of the next phase's data is started."""
+_Position = tuple[int, int]
+"""An epoch of the data, and the number of its rows, over all ranks, that have been read."""
+
+
+def advance(position: _Position, batches: int, rows: int, epoch_rows: int) -> _Position:
+    """Return the position after `batches` global batches of `rows` rows. An epoch ends with its last complete batch."""
+    epoch, row = position
+    left = (epoch_rows - row) // rows
+    if batches >= left:
+        epochs, batches = divmod(batches - left, epoch_rows // rows)
+        epoch, row = epoch + 1 + epochs, 0
+    return epoch, row + batches * rows
+
+
+class _Source:
+    """The data of one or more phases. Its loader yields parts of batches, as many rows as divide all phases' batches."""
+
+    def __init__(self, loader: DataLoader[Batch], rows: int, start: _Position):
+        dataset = loader.dataset
+        assert isinstance(dataset, RowDataset)
+        self.loader, self.dataset, self.rows, self.start = loader, dataset, rows, start
+        self._parts: Iterator[Batch] | None = None
+        self._next: _Position | None = None
+        self._closing: Thread | None = None
+
+    def open(self, position: _Position) -> None:
+        """Start loader processes at `position`, unless the loader's next batch begins there."""
+        if position == self._next:
+            return
+        if self._next is None or position != (self._next[0] + 1, 0):
+            self.close()
+            self.wait_until_closed()
+            self.dataset.start_at(*position)
+        # Otherwise the loader's processes go on with the next epoch.
+        self._parts, self._next = iter(self.loader), position
+
+    def read(self, position: _Position, rows: int) -> Batch:
+        """Return this rank's part of the global batch of `rows` rows at `position`."""
+        self.open(position)
+        assert self._parts is not None
+        parts = [next(self._parts) for _ in range(rows // self.rows)]
+        self._next = position[0], position[1] + rows
+        if len(parts) == 1:
+            return parts[0]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in ("tokens", "segment_ids", "row_ids")}
+        return {**joined, "lengths": [lengths for part in parts for lengths in part["lengths"]]}
+
+    def close(self) -> None:
+        """Stop the loader's processes, in a thread, because they may need seconds to end."""
+        iterator: Any = self.loader._iterator
+        if iterator is not None:
+            self._closing = Thread(target=iterator._shutdown_workers, daemon=True)
+            self._closing.start()
+        self._parts = self._next = self.loader._iterator = None
+
+    def wait_until_closed(self) -> None:
+        """Wait until the loader's processes have ended after `close`."""
+        if self._closing is not None:
+            self._closing.join()
+
+
+class TrainingBatches:
+    """A rank's batches of a run. A batch depends on the progress alone: on the phase, and on what was read before it.
+
+    An iteration ends with an epoch of the data, which Composer then counts. It doesn't end where a phase begins, so a run
+    that is stopped there counts as one that isn't.
+
+    Composer saves and loads the state of `dataset`, which is this object.
+
+    Args:
+        phases: the run's phases.
+        inputs: what each phase reads.
+        first_row: number of rows in the order of the first data that come before the run's first row.
+        ranks: number of ranks.
+        build: builds the loader of a phase's data for a number of rows per rank.
+    """
+
+    def __init__(
+        self,
+        phases: Sequence[ResolvedPhase],
+        inputs: Sequence[PhaseInputs],
+        first_row: int,
+        ranks: int,
+        build: Callable[[PhaseInputs, int], DataLoader[Batch]],
+    ):
+        self._phases, self._inputs = list(phases), list(inputs)
+        self._sources = dict[int, _Source]()
+        for own in sources(inputs):
+            rows = math.gcd(*(each.rows for each in inputs if each.source == own.source))
+            loader = build(own, rows // ranks)
+            before = 0 if own.source else first_row
+            largest = max(each.rows for each in inputs if each.source == own.source)
+            epoch_rows: int = loader.dataset.epoch_size  # pyright: ignore[reportAttributeAccessIssue]
+            if epoch_rows < largest:
+                names = ", ".join(own.streams)
+                raise UserError(f"{names}: an epoch has {epoch_rows:,} rows, fewer than a global batch ({largest:,})")
+            start = divmod(before, epoch_rows // own.rows * own.rows)
+            self._sources[own.source] = _Source(loader, rows, start)
+        self._starts = [0]
+        self.batch_size = inputs[0].rows // ranks
+        self.dataset = self
+        self.progress: Callable[[], TrainingProgress] = lambda: TrainingProgress(0, 0, 0, 0)
+        """Returns the run's progress when a batch is requested."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch. Raises a TypeError if the phases' epochs have different lengths."""
+        if len({(each.source, each.rows) for each in self._inputs}) > 1:
+            raise TypeError("the phases' epochs have different lengths")
+        return self._sources[0].dataset.epoch_size // self._inputs[0].rows
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield the batches up to the end of the epoch, each with the `epoch` of its data."""
+        while True:
+            now = self.progress()
+            phase = phase_at(self._phases, now).index
+            self._starts += [now.batches] * (phase + 1 - len(self._starts))
+            positions = self._positions(now.batches)
+            source, rows = self._inputs[phase].source, self._inputs[phase].rows
+            if now.epochs < self._ended_epochs(positions):
+                return
+            batch = self._sources[source].read(positions[source], rows)
+            for index, other in self._sources.items():
+                if index != source and self._is_due(index, now):
+                    other.open(positions[index])
+                elif index != source:
+                    other.close()
+                    self._drop_cache(index, phase)
+            yield {**batch, "epoch": positions[source][0]}
+
+    def loader(self, source: int) -> DataLoader[Batch]:
+        """Return the loader of the data that a phase is the first to read."""
+        return self._sources[source].loader
+
+    def ended_epochs(self, batches: int) -> int:
+        """Return the number of epochs that have ended after this many batches, of all data together."""
+        return self._ended_epochs(self._positions(batches))
+
+    def _ended_epochs(self, positions: dict[int, _Position]) -> int:
+        return sum(position[0] - self._sources[source].start[0] for source, position in positions.items())
+
+    def _positions(self, batches: int) -> dict[int, _Position]:
+        """Return for each data where its next batch begins after this many batches of the run."""
+        positions = {index: source.start for index, source in self._sources.items()}
+        for phase, start in enumerate(self._starts):
+            end = self._starts[phase + 1] if phase + 1 < len(self._starts) else batches
+            own = self._inputs[phase]
+            epoch_rows = self._sources[own.source].dataset.epoch_size
+            positions[own.source] = advance(positions[own.source], end - start, own.rows, epoch_rows)
+        return positions
+
+    def _is_due(self, source: int, now: TrainingProgress) -> bool:
+        """Return whether the next phase reads this data and begins soon."""
+        phase = phase_at(self._phases, now)
+        if phase.index + 1 == len(self._phases) or self._inputs[phase.index + 1].source != source:
+            return False
+        ahead = _BATCHES_AHEAD * self._inputs[phase.index].shape.in_unit(phase.end.unit)
+        return now.in_unit(phase.end.unit) + ahead >= phase.end.value
+
+    def _drop_cache(self, source: int, phase: int) -> None:
+        """Delete the downloaded shards of data that has been read for the last time, if the YAML says so."""
+        own = next(each for each in self._inputs if each.source == source)
+        was_read = any(each.source == source for each in self._inputs[:phase])
+        is_needed = any(each.source == source for each in self._inputs[phase:])
+        if own.data.drop_cache and was_read and not is_needed and dist.get_local_rank() == 0:
+            for stream in own.streams.values():
+                if stream.remote is not None and Path(stream.local).exists():
+                    shutil.rmtree(stream.local, ignore_errors=True)
+
+    # Composer ends the processes of `train_dataloader._iterator` at the end of a run.
+    @property
+    def _iterator(self) -> TrainingBatches:
+        return self
+
+    def _shutdown_workers(self) -> None:
+        for source in self._sources.values():
+            source.close()
+        for source in self._sources.values():
+            source.wait_until_closed()
+
+    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+        """Return the first batch of each phase that has begun. With the run's progress it gives the position in the data.
+
+        It is one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.
+        """
+        dataset = self._sources[0].dataset
+        nodes = dataset.initial_physical_nodes or dataset._unique_rank_world.num_nodes
+        return {"phases": json.dumps({"starts": self._starts, "nodes": nodes})}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the first batches of the phases, and the number of nodes with which the run began."""
+        stored = json.loads(state["phases"])
+        self._starts = stored["starts"]
+        for source in self._sources.values():
+            source.dataset.initial_physical_nodes = stored["nodes"]
