@@ -1,5 +1,7 @@
 """A run of two FSDP2 ranks that saves to a bucket and is killed repeatedly is the same run as one that was never killed.
 
+Its last phase has other data.
+
 `make faults` kills 20 times (BIPHASIC_KILLS=20); the default suite kills three times.
 """
 
@@ -21,7 +23,7 @@ from biphasic.storage import open_store
 from conftest import Write
 from helpers.buckets import bucket_for
 from helpers.signal_points import IN_SAVE, IN_TRAINING
-from helpers.tiny import config_of, launch, losses, weights
+from helpers.tiny import LENGTH, config_of, launch, losses, weights, write_rows
 
 KILLS = int(os.environ.get("BIPHASIC_KILLS", "3"))
 INTERVAL, SWITCH, DECAY, LAST = (4, 30, 50, 64) if KILLS > 3 else (4, 14, 22, 28)
@@ -37,10 +39,14 @@ def kill_points(count: int, seed: int) -> list[tuple[str, int]]:
     return sorted(points, key=lambda point: point[1])
 
 
-def test_a_killed_run_is_the_same_run(s3: Path, write_yaml: Write) -> None:
+def test_a_killed_run_is_the_same_run(s3: Path, write_yaml: Write, tmp_path: Path) -> None:
+    write_yaml()
+    write_rows(tmp_path / "data" / "long", 300, seed=4, length=2 * LENGTH)
+    data = {"train": {"local": str(tmp_path / "data" / "long")}, "sequence_length": 2 * LENGTH}
+    long = {"name": "mlm", "data": data, "global_batch_size": 4}
     keys: dict[str, Any] = {
         "parallelism__strategy": "fsdp", "max_duration": f"{LAST}ba", "data__num_workers": 1,
-        "objective__phases": [{"name": "clm", "until": f"{SWITCH}ba"}, {"name": "mlm"}],
+        "objective__phases": [{"name": "clm", "until": f"{SWITCH}ba"}, long],
         "schedule": {"warmup": "3ba", "decay": f"{LAST - DECAY}ba"}, "checkpoint__keep": 2,
     }  # fmt: skip
     path = write_yaml("uninterrupted", **keys, checkpoint__interval="1000ba")

@@ -1,7 +1,8 @@
 """A small run that meets one fault after another, and what must be true at its end.
 
-The run has 48 batches in three phases over a mix of two datasets, with a masking ratio that changes, an optimizer reset,
-validation, and checkpoints every four batches, of which two are kept.
+The run has 48 batches in three phases: two over a mix of two datasets, with a masking ratio that changes and an optimizer
+reset, and one over longer rows in smaller batches, with other rotary positions. It validates, and of its checkpoints, every
+four batches, two are kept.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ def write_data(folder: Path) -> None:
     """Write two datasets and a tokenizer."""
     tiny.write_rows(folder / "one", 500, seed=1)
     tiny.write_rows(folder / "two", 300, seed=3)
+    tiny.write_rows(folder / "long", 300, seed=4, length=2 * tiny.LENGTH)
     tiny.write_rows(folder / "validation", 40, seed=2)
     tiny.write_tokenizer(folder / "tokenizer")
 
@@ -47,10 +49,16 @@ def write_yaml(path: Path, data: Path, strategy: str, place: str | None = None) 
     """Write a run's YAML beside its folder `runs`. `place` is where it saves; None: on this machine."""
     mix = {name: {"local": str(data / name), "proportion": share} for name, share in (("one", 0.7), ("two", 0.3))}
     ramp = {"name": "mlm", "masking_ratio": {"start": 0.5, "end": 0.2}, "until": tokens(30), "reset_optimizer": True}
+    long = {
+        "name": "mlm",
+        "data": {"train": {"local": str(data / "long")}, "sequence_length": 2 * tiny.LENGTH},
+        "global_batch_size": 4,
+        "model": {"rope_theta": 500.0},
+    }
     content = tiny.content_of(path.stem, path.parent / "runs", data)
     content |= {
         "max_duration": f"{LAST}ba",
-        "objective": {"phases": [{"name": "clm", "until": tokens(17)}, ramp, {"name": "mlm"}]},
+        "objective": {"phases": [{"name": "clm", "until": tokens(17)}, ramp, long]},
         "schedule": {"warmup": "3ba", "decay": f"{DECAY}ba"},
         "evaluation": {"interval": "7ba", "batch_size": 4},
         "checkpoint": {"interval": f"{INTERVAL}ba", "keep": 2, **({"folder": place} if place else {})},

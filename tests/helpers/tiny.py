@@ -60,14 +60,14 @@ def documents(count: int, seed: int) -> list[np.ndarray]:
     return sequences
 
 
-def write_rows(folder: Path, count: int, seed: int) -> None:
-    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
+def write_rows(folder: Path, count: int, seed: int, length: int = LENGTH) -> None:
+    columns = {"tokens": f"ndarray:uint16:{length}", "lengths": "ndarray:uint32"}
     with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=1 << 14) as out:
-        row, lengths = np.full(LENGTH, PAD, np.uint16), []
+        row, lengths = np.full(length, PAD, np.uint16), []
         for document in documents(count, seed):
-            if sum(lengths) + len(document) > LENGTH:
+            if sum(lengths) + len(document) > length:
                 out.write({"tokens": row, "lengths": np.array(lengths, np.uint32)})
-                row, lengths = np.full(LENGTH, PAD, np.uint16), []
+                row, lengths = np.full(length, PAD, np.uint16), []
             row[sum(lengths) : sum(lengths) + len(document)] = document
             lengths.append(len(document))
 

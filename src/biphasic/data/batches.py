@@ -11,6 +11,8 @@ from threading import Thread
 from typing import Any
 
 import torch
+from composer.core import Callback, State
+from composer.loggers import Logger
 from composer.utils import dist
 from torch.utils.data import DataLoader
 
@@ -83,13 +85,13 @@ class _Source:
             self._closing.join()
 
 
-class TrainingBatches:
+class TrainingBatches(Callback):
     """A rank's batches of a run. A batch depends on the progress alone: on the phase, and on what was read before it.
 
     An iteration ends with an epoch of the data, which Composer then counts. It doesn't end where a phase begins, so a run
     that is stopped there counts as one that isn't.
 
-    Composer saves and loads the state of `dataset`, which is this object.
+    As a callback it stores which phases have begun, and ends the loaders' processes with the run.
 
     Args:
         phases: the run's phases.
@@ -122,7 +124,6 @@ class TrainingBatches:
             self._sources[own.source] = _Source(loader, rows, start)
         self._starts = [0]
         self.batch_size = inputs[0].rows // ranks
-        self.dataset = self
         self.progress: Callable[[], TrainingProgress] = lambda: TrainingProgress(0, 0, 0, 0)
         """Returns the run's progress when a batch is requested."""
 
@@ -190,18 +191,14 @@ class TrainingBatches:
                 if stream.remote is not None and Path(stream.local).exists():
                     shutil.rmtree(stream.local, ignore_errors=True)
 
-    # Composer ends the processes of `train_dataloader._iterator` at the end of a run.
-    @property
-    def _iterator(self) -> TrainingBatches:
-        return self
-
-    def _shutdown_workers(self) -> None:
+    def close(self, state: State, logger: Logger) -> None:
+        """End all loader processes."""
         for source in self._sources.values():
             source.close()
         for source in self._sources.values():
             source.wait_until_closed()
 
-    def state_dict(self, num_samples: int, from_beginning: bool) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Return the first batch of each phase that has begun. With the run's progress it gives the position in the data.
 
         It is one text, because PyTorch loads a list of a sharded checkpoint only if the run has as many entries.

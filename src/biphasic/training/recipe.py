@@ -99,6 +99,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     precision = torch.bfloat16 if config.precision == "amp_bf16" else torch.float32
     layers: Any = model.backbone.layers
     callbacks: list[Callback] = [
+        batches,
         ShardedModel(list(layers)),
         RunRecord(config, model, data_record),
         Meters(model.architecture(), recomputed_layers(model.backbone), precision),
@@ -125,6 +126,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         device=rank_device(),
         progress_bar=False,  # `loggers` adds our own
         load_path=run.checkpoint,
+        spin_dataloaders=False,  # `batches` begins at the right one
         auto_log_hparams=False,
     )
     batches.progress = lambda: elapsed(trainer.state.timestamp)

@@ -1,0 +1,238 @@
+"""Phases with their own data, batch size and rotary positions: what they read, resumed anywhere, and shared histories."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from biphasic.config.history import first_difference
+from biphasic.config.plan import plan
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.batches import advance
+from biphasic.data.streaming import build_loader
+from biphasic.errors import ConfigError, UserError
+from biphasic.export.run import export_checkpoint
+from biphasic.model.checkpoint import read_record
+from biphasic.training import step
+from biphasic.training.metrics_file import read_metrics
+from conftest import Write
+from helpers.tiny import LENGTH, config_of, keep_checkpoints_up_to, losses, train, train_alone, weights, write_rows
+
+LONG = 2 * LENGTH
+
+
+@pytest.fixture
+def yaml_of(write_yaml: Write, tmp_path: Path) -> Write:
+    """Writes a run of four phases: the run's data, longer rows, the run's data again, and half of its batch size."""
+
+    def write(name: str = "run", **changes: Any) -> Path:
+        path = write_yaml(name, **changes)
+        if not (tmp_path / "data" / "long").exists():
+            write_rows(tmp_path / "data" / "long", 500, seed=5, length=LONG)
+        return path
+
+    data = tmp_path / "data"
+    phases = [
+        {"name": "clm", "until": "5ba"},
+        {"name": "mlm", "until": "9ba", "global_batch_size": 4, "model": {"rope_theta": 300.0},
+         "data": {"train": {"local": str(data / "long")}, "sequence_length": LONG}},
+        {"name": "mlm", "until": "0.75dur", "masking_ratio": 0.2, "global_batch_size": 8,
+         "data": {"train": {"local": str(data / "train")}, "sequence_length": LENGTH}},
+        {"name": "clm", "global_batch_size": 4},
+    ]  # fmt: skip
+    keys = {"objective__phases": phases, "max_duration": "16ba", "microbatch_size": 2}
+    return lambda name="run", **changes: write(name, **{**keys, **changes})
+
+
+def rows_read(config: PretrainConfig, monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, list[int], int]]:
+    """Train, and return the epoch, row ids and row length of each batch."""
+    seen: list[tuple[int, list[int], int]] = []
+    prepare = step.ObjectiveSchedule.prepare
+
+    def record(self: Any, rows: Any, *arguments: Any, **named: Any) -> Any:
+        seen.append((rows["epoch"], rows["row_ids"].tolist(), rows["tokens"].shape[1]))
+        return prepare(self, rows, *arguments, **named)
+
+    monkeypatch.setattr(step.ObjectiveSchedule, "prepare", record)
+    train(config)
+    monkeypatch.setattr(step.ObjectiveSchedule, "prepare", prepare)
+    return seen
+
+
+def order_of(config: PretrainConfig, phase: int, rows: int) -> list[int]:
+    """The first rows of a phase's data, read by a loader of its own in batches of one row."""
+    own = config.inputs[phase]
+    loader: Any = build_loader(own.data, own.streams, 1, config.seed, train=True)
+    return [int(batch["row_ids"]) for batch in itertools.islice(loader, rows)]
+
+
+def test_each_phase_reads_its_own_rows_in_their_order(yaml_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = config_of(yaml_of())
+    seen = rows_read(config, monkeypatch)
+    sizes = [(8, LENGTH)] * 5 + [(4, LONG)] * 4 + [(8, LENGTH)] * 3 + [(4, LENGTH)] * 4
+    assert [(len(rows), length) for _, rows, length in seen] == sizes
+    short = [row for _, rows, length in seen if length == LENGTH for row in rows]
+    assert short == order_of(config, 0, len(short))  # the third phase goes on where the first one was
+    long = [row for _, rows, length in seen if length == LONG for row in rows]
+    assert long == order_of(config, 1, len(long))
+    entries = read_metrics(config.run_folder / "metrics.jsonl")
+    assert [entry["objective/phase"] for entry in entries] == [0] * 5 + [1] * 4 + [2] * 3 + [3] * 4
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("unit", ["ba", "tok"])
+def test_a_run_resumes_bit_for_bit_at_any_batch(yaml_of: Write, workers: int, unit: str) -> None:
+    path = yaml_of(data__num_workers=workers)
+    if unit == "tok":
+        text = path.read_text().replace("until: 5ba", "until: 1100tok").replace("until: 9ba", "until: 2000tok")
+        path.write_text(text)
+    run = train_alone if workers else lambda path: train(config_of(path))
+    folder = run(path)
+    expected, last = losses(folder), weights(folder, 16)
+    starts = [i for i, e in enumerate(read_metrics(folder / "metrics.jsonl")) if e["objective/phase"]][:1]
+    batches = range(1, 16) if not workers else (starts[0] - 1, starts[0], starts[0] + 1, 9)
+    for batch in batches:
+        keep_checkpoints_up_to(folder, batch)
+        (folder / "metrics.jsonl").unlink()
+        run(path)
+        assert losses(folder) == expected[batch:], batch
+        assert all(torch.equal(weight, last[name]) for name, weight in weights(folder, 16).items()), batch
+
+
+def test_runs_share_the_trunk_before_a_phase_with_other_data(yaml_of: Write, tmp_path: Path) -> None:
+    trunk = train(config_of(yaml_of("trunk")))
+    write_rows(tmp_path / "data" / "other", 500, seed=9, length=LONG)
+    other = json.loads(json.dumps(config_of(yaml_of()).model_dump(mode="json")))["objective"]["phases"]
+    other[1]["data"]["train"]["local"] = str(tmp_path / "data" / "other")
+    branch = config_of(yaml_of("branch", objective__phases=other, start_from=str(trunk)))
+    alone = config_of(yaml_of("alone", objective__phases=other))
+    difference = first_difference(config_of(yaml_of("trunk")), branch)
+    assert difference is not None
+    assert (difference.batch, difference.key) == (5, "objective.phases.1.data.train.local")
+    train(branch)
+    attempts = read_metrics(branch.run_folder / "metrics.jsonl")
+    assert attempts[0]["batch"] == 6
+    expected = losses(train(alone))
+    assert losses(branch.run_folder) == expected[5:] != losses(trunk)[5:]
+
+
+def test_a_later_phase_s_data_may_move_but_not_change(yaml_of: Write, tmp_path: Path) -> None:
+    path = yaml_of()
+    folder = train(config_of(path))
+    expected = losses(folder)
+    keep_checkpoints_up_to(folder, 7)
+    (folder / "metrics.jsonl").unlink()
+    data = tmp_path / "data"
+    shutil.copytree(data / "long", data / "moved")
+    moved = path.read_text().replace(f"{data / 'long'}", f"{data / 'moved'}")
+    path.write_text(moved)
+    train(config_of(path))
+    assert losses(folder) == expected[7:]
+    keep_checkpoints_up_to(folder, 7)
+    shutil.rmtree(data / "moved")
+    write_rows(data / "moved", 500, seed=6, length=LONG)
+    with pytest.raises(UserError, match=r"\n  objective.phases.1.data.train.index: '\w+' until now"):
+        train(config_of(path))
+    # Before the phase has begun, its data may be another one.
+    keep_checkpoints_up_to(folder, 5)
+    train(config_of(path))
+    assert losses(folder)[-11:] != expected[5:]
+
+
+def test_the_rotary_positions_change_with_the_phase(yaml_of: Write, tmp_path: Path) -> None:
+    folder = train(config_of(yaml_of(logging__jsonl=True)))
+    bases = []
+    for batch in (5, 6, 16):
+        backbone = json.loads(read_record(str(folder / "checkpoints" / f"ba{batch}-rank0.pt"))["backbone"])
+        bases.append(backbone["rope_parameters"]["rope_theta"])
+        assert backbone["max_position_embeddings"] == LONG
+    assert bases == [10_000.0, 300.0, 300.0]
+    without = yaml_of("without")
+    without.write_text(without.read_text().replace("rope_theta: 300.0", "rope_theta: 10000.0"))
+    other = losses(train(config_of(without)))
+    assert other[:5] == losses(folder)[:5] and other[5] != losses(folder)[5]
+
+
+def test_an_epoch_ends_with_its_last_complete_batch() -> None:
+    """Positions are those of reading batch after batch."""
+    for rows, epoch_rows, start in ((8, 87, (0, 0)), (4, 30, (2, 24)), (5, 5, (0, 0)), (6, 20, (1, 17))):
+        position = start
+        for batches in range(12):
+            assert advance(start, batches, rows, epoch_rows) == (
+                position if epoch_rows - position[1] >= rows else (position[0] + 1, 0)
+            ), (rows, batches)
+            if epoch_rows - position[1] < rows:
+                position = (position[0] + 1, 0)
+            position = (position[0], position[1] + rows)
+
+
+def test_small_data_of_a_phase_is_read_again(yaml_of: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = yaml_of()
+    write_rows(tmp_path / "data" / "small", 40, seed=8, length=LONG)
+    path.write_text(path.read_text().replace(f"{tmp_path}/data/long", f"{tmp_path}/data/small"))
+    seen = [each for each in rows_read(config_of(path), monkeypatch) if each[2] == LONG]
+    count = len(set(order_of(config_of(path), 1, 100)))
+    whole = count // 4
+    assert [epoch for epoch, _, _ in seen] == [index // whole for index in range(4)]
+    assert len({row for epoch, rows, _ in seen for row in rows if not epoch}) == min(4, whole) * 4
+
+
+def test_the_plan_shows_what_each_phase_reads(yaml_of: Write, tmp_path: Path) -> None:
+    config = config_of(yaml_of())
+    shown = plan(config, 1)
+    phases = shown.details["phases"]
+    assert [phase["tokens"] for phase in phases] == [5 * 8 * 32, 4 * 4 * 64, 3 * 8 * 32, 4 * 4 * 32]
+    assert [phase["sequence_length"] for phase in phases] == [32, 64, 32, 32]
+    assert shown.details["tokens"] == sum(phase["tokens"] for phase in phases)
+    assert shown.details["flops"] == pytest.approx(sum(phase["flops"] for phase in phases))
+    rows = {dataset["key"]: dataset["run_rows"] for dataset in shown.details["datasets"]}
+    assert rows == {"data.train": 5 * 8 + 3 * 8 + 4 * 4, "objective.phases.1.data.train": 16}
+    line = shown.lines["phase 1"]
+    assert "in batches of 256 tokens: 4 rows of 64, RoPE base 300, of " in line and str(tmp_path) in line
+
+
+@pytest.mark.parametrize(
+    ("phase", "changes", "message"),
+    [
+        (0, {"global_batch_size": 4}, "objective.phases.0.global_batch_size: the first phase has the run's own"),
+        (1, {"data": {"sequence_length": 64}}, "objective.phases.1.data.mix: expected exactly one of"),
+        (1, {"data": {"folder": "x", "mix": {"a": {"local": "b", "proportion": 1.0}}}}, "objective.phases.1.data.mix"),
+        (1, {"data": {"train": {"local": "x"}, "epoch_rows": 5}}, "objective.phases.1.data.epoch_rows: has no effect"),
+        (
+            1,
+            {"global_batch_size": 3},
+            "objective.phases.1.global_batch_size: expected a multiple of the number of ranks",
+        ),
+        (1, {"model": {"rope": 1.0}}, "objective.phases.1.mlm.model.rope"),
+    ],
+)
+def test_phases_that_can_t_be_are_refused(yaml_of: Write, phase: int, changes: dict[str, Any], message: str) -> None:
+    from biphasic.config.load import load
+
+    phases = [{"name": "clm", "until": "5ba"}, {"name": "mlm"}]
+    phases[phase] |= changes
+    with pytest.raises(ConfigError) as refused:
+        load(yaml_of(objective__phases=phases), [], ranks=2)
+    assert message.replace(".mlm", "") in str(refused.value).replace(".mlm", "")
+
+
+def test_epochs_have_no_meaning_with_several_lengths(yaml_of: Write) -> None:
+    with pytest.raises(
+        ConfigError, match=r"checkpoint.interval: expected batches, rows or tokens, because the phases'"
+    ):
+        config_of(yaml_of(checkpoint__interval="1ep"))
+
+
+def test_a_checkpoint_of_a_later_phase_is_exported(yaml_of: Write, tmp_path: Path) -> None:
+    from transformers import AutoConfig
+
+    folder = train(config_of(yaml_of()))
+    export_checkpoint(str(folder / "checkpoints" / "ba16-rank0.pt"), tmp_path / "out")
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.rope_parameters["rope_theta"] == 300.0 and config.max_position_embeddings == LONG
