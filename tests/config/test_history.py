@@ -343,7 +343,8 @@ def test_a_difference_is_past_once_a_batch_began_at_its_time() -> None:
 
 CHANGED = {
     "name": "clm", "until": "12ba", "reset_optimizer": True, "masking_ratio": 0.3, "target": "next",
-    "replacement": {"mask": 0.8, "random": 0.1, "keep": 0.1},
+    "replacement": {"mask": 0.8, "random": 0.1, "keep": 0.1}, "global_batch_size": 4, "model": {"rope_theta": 5.0},
+    "data": {"train": {"local": "other"}},
 }  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from biphasic.config.base import flatten, within
 from biphasic.config.durations import BatchShapes, Duration, TrainingProgress
 from biphasic.config.phase_inputs import PhaseInputs, phase_key
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import START, MLMPhase, RampConfig, decay_start, resolve_phases
+from biphasic.config.timeline import START, MLMPhase, Phase, RampConfig, decay_start, resolve_phases
 
 _PATHS = {"local", "remote"}
 _INPUTS = {"data", "global_batch_size", "model"}
@@ -142,7 +142,7 @@ def _phases(config: PretrainConfig) -> list[_Part]:
         if isinstance(phase, MLMPhase):
             end_of_ramp = f" at {span.end}" if isinstance(phase.masking_ratio, RampConfig) else ""
             rule[f"{key}.masking_ratio"] = f"{phase.masking_ratio}{end_of_ramp}"
-        rule |= _inputs(inputs[span.index], key) if span.index else {}
+        rule |= _inputs(config.objective.phases[: span.index + 1], inputs[span.index], key)
         # Compare every other key of a phase, including keys that are added to the schema later.
         excluded = {"name", "until", "masking_ratio", *_INPUTS, *([] if span.index else ["reset_optimizer"])}
         others = phase.model_dump(mode="json", exclude=excluded)
@@ -151,10 +151,14 @@ def _phases(config: PretrainConfig) -> list[_Part]:
     return parts
 
 
-def _inputs(inputs: PhaseInputs, key: str) -> dict[str, str]:
-    """Return what a phase reads, by key, with what it has from the phases before it."""
-    rule = {f"{key}.global_batch_size": str(inputs.rows), f"{key}.model.rope_theta": str(inputs.rope_theta)}
-    if inputs.source:
+def _inputs(phases: Sequence[Phase], inputs: PhaseInputs, key: str) -> dict[str, str]:
+    """Return what the last phase reads, by key, as far as it or a phase before it names it."""
+    rule = {}
+    if any(phase.global_batch_size for phase in phases):
+        rule[f"{key}.global_batch_size"] = str(inputs.rows)
+    if inputs.rope_theta is not None:
+        rule[f"{key}.model.rope_theta"] = str(inputs.rope_theta)
+    if any(phase.data for phase in phases):
         data = inputs.data.model_dump(mode="json", include={"train", "mix", "epoch_rows", "sequence_length"})
         rule |= {f"{key}.data.{name}": str(value) for name, value in flatten(data) if value is not None}
     return rule
@@ -165,7 +169,7 @@ def phase_paths(config: PretrainConfig) -> list[str]:
     return [
         f"{phase_key(index)}.{stream}.{path}"
         for index, inputs in enumerate(config.inputs)
-        for stream in (inputs.data.streams if inputs.source else ())
+        for stream in inputs.data.streams
         for path in _PATHS
     ]
 

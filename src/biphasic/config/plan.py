@@ -184,12 +184,14 @@ def _batch(time: Duration, config: PretrainConfig) -> int | None:
 def _phases(config: PretrainConfig, architecture: Architecture | None) -> Iterator[dict[str, Any]]:
     """Yield each phase with its first and last batch, counted from 0, its tokens and FLOPs, and what it reads."""
     inputs, counted = config.inputs, config.batch_shapes.progress
-    for span in resolve_phases(config.objective.phases, config.max_duration):
+    spans = resolve_phases(config.objective.phases, config.max_duration)
+    in_epochs = any(span.end.unit == "ep" for span in spans)
+    for span in spans:
         first, end, own = _batch(span.start, config), _batch(span.end, config), inputs[span.index]
         tokens = flops = None
         if first is not None and end is not None:
             tokens = counted(end).tokens - counted(first).tokens
-            flops = training_flops(config, architecture, first, end) if architecture else None
+            flops = training_flops(config, architecture, first, end) if architecture and not in_epochs else None
         yield {
             "objective": span.phase.name,
             "first_batch": first,
