@@ -14,6 +14,7 @@ import torch
 from biphasic.config.history import first_difference
 from biphasic.config.plan import plan
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data import batches
 from biphasic.data.batches import advance
 from biphasic.data.streaming import build_loader
 from biphasic.errors import ConfigError, UserError
@@ -163,10 +164,10 @@ def test_an_epoch_ends_with_its_last_complete_batch() -> None:
     """Positions are those of reading batch after batch."""
     for rows, epoch_rows, start in ((8, 87, (0, 0)), (4, 30, (2, 24)), (5, 5, (0, 0)), (6, 20, (1, 17))):
         position = start
-        for batches in range(12):
-            assert advance(start, batches, rows, epoch_rows) == (
+        for count in range(12):
+            assert advance(start, count, rows, epoch_rows) == (
                 position if epoch_rows - position[1] >= rows else (position[0] + 1, 0)
-            ), (rows, batches)
+            ), (rows, count)
             if epoch_rows - position[1] < rows:
                 position = (position[0] + 1, 0)
             position = (position[0], position[1] + rows)
@@ -236,3 +237,53 @@ def test_a_checkpoint_of_a_later_phase_is_exported(yaml_of: Write, tmp_path: Pat
     export_checkpoint(str(folder / "checkpoints" / "ba16-rank0.pt"), tmp_path / "out")
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.rope_parameters["rope_theta"] == 300.0 and config.max_position_embeddings == LONG
+
+
+def test_a_missing_shard_of_a_later_phase_stops_the_run_before_its_first_batch(yaml_of: Write, tmp_path: Path) -> None:
+    config = config_of(yaml_of())
+    shards = sorted((tmp_path / "data" / "long").glob("shard.*"))
+    shards[-1].unlink()
+    with pytest.raises(UserError, match=f"shard .*{shards[-1].name}: is missing"):
+        train(config)
+    assert not (config.run_folder / "metrics.jsonl").exists()
+    shards[0].write_bytes(b"damaged")
+    with pytest.raises(UserError, match=r"shard .*shard.00000.*: is damaged"):
+        train(config)
+
+
+@pytest.mark.parametrize("drops", [False, True])
+def test_the_cache_of_a_finished_phase_may_be_deleted(yaml_of: Write, tmp_path: Path, drops: bool) -> None:
+    path = yaml_of(data__drop_cache=drops)
+    cache, stored = tmp_path / "cache", tmp_path / "data" / "long"
+    path.write_text(path.read_text().replace(f"local: {stored}", f"local: {cache}\n        remote: {stored}"))
+    config = config_of(path)
+    assert config.inputs[1].data.train is not None and config.inputs[1].data.train.remote == str(stored)
+    folder = train(config)
+    assert cache.exists() is not drops and len(list(stored.glob("shard.*"))) > 1
+    expected = losses(folder)
+    keep_checkpoints_up_to(folder, 7)  # it is downloaded again if it is needed again
+    train(config)
+    assert losses(folder) == expected
+
+
+def test_the_next_phase_s_loader_starts_before_the_phase(yaml_of: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[tuple[int, int]] = []
+    trained = list[int]()
+    open_, prepare = batches._Source.open, step.ObjectiveSchedule.prepare
+
+    def record(self: Any, position: Any) -> None:
+        if position != self._next:
+            opened.append((len(trained), self.dataset.epoch_size))
+        open_(self, position)
+
+    def count(self: Any, *given: Any, **named: Any) -> Any:
+        trained.append(0)
+        return prepare(self, *given, **named)
+
+    monkeypatch.setattr(batches, "_BATCHES_AHEAD", 2)
+    monkeypatch.setattr(batches._Source, "open", record)
+    monkeypatch.setattr(step.ObjectiveSchedule, "prepare", count)
+    train(config_of(yaml_of()))
+    # The first phase's data, the second's 2 batches before batch 5, the first's again 2 batches before batch 9.
+    assert [batch for batch, _ in opened] == [0, 3, 7]
+    assert opened[0][1] == opened[2][1] != opened[1][1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import faulthandler
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple
 from datetime import timedelta
@@ -23,8 +23,10 @@ from biphasic.checkpointing.schedule import progress_after_batch
 from biphasic.checkpointing.start_rules import overridden_keys, require_same_data, require_same_past
 from biphasic.checkpointing.stopping import ProcessGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
+from biphasic.config.data import StreamConfig
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.data.shards import require_shards
 from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.model.checkpoint import require_safe_checkpoint
@@ -126,6 +128,10 @@ class Run:
         local_paths, folder = list[str](), self._config.run_folder / "init"
         self._ranks.once_per_machine(lambda: local_paths.append(local_checkpoint(path, folder)))
         return self._ranks.broadcast(local_paths[0] if local_paths else None)
+
+    def check_later_data(self, streams: Iterable[StreamConfig]) -> None:
+        """Check all shards of data that later phases read, so that the run doesn't stop there. Raises a UserError."""
+        self._ranks.on_first_rank(lambda: [require_shards(stream) for stream in streams])
 
     def check_rows(self, indexes: dict[str, str]) -> None:
         """Check that the run reads the rows that its checkpoint was trained on, and has the same past.

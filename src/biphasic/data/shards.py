@@ -168,14 +168,37 @@ def require_first_shard(stream: StreamConfig) -> None:
     import xxhash
 
     dataset = stream.remote or stream.local
-    _require_dataset(dataset, dataset)
-    with user_errors(f"dataset {dataset}: its first shard can't be read", ValueError, LookupError):
-        store = open_store(dataset)
-        file = shard_file(json.loads(store.read(INDEX))["shards"][0])
-        content = store.read(file["basename"])
+    file = _files(dataset)[0]
+    with user_errors(f"dataset {dataset}: its first shard can't be read"):
+        content = open_store(dataset).read(file["basename"])
     expected = file["hashes"].get("xxh64")
     if expected is not None and xxhash.xxh64(content).hexdigest() != expected:
         raise UserError(f"shard {dataset}/{file['basename']}: is damaged: its xxh64 is not the one in {INDEX}")
+
+
+def require_shards(stream: StreamConfig) -> None:
+    """Check that all shards of a dataset are stored with their sizes, and that the first one can be read.
+
+    For data that is read later in a run. Raises a UserError if anything fails.
+    """
+    require_first_shard(stream)
+    dataset = stream.remote or stream.local
+    with user_errors(f"dataset {dataset}: can't be listed"):
+        stored = open_store(dataset).list()
+    for file in _files(dataset):
+        name, size = file["basename"], int(file["bytes"])
+        if name not in stored or stored[name].bytes != size:
+            found = f"has {stored[name].bytes:,} bytes instead of {size:,}" if name in stored else "is missing"
+            raise UserError(
+                f"shard {dataset}/{name}: {found}: restore it before the run, which would stop when it needs it"
+            )
+
+
+def _files(dataset: str) -> list[dict[str, Any]]:
+    """Return the entries of a dataset's index for the stored files, compressed or not."""
+    _require_dataset(dataset, dataset)
+    with user_errors(f"dataset {dataset}: its {INDEX} can't be read", ValueError, LookupError):
+        return [shard_file(shard) for shard in json.loads(open_store(dataset).read(INDEX))["shards"]]
 
 
 def _require_dataset(dataset: str, local: str) -> None:

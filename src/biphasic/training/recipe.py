@@ -17,6 +17,7 @@ from composer.utils import dist
 from biphasic.checkpointing.open_run import Run, open_run
 from biphasic.checkpointing.schedule import elapsed, validation_schedule
 from biphasic.config.model import architecture_of
+from biphasic.config.phase_inputs import sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import resolve_phases
 from biphasic.data.batches import TrainingBatches
@@ -67,6 +68,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         lambda own, rows_per_rank: build_loader(own.data, own.streams, rows_per_rank, config.seed, train=True),
     )
     run.check_rows(index_hashes(streams))
+    run.check_later_data(stream for own in sources(inputs)[1:] for stream in own.streams.values())
 
     # Model
     run.say("building the model")

@@ -118,6 +118,7 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
             say=said.append,
             check_rows=lambda indexes: None,
             webhook=Webhook(None, config.run_name),
+            check_later_data=lambda streams: None,
         )
         trainer = recipe.prepare(config, run)
         measured.setup = next(line for line in said if "attention " in line)
