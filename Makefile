@@ -13,7 +13,7 @@ COMPILE := $(BIN)/uv pip compile --quiet --universal --python-version 3.11 --no-
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
-.PHONY: env quickstart test test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-train bench-peers bench-loss bench-scaling \
+.PHONY: env quickstart test test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
 	bench-finetuning bench-sweep bench-encoding bench-search bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
@@ -102,6 +102,10 @@ bench-data: env
 # About five minutes. Writes benchmarks/results/saving.*.
 bench-saving: env
 	$(BIN)/python benchmarks/saving.py --stretches 4 --steps 10
+
+# About three minutes. Writes benchmarks/results/phases.*.
+bench-phases: env
+	$(BIN)/python benchmarks/phases.py
 
 # The trainer over the barest correct loop, on this machine's cores.
 bench-train: env

@@ -32,9 +32,9 @@ def measure(stretches: int = 6, steps: int = 15, width: int = 384) -> dict[str, 
     """Seconds of the steps by stretch, of the wait, and of a plain copy; and their ratios."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        server, destination = _bucket(folder)
+        server, bucket = serve_bucket(folder)
         try:
-            return _run(folder, destination, stretches, steps, width)
+            return _run(folder, f"{bucket}/saving", stretches, steps, width)
         finally:
             server.terminate()
             server.wait(10)
@@ -104,7 +104,8 @@ def _copies(size: int, count: int) -> list[float]:
     return seconds
 
 
-def _bucket(folder: Path) -> tuple[Any, str]:
+def serve_bucket(folder: Path) -> tuple[Any, str]:
+    """Start an S3 server with a bucket, and return its process and the bucket's URL."""
     from helpers import s3_server
 
     (folder / "s3").mkdir()
@@ -115,7 +116,7 @@ def _bucket(folder: Path) -> tuple[Any, str]:
     import boto3
 
     boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"]).create_bucket(Bucket="bench")
-    return server, "s3://bench/saving"
+    return server, "s3://bench"
 
 
 def main() -> None:

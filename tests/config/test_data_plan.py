@@ -50,7 +50,7 @@ def planned(data: dict[str, Any], tmp_path: Path, **changes: Any) -> tuple[JobPl
     path.write_text(json.dumps(content))
     config = load(path)
     assert isinstance(config, PretrainConfig)
-    run_plan = plan(config, 1, read_conversions(config.data))
+    run_plan = plan(config, 1, read_conversions(config.streams))
     assert json.loads(run_plan.to_json())["warnings"] == run_plan.warnings
     return run_plan, run_plan.describe()
 
