@@ -181,10 +181,10 @@ def test_everything_that_has_changed_is_named(write_yaml: Write) -> None:
     assert overridden_keys(manifest, changed, {"data.train.index": "x"}) == [*keys[:1], "precision", "seed"]
     assert overridden_keys(manifest, changed, {"data.train.index": "y"})[1] == "data.train.index"
     path = "runs/one/ba4-rank0.pt"
-    require_same_data(path, manifest, {"data.train.index": "x"})
+    require_same_data(path, manifest, changed, {"data.train.index": "x"})
     message = "start_from: runs/one/ba4-rank0.pt was trained on other rows: data.train.index is 'x' there, 'y' here"
     with pytest.raises(UserError, match=f"^{message}$"):
-        require_same_data(path, manifest, {"data.train.index": "y"})
+        require_same_data(path, manifest, changed, {"data.train.index": "y"})
     # Either the name or the configuration makes it the same run.
     stored = StoredCheckpoint(4, manifest)
     for config in (changed, recorded_config(manifest).model_copy(update={"run_name": "named"})):
