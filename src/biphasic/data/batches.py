@@ -77,6 +77,8 @@ class _Source:
         if iterator is not None:
             self._closing = Thread(target=iterator._shutdown_workers, daemon=True)
             self._closing.start()
+        elif self._parts is not None and (reading := getattr(self.dataset, "_iterator", None)) is not None:
+            reading.non_blocking_exit()  # Streaming's threads in this process, without loader processes
         self._parts = self._next = self.loader._iterator = None
 
     def wait_until_closed(self) -> None:
