@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from biphasic.checkpointing.manifest import Manifest
 from biphasic.config.load import load
+from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig
 from biphasic.errors import UserError
 from biphasic.study.state import RunState, read_states, starting_run
@@ -60,6 +61,26 @@ def test_the_first_batch_of_a_warmup_is_not_shared(write_yaml: Write) -> None:
         phases = [{"name": "mlm", "until": f"{until}ba"}, {"name": "clm"}]
         switched = config_of(write_yaml("switched", **{**keys, "objective__phases": phases}, optimizer__lr=2e-3))
         assert starts(study_tree({"high": high, "switched": switched}, {}))["switched"] == start
+
+
+def test_decays_on_candidate_data_cost_one_trunk(write_yaml: Write, tmp_path: Path) -> None:
+    def decay_on(name: str) -> PretrainConfig:
+        data = {"train": {"local": str(tmp_path / name)}}
+        phases = [{"name": "clm", "until": "100ba"}, {"name": "mlm", "until": "160ba"}, {"name": "mlm", "data": data}]
+        keys: dict[str, Any] = {"max_duration": "200ba", "schedule__decay": "40ba", "objective__phases": phases}
+        return config_of(write_yaml(name, **keys))
+
+    tree = study_tree({name: decay_on(name) for name in ("web", "code", "books")}, {})
+    assert starts(tree) == {"web": (None, 0), "code": ("web", 160), "books": ("web", 160)}
+    assert sum(run.own_batches for run in tree.values()) == 160 + 3 * 40
+
+
+def test_runs_on_other_data_share_nothing(write_yaml: Write, tmp_path: Path) -> None:
+    runs = {
+        name: config_of(write_yaml(name, data__train__local=str(tmp_path / name), max_duration="200ba"))
+        for name in ("web", "code")
+    }
+    assert starts(study_tree(runs, {})) == {"web": (None, 0), "code": (None, 0)}
 
 
 def test_no_run_is_the_trunk_by_itself() -> None:

@@ -64,6 +64,8 @@ def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, st
     decays = {name: c.batch_shapes.batches(decay_start(c.schedule, c.max_duration)) for name, c in configs.items()}
 
     def shared(first: str, second: str) -> int:
+        if configs[first].data.streams != configs[second].data.streams:
+            return 0  # a run compares its data by hash, and a study by path, since the data may not exist yet
         difference, shorter = first_difference(configs[first], configs[second]), min(lengths[first], lengths[second])
         batches = shorter if difference is None else difference.batch
         if difference is not None and batches - 1 in (decays[first], decays[second]):
