@@ -61,7 +61,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/sweeps.md": ({}, ()),
     "docs/tokenizer.md": (
         {"my/tokenizer": "my/second_tokenizer", "data/mine": "data/tokenized", "run_name=mine": "run_name=tokenized"},
-        (),
+        ("HuggingFaceTB",),
     ),
 }  # fmt: skip
 # Pages whose commands are read (test_commands.py) and not run, and why.

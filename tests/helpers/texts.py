@@ -49,6 +49,40 @@ def write_tokenizer(folder: Path, special: dict[str, str] = SPECIAL, words: int 
     return folder
 
 
+KINDS = ("byte-level", "metaspace", "wordpiece")
+
+
+def write_kind(folder: Path, kind: str, words: str = VERSE, names: str = "[{}]") -> Path:
+    """Train a tokenizer of a kind on a text; its special tokens, `names` of their roles, have the first ids."""
+    roles = ["unk", "pad", "eos", "mask"]
+    special: list[Any] = [names.format(role) for role in roles]
+    keys: dict[str, Any] = {"vocab_size": 500, "special_tokens": special, "show_progress": False}
+    tokenizer, trainer = Tokenizer(models.BPE(unk_token=special[0])), trainers.BpeTrainer(**keys)
+    if kind == "byte-level":
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(**keys, initial_alphabet=pre_tokenizers.ByteLevel.alphabet())
+    elif kind == "metaspace":  # as Llama 2's
+        tokenizer = Tokenizer(models.BPE(unk_token=special[0], byte_fallback=True))
+        tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first")
+        tokenizer.decoder = decoders.Sequence([decoders.Metaspace(prepend_scheme="first"), decoders.ByteFallback()])
+        keys["special_tokens"] = [*special, *(f"<0x{byte:02X}>" for byte in range(256))]
+        trainer = trainers.BpeTrainer(**keys)
+    else:
+        tokenizer = Tokenizer(models.WordPiece(unk_token=special[0]))
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        tokenizer.decoder = decoders.WordPiece()
+        trainer = trainers.WordPieceTrainer(**keys)
+    tokenizer.train_from_iterator([f"{words} naïve é"] * 2, trainer)
+    content = json.loads(tokenizer.to_str())
+    content["added_tokens"] = content["added_tokens"][: len(special)]  # bytes are tokens of the model
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = {f"{role}_token": token for role, token in zip(roles, special, strict=True)}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
 def write_wide_tokenizer(folder: Path, words: int) -> Path:
     """A tokenizer of whole words with ids up to `words`; EOS has the largest."""
     special = [SPECIAL[role] for role in ("pad", "bos", "mask")]

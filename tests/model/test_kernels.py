@@ -180,8 +180,8 @@ def test_an_epoch_has_few_shapes(rows: int) -> None:
                 row.append(min(left, max(16, int(600 * torch.randn((), generator=generator).exp()))))
             lengths.append(row)
         batch = PreparedBatch(
-            "clm", 0, True, inputs, clm_targets(inputs, inputs), inputs[:, 0], lengths, inputs[0, 0], rows
-        )
+            "clm", 0, True, inputs, clm_targets(inputs, inputs), inputs[:, 0], lengths, inputs[0, 0], rows, inputs[0, 0]
+        )  # fmt: skip
         segments = batch.segments
         counts.add(len(segments.lengths))
         shapes.add((segments.cu_seqlens.numel(), segments.position_ids.numel(), segments.max_seqlen))

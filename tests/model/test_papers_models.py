@@ -79,7 +79,7 @@ def test_a_missing_head_is_drawn_and_said(tmp_path: Path, caplog: pytest.LogCapt
     assert float(first.lm_head.weight.std()) == pytest.approx(0.02, rel=0.1)
     head = torch.randn(WORDS, WIDTH).bfloat16()
     config = ModelConfig(init_from=str(write_model(tmp_path / "h", head)))
-    model = build_language_model(config, 64, 0, WORDS)
+    model = build_language_model(config, 64, 0)
     assert torch.equal(model.lm_head.weight, head.float())
 
 

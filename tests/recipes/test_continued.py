@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,10 @@ from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import load_encoder
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
+from biphasic.training.metrics_file import read_metrics
+from biphasic.training.step import ObjectiveSchedule, PreparedBatch
 from helpers.decoders import saved_decoder
-from helpers.texts import sentences, write_parquet, write_tokenizer
+from helpers.texts import sentences, write_kind, write_parquet, write_tokenizer
 from helpers.tiny import LENGTH, ROOT, losses, train
 
 RECIPES = ROOT / "recipes"
@@ -97,6 +100,59 @@ def test_a_decoder_without_a_mask_token_becomes_an_encoder(tmp_path: Path) -> No
     with torch.no_grad():
         before, after = (encoder(input_ids=t).last_hidden_state[0, 0] for t in (tokens, tokens.where(tokens != 8, 9)))
     assert not torch.allclose(before, after)  # the first token sees the last
+
+
+def test_a_decoder_with_a_tokenizer_of_one_s_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rebuilt model is trained, exported and loaded; its losses in bits per byte are those of the targets' text."""
+    decoder = tmp_path / "decoder"
+    words = load_tokenizer(str(write_kind(decoder, "metaspace"))).vocab_size
+    saved_decoder("llama", decoder, vocab_size=words, pad_token_id=1, bos_token_id=None, eos_token_id=2)
+    text = write_parquet(tmp_path / "text.parquet", sentences(800, longest=25))
+    own = load_tokenizer(str(write_tokenizer(tmp_path / "own", words=280)))
+    conversion = load(
+        ROOT / "yamls" / "data" / "own_text.yaml",
+        [f"source.paths=[{text}]", f"tokenizer={tmp_path / 'own'}", f"output={tmp_path / 'data'}",
+         f"sequence_length={LENGTH}", "segments.shortest=4", "validation_fraction=0.1", "cluster.workers=1"],
+    )  # fmt: skip
+    assert isinstance(conversion, ConvertConfig)
+    convert(conversion)
+    batches, prepare = list[PreparedBatch](), ObjectiveSchedule.prepare
+
+    def recorded(*given: Any, **named: Any) -> PreparedBatch:
+        batches.append(prepare(*given, **named))
+        return batches[-1]
+
+    def counts_of(batch: PreparedBatch) -> tuple[int, int]:
+        """Return the number of targets, and of bytes of their text."""
+        targets = batch.targets[batch.targets >= 0].tolist()
+        return len(targets), sum(len(own.tokenizer.decode([target]).encode()) for target in targets)
+
+    monkeypatch.setattr(ObjectiveSchedule, "prepare", recorded)
+    config = small("continue_decoder", tmp_path, decoder, tmp_path / "data", **{
+        "model.new_vocabulary": "overlap", "objective.phases": "[{name: clm, until: 3ba}, {name: mlm, masking_ratio: 0.4}]",
+        "evaluation.batches": 2, "microbatch_size": 4,
+    })  # fmt: skip
+    folder = train(config)
+    lines = read_metrics(folder / "metrics.jsonl")
+    trained = [batch for batch in batches if batch.phase is not None]
+    for line, batch in zip(lines, trained, strict=True):
+        (count, size), key = counts_of(batch), f"loss/train/{batch.objective}"
+        assert line[f"{key}_bits_per_byte"] == pytest.approx(line[key] * count / math.log(2) / size, rel=1e-5)
+    for objective in ("clm", "mlm"):
+        counts = [counts_of(batch) for batch in batches if batch.phase is None and batch.objective == objective]
+        count, size = (sum(values) for values in zip(*counts, strict=True))
+        assert len(counts) == 2 and size > count
+        expected = lines[-1][f"metrics/{objective}/loss"] * count / math.log(2) / size
+        assert lines[-1][f"metrics/{objective}/bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+
+    assert main(["export", last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
+    assert AutoTokenizer.from_pretrained(tmp_path / "encoder").get_vocab() == own.tokenizer.get_vocab()
+    checkpoint, tokens = load_language_model(last_checkpoint(folder)), torch.arange(4, 30)
+    exported = AutoModelForMaskedLM.from_pretrained(tmp_path / "encoder").eval()
+    with torch.no_grad():
+        hidden = packed_forward(checkpoint.backbone, tokens, Segments.of([26], tokens.device), causal=False)
+        torch.testing.assert_close(exported(tokens[None]).logits[0], checkpoint.lm_head(hidden), rtol=1e-4, atol=1e-5)
+    assert exported.config.vocab_size == own.vocab_size == checkpoint.lm_head.out_features
 
 
 def test_the_clm_detour_of_an_encoder(data: Path, tmp_path: Path) -> None:

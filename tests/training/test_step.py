@@ -25,6 +25,7 @@ from biphasic.training.optimizer import WarmupStableDecay
 from biphasic.training.step import ObjectiveSchedule, PreparedBatch, PretrainModel, data_spec, elapsed
 
 VOCABULARY = Vocabulary(size=50, mask_id=3, special_ids=(0, 1, 2, 3))
+BYTE_LENGTHS = [0] * 4 + [1 + number % 5 for number in range(4, 50)]
 PHASES = [
     CLMPhase(name="clm", until=Duration(2, "ba"), reset_optimizer=True),
     MLMPhase(name="mlm", until=Duration(4, "ba"), masking_ratio=0.5, target="next"),
@@ -77,7 +78,7 @@ def schedule(repeats_rows: bool = False) -> ObjectiveSchedule:
     data = SimpleNamespace(mix={} if repeats_rows else None)
     inputs: Any = [SimpleNamespace(data=data, rope_theta=None)] * len(PHASES)
     model: Any = None
-    return ObjectiveSchedule(resolve_phases(PHASES, Duration(8, "ba")), inputs, model, VOCABULARY, 9, 0.3)
+    return ObjectiveSchedule(resolve_phases(PHASES, Duration(8, "ba")), inputs, model, VOCABULARY, 9, 0.3, BYTE_LENGTHS)
 
 
 def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inputs: Any, targets: Any) -> None:
@@ -87,6 +88,8 @@ def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inp
     assert torch.equal(batch.row_ids, raw["row_ids"]) and batch.lengths == raw["lengths"]
     assert batch.mean_targets_per_rank.dtype == torch.float32 and batch.mean_targets_per_rank == (targets >= 0).sum()
     assert batch.rows_per_rank == 3
+    lengths = [BYTE_LENGTHS[token] for token in targets.flatten().tolist() if token >= 0]
+    assert float(batch.bytes_per_target) == pytest.approx(sum(lengths) / len(lengths))
 
 
 def masked(**keys: Any) -> tuple[torch.Tensor, torch.Tensor]:

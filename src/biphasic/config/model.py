@@ -20,6 +20,10 @@ class ModelConfig(Section):
     """Path of a model whose architecture and weights are loaded: a Biphasic checkpoint, the folder or bucket prefix that a
     run saves to (for its newest checkpoint), an exported folder, or the folder of a Hugging Face decoder, of EuroBERT or
     ModernBERT."""
+    new_vocabulary: Literal["overlap"] | None = None
+    """How embedding and head of `init_from` are rebuilt for data with another tokenizer than the model's. `overlap`: a token
+    whose text is also that of an old token keeps its vector, a special token that of its role, and any other gets the mean
+    of its pieces' in the old tokenizer (moBERTo, arXiv 2606.22722), or of all. The old one is that of `init_from`."""
     vocab_size: Positive | None = None
     """Number of rows of the embedding. Default: the preset's 128,256. Required with explicit dimensions."""
     hidden_size: Positive | None = None
@@ -77,6 +81,7 @@ def model_problems(model: ModelConfig, sequence_length: int) -> KeyProblems:
         message = "can't be given beside model.init_from, whose own value is used; remove one of them"
         yield from model.require_defaults(_FIXED_BY_INIT_FROM, "model", [], message)
         return
+    yield from model.require_defaults(["new_vocabulary"], "model", [], "has no effect without model.init_from")
     if model.preset is not None:
         message = f"can't be given beside model.preset: {model.preset}, which fixes it"
         yield from model.require_defaults(_FIXED_BY_PRESET, "model", [], message)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -84,6 +84,9 @@ def plan(
     """
     run_plan = JobPlan(str(config.run_folder), f"{config.job}, {ranks} rank{'s' * (ranks > 1)}")
     architecture = architecture_of(config.model) or _init_from_architecture(config.model.init_from)
+    if architecture is not None and config.model.new_vocabulary is not None:
+        tokenizers = [stream.record["tokenizer"] for stream in records.values() if "tokenizer" in stream.record]
+        architecture = replace(architecture, vocab_size=tokenizers[0]["vocab_size"]) if tokenizers else None
     end, shapes, inputs = config.max_duration, config.batch_shapes, config.inputs
     size, batches, spans = inputs[0].shape.size, _batch(end, config), resolve_phases(config.objective.phases, end)
     units = {end.unit, *(span.end.unit for span in spans)}

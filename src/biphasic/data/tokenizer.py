@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
+from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.processors import TemplateProcessing
 
 from biphasic.errors import UserError
@@ -23,6 +25,11 @@ _SUBSTITUTES = {"bos": "cls_token", "eos": "sep_token"}
 """Special tokens that take a role in tokenizers of the BERT family, which name no token for it."""
 ADDED_MASK = "<|mask|>"
 """The mask token added to a tokenizer that has none; EuroBERT uses the same name."""
+# A byte-level token has a character for each byte: the byte's own if that is printable, else one above 255.
+_ALPHABET = sorted(ByteLevel.alphabet())
+_PRINTABLE = [ord(character) for character in _ALPHABET if ord(character) < 256]
+_BYTES = dict(zip(_ALPHABET, [*_PRINTABLE, *sorted({*range(256)} - {*_PRINTABLE})], strict=True))
+_CHARACTERS = {byte: character for character, byte in _BYTES.items()}
 
 
 @dataclass(frozen=True)
@@ -104,6 +111,53 @@ class Tokenizer:
         for file, content in (("tokenizer_config.json", settings), ("special_tokens_map.json", names)):
             text = json.dumps(content, indent=2, ensure_ascii=False, sort_keys=True)
             (folder / file).write_text(text + "\n", encoding="utf-8")
+
+
+class TokenTexts:
+    """The bytes of text that each token stands for, in UTF-8, to compare tokens of different kinds of tokenizers.
+
+    Byte-level tokens are sequences of bytes, which may be parts of characters. Of other tokens, `▁` is a space, `<0x0A>` a
+    byte, and a WordPiece or word has a space before it unless it continues one (`##ing`).
+
+    Attributes:
+        texts: the bytes of each id; empty for special tokens, the unknown token, and ids without a token.
+        ids: the id of each text; the highest, since single bytes (`<0x41>`) come before the characters that texts use.
+        roles: the ids of `Tokenizer.role_ids`, and of the unknown token as `unk`.
+    """
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer, content = tokenizer.tokenizer, json.loads(tokenizer.tokenizer.to_str())
+        self._model, rules = content["model"], json.dumps([content["pre_tokenizer"], content["decoder"]])
+        self._is_byte_level, self._has_metaspace = '"ByteLevel"' in rules, r"\u2581" in rules
+        self._is_words = self._model["type"] in ("WordPiece", "WordLevel")
+        unknown = self._tokenizer.token_to_id(self._model.get("unk_token") or "")
+        self.roles = {**tokenizer.role_ids, "unk": self._model.get("unk_id") if unknown is None else unknown}
+        empty, added = {*tokenizer.special_ids, self.roles["unk"]}, {token["id"] for token in content["added_tokens"]}
+        self.texts = [b""] * tokenizer.vocab_size
+        for token, token_id in self._tokenizer.get_vocab().items():
+            if token_id not in empty:
+                self.texts[token_id] = token.encode() if token_id in added else self._text(token)
+        self.ids = {text: token_id for token_id, text in enumerate(self.texts) if text}
+
+    def _text(self, token: str) -> bytes:
+        if self._is_byte_level:
+            return b"".join(bytes([_BYTES[char]]) if char in _BYTES else char.encode() for char in token)
+        if self._model.get("byte_fallback") and (byte := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+            return bytes.fromhex(byte[1])
+        if self._is_words:
+            prefix = self._model.get("continuing_subword_prefix")
+            token = token.removeprefix(prefix) if prefix and token.startswith(prefix) else f" {token}"
+        return token.replace("▁", " " if self._has_metaspace else "▁").encode()
+
+    def split(self, text: bytes) -> list[int]:
+        """Return the ids of the pieces into which the tokenizer splits the text of a token, without unknown ones."""
+        if self._is_words:
+            ids = self._tokenizer.encode(text.decode(errors="ignore"), add_special_tokens=False).ids
+        else:  # by the model alone, since normalizers and pre-tokenizers may add a space
+            spaced = text.decode(errors="ignore").replace(" ", "▁" if self._has_metaspace else " ")
+            characters = "".join(_CHARACTERS[byte] for byte in text) if self._is_byte_level else spaced
+            ids = [piece.id for piece in self._tokenizer.model.tokenize(characters)]
+        return [token_id for token_id in ids if self.texts[token_id]]
 
 
 def load_tokenizer(path: str, revision: str | None = None) -> Tokenizer:

@@ -64,7 +64,7 @@ def export_initial(
     require_free(out, force)
     config = load_job(PretrainConfig, file, overrides)
     tokenizer = load_tokenizer(config.tokenizer)
-    model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer.vocab_size)
+    model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer)
     fmt = choose_format(model.config, tokenizer)
     card = untrained_card(config.model_dump(mode="json"), name, family=fmt.family, has_code=bool(fmt.files))
     _write(fmt, Weights.in_memory(model.state_dict()), tokenizer, out, card, dtype, force)

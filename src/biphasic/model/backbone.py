@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from biphasic.config.model import DEFAULT_ROPE_THETA, ModelConfig, architecture_of
+from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model import attention
 from biphasic.model.checkpoint import is_checkpoint, read_record, read_weights
@@ -23,6 +24,7 @@ from biphasic.model.language_model import (
     llama_config,
     plain_rope,
 )
+from biphasic.model.new_vocabulary import fit_vocabulary
 from biphasic.model.packing_probe import packing_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, first_line, is_remote
@@ -46,17 +48,17 @@ _FINGERPRINTED = ("*.safetensors", "*.bin", "*.pt", "config.json", "*.distcp", "
 
 
 def build_language_model(
-    config: ModelConfig, sequence_length: int, seed: int, vocabulary: int = 0, on_meta: bool = False
+    config: ModelConfig, sequence_length: int, seed: int, tokenizer: Tokenizer | None = None, on_meta: bool = False
 ) -> LanguageModel:
     """Build or load the network that a YAML's `model:` section describes, on the CPU in fp32.
 
-    New weights depend only on the seed. `vocabulary` is the number of tokens that need an embedding, including the mask
-    token; a loaded model's embedding is enlarged to it. With `on_meta`, a new model is built on the meta device, for
-    ranks that receive their weights from rank 0; models loaded by `init_from` are not.
+    New weights depend only on the seed. A loaded model's embedding is enlarged or rebuilt for `tokenizer`, the data's. With
+    `on_meta`, a new model is built on the meta device, for ranks that receive their weights from rank 0; models loaded by
+    `init_from` are not.
 
     Raises:
         UserError: the folder or checkpoint can't be used, its `max_position_embeddings` is less than `sequence_length`, its
-            `rope_theta` can't be changed, or `vocabulary` is larger than a new model's `vocab_size`.
+            `rope_theta` can't be changed, or the tokenizer isn't its own or has more tokens than a new model's `vocab_size`.
     """
     if config.init_from is not None:
         model = load_language_model(
@@ -69,14 +71,15 @@ def build_language_model(
                 f"tokens: set model.max_position_embeddings={sequence_length}, and a larger model.rope_theta "
                 "(recipes/long_context)"
             )
-        model.resize_token_embeddings(vocabulary)
+        if tokenizer is not None:
+            fit_vocabulary(model, config, tokenizer)
         return model
     size = architecture_of(config)
     assert size is not None, "the configuration's checks require dimensions"
-    if vocabulary > size.vocab_size:
+    if tokenizer is not None and tokenizer.vocab_size > size.vocab_size:
         raise UserError(
-            f"model.vocab_size is {size.vocab_size}, but the tokenizer has {vocabulary} tokens: set model.vocab_size to "
-            f"at least {vocabulary}"
+            f"model.vocab_size is {size.vocab_size}, but the tokenizer has {tokenizer.vocab_size} tokens: set "
+            f"model.vocab_size to at least {tokenizer.vocab_size}"
         )
     hf_config = llama_config(
         size,

@@ -5,6 +5,7 @@ Imports torch and transformers only, so that benchmarks/gpu.py runs without othe
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -91,21 +92,20 @@ class LanguageModel(nn.Module):
 
     def resize_token_embeddings(self, vocab_size: int) -> None:
         """Enlarge embedding and head to `vocab_size` rows. New rows are the mean of the old ones."""
+        added = vocab_size - self.lm_head.out_features
+        if added > 0:
+            self.map_vocabulary(lambda rows: torch.cat([rows, rows.mean(0, keepdim=True).repeat_interleave(added, 0)]))
+
+    def map_vocabulary(self, function: Callable[[Tensor], Tensor]) -> None:
+        """Replace the weights of embedding and head, and the head's bias, by a function of these: a row for each token."""
         embedding = self.backbone.get_input_embeddings()  # pyright: ignore[reportCallIssue]
-        old = embedding.weight.shape[0]
-        if vocab_size <= old:
-            return
-        tied = self.lm_head.weight is embedding.weight
-        for module in (embedding,) if tied else (embedding, self.lm_head):
-            with torch.no_grad():
-                mean = module.weight.mean(0, keepdim=True)
-                module.weight = nn.Parameter(torch.cat([module.weight, mean.expand(vocab_size - old, -1)]))
-        if tied:
-            self.lm_head.weight = embedding.weight
-        if (bias := self.lm_head.bias) is not None:
-            new = bias.detach().mean().expand(vocab_size - old)
-            self.lm_head.bias = nn.Parameter(torch.cat([bias.detach(), new]))
-        embedding.num_embeddings = self.lm_head.out_features = self.config.vocab_size = vocab_size
+        lm_head, tied = self.lm_head, self.lm_head.weight is embedding.weight
+        with torch.no_grad():
+            embedding.weight = nn.Parameter(function(embedding.weight))
+            lm_head.weight = embedding.weight if tied else nn.Parameter(function(lm_head.weight))
+            if lm_head.bias is not None:
+                lm_head.bias = nn.Parameter(function(lm_head.bias))
+        embedding.num_embeddings = lm_head.out_features = self.config.vocab_size = len(embedding.weight)
 
 
 def plain_rope(hf_config: Any, path: str = "this model") -> dict[str, Any]:

@@ -196,6 +196,7 @@ class MicrobatchSize(Algorithm):
             lengths=[[length]] * rows,
             mean_targets_per_rank=state.device.tensor_to_device(torch.tensor(float(rows * length))),
             rows_per_rank=rows,
+            bytes_per_target=tokens[0, 0],
         )
 
 

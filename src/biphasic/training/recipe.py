@@ -23,7 +23,7 @@ from biphasic.config.timeline import resolve_phases
 from biphasic.data.batches import TrainingBatches
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
-from biphasic.data.tokenizer import Tokenizer, load_tokenizer
+from biphasic.data.tokenizer import Tokenizer, TokenTexts, load_tokenizer
 from biphasic.devices import rank_device
 from biphasic.model.backbone import build_language_model
 from biphasic.model.language_model import LanguageModel
@@ -89,6 +89,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
         config.seed,
         config.evaluation.masking_ratio,
+        byte_lengths=[len(text) for text in TokenTexts(tokenizer).texts],
     )
 
     # Before each optimizer step: clipping, NaN and Inf
@@ -139,7 +140,7 @@ def _build_model(config: PretrainConfig, tokenizer: Tokenizer, run: Run) -> tupl
     section = config.model
     if section.init_from is not None:
         section = section.model_copy(update={"init_from": run.fetch_initial_weights(section.init_from)})
-    arguments = (section, config.longest_row, config.seed, tokenizer.vocab_size)
+    arguments = (section, config.longest_row, config.seed, tokenizer)
     size = architecture_of(config.model)
     if size is None:
         model = build_language_model(*arguments)
@@ -167,7 +168,7 @@ def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
             label=label,
             eval_interval=is_due,
             dataloader=data_spec(batches),
-            metric_names=["loss"],
+            metric_names=["loss", "bits_per_byte"],
             subset_num_batches=config.evaluation.batches,
             device_eval_microbatch_size=None if config.microbatch_size == "auto" else config.microbatch_size,
         )

@@ -184,6 +184,7 @@ def _replacements(config: PretrainConfig, gpu: FakeGPU, vocab_size: int) -> Iter
         "build_language_model": on_gpu, "build_loader": lambda data, streams, rows, *_, **__: _Loader(data, rows),
         "load_tokenizer": lambda *_: tokenizer,
         "conversion_record": lambda *_: {}, "index_hashes": lambda *_: {}, "loggers": lambda *_: [],
+        "TokenTexts": lambda _: SimpleNamespace(texts=[b"ab"] * vocab_size),
     }  # fmt: skip
     for name, replacement in replaced.items():
         yield mock.patch.object(recipe, name, replacement)

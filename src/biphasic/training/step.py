@@ -27,7 +27,7 @@ Validation follows the same path without gradients: `ObjectiveSchedule` at EVAL_
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -78,6 +78,7 @@ class PreparedBatch:
         mean_targets_per_rank: fp32 scalar, number of targets in the global batch divided by the number of ranks. DDP and
             FSDP average gradients over ranks, so each rank's summed loss is divided by this number.
         rows_per_rank: number of rows in the rank's batch, before it is split.
+        bytes_per_target: fp32 scalar, mean number of bytes of text of a target in the global batch.
     """
 
     objective: str
@@ -89,6 +90,7 @@ class PreparedBatch:
     lengths: list[list[int]]
     mean_targets_per_rank: Tensor
     rows_per_rank: int
+    bytes_per_target: Tensor
 
     @property
     def segment_lengths(self) -> list[int]:
@@ -152,6 +154,7 @@ class ObjectiveSchedule(Algorithm):
         vocabulary: which tokens exist and which are special.
         seed: random seed for the masks.
         validation_masking_ratio: masking ratio in MLM validation. Its masks never change.
+        byte_lengths: number of bytes of text of each token (`TokenTexts`), for bits per byte.
 
     Each epoch of a dataset has new masks. In a mix, a row may occur several times in an epoch, and each batch has new masks.
     Duplicates of a row in one batch get the same mask.
@@ -165,9 +168,11 @@ class ObjectiveSchedule(Algorithm):
         vocabulary: Vocabulary,
         seed: int,
         validation_masking_ratio: float,
+        byte_lengths: Sequence[int],
     ):
         self.resolved_phases, self.inputs, self.model = phases, inputs, model
         self.vocabulary, self.seed = vocabulary, seed
+        self.byte_lengths = torch.tensor([*byte_lengths, 0])  # the last for `IGNORE`
         self.validation_phase = MLMPhase(name="mlm", masking_ratio=validation_masking_ratio)
         self.last_batch = TrainingProgress(0, 0, 0, 0)
         """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
@@ -234,6 +239,9 @@ class ObjectiveSchedule(Algorithm):
                 keep_share=phase.replacement.keep,
                 target=phase.target,
             )
+        self.byte_lengths = self.byte_lengths.to(targets.device)  # copied once
+        target_bytes = self.byte_lengths[targets.clamp(min=-1)].sum()
+        mean_targets, mean_bytes = _mean_over_ranks(torch.stack([(targets != IGNORE).sum(), target_bytes]))
         return PreparedBatch(
             objective=phase.name,
             phase=index,
@@ -242,8 +250,9 @@ class ObjectiveSchedule(Algorithm):
             targets=targets,
             row_ids=row_ids,
             lengths=rows["lengths"],
-            mean_targets_per_rank=_mean_over_ranks((targets != IGNORE).sum()),
+            mean_targets_per_rank=mean_targets,
             rows_per_rank=len(rows["lengths"]),
+            bytes_per_target=mean_bytes / mean_targets,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -258,8 +267,8 @@ class ObjectiveSchedule(Algorithm):
         self.last_batch = TrainingProgress(*state["last_batch"])
 
 
-def _mean_over_ranks(count: Tensor) -> Tensor:
-    total = count.to(torch.float32)
+def _mean_over_ranks(counts: Tensor) -> Tensor:
+    total = counts.to(torch.float32)
     dist.all_reduce(total, reduce_operation="SUM")
     return total.clamp(min=1.0) / dist.get_world_size()
 
@@ -280,6 +289,10 @@ def mean_over_global_batch(
     return total / mean_targets_per_rank / (rows / rows_per_rank)
 
 
+class BitsPerByte(MeanMetric):
+    """Validation metric: the summed loss in bits, divided by the bytes of text of the targets."""
+
+
 class PretrainModel(ComposerModel):
     """A ComposerModel for batches prepared by `ObjectiveSchedule`. Weights have the prefix `model.`."""
 
@@ -294,23 +307,28 @@ class PretrainModel(ComposerModel):
     def loss(  # pyright: ignore[reportIncompatibleMethodOverride] - Composer reads dictionaries too
         self, outputs: tuple[Tensor, Tensor], batch: PreparedBatch
     ) -> dict[str, Tensor]:
-        """Return the loss as `total`, which is differentiated, and under the objective's name, for a separate curve."""
+        """Return the loss as `total`, which is differentiated, and for curves by objective, in nats and in bits per byte."""
         loss = mean_over_global_batch(outputs[0], batch.mean_targets_per_rank, len(batch.lengths), batch.rows_per_rank)
-        return {"total": loss, batch.objective: loss}
+        bits = loss.detach() / math.log(2) / batch.bytes_per_target
+        return {"total": loss, batch.objective: loss, f"{batch.objective}_bits_per_byte": bits}
 
     def eval_forward(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor] | None = None) -> tuple[Tensor, Tensor]:
         """Return `outputs` if given, else call `forward`."""
         return outputs if outputs is not None else self.forward(batch)
 
     def get_metrics(self, is_train: bool = False) -> dict[str, Metric]:
-        """Return the validation metric: the mean loss per target, in nats. Training has none, since it logs its loss."""
+        """Return the validation metrics: the mean loss per target, in nats, and bits per byte. Training logs its loss."""
         # NaN stays NaN. "disable" would keep it too, but ignores the weights (torchmetrics 1.9, issue 3434).
-        return {} if is_train else {"loss": MeanMetric(nan_strategy=math.nan)}
+        metrics = {"loss": MeanMetric, "bits_per_byte": BitsPerByte}
+        return {} if is_train else {name: metric(nan_strategy=math.nan) for name, metric in metrics.items()}
 
     def update_metric(self, batch: PreparedBatch, outputs: tuple[Tensor, Tensor], metric: Metric) -> dict[str, Any]:
-        """Add a microbatch to the mean loss."""
-        total, targets = outputs
-        metric.update(total / targets.clamp(min=1), targets)
+        """Add a microbatch to the mean loss, or to bits per byte."""
+        total, weight = outputs
+        if isinstance(metric, BitsPerByte):
+            # Together, the microbatches of all ranks have exactly the bytes of the global batch.
+            total, weight = total / math.log(2), weight * batch.bytes_per_target
+        metric.update(total / weight.clamp(min=1), weight)
         return {}
 
 
