@@ -360,4 +360,4 @@ def test_a_plan_reads_the_first_rows(tmp_path: Path) -> None:
     assert problem == f"test: 100 of the first 100 rows can't be used: {path}, row 1: the label 'good' is not one of 2"
     unnamed = {**task, "label_names": None}
     problem = find_problem("it", one_task(tmp_path, unnamed))
-    assert problem == f"{path}: the dataset doesn't name its labels: give label_names, in the order of their numbers"
+    assert problem == f"{path}: doesn't name its labels: give label_names, in the order of their numbers"

@@ -254,7 +254,7 @@ BAD: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no queries": (lambda folder: (write_set(folder) / "queries.jsonl").unlink(), r"/my-set: has no queries \("),
     "no qrels": (broken(qrels=[]), r"/my-set: has no qrels \(qrels\.jsonl, .*, or a folder qrels of"),
     "corpus of 0 bytes": (emptied("corpus.jsonl"), r"/my-set/corpus\.jsonl: is empty \(0 bytes\)"),
-    "corpus of 0 rows": (no_rows, r"/my-set/corpus\.parquet: can't be read \(.*got 0\)"),
+    "corpus of 0 rows": (no_rows, r"/my-set/corpus\.parquet: has no rows$"),
     "qrels of 0 bytes": (emptied("qrels/test.tsv"), r"/my-set/qrels/test\.tsv: is empty \(0 bytes\)"),
     "qrels of 0 rows": (
         lambda folder: (write_set(folder) / "qrels/test.tsv").write_text("query-id\tcorpus-id\tscore\n"),

@@ -141,13 +141,9 @@ def _label_names(table: Table, column: str, task: Any) -> list[str]:
     if names is not None and dataset_names is not None and names != dataset_names:
         given, expected = ", ".join(names), ", ".join(dataset_names)
         raise UserError(f"{table.source}: label_names are {given}, but the dataset says {expected}")
-    names = names or dataset_names
-    if names is None and task.source.path is None:
-        names = labels_in_files(task.source, column)
-    if names is None:
-        advice = "give label_names, in the order of their numbers"
-        raise UserError(f"{table.source}: the dataset doesn't name its labels: {advice}")
-    return names
+    if names := names or dataset_names or labels_in_files(task.source, column):
+        return names
+    raise UserError(f"{table.source}: doesn't name its labels: give label_names, in the order of their numbers")
 
 
 def _label_number(label: Any, names: list[str] | None) -> int:
@@ -297,11 +293,10 @@ def find_problem(name: str, config: TasksConfig) -> str | None:
     """Return the error that the first rows of a task's data cause, or None. Data from the hub is not checked."""
     task, first_rows = config.tasks[name], _FirstRows(name, config)
     paths = [dataset.path for _, dataset, _ in source_datasets("", task) if dataset.path is not None]
-    if not all(is_local_path(path) or Path(path).is_dir() for path in paths):
-        return None
     try:
-        write: Any = WRITERS[task.kind]
-        write(first_rows, task)
+        if all(is_local_path(path) or Path(path).is_dir() for path in paths):
+            write: Any = WRITERS[task.kind]
+            write(first_rows, task)
     except UserError as error:
         return str(error)
     return None

@@ -14,16 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+from pyarrow import parquet
 
 from biphasic.config.tasks import DatasetConfig
 from biphasic.conversion.sources import hub_commit
-from biphasic.downstream.formats import (
-    COLUMN_FILES,
-    bio_names,
-    column_rows,
-    json_rows,
-    table_rows,
-)
+from biphasic.downstream.formats import COLUMN_FILES, bio_names, column_rows, json_rows, table_rows
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import first_line, user_errors
@@ -177,6 +172,10 @@ def _read_files(
     if builder in ("json", "parquet"):
         if unused := [key for key in ("columns", "quoting") if getattr(config, key) is not None]:
             raise UserError(f"{source}: {unused[0]} has no effect on files of this kind")
+        if builder == "parquet":  # the library's reader refuses a file without rows
+            files = [file for file in files if parquet.read_metadata(file).num_rows]
+        if not files:
+            raise UserError(f"{source}: has no rows")
         return _load(builder, source, columns, first, data_files={_ONLY_SPLIT: list(map(glob.escape, files))})
     if builder == "csv":
         separator = _SEPARATORS[_suffix(files[0])]
@@ -212,7 +211,9 @@ def _parsed(source: str, columns: Sequence[str], lines: dict[str, list[str]]) ->
 
 
 def labels_in_files(config: DatasetConfig, column: str) -> list[str] | None:
-    """Return the label names in a column of `.conll` files, in all splits; None for other files."""
+    """Return the label names in a column of `.conll` files, in all splits; None for other sources."""
+    if config.path is not None:
+        return None
     files, builder = _local_files(file_patterns(config))
     with user_errors(f"{', '.join(files)}: can't be read", ValueError):
         rows = (row for file in files for row in column_rows(file, config.columns))

@@ -92,11 +92,7 @@ class Retriever(AbsEncoder):
             nearest.add(rows, first, None if mask is None else mask[:, first : first + len(rows)])
         if dist.get_world_size() > 1:
             nearest.merge(lambda best: [part.to(best.device) for part in dist.all_gather_object(best.cpu())])
-        scores, positions = (part.tolist() for part in nearest.result())
-        return {
-            query: {ids[position]: score for position, score in zip(*row, strict=True) if position >= 0}
-            for query, *row in zip(query_ids, positions, scores, strict=True)
-        }
+        return {query: dict(documents) for query, documents in nearest.ranking(query_ids, ids).items()}
 
     def encode(
         self,

@@ -71,6 +71,14 @@ class ExactTopK:
         scores = torch.where(ordered < 0, ordered ^ 0x7FFFFFFF, ordered).view(torch.float32)
         return scores, torch.where(self._best == _EMPTY, -1, _LOW_BITS - (self._best & _LOW_BITS))
 
+    def ranking(self, query_ids: Sequence[str], document_ids: Sequence[str]) -> Run:
+        """Return the result by id; `document_ids` are in the order of the positions."""
+        scores, positions = (part.tolist() for part in self.result())
+        return {
+            query: [(document_ids[int(position)], score) for position, score in zip(*row, strict=True) if position >= 0]
+            for query, *row in zip(query_ids, positions, scores, strict=True)
+        }
+
     def _best_of(self, best: Tensor, keys: Tensor) -> Tensor:
         """Return the k largest keys of both tensors."""
         if best.shape[1] == self._k:
@@ -103,11 +111,7 @@ def rank_documents(
     nearest = ExactTopK(queries, RANKED, block=block)
     for first, rows in _blocks(torch.tensor(order, device=documents.device), block):
         nearest.add(documents[rows], first)
-    scores, positions = (part.tolist() for part in nearest.result())
-    return {
-        query: [(document_ids[order[int(position)]], score) for position, score in zip(*row, strict=True)]
-        for query, *row in zip(query_ids, positions, scores, strict=True)
-    }
+    return nearest.ranking(query_ids, [document_ids[row] for row in order])
 
 
 def best_documents(scores: Mapping[str, float]) -> list[tuple[str, float]]:

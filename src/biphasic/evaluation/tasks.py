@@ -18,7 +18,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from biphasic.config.evaluate import EvaluateConfig, set_name
 from biphasic.errors import UserError
 from biphasic.evaluation.sets import read_set
-from biphasic.storage import file_hash, first_line
+from biphasic.storage import file_hash, user_errors
 from biphasic.versions import require_form
 
 
@@ -91,14 +91,9 @@ def _choose(name: str, task: Any, config: EvaluateConfig) -> Any:
 
 def _plan_mteb_task(task: Any, config: EvaluateConfig) -> PlannedTask:
     name, dataset, retrieval = task.metadata.name, task.metadata.dataset, isinstance(task, AbsTaskRetrieval)
-    chosen = {
-        key: list(values)
-        for key, values, default in (
-            ("splits", task.eval_splits, task.metadata.eval_splits),
-            ("subsets", task.hf_subsets, task.metadata.hf_subsets),
-        )
-        if list(values) != list(default)
-    }
+    default = {"splits": list(task.metadata.eval_splits), "subsets": list(task.metadata.hf_subsets)}
+    current = {"splits": list(task.eval_splits), "subsets": list(task.hf_subsets)}
+    chosen = {key: names for key, names in current.items() if names != default[key]}
     if config.mirror is None:
         revision = f"{dataset['path']}@{dataset['revision']}"
         return PlannedTask(name, True, retrieval, revision, revision, chosen, lambda: _load(task))
@@ -130,12 +125,10 @@ def _plan_set(path: str, config: EvaluateConfig) -> PlannedTask:
 
 
 def _load(task: Any) -> Any:
-    try:
+    problem = f"task {task.metadata.name}: its data can't be read from {task.metadata.dataset['path']}"
+    with user_errors(problem, ValueError, KeyError, TypeError, RuntimeError):
         for part in _parts(task):
             part.load_data()
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
-        path, reason = task.metadata.dataset["path"], first_line(error)
-        raise UserError(f"task {task.metadata.name}: its data can't be read from {path} ({reason})") from None
     return task
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from biphasic.errors import UserError
-from biphasic.storage import open_store
+from biphasic.storage import open_store, user_errors
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelCard
@@ -35,20 +35,16 @@ def require_export(folder: Path) -> None:
 def read_card(folder: Path) -> ModelCard:
     """Read the model card of an exported folder; a UserError if it isn't an export, or as for `parse_card`."""
     require_export(folder)
-    try:
+    with user_errors(f"{folder / CARD_FILE} can't be read", UnicodeDecodeError):
         text = (folder / CARD_FILE).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{folder / CARD_FILE} can't be read: {error}") from None
     return parse_card(text)
 
 
 def write_card(folder: Path, card: ModelCard) -> None:
     """Replace the folder's model card atomically; a UserError if that fails or the hub would refuse it."""
     parse_card(str(card))
-    try:
+    with user_errors(f"{folder / CARD_FILE} can't be written"):
         open_store(str(folder)).write(CARD_FILE, str(card).encode())
-    except OSError as error:
-        raise UserError(f"{folder / CARD_FILE} can't be written: {error}") from None
 
 
 def parse_card(text: str) -> ModelCard:

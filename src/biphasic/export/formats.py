@@ -27,7 +27,7 @@ from biphasic.model.backbone import BIDIRECTIONAL, BIDIRECTIONAL_CODE
 from biphasic.model.forward import packed_forward
 from biphasic.model.language_model import MODERNBERT_HEADS, from_hf_config
 from biphasic.model.segments import Segments
-from biphasic.storage import first_line
+from biphasic.storage import user_errors
 
 TOLERANCE = 1e-4
 """Largest allowed difference between the hidden states of the exported code and of training, on a small network."""
@@ -173,7 +173,8 @@ def _require_equal_results(content: str, family: str, code: str) -> None:
     """Compare the code's hidden states, padded left and right, with training's on a small network."""
     module = _module_of(code)
     refused = f"export: a {family} model can't be written"
-    try:
+    errors = (RuntimeError, ValueError, TypeError, AttributeError, KeyError)
+    with user_errors(f"{refused}: its code can't be verified on a small network", *errors):
         values = _small(json.loads(content))
         trained = from_hf_config(transformers.AutoConfig.for_model(family, **values), seed=0).backbone.eval()
         with torch.random.fork_rng(devices=[]):
@@ -188,8 +189,6 @@ def _require_equal_results(content: str, family: str, code: str) -> None:
             written = module.BidirectionalModel(config).eval()
             written.load_state_dict(trained.state_dict())
             largest = max([largest, *(_difference(trained, written, lengths) for lengths in ((9, 4, 1), (6, 6)))])
-    except (RuntimeError, ValueError, TypeError, AttributeError, KeyError) as error:
-        raise UserError(f"{refused}: its code can't be verified on a small network ({first_line(error)})") from None
     if not largest <= TOLERANCE:
         raise UserError(f"{refused}: the results of transformers would differ from training's by {largest:.1e}")
 

@@ -14,7 +14,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCard
 
 from biphasic.errors import UserError
-from biphasic.storage import first_line
+from biphasic.storage import user_errors
 
 _RETRIEVAL = {"ndcg_at_10": "nDCG@10", "mrr_at_10": "MRR@10", "recall_at_100": "Recall@100"}
 _ABOUT_JUDGED = """
@@ -87,10 +87,8 @@ def _scores(file: Path) -> Iterator[EvalResult]:
     """Yield the main score and, for retrieval, the other retrieval metrics of each of a task's subsets and splits."""
     from mteb.results import TaskResult
 
-    try:
+    with user_errors(f"--results {file} can't be read as a result of mteb", ValueError):
         result = TaskResult.from_disk(file, load_historic_data=False)
-    except (ValueError, OSError) as error:
-        raise UserError(f"--results {file} can't be read as a result of mteb: {first_line(error)}") from None
     metadata = None
     with suppress(KeyError):
         # A local task may have the name of one of mteb's, but its dataset revision differs.

@@ -21,7 +21,7 @@ from biphasic.export.formats import Format, Kind
 from biphasic.grouping import groups_up_to
 from biphasic.model.checkpoint import read_weights, weight_shapes
 from biphasic.model.pooling import SentenceSettings
-from biphasic.storage import atomic_path
+from biphasic.storage import atomic_path, user_errors
 
 HEAD_FILE = "head.safetensors"
 """File for a head that the format has no class for."""
@@ -201,12 +201,9 @@ def require_free(out: Path, force: bool) -> None:
 def write_atomically(out: Path, fill: Callable[[Path], None]) -> None:
     """Replace `out` by a folder that `fill` writes beside it under a temporary name; a UserError if that fails."""
     out = out.resolve()
-    try:
-        with atomic_path(out) as partial:
-            partial.mkdir()
-            fill(partial)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{out} can't be written: {error}") from None
+    with user_errors(f"{out} can't be written", SafetensorError), atomic_path(out) as partial:
+        partial.mkdir()
+        fill(partial)
 
 
 def _remove_special_tokens(file: Path) -> None:
