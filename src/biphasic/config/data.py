@@ -40,22 +40,25 @@ _NameInMix = Annotated[Name, matching(r"[^.]*", "a name without a dot, which sep
 _CACHE = "data/cache"
 
 
-class DataConfig(Section):
-    """The training and validation data, and the order of rows. Exactly one of `folder`, `train` and `mix` is required."""
-
-    sequence_length: Positive
-    """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
+class _TrainingData(Section):
     folder: Address | None = None
-    """The output of a conversion, a folder or a bucket prefix: its `train/` and `validation/` are `data.train` and
-    `data.validation`, and its `tokenizer/` is the default of `tokenizer`."""
-    cache: LocalPath = _CACHE
-    """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`."""
+    """The output of a conversion, a folder or a bucket prefix: its `train/` is `train`. In the run's `data`, its
+    `validation/` is `validation`, and its `tokenizer/` is the default of `tokenizer`."""
     train: StreamConfig | None = None
     """One converted dataset."""
     mix: Annotated[dict[_NameInMix, MixedStreamConfig], Field(min_length=1)] | None = None
     """Several converted datasets by name. Rows are sampled from them in their proportions."""
     epoch_rows: Positive | None = None
     """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
+
+
+class DataConfig(_TrainingData):
+    """The training and validation data, and the order of rows. Exactly one of `folder`, `train` and `mix` is required."""
+
+    sequence_length: Positive
+    """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
+    cache: LocalPath = _CACHE
+    """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`."""
     validation: StreamConfig | None = None
     """The validation split, for `evaluation`. Null: no validation, also beside `folder`."""
     start_at: Duration = Duration(0, "ba")
@@ -99,19 +102,11 @@ class DataConfig(Section):
         return self.streams if self.validation is None else {**self.streams, "data.validation": self.validation}
 
 
-class PhaseDataConfig(Section):
+class PhaseDataConfig(_TrainingData):
     """Training data that replaces the data of the phase before. Exactly one of `folder`, `train` and `mix` is required."""
 
-    folder: Address | None = None
-    """The output of a conversion, of which `train/` is read."""
     cache: LocalPath | None = None
     """With a `folder` in a bucket: the local folder of downloaded shards. Default: `data.cache`."""
-    train: StreamConfig | None = None
-    """One converted dataset."""
-    mix: Annotated[dict[_NameInMix, MixedStreamConfig], Field(min_length=1)] | None = None
-    """Several converted datasets by name. Rows are sampled from them in their proportions."""
-    epoch_rows: Positive | None = None
-    """Number of rows in an epoch of the mix. Default: the total number of rows in its datasets."""
     sequence_length: Positive | None = None
     """Number of tokens in a row, as converted. Default: that of the phase before."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -92,7 +93,7 @@ def plan(
     units = {end.unit, *(span.end.unit for span in spans)}
     exact, rates = not units & {"tok", "ep"}, list(_rates(config))
     phases = list(_phases(config, architecture))
-    datasets, data_lines, run_plan.warnings = _plan_datasets(config, batches, records)
+    datasets, data_lines, run_plan.warnings = _plan_datasets(config, batches, _rows_by_source(phases, inputs), records)
     checkpoints = _checkpoints(config, architecture)
     rows = config.global_batch_size // ranks
     details = run_plan.details = {
@@ -286,19 +287,18 @@ def training_flops(config: PretrainConfig, architecture: Architecture, first: in
 
 
 def _plan_datasets(
-    config: PretrainConfig, batches: int | None, records: Mapping[str, StreamRecord]
+    config: PretrainConfig, batches: int | None, rows: Mapping[int, int], records: Mapping[str, StreamRecord]
 ) -> tuple[list[dict[str, Any]], list[str], list[str]]:
     """Return how much a run reads of each dataset, as numbers and as text, and warnings about repeated data.
 
     Token counts exclude padding; unknown values are None. `batches` is the length of the run if padding counts as
-    tokens, or None if it depends on the data.
+    tokens, or None if it depends on the data, and `rows` those of each of several data.
     """
     records = {key: each for key, each in records.items() if each.split.get("rows") and each.split.get("tokens")}
     datasets, lines, warnings = list[dict[str, Any]](), list[str](), list[str]()
     first_row = config.data.first_row(config.global_batch_size)
     if first_row:
         lines.append(f"begins at row {first_row:,} of the order (data.start_at: {config.data.start_at})")
-    rows = _rows_by_source(config)
     for each in sources(config.inputs):
         known, epoch_rows, tokens_per_row = {key: records[key] for key in each.streams if key in records}, None, None
         shares = {key: getattr(stream, "proportion", 1.0) for key, stream in each.streams.items()}
@@ -360,15 +360,13 @@ def _repetitions(config: PretrainConfig, dataset: dict[str, Any], first_row: int
         yield f"{key}: {message} {path}, so rows from before data.start_at are read"
 
 
-def _rows_by_source(config: PretrainConfig) -> dict[int, int]:
-    """Return how many rows of each data a run reads, by the data's first phase; nothing if a phase ends with an epoch."""
-    rows, shapes, inputs = dict[int, int](), config.batch_shapes, config.inputs
-    for span in resolve_phases(config.objective.phases, config.max_duration):
-        if "ep" in (span.start.unit, span.end.unit):
-            return {}
-        count = shapes.batches(span.end) - shapes.batches(span.start)
-        source = inputs[span.index].source
-        rows[source] = rows.get(source, 0) + count * inputs[span.index].rows
+def _rows_by_source(phases: list[dict[str, Any]], inputs: list[PhaseInputs]) -> Counter[int]:
+    """Return how many rows of each data the planned phases read, by the data's first phase; nothing if it's unknown."""
+    rows = Counter[int]()
+    for phase, own in zip(phases, inputs, strict=True):
+        if phase["tokens"] is None:
+            return Counter()
+        rows[own.source] += (phase["last_batch"] + 1 - phase["first_batch"]) * own.rows
     return rows
 
 

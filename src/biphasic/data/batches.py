@@ -6,7 +6,6 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
 from threading import Thread
 from typing import Any
 
@@ -125,6 +124,7 @@ class TrainingBatches(Callback):
             start = divmod(before, epoch_rows // own.rows * own.rows)
             self._sources[own.source] = _Source(loader, rows, start)
         self._starts = [0]
+        self._reading: int | None = None
         self.batch_size = inputs[0].rows // ranks
         self.progress: Callable[[], TrainingProgress] = lambda: TrainingProgress(0, 0, 0, 0)
         """Returns the run's progress when a batch is requested."""
@@ -139,20 +139,20 @@ class TrainingBatches(Callback):
         """Yield the batches up to the end of the epoch, each with the `epoch` of its data."""
         while True:
             now = self.progress()
-            phase = phase_at(self._phases, now).index
-            self._starts += [now.batches] * (phase + 1 - len(self._starts))
-            positions = self._positions(now.batches)
-            source, rows = self._inputs[phase].source, self._inputs[phase].rows
+            span = phase_at(self._phases, now)
+            self._starts += [now.batches] * (span.index + 1 - len(self._starts))
+            positions, own = self._positions(now.batches), self._inputs[span.index]
             if now.epochs < self._ended_epochs(positions):
                 return
-            batch = self._sources[source].read(positions[source], rows)
-            for index, other in self._sources.items():
-                if index != source and self._is_due(index, now):
-                    other.open(positions[index])
-                elif index != source:
-                    other.close()
-                    self._drop_cache(index, phase)
-            yield {**batch, "epoch": positions[source][0]}
+            batch = self._sources[own.source].read(positions[own.source], own.rows)
+            if self._reading not in (None, own.source):
+                self._leave(self._reading, span.index)
+            self._reading = own.source
+            following = self._inputs[min(span.index + 1, len(self._inputs) - 1)].source
+            ahead = _BATCHES_AHEAD * own.shape.in_unit(span.end.unit) if following != own.source else 0
+            if ahead and now.in_unit(span.end.unit) + ahead >= span.end.value:
+                self._sources[following].open(positions[following])
+            yield {**batch, "epoch": positions[own.source][0]}
 
     def loader(self, source: int) -> DataLoader[Batch]:
         """Return the loader of the data that a phase is the first to read."""
@@ -175,22 +175,14 @@ class TrainingBatches(Callback):
             positions[own.source] = advance(positions[own.source], end - start, own.rows, epoch_rows)
         return positions
 
-    def _is_due(self, source: int, now: TrainingProgress) -> bool:
-        """Return whether the next phase reads this data and begins soon."""
-        phase = phase_at(self._phases, now)
-        if phase.index + 1 == len(self._phases) or self._inputs[phase.index + 1].source != source:
-            return False
-        ahead = _BATCHES_AHEAD * self._inputs[phase.index].shape.in_unit(phase.end.unit)
-        return now.in_unit(phase.end.unit) + ahead >= phase.end.value
-
-    def _drop_cache(self, source: int, phase: int) -> None:
-        """Delete the downloaded shards of data that has been read for the last time, if the YAML says so."""
-        own = next(each for each in self._inputs if each.source == source)
-        was_read = any(each.source == source for each in self._inputs[:phase])
-        is_needed = any(each.source == source for each in self._inputs[phase:])
-        if own.data.drop_cache and was_read and not is_needed and dist.get_local_rank() == 0:
+    def _leave(self, source: int, phase: int) -> None:
+        """End the processes of a finished phase's data. Delete its cache if the YAML says so and nothing reads it again."""
+        self._sources[source].close()
+        own = self._inputs[source]
+        is_over = all(each.source != source for each in self._inputs[phase:])
+        if own.data.drop_cache and is_over and dist.get_local_rank() == 0:
             for stream in own.streams.values():
-                if stream.remote is not None and Path(stream.local).exists():
+                if stream.remote is not None:
                     shutil.rmtree(stream.local, ignore_errors=True)
 
     def close(self, state: State, logger: Logger) -> None:
