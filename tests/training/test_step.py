@@ -16,7 +16,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from biphasic.config.durations import Duration, TrainingProgress
-from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig, resolve_phases
+from biphasic.config.timeline import CLMPhase, MLMPhase, RampConfig, ReplacementConfig, ScheduleConfig
 from biphasic.data.streaming import Batch, collate
 from biphasic.objectives.clm import clm_targets
 from biphasic.objectives.mlm import Vocabulary, mlm_inputs_and_targets
@@ -78,7 +78,11 @@ def schedule(repeats_rows: bool = False) -> ObjectiveSchedule:
     data = SimpleNamespace(mix={} if repeats_rows else None)
     inputs: Any = [SimpleNamespace(data=data, rope_theta=None)] * len(PHASES)
     model: Any = None
-    return ObjectiveSchedule(resolve_phases(PHASES, Duration(8, "ba")), inputs, model, VOCABULARY, 9, 0.3, BYTE_LENGTHS)
+    config: Any = SimpleNamespace(
+        objective=SimpleNamespace(phases=PHASES), max_duration=Duration(8, "ba"), inputs=inputs, seed=9,
+        evaluation=SimpleNamespace(masking_ratio=0.3),
+    )  # fmt: skip
+    return ObjectiveSchedule(config, model, VOCABULARY, BYTE_LENGTHS)
 
 
 def assert_prepared(batch: PreparedBatch, objective: str, phase: int | None, inputs: Any, targets: Any) -> None:

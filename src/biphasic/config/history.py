@@ -203,10 +203,8 @@ def _compare(
     first: PretrainConfig, second: PretrainConfig, before: list[_Part], now: list[_Part], overrides: Sequence[str]
 ) -> Difference | None:
     """Return the first difference between the phases or the schedules of two runs."""
-    shapes, ends = [], []
-    for config in (first, second):
-        shapes.append(config.batch_shapes)
-        ends.append(_first_batch(config.max_duration, config))
+    shapes = [config.batch_shapes for config in (first, second)]
+    ends = [_first_batch(config.max_duration, config) for config in (first, second)]
     for index, (old, new) in enumerate(zip_longest(before, now, fillvalue=_NO_PART)):
         keys = [key for key in {**new.rule, **old.rule} if old.rule.get(key) != new.rule.get(key)]
         keys = keys[:1] if _NO_PART in (old, new) else keys

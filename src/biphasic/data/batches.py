@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from threading import Thread
 from typing import Any
 
@@ -17,7 +17,8 @@ from torch.utils.data import DataLoader
 
 from biphasic.config.durations import TrainingProgress
 from biphasic.config.phase_inputs import PhaseInputs, sources
-from biphasic.config.timeline import ResolvedPhase, phase_at
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import phase_at, resolve_phases
 from biphasic.data.streaming import Batch, RowDataset
 from biphasic.errors import UserError
 
@@ -94,28 +95,18 @@ class TrainingBatches(Callback):
 
     As a callback it stores which phases have begun, and ends the loaders' processes with the run.
 
-    Args:
-        phases: the run's phases.
-        inputs: what each phase reads.
-        first_row: number of rows in the order of the first data that come before the run's first row.
-        ranks: number of ranks.
-        build: builds the loader of a phase's data for a number of rows per rank.
+    `build` builds the loader of a phase's data for a number of rows per rank.
     """
 
-    def __init__(
-        self,
-        phases: Sequence[ResolvedPhase],
-        inputs: Sequence[PhaseInputs],
-        first_row: int,
-        ranks: int,
-        build: Callable[[PhaseInputs, int], DataLoader[Batch]],
-    ):
-        self._phases, self._inputs = list(phases), list(inputs)
+    def __init__(self, config: PretrainConfig, build: Callable[[PhaseInputs, int], DataLoader[Batch]]):
+        self._phases = resolve_phases(config.objective.phases, config.max_duration)
+        self._inputs = inputs = config.inputs
+        ranks = dist.get_world_size()
         self._sources = dict[int, _Source]()
         for own in sources(inputs):
             rows = math.gcd(*(each.rows for each in inputs if each.source == own.source))
             loader = build(own, rows // ranks)
-            before = 0 if own.source else first_row
+            before = 0 if own.source else config.data.first_row(own.rows)
             largest = max(each.rows for each in inputs if each.source == own.source)
             epoch_rows: int = loader.dataset.epoch_size  # pyright: ignore[reportAttributeAccessIssue]
             if epoch_rows < largest:

@@ -17,9 +17,7 @@ from composer.utils import dist
 from biphasic.checkpointing.open_run import Run, open_run
 from biphasic.checkpointing.schedule import elapsed, validation_schedule
 from biphasic.config.model import architecture_of
-from biphasic.config.phase_inputs import sources
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import resolve_phases
 from biphasic.data.batches import TrainingBatches
 from biphasic.data.shards import index_hashes
 from biphasic.data.streaming import build_loader
@@ -52,8 +50,6 @@ def pretrain(config: PretrainConfig) -> Path:
 
 def prepare(config: PretrainConfig, run: Run) -> Trainer:
     """Build the run's Trainer and load the checkpoint that the run starts from, without training."""
-    inputs, phases = config.inputs, resolve_phases(config.objective.phases, config.max_duration)
-
     # Tokenizer and rows
     run.say(f"reading {config.tokenizer} and the records of the data")
     tokenizer = load_tokenizer(config.tokenizer)
@@ -61,14 +57,10 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
     streams = config.streams
     run.say(f"opening {', '.join(stream.remote or stream.local for stream in streams.values())}")
     batches = TrainingBatches(
-        phases,
-        inputs,
-        config.data.first_row(config.global_batch_size),
-        dist.get_world_size(),
-        lambda own, rows_per_rank: build_loader(own.data, own.streams, rows_per_rank, config.seed, train=True),
+        config, lambda own, rows: build_loader(own.data, own.streams, rows, config.seed, train=True)
     )
     run.check_rows(index_hashes(streams))
-    run.check_later_data(stream for own in sources(inputs)[1:] for stream in own.streams.values())
+    run.check_later_data(stream for key, stream in streams.items() if not key.startswith("data."))
 
     # Model
     run.say("building the model")
@@ -83,12 +75,9 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
 
     # Phases: which objective a batch has
     objective = ObjectiveSchedule(
-        phases,
-        inputs,
+        config,
         model,
         Vocabulary(tokenizer.vocab_size, tokenizer.mask_id, tokenizer.special_ids),
-        config.seed,
-        config.evaluation.masking_ratio,
         byte_lengths=[len(text) for text in TokenTexts(tokenizer).texts],
     )
 

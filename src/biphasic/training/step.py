@@ -43,8 +43,8 @@ from torchmetrics import MeanMetric, Metric
 
 from biphasic.checkpointing.schedule import elapsed
 from biphasic.config.durations import TrainingProgress
-from biphasic.config.phase_inputs import PhaseInputs
-from biphasic.config.timeline import CLMPhase, MLMPhase, ResolvedPhase, phase_at
+from biphasic.config.pretrain import PretrainConfig
+from biphasic.config.timeline import CLMPhase, MLMPhase, phase_at, resolve_phases
 from biphasic.data.streaming import Batch
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
@@ -148,12 +148,9 @@ class ObjectiveSchedule(Algorithm):
     the mean over the targets of the global batch.
 
     Args:
-        phases: the run's phases.
-        inputs: what each phase reads.
+        config: the run's configuration, with its phases and the masking ratio of validation, whose masks never change.
         model: the model, whose rotary positions a phase may change.
         vocabulary: which tokens exist and which are special.
-        seed: random seed for the masks.
-        validation_masking_ratio: masking ratio in MLM validation. Its masks never change.
         byte_lengths: number of bytes of text of each token (`TokenTexts`), for bits per byte.
 
     Each epoch of a dataset has new masks. In a mix, a row may occur several times in an epoch, and each batch has new masks.
@@ -161,19 +158,13 @@ class ObjectiveSchedule(Algorithm):
     """
 
     def __init__(
-        self,
-        phases: list[ResolvedPhase],
-        inputs: list[PhaseInputs],
-        model: LanguageModel,
-        vocabulary: Vocabulary,
-        seed: int,
-        validation_masking_ratio: float,
-        byte_lengths: Sequence[int],
+        self, config: PretrainConfig, model: LanguageModel, vocabulary: Vocabulary, byte_lengths: Sequence[int]
     ):
-        self.resolved_phases, self.inputs, self.model = phases, inputs, model
-        self.vocabulary, self.seed = vocabulary, seed
+        self.resolved_phases = resolve_phases(config.objective.phases, config.max_duration)
+        self.inputs, self.model = config.inputs, model
+        self.vocabulary, self.seed = vocabulary, config.seed
         self.byte_lengths = torch.tensor([*byte_lengths, 0])  # the last for `IGNORE`
-        self.validation_phase = MLMPhase(name="mlm", masking_ratio=validation_masking_ratio)
+        self.validation_phase = MLMPhase(name="mlm", masking_ratio=config.evaluation.masking_ratio)
         self.last_batch = TrainingProgress(0, 0, 0, 0)
         """When the last batch began, or the start of the run before the first one; stored in checkpoints."""
 
