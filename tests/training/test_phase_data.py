@@ -92,18 +92,20 @@ def test_a_run_resumes_bit_for_bit_at_any_batch(yaml_of: Write, workers: int, un
     path = yaml_of(data__num_workers=workers)
     if unit == "tok":
         text = path.read_text().replace("until: 5ba", "until: 1100tok").replace("until: 9ba", "until: 2000tok")
+        text = text.replace("max_duration: 16ba", "max_duration: 3300tok").replace("decay: 4ba", "decay: 600tok")
         path.write_text(text)
     run = train_alone if workers else lambda path: train(config_of(path))
     folder = run(path)
-    expected, last = losses(folder), weights(folder, 16)
-    starts = [i for i, e in enumerate(read_metrics(folder / "metrics.jsonl")) if e["objective/phase"]][:1]
-    batches = range(1, 16) if not workers else (starts[0] - 1, starts[0], starts[0] + 1, 9)
-    for batch in batches:
+    expected, phases = losses(folder), [entry["objective/phase"] for entry in read_metrics(folder / "metrics.jsonl")]
+    end, switch = len(expected), phases.index(1)
+    assert set(phases) == {0, 1, 2, 3}
+    last = weights(folder, end)
+    for batch in (switch - 1, switch, switch + 1, phases.index(2)) if workers else range(1, end):
         keep_checkpoints_up_to(folder, batch)
         (folder / "metrics.jsonl").unlink()
         run(path)
         assert losses(folder) == expected[batch:], batch
-        assert all(torch.equal(weight, last[name]) for name, weight in weights(folder, 16).items()), batch
+        assert all(torch.equal(weight, last[name]) for name, weight in weights(folder, end).items()), batch
 
 
 def test_runs_share_the_trunk_before_a_phase_with_other_data(yaml_of: Write, tmp_path: Path) -> None:

@@ -65,6 +65,8 @@ class Rehearsal:
     """Weights, gradients and optimizer state after a batch."""
     peak_bytes: int = 0
     """Peak memory of training."""
+    phases: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """For each phase, the number of rows in a microbatch and the peak memory."""
     validation_peak_bytes: int = 0
     flops: dict[str, list[tuple[float, float]]] = field(default_factory=dict)
     """For each objective, each batch's FLOPs as counted, and as computed by `Architecture.hardware_flops`."""
@@ -82,6 +84,10 @@ class Rehearsal:
             f"and microbatches of {self.microbatch} rows ({self.setup}, {self.strategy}):",
             f"{format_bytes(self.state_bytes)} weights, gradients and optimizer, {format_bytes(temporary)} activations and "
             "temporary tensors",
+            *(
+                f"phase {phase}: {format_bytes(peak)}, microbatches of {rows} rows"
+                for phase, (rows, peak) in self.phases.items()
+            ),
             *validation,
             "an estimate (docs/throughput.md); not counted: CUDA's context, buffers of NCCL, workspaces, fragmentation",
             *(f"PROBLEM: {problem}" for problem in dict.fromkeys(self.problems)),
@@ -260,6 +266,8 @@ class _Measuring(Callback):
         """Reset the counts for the batch."""
         batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
         self.gpu.share = self._share(batch)
+        if batch.phase not in self.measured.phases:
+            self.gpu.reset_peak()
         microbatches, lengths = len(batch.lengths) / int(state.device_train_microbatch_size or 1), batch.segment_lengths
         self.is_causal = batch.causal
         self.pairs[True] = sum(length * (length + 1) // 2 for length in lengths) / microbatches
@@ -283,7 +291,10 @@ class _Measuring(Callback):
 
     def batch_end(self, state: State, logger: Logger) -> None:
         """Record the memory that training takes."""
-        self.measured.state_bytes, self.measured.peak_bytes = self.gpu.current, self.gpu.peak
+        batch: PreparedBatch = state.batch  # pyright: ignore[reportAssignmentType]
+        self.measured.state_bytes = self.gpu.current
+        self.measured.peak_bytes = max(self.measured.peak_bytes, self.gpu.peak)
+        self.measured.phases[batch.phase or 0] = int(state.device_train_microbatch_size or 1), self.gpu.peak
 
     def eval_start(self, state: State, logger: Logger) -> None:
         """Reset the peak memory, to measure that of validation."""
