@@ -91,6 +91,7 @@ READ_ONLY = {
     "recipes/mini/README.md": "hours; tests/recipes/test_mini.py runs the study, small",
     "recipes/mini/results/results.md": "is made by the command that it names",
     "recipes/quickstart/README.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",
+    "recipes/three_phases/README.md": "minutes; tests/recipes/test_three_phases.py runs the study, small",
     "recipes/paper/harness/README.md": "the hub; tests/recipes/test_harness.py runs it with small models",
     "recipes/paper/README.md": "38 models; tests/study runs small studies",
     "recipes/your_language/README.md": "minutes; tests/recipes runs its steps",

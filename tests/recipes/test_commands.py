@@ -15,11 +15,11 @@ from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
 from helpers.tiny import ROOT
 
-# A study has a test of its own, in test_mini.py.
+# Studies have tests of their own, in test_mini.py and test_three_phases.py.
 SCRIPTS = sorted(path for path in (ROOT / "recipes").glob("*/run.sh") if not (path.parent / "study.yaml").is_file())
 ARGUMENTS = {
     "continue_decoder": ["org/decoder", "2000", "seed=3"],
-    "long_context": ["encoders/model", "longer", "seed=3"],
+    "long_context": ["longer", "seed=3"],
     "your_language": [],
 }
 
@@ -52,10 +52,12 @@ def test_the_commands_fit_together(
     assert all(config == conversion for config in again)
     pretraining, *again = [config for config in configs if isinstance(config, PretrainConfig)]
     assert all(config == pretraining for config in again)
-    train = pretraining.data.train
-    assert train is not None
-    assert train.remote or train.local == f"{conversion.output}/train"
-    assert conversion.sequence_length == pretraining.data.sequence_length
+    rows = {
+        stream.remote or stream.local: inputs.data.sequence_length
+        for inputs in pretraining.inputs
+        for stream in inputs.streams.values()
+    }
+    assert rows[f"{conversion.output}/train"] == conversion.sequence_length
     [exported] = [call for call in calls if call[:2] == ["biphasic", "export"] and "--initial" not in call]
     assert exported[2] == pretraining.checkpoint_destination
 

@@ -1,4 +1,4 @@
-"""The recipes that continue an existing model, run small: the same YAMLs on tiny models, from text to an export."""
+"""The recipes that continue a model or a run, small: the same YAMLs on tiny models, from text to an export."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from biphasic.training.metrics_file import read_metrics
 from biphasic.training.step import ObjectiveSchedule, PreparedBatch
 from helpers.decoders import saved_decoder
 from helpers.texts import sentences, write_kind, write_parquet, write_tokenizer
-from helpers.tiny import LENGTH, ROOT, losses, train
+from helpers.tiny import LENGTH, ROOT, SIZE, losses, train, write_rows
 
 RECIPES = ROOT / "recipes"
 BATCHES = 6
 
 
-def small(name: str, folder: Path, model: Path, data: Path, **changes: Any) -> PretrainConfig:
-    """A recipe's pretrain.yaml for a tiny model, a tiny dataset and a few batches."""
+def small(name: str, folder: Path, model: Path | None, data: Path, **changes: Any) -> PretrainConfig:
+    """A recipe's pretrain.yaml, or a file of yamls/, for a tiny model, a tiny dataset and a few batches."""
     keys = {
         "run_name": "small",
         "output": folder / "runs",
         "checkpoint.folder": "null",
-        "model.init_from": model,
+        "model.init_from": model or "null",
         "data.folder": data,
         "data.sequence_length": LENGTH,
         "data.num_workers": 0,
@@ -55,7 +55,8 @@ def small(name: str, folder: Path, model: Path, data: Path, **changes: Any) -> P
         "logging.progress_bar": False,
         **changes,
     }
-    config = load(RECIPES / name / "pretrain.yaml", [f"{key}={value}" for key, value in keys.items()])
+    file = ROOT / "yamls" / name if name.endswith(".yaml") else RECIPES / name / "pretrain.yaml"
+    config = load(file, [f"{key}={value}" for key, value in keys.items()])
     assert isinstance(config, PretrainConfig)
     return config
 
@@ -202,10 +203,34 @@ def test_the_clm_detour_of_modernbert(family: str, tmp_path: Path) -> None:
         torch.testing.assert_close(encoder(tokens).logits[0], expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_model_goes_on_with_longer_rows(data: Path, tmp_path: Path) -> None:
+def test_the_decay_has_longer_rows(data: Path, tmp_path: Path) -> None:
+    """The whole run, and its last phase alone, from a run of the YAML that it builds on."""
+    write_rows(tmp_path / "long" / "train", 500, seed=5, length=2 * LENGTH)
+    model = {"model.preset": "null", **{f"model.{key}": value for key, value in SIZE.items()}}
+    base = {**model, "objective.phases.0.until": "2ba"}
+    longer = {
+        **base,
+        "objective.phases.1.until": f"{BATCHES - 2}ba",
+        "objective.phases.2.data.folder": tmp_path / "long",
+        "objective.phases.2.data.sequence_length": 2 * LENGTH,
+        "objective.phases.2.global_batch_size": 4,
+    }
+    trunk = train(small("610m_biphasic.yaml", tmp_path, None, data, run_name="trunk", **base))
+    branch = train(small("long_context", tmp_path, None, data, run_name="branch", start_from=trunk, **longer))
+    whole = train(small("long_context", tmp_path, None, data, run_name="whole", **longer))
+    assert len(losses(branch)) == 2 and losses(branch) == losses(whole)[-2:]
+    assert losses(whole)[:-2] == losses(trunk)[:-2] and losses(whole)[-2:] != losses(trunk)[-2:]
+
+    assert main(["export", last_checkpoint(branch), str(tmp_path / "encoder")]) == 0
+    config = AutoModel.from_pretrained(tmp_path / "encoder").config
+    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (2 * LENGTH, 250_000.0)
+
+
+def test_a_model_is_continued_on_longer_rows(data: Path, tmp_path: Path) -> None:
+    """Without its run, by the keys beside `model.init_from`."""
     saved_decoder("eurobert", tmp_path / "model", max_position_embeddings=LENGTH // 2)
-    longer = {"model.max_position_embeddings": LENGTH}
-    folder = train(small("long_context", tmp_path, tmp_path / "model", data, **longer))
+    longer = {"model.max_position_embeddings": LENGTH, "model.rope_theta": 250_000.0}
+    folder = train(small("continue_decoder", tmp_path, tmp_path / "model", data, **longer))
     assert main(["export", last_checkpoint(folder), str(tmp_path / "encoder")]) == 0
     config = AutoModel.from_pretrained(tmp_path / "encoder").config
     assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (LENGTH, 250_000.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from biphasic.data.tokenizer import load_tokenizer
 from helpers.decoders import saved_decoder
 from helpers.hub_server import Repository, serve_hub
 from helpers.texts import sentences, write_parquet, write_tokenizer
-from helpers.tiny import ROOT, losses
+from helpers.tiny import ROOT, SIZE, losses
 
 COMMIT = "87f09149ef4734204d70ed1d046ddc9ca3f2b8f9"
 CARD = """---
@@ -69,36 +70,59 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {**hub, **more, "BUCKET": str(tmp_path / "bucket")}
 
 
-def run(environment: dict[str, str], script: str, *arguments: str, **changes: Any) -> None:
-    overrides = [f"{key}={json.dumps(value)}" for key, value in {**SMALL, **changes}.items()]
+def run(
+    environment: dict[str, str], script: str, *arguments: str, with_small: bool = True, **changes: Any
+) -> None:
+    small = SMALL if with_small else {}
+    overrides = [f"{key}={json.dumps(value)}" for key, value in {**small, **changes}.items()]
     repository = Path(environment["BUCKET"]).parent / "repository"
     command = [*script.split(), *arguments, *overrides]
     done = subprocess.run(command, cwd=repository, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}{done.stderr[-3000:]}"
 
 
-@pytest.mark.slow
-def test_a_decoder_then_a_detour_then_longer_rows(environment: dict[str, str], tmp_path: Path) -> None:
-    """A tiny decoder becomes an encoder, which takes the CLM detour, and is trained on rows of 8,192 tokens."""
-    decoder, encoders = tmp_path / "decoder", tmp_path / "repository" / "encoders"
+@pytest.fixture
+def decoder(tmp_path: Path) -> Path:
+    """A tiny decoder without a mask token, and its tokenizer."""
+    folder = tmp_path / "decoder"
     special = {"bos": "<|bos|>", "eos": "<|eos|>"}
-    words = load_tokenizer(str(write_tokenizer(decoder, special))).tokenizer.get_vocab_size() - 1
-    saved_decoder("llama", decoder, vocab_size=words, max_position_embeddings=2048)
+    words = load_tokenizer(str(write_tokenizer(folder, special))).tokenizer.get_vocab_size() - 1
+    saved_decoder("llama", folder, vocab_size=words, max_position_embeddings=2048)
+    return folder
 
+
+@pytest.mark.slow
+def test_a_decoder_then_a_detour(environment: dict[str, str], decoder: Path, tmp_path: Path) -> None:
+    """A tiny decoder becomes an encoder, which takes the CLM detour."""
     run(environment, "recipes/continue_decoder/run.sh", str(decoder), "2000")
-    first = encoders / "decoder-mlm40-2k"
-    assert AutoConfig.from_pretrained(first).vocab_size == words + 1  # the mask token
+    first = tmp_path / "repository" / "encoders" / "decoder-mlm40-2k"
+    assert AutoConfig.from_pretrained(first).vocab_size == AutoConfig.from_pretrained(decoder).vocab_size + 1  # the mask
 
     phases = [{"name": "clm", "until": "2ba"}, {"name": "mlm", "masking_ratio": 0.4}]
     data = f"data.folder={tmp_path}/bucket/fineweb-edu-decoder"
     detour = ("run_name=detour", f"model.init_from={first}", data)
     script = "composer src/main.py recipes/clm_detour/pretrain.yaml"
     run(environment, script, *detour, **{"objective.phases": phases})
-
-    run(environment, "recipes/long_context/run.sh", str(first), "longer")
-    config = AutoConfig.from_pretrained(encoders / "longer")
-    assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 250_000.0)
-    # The same command again trains and converts nothing, and exports again.
-    run(environment, "recipes/long_context/run.sh", str(first), "longer")
-    for name in ("decoder-mlm40-2k", "detour", "longer"):
+    for name in ("decoder-mlm40-2k", "detour"):
         assert len(losses(tmp_path / "repository" / "runs" / name)) == 3
+
+
+@pytest.mark.slow
+def test_the_decay_of_a_run_on_rows_of_8192_tokens(
+    environment: dict[str, str], decoder: Path, tmp_path: Path
+) -> None:
+    """Short rows and a run of the base YAML, then the recipe's script, twice."""
+    run(environment, "biphasic convert yamls/data/fineweb_edu_100bt.yaml", f"tokenizer={decoder}", with_small=False)
+    size = {f"model.{key}": value for key, value in {**SIZE, "preset": None, "vocab_size": None}.items()}
+    tokenizer = load_tokenizer(str(tmp_path / "bucket" / "fineweb-edu-100bt" / "tokenizer"))
+    size["model.vocab_size"] = tokenizer.tokenizer.get_vocab_size()
+    first = {**size, "objective.phases.0.until": "1ba"}
+    run(environment, "composer src/main.py yamls/610m_biphasic.yaml", "run_name=trunk", **first)
+    last = {"objective.phases.1.until": "2ba", "objective.phases.2.global_batch_size": 1}
+    start = f"start_from={tmp_path}/bucket/trunk/checkpoints"
+    for _ in range(2):  # the second time it trains and converts nothing, and exports again
+        run(environment, "recipes/long_context/run.sh", "longer", start, **first, **last)
+        config = AutoConfig.from_pretrained(tmp_path / "repository" / "encoders" / "longer")
+        assert (config.max_position_embeddings, config.rope_parameters["rope_theta"]) == (8192, 250_000.0)
+        shutil.rmtree(tmp_path / "repository" / "encoders" / "longer")
+    assert len(losses(tmp_path / "repository" / "runs" / "longer")) == 1
