@@ -1,6 +1,6 @@
 """Print the step times of a study's phases and around their boundaries, and the last validation loss of each run.
 
-    python recipes/three_phases/steps.py runs/mini/three_phases/study
+python recipes/three_phases/steps.py runs/mini/three_phases/study
 """
 
 from __future__ import annotations

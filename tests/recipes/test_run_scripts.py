@@ -70,9 +70,7 @@ def environment(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield {**hub, **more, "BUCKET": str(tmp_path / "bucket")}
 
 
-def run(
-    environment: dict[str, str], script: str, *arguments: str, with_small: bool = True, **changes: Any
-) -> None:
+def run(environment: dict[str, str], script: str, *arguments: str, with_small: bool = True, **changes: Any) -> None:
     small = SMALL if with_small else {}
     overrides = [f"{key}={json.dumps(value)}" for key, value in {**small, **changes}.items()]
     repository = Path(environment["BUCKET"]).parent / "repository"
@@ -96,7 +94,9 @@ def test_a_decoder_then_a_detour(environment: dict[str, str], decoder: Path, tmp
     """A tiny decoder becomes an encoder, which takes the CLM detour."""
     run(environment, "recipes/continue_decoder/run.sh", str(decoder), "2000")
     first = tmp_path / "repository" / "encoders" / "decoder-mlm40-2k"
-    assert AutoConfig.from_pretrained(first).vocab_size == AutoConfig.from_pretrained(decoder).vocab_size + 1  # the mask
+    assert (
+        AutoConfig.from_pretrained(first).vocab_size == AutoConfig.from_pretrained(decoder).vocab_size + 1
+    )  # the mask
 
     phases = [{"name": "clm", "until": "2ba"}, {"name": "mlm", "masking_ratio": 0.4}]
     data = f"data.folder={tmp_path}/bucket/fineweb-edu-decoder"
@@ -108,9 +108,7 @@ def test_a_decoder_then_a_detour(environment: dict[str, str], decoder: Path, tmp
 
 
 @pytest.mark.slow
-def test_the_decay_of_a_run_on_rows_of_8192_tokens(
-    environment: dict[str, str], decoder: Path, tmp_path: Path
-) -> None:
+def test_the_decay_of_a_run_on_rows_of_8192_tokens(environment: dict[str, str], decoder: Path, tmp_path: Path) -> None:
     """Short rows and a run of the base YAML, then the recipe's script, twice."""
     run(environment, "biphasic convert yamls/data/fineweb_edu_100bt.yaml", f"tokenizer={decoder}", with_small=False)
     size = {f"model.{key}": value for key, value in {**SIZE, "preset": None, "vocab_size": None}.items()}
