@@ -343,16 +343,20 @@ def test_a_trial_yields_to_the_run_and_dies_with_its_parent(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
     watcher._run_trial(file, [here])
     assert json.loads(out.read_text())[:2] == [19, "1"]
-    # A killed watcher leaves no trial behind.
+    # A killed or interrupted watcher leaves no trial behind.
     file.write_text("100")
-    out.unlink()
-    if not (pid := os.fork()):
-        watcher._run_trial(file, [])
-        os._exit(0)
-    trial = wait_for(lambda: out.exists() and json.loads(out.read_text())[2])
-    os.kill(pid, signal.SIGKILL)
-    os.waitpid(pid, 0)
-    wait_for(lambda: not Path(f"/proc/{trial}").exists() or " Z " in Path(f"/proc/{trial}/stat").read_text(), 10)
+    for number in (signal.SIGKILL, signal.SIGINT):
+        out.unlink()
+        if not (pid := os.fork()):
+            try:
+                watcher._run_trial(file, [])
+            finally:
+                os._exit(0)
+        trial = wait_for(lambda: out.exists() and json.loads(out.read_text())[2])
+        os.kill(pid, number)
+        os.waitpid(pid, 0)
+        stat = Path(f"/proc/{trial}/stat")
+        wait_for(lambda stat=stat: not stat.exists() or " Z " in stat.read_text(), 10)
 
 
 def test_scores_in_the_loggers(

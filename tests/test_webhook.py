@@ -183,7 +183,7 @@ def test_messages_about_batches_are_rare(chat: ChatServer, monkeypatch: pytest.M
 def test_the_url_is_not_part_of_the_configuration(
     write_yaml: Write, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(ConfigError, match="expected the name of an environment variable") as raised:
+    with pytest.raises(ConfigError, match="needs the name of an environment variable") as raised:
         config_of(write_yaml("open", webhook=f"https://hooks.example/{SECRET}"))
     assert SECRET not in str(raised.value) and "https" not in str(raised.value)
     monkeypatch.delenv(VARIABLE, raising=False)

@@ -5,34 +5,19 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import socket
 import time
 from queue import SimpleQueue
 from threading import Thread
-from typing import Annotated, Any
+from typing import Any
 from urllib.error import HTTPError
 from urllib.request import Request, urlopen
-
-from pydantic import AfterValidator, WithJsonSchema
 
 _TIMEOUT_SECONDS = 5.0
 """Seconds to wait for the server, and at the end of the run for the last messages."""
 _QUIET_SECONDS = {"spike": 600.0, "skipped": 600.0}
 """Seconds after a message in which the next ones about the same event are left out: a diverging run has many spikes."""
 _log = logging.getLogger(__name__)
-
-
-def _variable_name(text: str) -> str:
-    if not re.fullmatch(r"[A-Za-z_]\w*", text, re.ASCII):
-        # Without the value: the secret itself may have been given.
-        raise ValueError("expected the name of an environment variable, such as BIPHASIC_WEBHOOK, and not its value")
-    return text
-
-
-_IN_REFERENCE = WithJsonSchema({"format": "name of an environment variable"})
-VariableName = Annotated[str, AfterValidator(_variable_name), _IN_REFERENCE]
-"""The name of an environment variable with a secret. Configurations are copied to run folders and checkpoints."""
 
 
 class Webhook:

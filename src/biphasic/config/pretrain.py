@@ -17,7 +17,6 @@ from biphasic.config.model import ModelConfig, architecture_of, model_problems
 from biphasic.config.phase_inputs import PhaseInputs, input_problems, phase_inputs, phase_key, sources
 from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_problems, resolve_phases, schedule_problems
 from biphasic.storage import is_remote
-from biphasic.webhook import VariableName
 
 
 class ValidationConfig(Section):
@@ -172,7 +171,7 @@ class PretrainConfig(RunConfig):
     """Kernels and recomputation."""
     logging: LoggingConfig = LoggingConfig()
     """Where metrics are logged."""
-    webhook: VariableName | None = None
+    webhook: str | None = None
     """Name of the environment variable with the URL of a chat's incoming webhook (Slack, Mattermost), such as
     `BIPHASIC_WEBHOOK`. Loss spikes, skipped batches, preemption, resuming, the end and failures are posted there."""
 
@@ -231,6 +230,12 @@ class PretrainConfig(RunConfig):
         yield from self._batch_problems(ranks)
         yield from self._parallelism_problems(ranks)
         yield from self._checkpoint_problems()
+        if self.webhook is not None and not self.webhook.isidentifier():
+            # Without the value: the secret itself may have been given.
+            yield (
+                ["webhook"],
+                "needs the name of an environment variable, such as BIPHASIC_WEBHOOK, instead of its value",
+            )
         yield from data_problems(self.data, self.global_batch_size)
         yield from input_problems(self.objective.phases, self.inputs, ranks)
         if len({(each.source, each.rows) for each in self.inputs}) > 1:
