@@ -18,8 +18,8 @@ from biphasic.config.load import dump, load
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import StudyConfig, expand, overrides_of
 from biphasic.config.timeline import decay_start
-from biphasic.errors import ConfigError
-from biphasic.study.plan import StudyPlan, draw_study, plan_study, retained_batches
+from biphasic.errors import ConfigError, UserError
+from biphasic.study.plan import StudyPlan, describe_plan, draw_study, plan_study, retained_batches
 from biphasic.study.run import resolved
 from biphasic.study.tree import StudyRun, keep_scored, study_tree
 from helpers.cpu_time import run_measured
@@ -229,6 +229,25 @@ def test_the_picture(study: StudyConfig, configs: dict[str, PretrainConfig]) -> 
     assert "CLM, MLM 40%; 42,000 batches" in text
     # `python src/main.py recipes/paper/study.yaml --plan --draw tree.mmd` prints it again.
     assert f"```mermaid\n{text}```" in (ROOT / "recipes/paper/README.md").read_text()
+
+
+def test_merged_models_are_in_the_plan_and_in_the_picture() -> None:
+    """Their checkpoints are kept by the runs that train these batches, and they train nothing."""
+    merge = "{merge_of: {610m-clm-10k-mlm40-42k: [5000, 30000], 610m-clm-42k: [42000]}, weights: linear}"
+    with_merge = study_of(ROOT / PAPER, f"merges={{mean: {merge}, pair: {{merge_of: {{1b-clm-42k: [1, 2]}}}}}}")
+    before, plan = plan_study(study_of(ROOT / PAPER)), plan_study(with_merge)
+    text = "linear mean of 610m-clm-10k-mlm40-42k at 5,000, 30,000; 610m-clm-42k at 42,000"
+    assert plan.merges == {"mean": text, "pair": "mean of 1b-clm-42k at 1, 2"}
+    assert f"  {text}\n" in describe_plan(plan, None) and "40 models" in describe_plan(plan, None)
+    assert (plan.shared, plan.alone) == (before.shared, before.alone)
+    more = {r.name: r.checkpoints - b.checkpoints for r, b in zip(plan.runs, before.runs, strict=True)}
+    assert {name: count for name, count in more.items() if count} == {"610m-clm-10k-mlm40-42k": 1, "1b-clm-42k": 2}
+    picture = draw_study(with_merge)
+    assert '  merge0["mean<br>linear mean of checkpoints"]\n' in picture
+    [node] = re.findall(r'(run\d+)\["610m-clm-10k-mlm40-42k<br>', picture)
+    assert f'  {node} == "5,000, 30,000" ==> merge0\n' in picture
+    with pytest.raises(UserError, match=r"merges.x.merge_of.1b-clm-42k: expected batches below 42,000"):
+        plan_study(study_of(ROOT / PAPER, "merges={x: {merge_of: {1b-clm-42k: [1, 42001]}}}"))
 
 
 def test_a_problem_of_several_models_names_each(tmp_path: Path) -> None:

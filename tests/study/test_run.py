@@ -108,7 +108,10 @@ def trained(tmp_path_factory: pytest.TempPathFactory, data: Path) -> Trained:
     place = tmp_path_factory.mktemp("trained")
     stages = {"checkpoints": {"clm-mlm": [1, 5]}, "finetune": "sweep.yaml", "evaluate": "evaluate.yaml"}
     study = study_of(
-        place, data, stages={name: str(place / at) if isinstance(at, str) else at for name, at in stages.items()}
+        place,
+        data,
+        stages={name: str(place / at) if isinstance(at, str) else at for name, at in stages.items()},
+        merges={"mean": {"merge_of": {"clm-mlm": [2, 3], "clm": [6]}, "weights": [1, 1, 2]}},
     )
     assert pretrain(study, train=lambda file: killed_after(2, file)) == 137
     states = [run.state for run in plan_study(study).runs]
@@ -170,13 +173,21 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
     """Models and checkpoints are exported, fine-tuned, scored and drawn, each once."""
     study, place = trained.study, trained.place
     # The checkpoint at 1 is that of the run that trained the shared beginning.
-    names = ["clm", "clm-mlm", "clm-mlm-1", "clm-mlm-5", "clm-mlm-8", "clm-mlm-10"]
+    names = ["clm", "clm-mlm", "clm-mlm-1", "clm-mlm-5", "clm-mlm-8", "clm-mlm-10", "mean"]
     assert export(study, limit=1) == 0
     assert [name for name in names if (encoder_folder(study, name) / "config.json").is_file()] == ["clm"]
     assert export(study) == 0
     assert all((encoder_folder(study, name) / "config.json").is_file() for name in names)
     assert "not trained yet" not in capsys.readouterr().out
-    assert scored_models(study)["clm-mlm-1"].run == "clm"
+    models = scored_models(study)
+    assert models["clm-mlm-1"].sources == (("clm", 1),)
+    # The shared beginning's checkpoint is that of the run that trained it; 3 is kept for the mean alone.
+    assert models["mean"].sources == (("clm", 2), ("clm-mlm", 3), ("clm", 6)) and models["mean"].steps == 6
+    merged = load_encoder(str(encoder_folder(study, "mean"))).backbone.state_dict()
+    sources = [tiny.weights(place / "study" / run, batch) for run, batch in models["mean"].sources]
+    for name, value in merged.items():
+        parts = [weights[f"backbone.{name}"] for weights in sources]
+        torch.testing.assert_close(value, parts[0] / 4 + parts[1] / 4 + parts[2] / 2, rtol=1e-6, atol=1e-7)
     for name, run, batch in (("clm-mlm-1", "clm", 1), ("clm-mlm-5", "clm-mlm", 5)):
         exported = load_encoder(str(encoder_folder(study, name))).backbone.state_dict()
         checkpoint = load_encoder(
@@ -192,6 +203,7 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
     sweep = {"job": "sweep", "output": "none", "models": {"none": {"path": "none"}}, "learning_rates": [1e-3],
              "seeds": [0, 1], "tasks": {"sst2": str(place / "task.yaml")}}  # fmt: skip
     (place / "sweep.yaml").write_text(yaml.safe_dump(sweep))
+    assert sweep_config(study).models["mean"].steps == 6
     fine_tune(sweep_config(study))
 
     evaluation = {"job": "evaluate", "run_name": "x", "model": {"path": "none"}, "sets": [str(sets / "msmarco")],
@@ -212,7 +224,7 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
 
     write_report([study.folder])
     page = (place / "study" / "report" / "report.md").read_text()
-    assert "| clm-mlm-5 |" in page and "biphasic/clm-mlm" in page
+    assert "| clm-mlm-5 |" in page and "| mean |" in page and "biphasic/clm-mlm" in page
     for figure in ("learning-curves", "continued-pretraining", "losses"):
         assert (place / "study" / "report" / f"{figure}.png").is_file(), page
 

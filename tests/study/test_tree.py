@@ -97,6 +97,8 @@ def test_a_scored_checkpoint_is_kept_by_the_run_that_trains_its_batch() -> None:
     assert {name: run.scored for name, run in kept.items()} == {"clm": (2, 7), "late": (5,), "later": (7,)}
     with pytest.raises(UserError, match=r"stages.checkpoints.late: expected batches below 8, the model's end; got 8"):
         keep_scored(tree, {"late": [8]})
+    with pytest.raises(UserError, match=r"merges.x.merge_of.late: expected batches below 8, the model's end; got 9"):
+        keep_scored(tree, {"late": [9]}, "merges.x.merge_of")
 
 
 def test_a_run_that_another_contains_is_trained_first() -> None:

@@ -50,7 +50,7 @@ class Manifest:
         run: the run's `name`, `attempt` and `config`, the hashes of its data's `indexes`, the keys that were `overridden`
             when it resumed, its `rows`, `tokens`, `epochs` and `phase`, when its `last_batch` began (batches, rows, tokens,
             epochs), whether the checkpoint is `kept`, and `writers`, the number of ranks that write files of this
-            checkpoint.
+            checkpoint. A mean of checkpoints lists them as `merged`.
     """
 
     batch: int

@@ -73,6 +73,8 @@ def own_checkpoints(checkpoints: Iterable[StoredCheckpoint], config: PretrainCon
 
 
 def _is_own(manifest: Manifest, config: PretrainConfig) -> bool:
+    if "merged" in manifest.run:  # it has no optimizer state
+        return False
     try:
         return manifest.run["name"] == config.run_name or first_difference(recorded_config(manifest), config) is None
     except UserError:
@@ -161,6 +163,8 @@ def find_branch_point(path: str, config: PretrainConfig) -> tuple[str, Manifest]
                 continue
             if manifest is None:
                 unusable.append(f"{name} ({checkpoint.fault})")
+            elif "merged" in manifest.run:
+                unusable.append(f"{name} (it is a mean of checkpoints, without optimizer state: use model.init_from)")
             elif keys := ", ".join(manifest.run["overridden"]):
                 unusable.append(f"{name} (that run changed {keys} when it resumed, with resume_overrides)")
             else:

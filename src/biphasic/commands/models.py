@@ -1,4 +1,4 @@
-"""The commands that export a model or apply one to new text: export, predict."""
+"""The commands that merge checkpoints, export a model or apply one to new text: merge, export, predict."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from biphasic.commands.next_step import after_export
-from biphasic.commands.parser import argument, command
+from biphasic.commands.parser import argument, command, positive
 from biphasic.devices import rank_device, supports_bf16
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path
@@ -21,6 +21,27 @@ if TYPE_CHECKING:
 _TEXTS_AT_ONCE = 10_000
 """Number of texts to embed between writes."""
 _IN_FOLDER, _TO_HUB = "in the exported folder", "to the hub"
+
+
+@command(
+    "write the mean of checkpoints",
+    argument(
+        "checkpoints", metavar="CHECKPOINT", nargs="+", help="as for export; a run's folder: its newest checkpoint"
+    ),
+    argument("out", metavar="OUT", type=Path, help="the folder to write"),
+    argument("--last", type=positive, metavar="N", help="of each run the last N checkpoints of its stable phase"),
+    argument("--weights", default="mean", help="mean (default); numbers (1,2,3); as a decay: linear, 1-sqrt, cosine"),
+)
+def merge(options: Namespace) -> int:
+    """Write the mean of checkpoints, of one run or of several: biphasic merge runs/NAME --last 10 OUT
+
+    OUT is a checkpoint without optimizer state. Export or evaluate it, or train from it with model.init_from.
+    """
+    from biphasic.checkpointing.merge import merge_checkpoints
+
+    merge_checkpoints(options.checkpoints, options.out, last=options.last, weights=options.weights)
+    print(f"next: biphasic export {options.out} {options.out}-encoder")
+    return 0
 
 
 @command(

@@ -43,6 +43,19 @@ STAGE_FOLDERS = ("sweep", "evaluate")
 """Folders of the stages, next to the models' folders."""
 
 
+MergeShape = Literal["mean", "linear", "1-sqrt", "cosine"]
+_Batches = Annotated[list[Positive], Field(min_length=1)]
+
+
+class MergeConfig(Section):
+    """A model that is not trained, but a mean of checkpoints of the study's models."""
+
+    merge_of: Annotated[dict[Name, _Batches], Field(min_length=1)]
+    """For each of these models the batches of its run whose checkpoints are merged. The study keeps these checkpoints."""
+    weights: MergeShape | list[float] = "mean"
+    """`mean`; `linear`, `1-sqrt` or `cosine`: weights that equal such a decay; or a number for each checkpoint."""
+
+
 class LocalExecutor(Section):
     """Train the runs on this machine, one after another, with Composer's launcher."""
 
@@ -94,7 +107,7 @@ class StagesConfig(Section):
     """A sweep's YAML. The study sets its `models` and `output`."""
     evaluate: LocalPath | None = None
     """An evaluation's YAML. The study sets its `model`, `run_name` and `output`."""
-    checkpoints: dict[Name, Annotated[list[Positive], Field(min_length=1)]] = {}
+    checkpoints: dict[Name, _Batches] = {}
     """For learning curves: for each of these models the batches of its run whose checkpoints are exported, fine-tuned and
     scored as models of their own, named `<model>-<steps>`. The study keeps these checkpoints."""
 
@@ -114,6 +127,8 @@ class StudyConfig(JobConfig):
     """For each model by name the pretraining keys that differ from `base`, nested or dotted (`model.preset: 610m`).
     `continues: NAME` starts from the final weights of another model, with a new optimizer, schedule and history; the model
     section of `base` is then not used. Add models at the end: where runs start from depends on the order."""
+    merges: dict[Name, MergeConfig] = {}
+    """Models that are means of checkpoints, by name. They are exported and scored as the others."""
     executor: Executor = LocalExecutor(kind="local")
     """How the runs are started. Default: on this machine."""
     cost: StudyCostConfig | None = None
@@ -163,6 +178,13 @@ class StudyConfig(JobConfig):
             yield from self._continues_problems(name)
             if name in STAGE_FOLDERS:
                 yield [f"models.{name}"], "expected another name, because a stage writes to a folder of this name"
+        for name, merge in self.merges.items():
+            if name in (*self.models, *STAGE_FOLDERS):
+                yield [f"merges.{name}"], "expected another name, because a model or a stage has a folder of this name"
+            if unknown := merge.merge_of.keys() - self.models.keys():
+                yield [f"merges.{name}.merge_of"], f"expected names of models of this study; got {min(unknown)!r}"
+            if (count := sum(map(len, merge.merge_of.values()))) < 2:
+                yield [f"merges.{name}.merge_of"], f"expected at least two checkpoints; got {count}"
         for name in self.stages.checkpoints:
             if name not in self.models:
                 yield [f"stages.checkpoints.{name}"], f"expected the name of a model of this study; got {name!r}"

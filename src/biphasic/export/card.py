@@ -45,7 +45,7 @@ def pretrained_card(
     languages = sorted({language for path in datasets for language in _LANGUAGES.get(path, [])})
     return _card(
         "pretrained",
-        name or model_name(config, record),
+        name or model_name(config, record) + "-merged" * ("merged" in record),
         config["model"].get("init_from"),
         {"language": languages or None, "datasets": datasets or None},
         family=family,
@@ -142,6 +142,9 @@ def _training(record: dict[str, Any], config: dict[str, Any]) -> dict[str, Any]:
         "Software": ", ".join(f"{package} {version}" for package, version in record["versions"].items()),
         "Command": f"`{record['command']}`",
     }
+    if "merged" in record:
+        parts = (f"{p['weight']:.6g} {p['checkpoint']} (manifest {p['manifest_sha256']})" for p in record["merged"])
+        rows["Merged"] = f"mean of {len(record['merged'])} checkpoints, by weight: {', '.join(parts)}"
     if data:
         counts = [f"{data[name]:,} {name}" for name in ("tokens", "documents", "rows") if name in data]
         rows["Data"] = f"{_source(data.get('source'))}: {', '.join(counts)}"

@@ -67,7 +67,7 @@ def report_files(study: Study) -> dict[str, bytes | None]:
     placeable = facet_table({name: study.models[name] for name in scored if name in study.models})
     names = [*(figure.name for figure in FIGURES), "losses"]
     files: dict[str, bytes | None] = {f"{name}{suffix}": None for name in names for suffix in (".png", ".csv")}
-    lines, missing, hidden = ["# Study", "", *_models(facets, table)], list[str](), list[str]()
+    lines, missing, hidden = ["# Study", "", *_models(facets, table, scored)], list[str](), list[str]()
     all_compared = list[pd.DataFrame]()
     for figure in FIGURES:
         points, hidden_models = arrange(figure, placeable)
@@ -177,12 +177,16 @@ def draw_figure(figure: StudyFigure, points: pd.DataFrame, scores: pd.DataFrame)
     return drawn
 
 
-def _models(facets: pd.DataFrame, table: ScoreTable) -> list[str]:
+def _models(facets: pd.DataFrame, table: ScoreTable, scored: list[str]) -> list[str]:
     body = [
         [escape(row.model), escape(row.size), row.objective, NOT_AVAILABLE if pd.isna(row.ratio) else f"{row.ratio:g}%",
          f"{row.clm_steps:,}", f"{row.steps:,}", "" if pd.isna(row.continued_from) else escape(row.continued_from), *scores]
         for row, scores in zip(facets.itertuples(), table.text(facets.model, table.groups), strict=True)
     ]  # fmt: skip
+    # Models whose name and run say nothing about them, such as means of checkpoints.
+    others = [name for name in scored if name not in set(facets.model)]
+    cells = zip(others, table.text(others, table.groups), strict=True)
+    body += [[escape(name), *[""] * 6, *scores] for name, scores in cells]
     header = ["model", "size", "objective", "masking ratio", "CLM steps", "steps", "continues"]
     return [
         *["## Models", "", *markdown_table([*header, *(escape(group) for group, _ in table.groups)], body)],

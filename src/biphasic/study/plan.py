@@ -15,7 +15,7 @@ from biphasic.config.architecture import Architecture
 from biphasic.config.model import architecture_of
 from biphasic.config.plan import remaining_checkpoints, saved_checkpoints, training_flops
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.study import StudyConfig, StudyCostConfig
+from biphasic.config.study import MergeConfig, StudyConfig, StudyCostConfig
 from biphasic.config.timeline import MLMPhase, Phase, RampConfig, resolve_phases
 from biphasic.study.state import RunState, is_ready, read_states
 from biphasic.study.tree import StudyRun, study_runs
@@ -69,6 +69,8 @@ class StudyPlan:
     """Size of the checkpoints that remain."""
     devices: int | None
     warnings: tuple[str, ...]
+    merges: dict[str, str]
+    """Of which checkpoints each merged model is the mean."""
 
 
 def plan_study(study: StudyConfig) -> StudyPlan:
@@ -87,6 +89,7 @@ def plan_study(study: StudyConfig) -> StudyPlan:
         bytes=_sum([run.bytes for run in runs]),
         devices=study.cost.devices if study.cost is not None else None,
         warnings=tuple(f"{run.name}: {line}" for run in runs for line in run.drift),
+        merges={name: _describe_merge(merge) for name, merge in study.merges.items()},
     )
 
 
@@ -148,20 +151,31 @@ def device_hours(flops: float | None, cost: StudyCostConfig | None) -> float | N
     return None if flops is None or cost is None else flops / (cost.peak_flops * cost.mfu) / 3600
 
 
+def _describe_merge(merge: MergeConfig) -> str:
+    weights = "weighted " if isinstance(merge.weights, list) else "" if merge.weights == "mean" else f"{merge.weights} "
+    return f"{weights}mean of " + "; ".join(
+        f"{name} at {_batches(batches)}" for name, batches in merge.merge_of.items()
+    )
+
+
+def _batches(batches: Sequence[int]) -> str:
+    return ", ".join(f"{batch:,}" for batch in batches)
+
+
 def describe_plan(plan: StudyPlan, cost: StudyCostConfig | None) -> str:
     """Format the plan as text."""
-    width = max(len("model"), *(len(run.name) for run in plan.runs))
+    width = max(len("model"), *(len(run.name) for run in plan.runs), *map(len, plan.merges))
     starts = [_start(run) for run in plan.runs]
     start_width = max(len("starts from"), *map(len, starts))
     head = f"{'batches':>8} {'of':>8} {'tokens':>8} {'FLOPs':>9} {'hours':>8}  {'kept':>9}  {'state':9}"
-    lines = [f"study in {plan.folder}: {len(plan.runs)} models"]
+    lines = [f"study in {plan.folder}: {len(plan.runs) + len(plan.merges)} models"]
     lines.append(f"  {'model':{width}}  {'starts from':{start_width}}  {head} other runs start at")
     for run, start in zip(plan.runs, starts, strict=True):
         flops, hours = _number(run.own_flops, ".3g"), _number(device_hours(run.own_flops, cost), ",.0f")
         numbers = f"{run.own_batches:>8,} {run.length:>8,} {_short(run.own_tokens):>8} {flops:>9} {hours:>8}"
-        points = ", ".join(f"{batch:,}" for batch in run.kept)
-        end = f"{_bytes(run.bytes):>9}  {run.state:9} {points}"
+        end = f"{_bytes(run.bytes):>9}  {run.state:9} {_batches(run.kept)}"
         lines.append(f"  {run.name:{width}}  {start:{start_width}}  {numbers}  {end}".rstrip())
+    lines += [f"  {name:{width}}  {text}" for name, text in plan.merges.items()]
     for label, totals in (("with shared beginnings", plan.shared), ("each model alone", plan.alone)):
         amounts = (("{:.3g} FLOPs", totals.flops), ("{:,.0f} hours", totals.hours), ("{:,.0f} dollars", totals.dollars))
         known = [form.format(amount) for form, amount in amounts if amount is not None]
@@ -184,7 +198,8 @@ def draw_study(study: StudyConfig) -> str:
     """Return the tree of a checked study as a Mermaid flowchart.
 
     A node is a run with its phases. A solid arrow comes from the run whose checkpoint a run starts from, and names the
-    batch. A dotted arrow comes from the run that a run continues. Raises a UserError if two histories are equal.
+    batch. A dotted arrow comes from the run that a run continues, a thick one from a model whose checkpoints are merged.
+    Raises a UserError if two histories are equal.
     """
     configs, tree = study_runs(study)
     ids = {name: f"run{number}" for number, name in enumerate(tree)}
@@ -199,6 +214,9 @@ def draw_study(study: StudyConfig) -> str:
             lines.append(f'  {ids[run.parent]} -- "{run.start:,}" --> {ids[name]}')
         elif run.continues is not None:
             lines.append(f"  {ids[run.continues]} -.-> {ids[name]}")
+    for number, (name, merge) in enumerate(study.merges.items()):
+        lines.append(f'  merge{number}["{name}<br>{_describe_merge(merge).partition(" of ")[0]} of checkpoints"]')
+        lines += [f'  {ids[s]} == "{_batches(batches)}" ==> merge{number}' for s, batches in merge.merge_of.items()]
     return "\n".join([*lines, ""])
 
 

@@ -30,19 +30,17 @@ def encoder_folder(study: StudyConfig, name: str) -> Path:
 
 @dataclass(frozen=True)
 class ScoredModel:
-    """A model that the stages export and score: the end of a run, or one of its checkpoints."""
+    """A model that the stages export and score: the end of a run, one of its checkpoints, or a mean of checkpoints."""
 
     name: str
-    run: str
-    """The run whose folder has the checkpoint."""
-    batch: int
-    """The checkpoint's batch, counted from the start of the run's history."""
+    sources: tuple[tuple[str, int], ...]
+    """The checkpoint, or those that are merged: the run whose folder has it, and its batch from the history's start."""
     steps: int
-    """Number of optimizer steps, including those of the models that it continues."""
+    """Number of optimizer steps, including those of the models that it continues; of a mean, the largest number."""
 
 
 def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
-    """Return the study's models by name, each followed by its checkpoints in `stages.checkpoints`.
+    """Return the study's models by name, each followed by its checkpoints in `stages.checkpoints`; then its means.
 
     Raises a UserError if two histories are equal, or a checkpoint is not before its model's end or has a model's name.
     """
@@ -55,21 +53,26 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
     models: dict[str, ScoredModel] = {}
     for name in study.models:
         before, length = steps_before(name), tree[name].length
-        models[name] = ScoredModel(name, name, length, before + length)
+        models[name] = ScoredModel(name, ((name, length),), before + length)
         for batch in study.stages.checkpoints.get(name, []):
             steps = before + batch
-            if f"{name}-{steps}" in study.models:
+            if f"{name}-{steps}" in study.models | study.merges:
                 key = f"stages.checkpoints.{name}"
                 raise UserError(f"{key}: {batch:,} is named as the model {name}-{steps}: rename that model")
-            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", owner_of(tree, name, batch), batch, steps)
+            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", ((owner_of(tree, name, batch), batch),), steps)
+    for name, merge in study.merges.items():
+        parts = [(source, batch) for source, batches in merge.merge_of.items() for batch in batches]
+        sources = tuple((owner_of(tree, source, batch), batch) for source, batch in parts)
+        models[name] = ScoredModel(name, sources, max(steps_before(source) + batch for source, batch in parts))
     return models
 
 
 def export(study: StudyConfig, limit: int | None = None) -> int:
-    """Export all trained models and scored checkpoints that have no export yet. Return the exit status.
+    """Export all trained models, scored checkpoints and means that have no export yet. Return the exit status.
 
-    Raises a UserError if the study's folder can't be read or a checkpoint can't be exported.
+    Raises a UserError if the study's folder can't be read or a checkpoint can't be merged or exported.
     """
+    from biphasic.checkpointing.merge import merge_checkpoints
     from biphasic.export.run import export_checkpoint
 
     configs, states, models = expand(study), read_states(study), scored_models(study)
@@ -77,15 +80,21 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
     def is_trained(model: ScoredModel) -> bool:
         if model.name in configs:
             return states[model.name].is_done(configs[model.name])
-        return model.batch in states[model.run].batches
+        return all(batch in states[run].batches for run, batch in model.sources)
 
     trained = [model for model in models.values() if is_trained(model)]
     new = [model for model in trained if not _is_exported(study, model.name)]
     for model in new[:limit]:
-        place = study.checkpoints_of(model.run)
+        folder, places = encoder_folder(study, model.name), [study.checkpoints_of(run) for run, _ in model.sources]
         if model.name not in configs:  # of a run's end the newest checkpoint in its folder is exported
-            place = join(place, read_manifest(open_store(place), manifest_name(model.batch)).path)
-        export_checkpoint(place, encoder_folder(study, model.name), name=model.name)
+            manifests = [manifest_name(batch) for _, batch in model.sources]
+            places = [join(p, read_manifest(open_store(p), m).path) for p, m in zip(places, manifests, strict=True)]
+        if model.name in study.merges:
+            merged = folder.with_name("merged")
+            if not merged.exists():
+                merge_checkpoints(places, merged, weights=study.merges[model.name].weights)
+            places = [str(merged)]
+        export_checkpoint(places[0], folder, name=model.name)
     if waiting := [name for name, model in models.items() if model not in trained]:
         print(f"not trained yet: {', '.join(waiting)}", flush=True)
     return 0

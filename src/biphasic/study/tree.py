@@ -36,7 +36,7 @@ class StudyRun:
     kept: tuple[int, ...] = ()
     """Batches within this run at which other runs start."""
     scored: tuple[int, ...] = ()
-    """Batches whose checkpoints are kept to be scored (`stages.checkpoints`)."""
+    """Batches whose checkpoints are kept to be scored (`stages.checkpoints`) or merged (`merges`)."""
 
     @property
     def own_batches(self) -> int:
@@ -52,10 +52,15 @@ class StudyRun:
 def study_runs(study: StudyConfig) -> tuple[dict[str, PretrainConfig], dict[str, StudyRun]]:
     """Return the models' configurations by name, and the runs by name in training order. `study` must be checked.
 
-    Raises a UserError if two models have the same history, or a scored checkpoint is not before its model's end.
+    Raises a UserError if two models have the same history, or a scored or merged checkpoint is not within its model's run.
     """
     configs = expand(study)
-    return configs, keep_scored(study_tree(configs, study.continues), study.stages.checkpoints)
+    tree = keep_scored(study_tree(configs, study.continues), study.stages.checkpoints)
+    for name, merge in study.merges.items():
+        # The end's checkpoint always remains.
+        before = {n: [batch for batch in batches if batch != tree[n].length] for n, batches in merge.merge_of.items()}
+        tree = keep_scored(tree, before, f"merges.{name}.merge_of")
+    return configs, tree
 
 
 def study_tree(configs: Mapping[str, PretrainConfig], continues: Mapping[str, str]) -> dict[str, StudyRun]:
@@ -83,8 +88,10 @@ def owner_of(tree: Mapping[str, StudyRun], name: str, batch: int) -> str:
     return name if run.parent is None or batch > run.start else owner_of(tree, run.parent, batch)
 
 
-def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence[int]]) -> dict[str, StudyRun]:
-    """Return the runs with the batches whose checkpoints they keep for scoring. `checkpoints` are batches by model.
+def keep_scored(
+    tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence[int]], key: str = "stages.checkpoints"
+) -> dict[str, StudyRun]:
+    """Return the runs with the batches whose checkpoints they keep for scoring. `checkpoints` (of `key`): batches by model.
 
     Raises a UserError if a batch is not before its model's end.
     """
@@ -93,7 +100,7 @@ def keep_scored(tree: Mapping[str, StudyRun], checkpoints: Mapping[str, Sequence
         for batch in batches:
             if batch >= tree[name].length:
                 expected = f"expected batches below {tree[name].length:,}, the model's end"
-                raise UserError(f"stages.checkpoints.{name}: {expected}; got {batch:,}")
+                raise UserError(f"{key}.{name}: {expected}; got {batch:,}")
             owner = runs[owner_of(tree, name, batch)]
             runs[owner.name] = replace(owner, scored=tuple(sorted({*owner.scored, batch})))
     return runs
