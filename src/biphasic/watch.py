@@ -73,10 +73,8 @@ class Watcher:
                 pass
             status, end = 0, f"the run has finished; all scores: biphasic runs {self.place}"
             if self._failed:
-                status, end = (
-                    FAILED,
-                    f"failed: {', '.join(f'ba{batch}' for batch in self._failed)}; the same command tries again",
-                )
+                names = ", ".join(f"ba{batch}" for batch in self._failed)
+                status, end = FAILED, f"failed: {names}; the same command tries again"
         except KeyboardInterrupt:
             status, end = INTERRUPTED, "interrupted: the same command goes on from there"
         finally:
@@ -107,9 +105,8 @@ class Watcher:
                 return not due
             attempt = next(reversed(read_attempts(store)), {"reason": "not started"})
             following = (max([0, *scored]) // self.every + 1) * self.every
-            text = (
-                f"next: the first checkpoint from batch {following:,} on; the run: {attempt.get('reason', 'training')}"
-            )
+            reason = attempt.get("reason", "training")
+            text = f"next: the first checkpoint from batch {following:,} on; the run: {reason}"
         except OSError as error:
             text = f"{self.place}: can't be read and written ({first_line(error)})"
             if not is_unreachable(error):
