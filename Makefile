@@ -103,7 +103,7 @@ bench-data: env
 bench-saving: env
 	$(BIN)/python benchmarks/saving.py --stretches 4 --steps 10
 
-# About three minutes. Writes benchmarks/results/phases.*.
+# About ten minutes. Writes benchmarks/results/phases.*.
 bench-phases: env
 	$(BIN)/python benchmarks/phases.py
 

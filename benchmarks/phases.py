@@ -1,6 +1,6 @@
 """The steps around the boundary of two phases that read different data from a bucket.
 
-    python benchmarks/phases.py [--steps 120] [--around 10] [--width 256] [--runs 3]
+    python benchmarks/phases.py [--steps 80] [--around 10] [--width 256] [--runs 3]
 
 Each run has two phases of as many steps. The second one reads other data, of rows twice as long, in half as many rows a
 batch, so that its batches have as many tokens. The loader of its data starts 50 batches before it. A step lasts from the
@@ -25,7 +25,7 @@ from workload import write_tokenizer
 LENGTH, ROWS = 256, 4
 
 
-def measure(steps: int = 120, around: int = 10, width: int = 256, runs: int = 3) -> dict[str, Any]:
+def measure(steps: int = 80, around: int = 10, width: int = 256, runs: int = 3) -> dict[str, Any]:
     """Return the median step, and the longest one within `around` steps of the boundary, in seconds and in medians."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
@@ -98,7 +98,7 @@ def _run(folder: Path, name: str, steps: int, width: int) -> dict[int, float]:
 def main() -> None:
     """Measure, and write results/phases.{json,md}."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for name, default in (("steps", 120), ("around", 10), ("width", 256), ("runs", 3)):
+    for name, default in (("steps", 80), ("around", 10), ("width", 256), ("runs", 3)):
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     results = measure(**vars(options))
