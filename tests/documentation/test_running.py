@@ -24,6 +24,7 @@ NOT_RUN = {
     "python src/main.py FILE.yaml": "a name in a sentence",
     "composer src/main.py FILE.yaml": "a name in a sentence",
     "biphasic runs runs/NAME": "a name in a sentence",
+    "biphasic watch runs/NAME --task FILE.yaml": "a name in a sentence",
 }
 # The text is a few rows of the tests' length.
 SHORT_ROWS = {
