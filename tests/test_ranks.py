@@ -31,11 +31,20 @@ CASES: dict[str, tuple[int, int, list[str], str | None]] = {
     "early": (2, 2, ["the file is not the same on this node\n"], ""),
 }
 """Ranks, exit status, what is shown, and why the job ended (None: one of several reasons)."""
+# Recording the reason takes longer than the launcher waits with its SIGTERM.
 ABORT = """
 import os
+import time
+from biphasic.checkpointing.run_lock import RunLock
 from biphasic.checkpointing.stopping import StopCoordinator
 
-agree = StopCoordinator.batch_end
+agree, release = StopCoordinator.batch_end, RunLock.release
+
+def release_slowly(self, reason):
+    time.sleep(1)
+    release(self, reason)
+
+RunLock.release = release_slowly
 
 def batch_end(self, state, logger):
     if state.timestamp.batch == 5 and os.environ["RANK"] == "RANK TO ABORT":

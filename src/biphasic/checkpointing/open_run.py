@@ -108,9 +108,10 @@ class Run:
         if self._trainer is not None:
             # Not `trainer.close()`, because it waits for the other ranks, which wait for this rank's batch.
             self._trainer.engine.close()
-        self._stopping.restore_handlers()
         crashes = self._crash_file.remove() if self._crash_file is not None else []
         self._lock.release(": ".join([reason if self._crash_file else f"could not start: {reason}", *crashes]))
+        # Last, because the launcher's SIGTERM after another rank's end would kill this process before it records the reason.
+        self._stopping.restore_handlers()
         self.webhook.close()
 
     @property
