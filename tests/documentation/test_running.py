@@ -38,7 +38,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     "docs/checkpoints.md": (
         {"model.preset=null": " ".join(f"model.{key}=null" for key in SIZE),
          "runs/210m-clm/": "runs/210m-42k/"},
-        (),
+        ("biphasic watch",),  # it waits for a run's end; tests/test_watch.py
     ),
     "docs/data.md": (
         {"data/mine": "data/mine-again", "VALUE": "data/mine", " OUT": " data/mine"},
