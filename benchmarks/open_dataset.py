@@ -22,17 +22,19 @@ from tables import save
 LENGTH, BATCH, SHARE = 512, 16, 0.9
 
 
-def write_rows(folder: Path, rows: int) -> None:
-    """Write rows of 512 random tokens, in the columns of a conversion."""
+def write_rows(folder: Path, rows: int, length: int = LENGTH, size_limit: int = 1 << 22) -> None:
+    """Write rows of `length` random tokens, in the columns of a conversion, in shards of up to `size_limit` bytes."""
     import numpy as np
     from streaming import MDSWriter
 
-    columns = {"tokens": f"ndarray:uint16:{LENGTH}", "lengths": "ndarray:uint32"}
+    columns = {"tokens": f"ndarray:uint16:{length}", "lengths": "ndarray:uint32"}
     generator = np.random.default_rng(0)
-    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=1 << 22) as out:
+    with MDSWriter(
+        out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=size_limit
+    ) as out:
         for _ in range(rows):
-            tokens = generator.integers(0, 1 << 16, LENGTH, dtype=np.uint16)
-            out.write({"tokens": tokens, "lengths": np.array([LENGTH], np.uint32)})
+            tokens = generator.integers(0, 1 << 16, length, dtype=np.uint16)
+            out.write({"tokens": tokens, "lengths": np.array([length], np.uint32)})
 
 
 def open_once(folder: Path, share: float) -> float:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from open_dataset import write_rows
 from saving import serve_bucket
 from tables import save
 from workload import write_tokenizer
@@ -52,15 +53,8 @@ def measure(steps: int = 80, around: int = 10, width: int = 256, runs: int = 3) 
 
 def _store(folder: Path, length: int, rows: int, bucket: str) -> None:
     import boto3
-    import numpy as np
-    from streaming import MDSWriter
 
-    columns = {"tokens": f"ndarray:uint16:{length}", "lengths": "ndarray:uint32"}
-    generator = np.random.default_rng(0)
-    with MDSWriter(out=str(folder), columns=columns, hashes=["xxh64"], compression="zstd", size_limit=1 << 20) as out:
-        for _ in range(rows):
-            tokens = generator.integers(0, 1 << 16, length, dtype=np.uint16)
-            out.write({"tokens": tokens, "lengths": np.array([length], np.uint32)})
+    write_rows(folder, rows, length, size_limit=1 << 20)
     client = boto3.client("s3", endpoint_url=os.environ["S3_ENDPOINT_URL"])
     for path in folder.iterdir():
         client.upload_file(str(path), bucket.removeprefix("s3://"), f"{folder.name}/{path.name}")

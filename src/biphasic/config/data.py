@@ -92,8 +92,8 @@ class DataConfig(_TrainingData):
         ]
         return math.ceil(self.start_at.value / in_unit) * global_batch_size
 
-    def read_together(self) -> tuple[Any, ...]:
-        """Return what is equal for data that is read as one: the streams and the settings of their epochs."""
+    def identity(self) -> tuple[Any, ...]:
+        """Return what decides the rows and their order: the streams and the settings of their epochs."""
         return self.streams, self.epoch_rows, self.sequence_length
 
     @property

@@ -55,7 +55,7 @@ def phase_inputs(phases: Sequence[Phase], data: DataConfig, rows: int) -> list[P
     for index, phase in enumerate(phases):
         if phase.data is not None and index:
             own = phase.data.after(now.data)
-            same = (each.source for each in inputs if each.data.read_together() == own.read_together())
+            same = (each.source for each in inputs if each.data.identity() == own.identity())
             now = replace(now, data=own, source=next(same, index))
         if index:
             theta = now.rope_theta if phase.model is None else phase.model.rope_theta
