@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.metadata
 import json
-import platform
-import socket
 import time
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +27,7 @@ from biphasic.model.backbone import file_stamps, hf_config_from_json, load_hf_co
 from biphasic.model.checkpoint import is_checkpoint, read_record
 from biphasic.model.encoder import TextTokenizer, load_encoder, load_text_tokenizer
 from biphasic.model.heads import initialize_head
+from biphasic.provenance import provenance
 from biphasic.quiet import progress_bars
 from biphasic.ranks import COLLECTIVE_SECONDS
 
@@ -48,7 +46,6 @@ _NOT_IN_NAME: dict[str, Any] = {
 """Keys that don't affect the result, and paths, whose content is hashed instead."""
 _contents: dict[tuple[Any, ...], list[Any]] = {}
 """Hashes of everything that a trial reads."""
-_VERSIONS = ("biphasic", "mosaicml", "torch", "transformers", "tokenizers")
 
 
 def trial_name(config: FinetuneConfig) -> str:
@@ -143,9 +140,7 @@ def train_and_score(
         "parameters": sum(weight.numel() for weight in weights),
         "ranks": dist.get_world_size(),
         "config": dump(config),
-        "host": socket.gethostname(),
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
-        "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
+        **provenance(),
     }
     result = TrialResult(tuple(results), {**seconds, "total": times[-1] - times[0]}, about)
     return result, model, task, files

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import platform
 import sys
 from typing import Any
 
-import torch
 from composer.core import Callback, State
 from composer.loggers import Logger
 from composer.utils import dist
@@ -23,9 +20,8 @@ from biphasic.data.conversion_checks import row_problems
 from biphasic.data.tokenizer import Tokenizer
 from biphasic.errors import UserError
 from biphasic.model.language_model import LanguageModel
+from biphasic.provenance import provenance
 from biphasic.training.step import PreparedBatch
-
-_VERSIONS = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformers")
 
 
 class RunRecord(Callback):
@@ -40,8 +36,7 @@ class RunRecord(Callback):
         self.record: dict[str, Any] = {
             "config": dump(config),
             "command": " ".join(sys.argv),
-            "versions": {name: importlib.metadata.version(name) for name in _VERSIONS},
-            "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU ({platform.machine()})",
+            **provenance(),
             "ranks": dist.get_world_size(),
             **{"batches": 0, "rows": 0, "tokens": 0, "epochs": 0, "seconds": 0.0},
             "phases": [{"name": name, "batches": 0, "tokens": 0} for name in phases],
@@ -79,7 +74,7 @@ class RunRecord(Callback):
         return {"record": json.dumps({**self.record, "backbone": backbone})}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore a checkpoint's counts and losses. Command, versions and hardware stay those of this attempt."""
+        """Restore a checkpoint's counts and losses. Command and provenance stay those of this attempt."""
         previous = json.loads(state["record"])
         for name in ("batches", "rows", "tokens", "epochs", "seconds", "losses"):
             self.record[name] = previous[name]

@@ -1,0 +1,42 @@
+"""What a record says about the process that made it: source commit, host, hardware and versions."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import platform
+import re
+import socket
+import subprocess
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+_PACKAGES = ("biphasic", "mosaicml", "mosaicml-streaming", "torch", "transformers", "tokenizers")
+
+
+@functools.cache
+def provenance() -> dict[str, Any]:
+    """Return `commit`, `host`, `hardware` (the GPU's or the CPU's name) and `versions` of this process."""
+    import torch
+
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else _cpu_name()
+    versions = {name: importlib.metadata.version(name) for name in _PACKAGES}
+    return {"commit": _commit(), "host": socket.gethostname(), "hardware": hardware, "versions": versions}
+
+
+def _commit() -> str | None:
+    """Return the commit of the sources, with `+changes` if tracked files differ; None outside a git checkout."""
+    root = Path(__file__).parents[2]
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+changes"]
+    with suppress(OSError, subprocess.SubprocessError):
+        if (root / ".git").exists():
+            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return None
+
+
+def _cpu_name() -> str:
+    with suppress(OSError):
+        if name := re.search(r"^model name\s*: (.+)", Path("/proc/cpuinfo").read_text(), re.MULTILINE):
+            return name[1]
+    return f"CPU ({platform.machine()})"
