@@ -154,7 +154,7 @@ class Finetuned:
         examples: Any = self.task.examples("test")  # pyright: ignore[reportAttributeAccessIssue]
 
         def forward(hidden: torch.Tensor, segments: Any, indices: list[int]) -> list[np.ndarray]:
-            if self.task.family == "classification":
+            if self.task.family in ("classification", "regression"):
                 return list(self.model.head(mean_pool(hidden, segments)).numpy())
             return np.split(self.model.head(hidden).numpy(), np.cumsum(segments.lengths)[:-1])
 
@@ -214,6 +214,28 @@ def test_a_classifier(family: str, template: str, sets: Path, tmp_path: Path) ->
         scores = softmax(tuned.logits()[row])
         assert result["label"] == ["negative", "positive"][scores.argmax()]
         assert result["score"] == pytest.approx(scores.max(), abs=1e-5)
+
+
+def test_a_regression(sets: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The card's pipeline and `biphasic predict` give the trainer's numbers."""
+    template = "Sentence 1: {text}\nSentence 2: {text_pair}"
+    tuned = finetune("stsb", "llama", sets, tmp_path, task__text=template)
+    assert tuned.card.data.pipeline_tag == "text-classification"
+    rows = pq.read_table(sets / "stsb" / "test.parquet").to_pylist()[:5]
+    expected = [float(number[0]) for number in tuned.logits()[:5]]
+    assert max(expected) > 1.5  # a sigmoid would show
+    variables = tuned.run_code(classification=rows[0]["text"])
+    assert variables["classify"].model.config.problem_type == "regression"
+    assert variables["classify"].model.config.num_labels == 1
+    results = variables["classify"]([template.format(**row) for row in rows])
+    assert [result["label"] for result in results] == ["score"] * 5
+    assert [result["score"] for result in results] == pytest.approx(expected, abs=1e-4)
+    monkeypatch.chdir(tmp_path)
+    Path("new.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert main(["predict", str(tuned.folder), "new.jsonl"]) == 0
+    predicted = [json.loads(line) for line in Path("new-predictions.jsonl").read_text().splitlines()]
+    assert [row["id"] for row in predicted] == [row["id"] for row in rows]
+    assert [row["predicted"] for row in predicted] == pytest.approx(expected, abs=1e-4)
 
 
 def word_labels(tuned: Finetuned, row: int, words: int) -> list[str]:

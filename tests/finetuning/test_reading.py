@@ -234,12 +234,16 @@ def test_template(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
 
 
 def test_accuracy_and_f1(text_tokenizer: TextTokenizer, tmp_path: Path) -> None:
-    """F1 of the second label, and only where there are two labels."""
+    """F1 of the second label, only where there are two labels; the Matthews correlation, by hand, for any number."""
     rows = [{"text": "it", "text_pair": None, "label": label} for label in (1, 1, 0, 0)]
     for names, labels, expected in (
-        (["no", "yes"], [1, 0, 1, 0], {"accuracy": 0.5, "f1": 0.5}),
-        (["no", "yes"], [0, 0, 0, 0], {"accuracy": 0.5, "f1": 0.0}),
-        (["no", "yes", "maybe"], [1, 1, 0, 2], {"accuracy": 0.75}),
+        (["no", "yes"], [1, 0, 1, 0], {"accuracy": 0.5, "f1": 0.5, "matthews": 0.0}),
+        (["no", "yes"], [0, 0, 0, 0], {"accuracy": 0.5, "f1": 0.0, "matthews": 0.0}),
+        (
+            ["no", "yes", "maybe"],
+            [1, 1, 0, 2],
+            {"accuracy": 0.75, "matthews": pytest.approx((3 * 4 - 6) / ((16 - 6) * (16 - 8)) ** 0.5)},
+        ),
     ):
         data = write(tmp_path / f"{len(names)}", "classification", rows, names)
         config = ClassificationConfig(kind="classification", name="c", data=data)

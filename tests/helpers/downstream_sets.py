@@ -33,18 +33,26 @@ def card(folder: Path, configurations: dict[str, list[str]]) -> Path:
     return folder
 
 
+GLUE = {
+    "cola": ["sentence"], "sst2": ["sentence"], "mrpc": ["sentence1", "sentence2"], "stsb": ["sentence1", "sentence2"],
+    "qqp": ["question1", "question2"], "mnli": ["premise", "hypothesis"], "qnli": ["question", "sentence"],
+    "rte": ["sentence1", "sentence2"],
+}  # fmt: skip
+"""The text columns of GLUE's configurations, which all have `label` and `idx` too."""
+
+
 def make_glue(folder: Path) -> Path:
     def rows(split: str, *columns: str) -> list[dict[str, Any]]:
         texts = [{column: f"{split} {column} {at}" for column in columns} for at in range(ROWS)]
         return [{**row, "label": at % 2, "idx": at} for at, row in enumerate(texts)]
 
     yes_no = ClassLabel(names=["no", "yes"])
-    columns = {"sst2": ["sentence"], "mnli": ["premise", "hypothesis"], "qqp": ["question1", "question2"]}
-    splits = {"sst2": ["train", "validation"], "qqp": ["train", "validation"]}
+    splits = {name: ["train", "validation"] for name in GLUE}
     splits["mnli"] = ["train", "validation_matched", "validation_mismatched"]
-    for name, used in columns.items():
+    for name, used in GLUE.items():
         for split in splits[name]:
-            features = {**dict.fromkeys(used, TEXT), "label": yes_no, "idx": NUMBER}
+            label = Value("float32") if name == "stsb" else yes_no
+            features = {**dict.fromkeys(used, TEXT), "label": label, "idx": NUMBER}
             write_split(folder / name, split, rows(split, *used), features)
     return card(folder, splits)
 

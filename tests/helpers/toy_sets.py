@@ -47,6 +47,16 @@ def classification_rows(count: int, seed: int) -> list[dict[str, Any]]:
     return rows
 
 
+def similarity_rows(count: int, seed: int) -> list[dict[str, Any]]:
+    """Return STS-B's columns: a pair is as similar, from 0 to 5, as often as w1 stands in its first sentence."""
+    generator, rows = np.random.default_rng(seed), []
+    for at, score in enumerate(generator.integers(0, 6, count).tolist()):
+        words = generator.permutation(["w1"] * score + ["w2"] * (5 - score))
+        pair = " ".join(sentence(generator, 1, 4))
+        rows.append({"sentence1": " ".join(words), "sentence2": pair, "label": float(score), "idx": at})
+    return rows
+
+
 def tokens_rows(count: int, seed: int) -> list[dict[str, Any]]:
     """Return CoNLL-2003's columns: w1 to w4 begin a person, w5 to w8 a place, and w9 continues either."""
     generator, rows = np.random.default_rng(seed), []
@@ -97,6 +107,7 @@ def retrieval_pairs(count: int, seed: int) -> list[tuple[str, str]]:
 
 SPLIT_TASKS: dict[str, dict[str, Any]] = {
     "sst2": {"kind": "classification", "text_column": "sentence", "id_column": "idx"},
+    "stsb": {"kind": "regression", "text_column": "sentence1", "text_pair_column": "sentence2", "id_column": "idx"},
     "conll2003": {"kind": "tokens", "tokens_column": "words", "labels_column": "ner",
                   "label_names": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"]},
     "squad": {"kind": "question_answering", "id_column": "id"},
@@ -107,6 +118,7 @@ ROWS = {
         classification_rows,
         {"sentence": TEXT, "label": ClassLabel(names=["negative", "positive"]), "idx": NUMBER},
     ),
+    "stsb": (similarity_rows, {"sentence1": TEXT, "sentence2": TEXT, "label": Value("float32"), "idx": NUMBER}),
     "conll2003": (tokens_rows, {"words": Sequence(TEXT), "ner": Sequence(NUMBER)}),
     "squad": (answers_rows, {"id": TEXT, "title": TEXT, "context": TEXT, "question": TEXT, "answers": ANSWERS}),
 }
@@ -166,6 +178,8 @@ def task_section(name: str, sets: Path) -> dict[str, Any]:
     about["data"] = str(sets / name)
     if name == "squad_v2":
         about["unanswerable"] = True
+    if name == "stsb":
+        about["metrics"] = ["pearson"]
     if name == "msmarco":
         about |= {"query_prompt": "w0 ", "document_prompt": "", "scored_on": {"msmarco": str(sets / name)}}
     return about

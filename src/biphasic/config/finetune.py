@@ -85,9 +85,19 @@ class ClassificationConfig(_ScoredConfig):
     kind: Literal["classification"]
     text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
     """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
-    metrics: Annotated[list[Literal["accuracy", "f1"]], Field(min_length=1), distinct] = ["accuracy"]
+    metrics: Annotated[list[Literal["accuracy", "f1", "matthews"]], Field(min_length=1), distinct] = ["accuracy"]
     """Metrics in tables; the first counts in averages over tasks. `f1` is the F1 of
-    the second label."""
+    the second label; `matthews` is the Matthews correlation, 0 if only one label is predicted."""
+
+
+class RegressionConfig(_ScoredConfig):
+    """Predict a number for a text or a pair of texts: the head of `classification` with one output, squared error."""
+
+    kind: Literal["regression"]
+    text: Annotated[str, template("text", "text_pair", required="text")] = "{text}"
+    """Template of the model's input. `{text}` and `{text_pair}` are columns of the dataset."""
+    metrics: Annotated[list[Literal["spearman", "pearson"]], Field(min_length=1), distinct] = ["spearman", "pearson"]
+    """Correlations in tables, 0 if all predictions are equal; the first counts in averages over tasks."""
 
 
 class TokensConfig(_ScoredConfig):
@@ -168,7 +178,12 @@ class RetrievalConfig(_TaskConfig):
 
 
 TaskConfig = Annotated[
-    ClassificationConfig | TokensConfig | QuestionAnsweringConfig | AnswerTokensConfig | RetrievalConfig,
+    ClassificationConfig
+    | RegressionConfig
+    | TokensConfig
+    | QuestionAnsweringConfig
+    | AnswerTokensConfig
+    | RetrievalConfig,
     Field(discriminator="kind"),
 ]
 

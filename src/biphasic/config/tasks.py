@@ -87,6 +87,18 @@ class ClassificationSet(_SupervisedSet):
     """In the order of the label numbers. Default: the dataset's own names."""
 
 
+class RegressionSet(_SupervisedSet):
+    """A dataset with a number for each text or pair of texts."""
+
+    kind: Literal["regression"]
+    text_column: str
+    """Column with the text."""
+    text_pair_column: str | None = None
+    """Column with the second text. Null: single texts."""
+    label_column: str = "label"
+    """Column with the number."""
+
+
 class TokensSet(_SupervisedSet):
     """A dataset with a label for each word (BIO)."""
 
@@ -175,7 +187,7 @@ class RetrievalSet(_DownstreamSet):
     be compared with results on the complete corpus."""
 
 
-SupervisedSet = ClassificationSet | TokensSet | QuestionAnsweringSet
+SupervisedSet = ClassificationSet | RegressionSet | TokensSet | QuestionAnsweringSet
 DownstreamSet = Annotated[SupervisedSet | RetrievalSet, Field(discriminator="kind")]
 
 

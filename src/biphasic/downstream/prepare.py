@@ -9,6 +9,7 @@ from __future__ import annotations
 import glob
 import itertools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from biphasic.config.tasks import (
     ClassificationSet,
     DatasetConfig,
     QuestionAnsweringSet,
+    RegressionSet,
     RetrievalSet,
     SupervisedSet,
     TasksConfig,
@@ -157,13 +159,27 @@ def _label_number(label: Any, names: list[str] | None) -> int:
     return number
 
 
-def _write_classification(writer: TaskWriter, task: ClassificationSet) -> None:
+def _finite_number(label: Any) -> float:
+    """Return a finite number, given as a number or, as in a CSV file, as text."""
+    try:
+        number = float(label)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise InvalidRow(f"the label {label!r} is not a finite number")
+    return number
+
+
+def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | RegressionSet) -> None:
+    names_column = task.label_column if isinstance(task, ClassificationSet) else None
+
     def make(text: Any, label: Any, pair: Any = None) -> TableRow:
         require_strings("text", text, *([pair] if task.text_pair_column else []))
-        return {"text": text, "text_pair": pair, "label": _label_number(label, writer.label_names)}
+        target = _finite_number(label) if names_column is None else _label_number(label, writer.label_names)
+        return {"text": text, "text_pair": pair, "label": target}
 
     columns = [task.text_column, task.label_column, *filter(None, [task.text_pair_column])]
-    _write_splits(writer, task, columns, make, task.label_column)
+    _write_splits(writer, task, columns, make, names_column)
 
 
 def _write_tokens(writer: TaskWriter, task: TokensSet) -> None:
@@ -213,7 +229,8 @@ def _answers(answers: Any, context: str) -> TableRow:
 
 
 WRITERS: dict[str, Callable[[TaskWriter, Any], None]] = {
-    "classification": _write_classification,
+    "classification": _write_labelled_texts,
+    "regression": _write_labelled_texts,
     "tokens": _write_tokens,
     "question_answering": _write_question_answering,
     "retrieval": write_retrieval,

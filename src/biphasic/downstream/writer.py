@@ -25,6 +25,7 @@ _TEXT, _TEXTS = pa.string(), pa.list_(pa.string())
 _ANSWERS = pa.struct({"text": _TEXTS, "answer_start": pa.list_(pa.int32())})
 SCHEMAS = {
     "classification": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.int32()}),
+    "regression": pa.schema({"id": _TEXT, "text": _TEXT, "text_pair": _TEXT, "label": pa.float32()}),
     "tokens": pa.schema({"id": _TEXT, "tokens": _TEXTS, "labels": pa.list_(pa.int32())}),
     "question_answering": pa.schema({"id": _TEXT, "question": _TEXT, "context": _TEXT, "answers": _ANSWERS}),
     "pairs": pa.schema({"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}),

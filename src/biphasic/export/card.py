@@ -21,9 +21,9 @@ _CARD = Template(
 )
 _LANGUAGES = {"HuggingFaceFW/fineweb-edu": ["en"]}
 """Languages of datasets on the hub, according to their dataset cards."""
-_PIPELINES = {"classification": "text-classification", "tokens": "token-classification",
-              "question_answering": "question-answering", "answer_tokens": "question-answering",
-              "retrieval": "sentence-similarity"}  # fmt: skip
+_PIPELINES = {"classification": "text-classification", "regression": "text-classification",
+              "tokens": "token-classification", "question_answering": "question-answering",
+              "answer_tokens": "question-answering", "retrieval": "sentence-similarity"}  # fmt: skip
 """The hub's pipeline tag by the kind of task."""
 
 
@@ -102,7 +102,7 @@ def finetuned_card(
     if task.kind == "retrieval":
         prompts = {"query": task.query_prompt, "document": task.document_prompt}
         values["prompts"] = [f"`{json.dumps(text)}` before a {role}" for role, text in prompts.items() if text]
-    if task.kind == "classification":
+    if task.kind in ("classification", "regression"):
         texts = {"text": '"A man plays the guitar."', "text_pair": '"Somebody makes music."'}
         arguments = ", ".join(f"{name}={text}" for name, text in texts.items() if f"{{{name}}}" in task.text)
         template = json.dumps(task.text, ensure_ascii=False)

@@ -113,3 +113,5 @@ def _set_labels(config: Any, label_names: list[str] | None) -> None:
     if label_names is not None:
         config.id2label = dict(enumerate(label_names))
         config.label2id = {name: number for number, name in enumerate(label_names)}
+        if len(label_names) == 1:
+            config.problem_type = "regression"

@@ -1,7 +1,9 @@
-"""Fine-tuning for classification: predict the label of a text, of a pair of texts, or of each word in a text."""
+"""Fine-tuning for classification and regression: predict the label of a text, of a pair of texts, or of each word in a
+text, or a number for a text or a pair of texts."""
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
@@ -21,9 +23,13 @@ from biphasic.model.segments import Segments
 
 
 class Classification(PredictionTask):
-    """Trains with cross-entropy on mean-pooled tokens; scores accuracy and, for two labels, the second label's F1."""
+    """Trains with cross-entropy on mean-pooled tokens.
+
+    Scores accuracy, the Matthews correlation and, for two labels, the second label's F1.
+    """
 
     family = "classification"
+    label_type: type[np.number] = np.int64
 
     def build_head(self, width: int) -> nn.Module:
         """Return a head with an output for each label."""
@@ -39,7 +45,7 @@ class Classification(PredictionTask):
         texts = [self.config.text.format(text=text, text_pair=pair) for text, pair in pairs]
         return {
             "texts": Ragged.of(self.text_tokenizer.tokenize(texts, self.max_length, title)),
-            "labels": Ragged.of([[label] for label in columns["label"]], np.int64),
+            "labels": Ragged.of([[label] for label in columns["label"]], self.label_type),
         }
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
@@ -63,14 +69,66 @@ class Classification(PredictionTask):
         return [self.data.label_names[label] for label in columns["label"]]
 
     def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
-        """Return `accuracy` and, for two labels, `f1`."""
-        from sklearn.metrics import accuracy_score, f1_score
+        """Return `accuracy`, `matthews` (0 if only one label is predicted) and, for two labels, `f1`."""
+        from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         names, predicted = self.data.label_names, answers["predicted"]
-        scores = {"accuracy": float(accuracy_score(gold, predicted))}
+        scores = {
+            "accuracy": float(accuracy_score(gold, predicted)),
+            "matthews": float(matthews_corrcoef(gold, predicted)),
+        }
         if len(names) == 2:
             scores["f1"] = float(f1_score(gold, predicted, pos_label=names[1], zero_division=0))  # pyright: ignore[reportArgumentType]
         return scores
+
+
+class Regression(Classification):
+    """Trains with the squared error of a number on mean-pooled tokens; scores its correlation with the correct numbers."""
+
+    family = "regression"
+    label_type = np.float32
+
+    @property
+    def label_names(self) -> list[str]:
+        """The name of the head's one output. transformers treats a model with one label as a regression."""
+        return ["score"]
+
+    def build_head(self, width: int) -> nn.Module:
+        """Return a head with one output."""
+        return TextHead(width, 1)
+
+    def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
+        """Return the summed squared error of the texts' numbers."""
+        predicted = head(mean_pool(hidden, segments))[:, 0].float()
+        return F.mse_loss(predicted, batch["labels"], reduction="sum")
+
+    def predict(
+        self, head: nn.Module, examples: Examples, hidden: Tensor, segments: Segments, indices: list[int]
+    ) -> list[Any]:
+        """Return each text's number."""
+        return head(mean_pool(hidden, segments))[:, 0].float().tolist()
+
+    def answers(self, columns: Columns, examples: Examples, predictions: list[Any]) -> Columns:
+        """Return the number of each text."""
+        return {"predicted": predictions}
+
+    def gold(self, columns: Columns) -> list[Any]:
+        """Return the correct numbers."""
+        return columns["label"]
+
+    def metrics(self, gold: list[Any], answers: Columns, examples: Examples) -> dict[str, float]:
+        """Return `pearson` and `spearman`, both 0 with a warning if all predictions or all correct numbers are equal.
+
+        SciPy gives NaN there, which tables would treat as a missing score. NaN predictions still give NaN.
+        """
+        from scipy.stats import pearsonr, spearmanr
+
+        predicted = answers["predicted"]
+        if len(set(gold)) < 2 or len(set(predicted)) < 2:
+            warnings.warn(f"{self.config.name}: all numbers are equal: their correlation counts as 0", stacklevel=2)
+            return {"pearson": 0.0, "spearman": 0.0}
+        correlations = {"pearson": pearsonr, "spearman": spearmanr}
+        return {name: float(function(gold, predicted).statistic) for name, function in correlations.items()}
 
 
 class TokenClassification(PredictionTask):

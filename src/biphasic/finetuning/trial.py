@@ -18,7 +18,7 @@ from biphasic.devices import rank_device, require_precision
 from biphasic.errors import UserError
 from biphasic.finetuning.answer_tokens import AnswerTokens
 from biphasic.finetuning.batches import count_steps, derive_seed, warmup_batches
-from biphasic.finetuning.classification import Classification, TokenClassification
+from biphasic.finetuning.classification import Classification, Regression, TokenClassification
 from biphasic.finetuning.question_answering import QuestionAnswering
 from biphasic.finetuning.records import TrialCost, TrialResult
 from biphasic.finetuning.retrieval import Retrieval
@@ -33,6 +33,7 @@ from biphasic.ranks import COLLECTIVE_SECONDS
 
 FAMILIES: dict[str, type[FinetuneTask]] = {
     "classification": Classification,
+    "regression": Regression,
     "tokens": TokenClassification,
     "question_answering": QuestionAnswering,
     "answer_tokens": AnswerTokens,
