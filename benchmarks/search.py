@@ -39,7 +39,7 @@ def write(folder: Path, documents: int, shape: Shape) -> None:
     """Write the vectors of a corpus, one file for each block."""
     import numpy as np
 
-    from biphasic.evaluation.retriever import BLOCK
+    from biphasic.evaluation.blocks import BLOCK
 
     for number, first in enumerate(range(0, documents, BLOCK)):
         generator = np.random.default_rng([documents, number])
@@ -52,7 +52,7 @@ def search(folder: Path, documents: int, shape: Shape) -> dict[str, float]:
     import numpy as np
     import torch
 
-    from biphasic.evaluation.retriever import BLOCK
+    from biphasic.evaluation.blocks import BLOCK
     from biphasic.evaluation.search import ExactTopK
 
     torch.set_num_threads(shape.threads)

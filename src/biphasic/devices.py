@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import re
+import sys
 from typing import TYPE_CHECKING
 
 from biphasic.errors import UserError
@@ -66,6 +67,17 @@ def require_precision(precision: str) -> None:
             f"precision: amp_bf16 needs a GPU of compute capability 8.0 (Ampere) or later ({name}): precision=fp32 runs "
             "everywhere"
         )
+
+
+def use_all_gpus(arguments: list[str]) -> None:
+    """Restart a single process with one process per GPU if there are several; `arguments` are Composer's launcher's."""
+    import torch
+
+    count = torch.cuda.device_count()
+    if "WORLD_SIZE" not in os.environ and count > 1:
+        command = [sys.executable, "-m", "composer.cli", "-n", str(count), *arguments]
+        sys.stdout.flush()
+        os.execv(command[0], command)
 
 
 # TFLOP/s of dense (not sparse) matrix products with fp32 accumulation, in bf16, and in fp32 without tensor cores

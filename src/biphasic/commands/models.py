@@ -1,17 +1,19 @@
-"""The commands that merge checkpoints, export a model or apply one to new text: merge, export, predict."""
+"""The commands that merge checkpoints, export a model or apply one to text: merge, export, predict, mine."""
 
 from __future__ import annotations
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from biphasic.commands.next_step import after_export
-from biphasic.commands.parser import argument, command, positive
-from biphasic.devices import rank_device, supports_bf16
+from biphasic.commands.next_step import after_export, after_mining
+from biphasic.commands.parser import argument, command, count, positive
+from biphasic.commands.plan import print_job_plan
+from biphasic.devices import rank_device, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path
 
@@ -244,3 +246,40 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
     except OSError as error:
         raise UserError(f"{out}: can't be written ({error.strerror or error})") from None
     return rows
+
+
+@command(
+    "mine hard negatives for a retrieval set",
+    argument("model", metavar="MODEL", help="the encoder: an exported folder, a checkpoint, another folder or a hub id"),
+    argument("task_folder", metavar="TASK_FOLDER", help="a retrieval set of `biphasic tasks` with training pairs"),
+    argument("out", metavar="OUT", help="the folder to write: the same set, its pairs with negatives and scores"),
+    argument("--count", type=positive, default=7, metavar="N", help="negatives of a query (default: 7)"),
+    argument("--depth", type=positive, default=100, metavar="K", help="documents to consider, best first (default: 100)"),
+    argument("--below", type=float, default=0.95, metavar="SHARE",
+             help="leave out documents above this share of the positive's score (default: 0.95)"),
+    argument("--near-duplicate", type=float, default=0.95, metavar="COSINE",
+             help="leave out documents with a higher cosine similarity to a positive (default: 0.95)"),
+    argument("--sample", type=count, metavar="SEED", help="sample among the documents to consider; default: the best"),
+    argument("--cache", default="runs/cache", metavar="FOLDER", help="for embeddings (default: runs/cache)"),
+    argument("--plan", action="store_true", help="print what would be embedded, compared and written"),
+)  # fmt: skip
+def mine(options: Namespace) -> int:
+    """Mine hard negatives for a retrieval set: documents that a model finds similar to a query but that are not relevant.
+
+    The same command resumes after an interruption. Every GPU of the machine is used; on several machines, use
+    composer [node arguments] -m biphasic mine MODEL TASK_FOLDER OUT.
+    """
+    if not options.plan:
+        use_all_gpus(["-m", "biphasic", *sys.argv[1:]])
+    from composer.utils import dist
+
+    from biphasic.finetuning.mining import MiningOptions, describe_mined, mine, plan_mining
+
+    chosen = MiningOptions(options.count, options.depth, options.below, options.near_duplicate, options.sample)
+    if options.plan:
+        return print_job_plan(plan_mining(options.model, options.task_folder, options.out, chosen, options.cache))
+    record = mine(options.model, options.task_folder, options.out, chosen, options.cache)
+    if dist.get_global_rank() == 0:
+        print(describe_mined(options.out, record))
+        print(after_mining(options.model, options.out, options.count))
+    return 0

@@ -56,6 +56,12 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     return _next("composer", "src/main.py", str(file), "model.path=ENCODER", *own_name, *own_data)
 
 
+def after_mining(model: str, out: str, count: int) -> str:
+    """Return the fine-tuning command for a set with mined negatives."""
+    words = [f"model.path={model}", f"task.data={out}", f"task.hard_negatives={count}"]
+    return _next("composer", "src/main.py", f"{_FINETUNE}/own_retrieval.yaml", *words)
+
+
 def after_export(folder: Path) -> str:
     """Return how to load an exported folder, and which commands can use it."""
     return (

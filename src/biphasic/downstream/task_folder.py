@@ -75,9 +75,9 @@ class TaskFolder:
 
     def _open(self, table: str, read: Callable[[Path], Any]) -> Any:
         with user_errors(f"{self.path}/{table}.parquet: can't be read", pa.ArrowException):
-            return read(self._file(table))
+            return read(self.file(table))
 
-    def _file(self, table: str) -> Path:
+    def file(self, table: str) -> Path:
         """Return the local path of a table's file, downloading it if necessary."""
         if table in self._files:
             return self._files[table]

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,19 +17,12 @@ from mteb.models.abs_encoder import AbsEncoder, get_prompt_name
 from mteb.models.model_meta import ModelMeta, ScoringFunction
 from mteb.types import PromptType
 from torch import Tensor
-from tqdm import tqdm
 
 from biphasic.errors import UserError
+from biphasic.evaluation.blocks import embed_blocks, from_first_rank, progress_bar
 from biphasic.evaluation.embedder import Embedder
-from biphasic.evaluation.embedding_cache import corpus_folder, stored
 from biphasic.evaluation.search import ExactTopK
 from biphasic.evaluation.sets import JUDGED
-
-BLOCK, SMALL_BLOCK = 4096, 256
-"""Number of documents in a file of embeddings. An interrupted evaluation loses at most one file per rank."""
-_SMALL_CORPUS = 1 << 16
-"""A corpus with fewer documents is split into small blocks, so that every rank has some."""
-Value = TypeVar("Value")
 
 
 class Retriever(AbsEncoder):
@@ -123,7 +115,7 @@ class Retriever(AbsEncoder):
         # Sorted by length, so that all ranks have about the same amount of work.
         order = sorted(range(len(texts)), key=lambda index: (len(texts[index]), index))
         local = order[rank::world]
-        with _progress_bar(len(texts), title) as bar:
+        with progress_bar(len(texts), title) as bar:
             embedded = self.embedder.embed(
                 [prompt + texts[index] for index in local], lambda done: bar.update(done * world)
             )
@@ -137,31 +129,12 @@ class Retriever(AbsEncoder):
 
     def _embed_documents(self, corpus: Any, prompt: str, title: str) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks."""
-        rank, world, count = dist.get_global_rank(), dist.get_world_size(), len(corpus)
-        block = SMALL_BLOCK if count < _SMALL_CORPUS else BLOCK
-        folder = None
-        if self._cache is not None:
-            key = {
-                "revision": self.embedder.revision,
-                "settings": dict(self.embedder.settings),
-                "prompt": prompt,
-                "corpus": from_first_rank(lambda: _corpus_hash(corpus)),
-                "block": block,
-            }
-            folder = corpus_folder(self._cache, self._limit, key, 4 * count * self.embedder.width)
-        with _progress_bar(count, title) as bar:
+        key = {} if self._cache is None else {"prompt": prompt, "corpus": from_first_rank(lambda: _corpus_hash(corpus))}
 
-            def embed(first: int, end: int) -> np.ndarray:
-                texts = [prompt + text for text in document_texts(corpus[first:end])]
-                return self.embedder.embed(texts, lambda done: bar.update(done * world))
+        def texts(first: int, end: int) -> list[str]:
+            return [prompt + text for text in document_texts(corpus[first:end])]
 
-            finished = 0
-            for number in range(rank, -(-count // block), world):
-                first, end = number * block, min((number + 1) * block, count)
-                file = None if folder is None else folder / f"{number:06d}.npy"
-                yield first, stored(file, (end - first, self.embedder.width), partial(embed, first, end))
-                finished += end - first
-                bar.update(finished * world - bar.n)  # stored embeddings, which `embed` doesn't count
+        yield from embed_blocks(self.embedder, texts, len(corpus), key, title, self._cache, self._limit)
 
 
 def document_texts(columns: Mapping[str, Sequence[Any]]) -> list[str]:
@@ -193,14 +166,3 @@ def _candidate_mask(top_ranked: Mapping[str, Sequence[str]], queries: list[str],
     for row, query in enumerate(queries):
         mask[row, [positions[id] for id in top_ranked.get(query, ())]] = True
     return mask
-
-
-def from_first_rank(make: Callable[[], Value]) -> Value:
-    """Call `make` on rank 0 and return its result on all ranks."""
-    values: list[Any] = [make() if dist.get_global_rank() == 0 else None]
-    dist.broadcast_object_list(values)
-    return values[0]
-
-
-def _progress_bar(total: int, title: str) -> Any:
-    return tqdm(total=total, desc=title, unit="text", delay=3, disable=dist.get_global_rank() > 0)

@@ -6,7 +6,6 @@ import functools
 import hashlib
 import importlib.metadata
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -15,16 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import mteb
-import torch
 from composer.utils import dist
 
 from biphasic.amounts import format_seconds
-from biphasic.checkpointing.fetch import local_checkpoint
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.devices import rank_device, require_precision, supports_bf16
+from biphasic.devices import rank_device, require_precision, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
+from biphasic.evaluation.blocks import from_first_rank, local_model
 from biphasic.evaluation.embedder import EncoderEmbedder, RandomEmbedder
-from biphasic.evaluation.retriever import Retriever, from_first_rank
+from biphasic.evaluation.retriever import Retriever
 from biphasic.evaluation.scoring import bm25, score, score_table
 from biphasic.evaluation.search import trec_run
 from biphasic.evaluation.sets import judged_only
@@ -59,7 +57,7 @@ def run(config: EvaluateConfig) -> Path:
     Raises:
         UserError: the model or the data can't be used.
     """
-    _use_all_gpus()
+    use_all_gpus(sys.argv)
     tasks = plan_tasks(config)
     require_precision(config.precision)
     # The timeout is a day, because the other ranks wait while BM25 runs on rank 0.
@@ -134,13 +132,7 @@ def _record(
 
 def _model(config: EvaluateConfig) -> ScoredSystem:
     model = config.model
-    folder = Path(config.cache) / "models"
-    if is_remote(model.path):
-        folder /= hashlib.sha256(model.path.encode()).hexdigest()[:16]  # different runs have equal checkpoint names
-    # Local rank 0 of each node downloads the model.
-    local = local_checkpoint(model.path, folder) if dist.get_local_rank() == 0 else ""
-    dist.barrier()
-    path = from_first_rank(lambda: local)
+    path = local_model(model.path, Path(config.cache))
     encoder = load_encoder(path, model.trust_remote_code, model.revision)
     if encoder.text_tokenizer.settings.pooling is None and not is_checkpoint(path):
         if model.pooling is None:
@@ -180,15 +172,6 @@ def _read_record(file: Path) -> dict[str, Any] | None:
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
-
-
-def _use_all_gpus() -> None:
-    """Restart a single process with one process per GPU if there are several GPUs."""
-    count = torch.cuda.device_count()
-    if "WORLD_SIZE" not in os.environ and count > 1:
-        command = [sys.executable, "-m", "composer.cli", "-n", str(count), *sys.argv]
-        sys.stdout.flush()
-        os.execv(command[0], command)
 
 
 def _print(line: str) -> None:

@@ -32,9 +32,13 @@ class ExactTopK:
     or without TF32, at any position in a block. Of equal scores, the lower position ranks first.
 
     `queries` are floating [queries, width]; documents are moved to their device. `similarity` is `cosine` or `dot`.
+    `ceilings`, fp32 [queries], leaves out the documents with a higher score than the query's ceiling.
     """
 
-    def __init__(self, queries: Tensor, k: int, similarity: str = "cosine", block: int = 2048):
+    def __init__(
+        self, queries: Tensor, k: int, similarity: str = "cosine", block: int = 2048, ceilings: Tensor | None = None
+    ):
+        self._ceilings = None if ceilings is None else ceilings.to(queries.device)
         self._k, self._block, self._cosine = k, block, similarity == "cosine"
         self._queries = self._to_fp64(queries)
         self._best = torch.empty(len(queries), 0, dtype=torch.int64, device=queries.device)
@@ -53,7 +57,10 @@ class ExactTopK:
             positions = torch.arange(first + start, first + start + len(block), device=block.device)
             best: list[Tensor] = []
             for at, queries in _blocks(self._queries, self._block):
-                keys = _keys(queries @ block.T, positions)
+                scores = (queries @ block.T).float()
+                keys = _keys(scores, positions)
+                if self._ceilings is not None:
+                    keys = keys.masked_fill(scores > self._ceilings[at : at + self._block, None], _EMPTY)
                 if mask is not None:
                     allowed = mask[at : at + self._block, start : start + self._block].to(keys.device)
                     keys = keys.masked_fill(~allowed, _EMPTY)
@@ -181,9 +188,9 @@ def _blocks(rows: Tensor, size: int) -> Iterator[tuple[int, Tensor]]:
 
 
 def _keys(scores: Tensor, positions: Tensor) -> Tensor:
-    """Return an int64 key for each score [queries, documents], which increases with the score and, for equal scores,
+    """Return an int64 key for each score, fp32 [queries, documents], which increases with the score and, for equal scores,
     decreases with the position. The keys in a row are distinct, so that the result of `topk` is unique."""
-    bits = (scores.float() + 0.0).view(torch.int32)  # -0 becomes 0
+    bits = (scores + 0.0).view(torch.int32)  # -0 becomes 0
     # The bits of positive floats have the order of integers; those of negative floats have the reverse order.
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
     return (ordered.long() << 32) | (_LOW_BITS - positions)
