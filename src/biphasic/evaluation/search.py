@@ -6,6 +6,7 @@ import gzip
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
@@ -144,19 +145,32 @@ def trec_run(run: Run, tag: str) -> bytes:
     return gzip.compress("".join(lines).encode(), mtime=0)
 
 
+def read_trec_run(file: Path) -> Run:
+    """Return the ranking in a file of TREC's run format, compressed by gzip. Raises OSError if it can't be read."""
+    run: Run = {}
+    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
+        query, _, document, _, score, _ = line.split()
+        run.setdefault(query, []).append((document, float(score)))
+    return run
+
+
+def scores_by_query(run: Run, qrels: Qrels, measure: str, cutoff: int) -> dict[str, float]:
+    """Return a measure of trec_eval, such as `ndcg_cut_10`, for the first `cutoff` documents of each query."""
+    from pytrec_eval import RelevanceEvaluator
+
+    rankings = {query: dict(documents[:cutoff]) for query, documents in run.items()}
+    evaluator = RelevanceEvaluator({query: qrels[query] for query in run}, {measure})
+    return {query: scores[measure] for query, scores in evaluator.evaluate(rankings).items()}
+
+
 def retrieval_scores(run: Run, qrels: Qrels) -> dict[str, float]:
     """Return mteb's `ndcg_at_10`, `mrr_at_10` and `recall_at_100`, averaged over the queries of a ranking.
 
     `qrels` must have each query of the ranking. A query without a relevant document scores 0.
     """
-    from pytrec_eval import RelevanceEvaluator
-
-    judged = {query: qrels[query] for query in run}
 
     def mean(measure: str, cutoff: int) -> float:
-        rankings = {query: dict(documents[:cutoff]) for query, documents in run.items()}
-        by_query = RelevanceEvaluator(judged, {measure}).evaluate(rankings)
-        return fmean(scores[measure] for scores in by_query.values())
+        return fmean(scores_by_query(run, qrels, measure, cutoff).values())
 
     # trec_eval's reciprocal rank has no cutoff, so each ranking is truncated first.
     return {

@@ -1,0 +1,105 @@
+"""Train an exported encoder to give sparse vectors (SPLADE), and score it beside a dense model's ranking.
+
+    python recipes/sparse/sparse.py [ENCODER] [--pairs FOLDER --dense SET-SPLIT.run.gz --out FOLDER]
+
+The model, its training and its losses are those of sentence-transformers; the scores are mteb's. A text's vector has a
+weight for each token of the vocabulary: the largest, over the text's positions, of log(1 + relu(logit)), with the logits of
+the export's own MLM head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+
+from biphasic.errors import UserError
+from biphasic.storage import json_bytes, open_store
+
+RUN = Path("runs/quickstart")
+
+
+def train(options: argparse.Namespace) -> Any:
+    """Return a `SparseEncoder` that was trained on the pairs with in-batch negatives and the FLOPS regularizer."""
+    from datasets import Dataset
+    from sentence_transformers import SparseEncoder, SparseEncoderTrainer, SparseEncoderTrainingArguments
+    from sentence_transformers.base.modules import Transformer
+    from sentence_transformers.base.sampler import BatchSamplers
+    from sentence_transformers.sparse_encoder.losses import SparseMultipleNegativesRankingLoss, SpladeLoss
+    from sentence_transformers.sparse_encoder.modules import SpladePooling
+
+    # `SparseEncoder(ENCODER)` would take the export's mean pooling, and add an autoencoder to it.
+    settings = {"model_max_length": options.max_length}
+    transformer = Transformer(str(options.encoder), transformer_task="fill-mask", processor_kwargs=settings)
+    model = SparseEncoder(modules=[transformer, SpladePooling("max")])
+    arguments = SparseEncoderTrainingArguments(
+        output_dir=str(options.out / "trainer"),
+        max_steps=options.steps,
+        per_device_train_batch_size=options.batch_size,
+        learning_rate=options.lr,
+        warmup_steps=0.1,
+        batch_sampler=BatchSamplers.NO_DUPLICATES,
+        seed=options.seed,
+        save_strategy="no",
+        report_to="none",
+    )
+    pairs = Dataset(pq.read_table(options.pairs / "train.parquet", columns=["query", "positive"]))
+    loss = SpladeLoss(
+        model,
+        SparseMultipleNegativesRankingLoss(model, scale=options.scale),
+        document_regularizer_weight=options.regularizer,
+        query_regularizer_weight=options.regularizer,
+    )
+    SparseEncoderTrainer(model, arguments, train_dataset=pairs, loss=loss).train()
+    return model
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train, save and score. Exit status 2 when the encoder, the pairs or the ranking is missing."""
+    parser = argparse.ArgumentParser(description="Train an encoder to give sparse vectors, and score it.")
+    parser.add_argument("encoder", nargs="?", default=RUN / "clm-mlm/encoder", help="an export, or a model of the hub")
+    parser.add_argument("--pairs", type=Path, default=RUN / "text/pairs", help="a retrieval set (docs/tasks.md)")
+    parser.add_argument("--dense", type=Path, default=RUN / "dense/predictions/docstrings-test.run.gz")
+    parser.add_argument("--split", default="test", help="the one to score, and that of the ranking")
+    parser.add_argument("--out", type=Path, default=Path("runs/sparse"))
+    parser.add_argument("--steps", type=int, default=240)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=4e-3)
+    parser.add_argument("--max-length", type=int, default=64, help="tokens of a text")
+    parser.add_argument("--scale", type=float, default=0.05, help="of the scores, which are sums over the vocabulary")
+    parser.add_argument("--regularizer", type=float, default=3e-5, help="weight of the FLOPS regularizer")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args(arguments)
+    from biphasic.evaluation.scoring import compare, score
+    from biphasic.evaluation.search import read_trec_run
+    from biphasic.evaluation.sets import read_set
+
+    try:
+        task, dense = (
+            read_set(str(options.pairs), "Pairs", "eng-Latn", only=[options.split]),
+            read_trec_run(options.dense),
+        )
+        model = train(options)
+        model.save_pretrained(str(options.out / "model"))
+        [[scores], _] = score(model, task)
+        result = compare(scores, dense, task.content["default"][options.split]["relevant_docs"])
+        queries, documents = (task.content["default"][options.split][name]["text"] for name in ("queries", "corpus"))
+        active = {
+            "queries": model.sparsity(model.encode_query(queries))["active_dims"],
+            "documents": model.sparsity(model.encode_document(documents))["active_dims"],
+        }
+    except (OSError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    open_store(str(options.out)).write("scores.json", json_bytes({**result, "active": active}))
+    for name, values in result.items():
+        print(f"{name}: {values['ndcg_at_10']:.3f} ({values['interval'][0]:.3f} to {values['interval'][1]:.3f})")
+    print(f"active dimensions: {active['queries']:.0f} of a query, {active['documents']:.0f} of a document")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,160 @@
+"""The recipes that train an export with sentence-transformers' other classes: small, scored, and loaded again."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig
+
+from biphasic.data.tokenizer import load_tokenizer
+from biphasic.evaluation.scoring import score
+from biphasic.evaluation.search import Run, trec_run
+from biphasic.evaluation.sets import read_set
+from biphasic.model.language_model import from_hf_config
+from biphasic.storage import write_parquet
+from helpers.exports import export_language_model
+from helpers.tiny import ROOT, WORDS, write_tokenizer
+from helpers.toy_sets import retrieval_pairs
+
+TRAINING, QUERIES = 48, 12
+WIDTH = 32
+STEPS = ["--steps", "3", "--batch-size", "8"]
+
+
+@pytest.fixture(scope="module")
+def export(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny untrained model as `biphasic export` writes it."""
+    config = LlamaConfig(
+        vocab_size=WORDS, hidden_size=WIDTH, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, pad_token_id=None,
+    )  # fmt: skip
+    folder = tmp_path_factory.mktemp("beyond")
+    write_tokenizer(folder / "tokenizer")
+    export_language_model(from_hf_config(config, 0), load_tokenizer(str(folder / "tokenizer")), folder / "encoder")
+    return folder / "encoder"
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared retrieval set."""
+    folder, rows = tmp_path_factory.mktemp("pairs"), retrieval_pairs(TRAINING + QUERIES, 0)
+    ids = [f"t{at}" for at in range(QUERIES)]
+    (queries, documents), (held_queries, held_documents) = (
+        tuple(map(list, zip(*part, strict=True))) for part in (rows[:TRAINING], rows[TRAINING:])
+    )
+    for name, columns in {
+        "train": {"query": queries, "positive": documents},
+        "corpus": {"_id": ids, "text": held_documents},
+        "queries": {"_id": ids, "text": held_queries},
+        "qrels/test": {"query-id": ids, "corpus-id": ids, "score": [1] * QUERIES},
+    }.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_parquet(folder / f"{name}.parquet", columns, 100)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranking(pairs: Path) -> Path:
+    """The dense model's: the relevant document first, or third, or missing, for a third of the queries each."""
+    run: Run = {}
+    for at in range(QUERIES):
+        others = [(f"t{other}", 0.5 - other / 100) for other in range(QUERIES) if other != at]
+        relevant = [[(f"t{at}", 1.0)], [*others[:2], (f"t{at}", 0.1)], others[:4]]
+        run[f"t{at}"] = relevant[at % 3]
+    file = pairs.parent / "dense.run.gz"
+    file.write_bytes(trec_run(run, "biphasic"))
+    return file
+
+
+@pytest.fixture
+def recipe(request: pytest.FixtureRequest) -> ModuleType:
+    """The recipe's script as a module."""
+    spec = importlib.util.spec_from_file_location(
+        request.param, ROOT / "recipes" / request.param / f"{request.param}.py"
+    )
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run(recipe: ModuleType, out: Path, *arguments: object) -> dict[str, Any]:
+    """Run a script. Returns its scores."""
+    assert recipe.main([*map(str, arguments), "--out", str(out), *STEPS]) == 0
+    scores = json.loads((out / "scores.json").read_text())
+    # The ranking has the relevant document at rank 1, rank 3 (1 / log2(4)) and nowhere.
+    assert scores["ranking"]["ndcg_at_10"] == pytest.approx((1 + 0.5 + 0) / 3)
+    difference = scores["system"]["ndcg_at_10"] - scores["ranking"]["ndcg_at_10"]
+    assert scores["difference"]["ndcg_at_10"] == pytest.approx(difference)
+    return scores
+
+
+def scored(model: Any, pairs: Path) -> float:
+    """mteb's NDCG@10 of a model, which it rounds to five digits."""
+    [[scores], _] = score(model, read_set(str(pairs), "Pairs", "eng-Latn", only=["test"]))
+    assert scores.ndcg_at_10 is not None
+    return scores.ndcg_at_10
+
+
+def assert_trained(model: Any, export: Path) -> None:
+    """The encoder's weights are near those of the export, and not the same."""
+    from safetensors.torch import load_file
+
+    initial, trained = load_file(export / "model.safetensors"), model[0].auto_model.state_dict()
+    for name in ("layers.0.mlp.up_proj.weight", "layers.1.self_attn.q_proj.weight"):
+        [after] = [value for key, value in trained.items() if key.endswith(name)]
+        [before] = [value for key, value in initial.items() if key.endswith(name)]
+        assert not torch.equal(after, before)
+        torch.testing.assert_close(after, before, atol=0.05, rtol=0)
+
+
+@pytest.mark.parametrize("recipe", ["late_interaction"], indirect=True)
+def test_late_interaction(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, tmp_path: Path) -> None:
+    from sentence_transformers import MultiVectorEncoder
+
+    scores = run(recipe, tmp_path, export, "--pairs", pairs, "--dense", ranking, "--max-length", 5)
+    model = MultiVectorEncoder(str(tmp_path / "model"))
+    assert_trained(model, export)
+    # A vector of length 1 for each token, at most --max-length.
+    vectors = model.encode_document(["w1 w2 w3", "w1 w2 w3 w4 w5 w6 w7"])
+    assert [tuple(each.shape) for each in vectors] == [(3, 128), (5, 128)]
+    torch.testing.assert_close(vectors[0].norm(dim=1), torch.ones(3))
+    assert scored(model, pairs) == pytest.approx(scores["system"]["ndcg_at_10"], abs=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["sparse"], indirect=True)
+def test_sparse(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, tmp_path: Path) -> None:
+    from sentence_transformers import SparseEncoder
+
+    scores = run(recipe, tmp_path, export, "--pairs", pairs, "--dense", ranking)
+    model = SparseEncoder(str(tmp_path / "model"))
+    assert_trained(model, export)
+    # A weight for each token of the vocabulary: those of the tokens whose logit is positive at some position.
+    vector = model.encode_query("w1 w2 w3")
+    assert vector.is_sparse and vector.shape == (WORDS,)
+    logits = model[0](model.preprocess(["w1 w2 w3"]))["token_embeddings"]
+    torch.testing.assert_close(vector.to_dense(), logits.relu().log1p().amax(1)[0].detach())
+    assert 0 < scores["active"]["documents"] < WORDS
+    assert scored(model, pairs) == pytest.approx(scores["system"]["ndcg_at_10"], abs=1e-5)
+
+
+@pytest.mark.parametrize("recipe", ["reranker"], indirect=True)
+def test_reranker(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, tmp_path: Path) -> None:
+    from sentence_transformers import CrossEncoder
+
+    arguments = ["--pairs", pairs, "--dense", export, "--ranking", ranking, "--negatives", 2]
+    scores = run(recipe, tmp_path, export, *arguments)
+    # Only the ranking's documents are scored: a third of the queries has the relevant one alone, a third doesn't have it.
+    assert scores["ranking"]["ndcg_at_10"] - 1e-9 <= scores["system"]["ndcg_at_10"] <= 2 / 3
+    model = CrossEncoder(str(tmp_path / "model"))
+    assert_trained(model, export)
+    # The two texts are divided by the token that ends a text in pretraining.
+    assert model.tokenizer.decode(model.preprocess([("w1 w2", "w3")])["input_ids"][0]) == "w1 w2 <|eos|> w3"
+    first, again = model.predict([("w1 w2", "w31"), ("w1 w2", "w31")])
+    assert 0 < first == again < 1
