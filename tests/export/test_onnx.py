@@ -18,7 +18,7 @@ from biphasic.commands import main
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export import onnx as module
-from biphasic.export.onnx import GRAPH, WEIGHTS, export_onnx
+from biphasic.export.onnx import GRAPH, INT8_GRAPH, WEIGHTS, export_onnx
 from biphasic.model.backbone import load_language_model
 from biphasic.model.encoder import Encoder, load_encoder
 from biphasic.model.language_model import from_hf_config
@@ -178,6 +178,40 @@ def test_embeddings_are_those_of_sentence_transformers(graph: Path) -> None:
     features = model.tokenizer(texts, padding=True, return_tensors="pt")
     embeddings = run(graph, features["input_ids"], features["attention_mask"])[1]
     np.testing.assert_allclose(embeddings, model.encode(texts), atol=1e-5)
+
+
+def test_int8(
+    exported: Path, graph: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A smaller graph whose embeddings have the direction of sentence-transformers'; another one is refused."""
+    from sentence_transformers import SentenceTransformer
+
+    folder = tmp_path / "out"
+    shutil.copytree(exported, folder)
+    without_tracing(monkeypatch, graph)
+    assert main(["export", str(folder), "--onnx", "--int8"]) == 0
+    int8 = folder / "onnx" / INT8_GRAPH
+    assert "model_int8.onnx: " in capsys.readouterr().out
+    assert sorted(path.name for path in int8.parent.iterdir()) == sorted([GRAPH, INT8_GRAPH])
+    assert int8.stat().st_size < 0.6 * graph.stat().st_size
+    model = onnx.load(int8)
+    assert sum(node.op_type == "MatMulInteger" for node in model.graph.node) == 2 * 7
+    texts = ["w5 w6 w7 w8", "w9 w4", "w5 w6 w9 w8"]
+    transformer = SentenceTransformer(str(folder), device="cpu")
+    features = transformer.tokenizer(texts, padding=True, return_tensors="pt")
+    embeddings = run(int8, features["input_ids"], features["attention_mask"])[1]
+    expected = torch.from_numpy(transformer.encode(texts))
+    assert (1 - torch.cosine_similarity(embeddings, expected)).max() < 1e-2
+    assert (embeddings - expected).abs().max() > 1e-4  # it isn't the fp32 graph
+    monkeypatch.setattr(module, "INT8_TOLERANCE", 1e-7)
+    before = int8.read_bytes()
+    with pytest.raises(UserError, match=r"int8 graph and the model is .*, more than 1e-07: nothing is written"):
+        export_onnx(folder, int8=True)
+    assert int8.read_bytes() == before
+    export_onnx(folder)  # without --int8 only the fp32 graph is left
+    assert [path.name for path in int8.parent.iterdir()] == [GRAPH]
+    assert main(["export", str(folder), "--int8"]) == 2
+    assert "--int8 belongs to --onnx" in capsys.readouterr().err
 
 
 def test_an_edited_pooling_is_refused(exported: Path, tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from biphasic.finetuning.records import DownstreamResult, TrialCost, TrialResult
 
 
 def trial_name(config: FinetuneConfig) -> str:
-    path = Path(config.model.path)
+    path = model_file(config)
     if not path.is_file():
         raise UserError(f"model {path}: is not there")
     settings = config.model_dump(mode="json", exclude={"run_name", "model", "logging", "output"})
@@ -33,12 +33,28 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
 
 
 def estimate_cost(config: FinetuneConfig) -> TrialCost:
-    return TrialCost(7.2e6, json.loads(Path(config.model.path).read_text()).get("bytes"))
+    return TrialCost(7.2e6, json.loads(model_file(config).read_text()).get("bytes"))
+
+
+def model_file(config: FinetuneConfig) -> Path:
+    path = Path(config.model.path)
+    return path / "model" if path.is_dir() else path
+
+
+def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
+    settings = json.loads(model_file(config).read_text())
+    if settings.get("lose") and not os.path.exists(settings["lose"]):
+        raise OSError("no space")
+    folder.mkdir(parents=True)
+    write_line(Path(settings["log"]), "kept", config.run_name)
+    (folder / "model").write_text(json.dumps({**settings, "from": config.run_name}))
 
 
 def run_trial(config: FinetuneConfig) -> TrialResult:
-    settings = json.loads(Path(config.model.path).read_text())
+    settings = json.loads(model_file(config).read_text())
     log = Path(settings["log"])
+    if "from" in settings:
+        write_line(log, "begun", f"{config.run_name}:{settings['from']}")
     write_line(log, "started", config.run_name)
     mended = os.path.exists(settings.get("mended", ""))
     if settings["do"] == "fail" and config.seed == 0 and not mended:

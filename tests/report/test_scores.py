@@ -20,7 +20,7 @@ from biphasic.report.scores import (
     score_table,
     trial_table,
 )
-from biphasic.sweep.records import Cell, Grid, TrialRecord
+from biphasic.sweep.records import Cell, Grid, GridTask, TrialRecord
 from helpers.studies import score_rows
 from helpers.sweeps import MNLI, MSMARCO, SST2, grid_of, records_of
 
@@ -88,6 +88,18 @@ def test_a_sweeps_means() -> None:
             assert by_seed(table, model, group) == pytest.approx(expected)
     found, values = table.means.loc[("a", "IR", "")], [*by_seed(table, "a", "IR").values()]
     assert (found.score, found.half_width) == pytest.approx((mean_interval(values).mean, mean_interval(values).half))
+
+
+def test_a_sweeps_own_group_has_one_mean() -> None:
+    """GLUE's average: the first metric of every task, of both families."""
+    stsb = GridTask("stsb", "regression", (("stsb", "stsb", "spearman"), ("stsb", "stsb pearson", "pearson")))
+    grid = replace(grid_of(models=("a",), tasks=(SST2, MNLI, stsb)), task_group="GLUE")
+    scores = {"sst2": 0.9, "mnli-m": 0.6, "mnli-mm": 0.1, "stsb": 0.3, "stsb pearson": 0.2}
+    table = table_of_sweep(grid, records_of(grid, lambda cell, name: (scores[name], scores[name])))
+    assert table.groups == [("GLUE", "")]
+    assert by_seed(table, "a", "GLUE") == pytest.approx(dict.fromkeys(range(3), 0.6))
+    families = table_of_sweep(replace(grid, task_group=None), records_of(grid, lambda cell, name: (0.5, 0.5)))
+    assert families.groups == [("SC", ""), ("regression", "")]
 
 
 def test_a_test_set_of_two_training_tasks_counts_for_each() -> None:

@@ -61,6 +61,7 @@ def merge(options: Namespace) -> int:
     argument("--dtype", choices=("fp32", "bf16"), help="of the weights on disk; default: fp32"),
     argument("--force", action="store_true", help="replace an earlier export in OUT"),
     argument("--onnx", action="store_true", help="write onnx/model.onnx, compared with the model", group=_IN_FOLDER),
+    argument("--int8", action="store_true", help="with --onnx: also onnx/model_int8.onnx, compared", group=_IN_FOLDER),
     argument("--results", type=Path, metavar="FOLDER", help="put mteb's results onto the card", group=_IN_FOLDER),
     argument("--results-of", metavar="MODEL", help="the model, if FOLDER has results of several", group=_IN_FOLDER),
     argument("--license", metavar="ID", help="of the weights, on the card, e.g. apache-2.0", group=_IN_FOLDER),
@@ -99,6 +100,8 @@ def _check_export(args: Namespace) -> None:
         raise UserError(f"{args.overrides[0]}: key=value needs --initial, which reads a YAML")
     if args.push is None and (args.revision or args.private or args.dry_run):
         raise UserError("--revision, --private and --dry-run belong to --push ORG/NAME, which is missing")
+    if args.int8 and not args.onnx:
+        raise UserError("--int8 belongs to --onnx, which is missing")
     if args.results_of and not args.results:
         raise UserError("--results-of belongs to --results FOLDER, which is missing")
     if args.out is None:
@@ -146,7 +149,7 @@ def _further_steps(args: Namespace, folder: Path) -> None:
     if args.onnx:
         from biphasic.export.onnx import export_onnx
 
-        export_onnx(folder)
+        export_onnx(folder, args.int8)
     if args.push is not None:
         from biphasic.export.push import push
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from posixpath import normpath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from biphasic.config.base import (
     Address,
@@ -35,6 +35,21 @@ class SweepModel(EncoderConfig):
 
     steps: Positive | None = None
     """Number of optimizer steps in the model's pretraining, for plots of scores by steps."""
+
+
+class SweepTask(Section):
+    """A task of the sweep. The path of its YAML alone is short for `{file: PATH}`."""
+
+    file: LocalPath
+    """Path of the fine-tuning YAML, relative to the working directory."""
+    encoder_from: Name | None = None
+    """Another task of the sweep, whose fine-tuned encoder the trials start from: of the same model, at the rate that is
+    chosen for its first test set, with the first seed. Default: the model itself."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_file(cls, content: Any) -> Any:
+        return {"file": content} if isinstance(content, str) else content
 
 
 class SweepCluster(ClusterConfig):
@@ -68,8 +83,10 @@ class SweepConfig(JobConfig):
     """Local folder or bucket prefix for the trials' records."""
     models: Annotated[dict[Name, SweepModel], Field(min_length=1)]
     """Models by name. The paper's models are named as on the hub: `610m-clm-10k-mlm40-42k`."""
-    tasks: Annotated[dict[Name, LocalPath], Field(min_length=1)]
-    """Paths of fine-tuning YAMLs by task name, relative to the working directory."""
+    tasks: Annotated[dict[Name, SweepTask], Field(min_length=1)]
+    """Tasks by name: the path of each one's fine-tuning YAML, or a section."""
+    task_group: Name | None = None
+    """Name of one group with one mean that all tasks form in the report. Default: a group for each family of tasks."""
     learning_rates: Annotated[list[Rate], Field(min_length=1), distinct]
     """Peak learning rates. The paper: 1e-5, 2e-5, 5e-5, 1e-4, 2e-4, 5e-4."""
     seeds: Annotated[list[Seed], Field(min_length=1), distinct]
@@ -78,7 +95,7 @@ class SweepConfig(JobConfig):
     """Choose each rate by this many of the seeds, the first ones; the other seeds run at the chosen rates only. Default: all
     seeds, as in the paper."""
     overrides: list[str] = []
-    """Overrides `key=value` of the fine-tuning YAMLs, applied to every trial."""
+    """Overrides `key=value` of the fine-tuning YAMLs, applied to every trial. `{task}` stands for the task's name."""
     cluster: SweepCluster = SweepCluster()
     """Where the trials run."""
     cost: CostConfig | None = None
@@ -86,7 +103,7 @@ class SweepConfig(JobConfig):
 
     def problems(self, ranks: int) -> KeyProblems:
         """Check combinations of values. `biphasic.sweep.grid` checks the tasks' YAMLs."""
-        places: dict[str, Any] = {f"tasks.{name}": normpath(file) for name, file in self.tasks.items()}
+        places: dict[str, Any] = {f"tasks.{name}": normpath(task.file) for name, task in self.tasks.items()}
         for name, model in self.models.items():
             path = model.path if is_remote(model.path) else normpath(model.path)
             places[f"models.{name}.path"] = path, model.revision
@@ -94,6 +111,7 @@ class SweepConfig(JobConfig):
         for key, place in places.items():
             if (first := first_keys.setdefault(place, key)) != key:
                 yield [key, first], f"expected another one than that of {first}"
+        yield from self._encoder_problems()
         if self.rate_seeds is not None and self.rate_seeds > len(self.seeds):
             yield ["rate_seeds", "seeds"], f"expected at most the number of seeds, {len(self.seeds)}"
         for index, override in enumerate(self.overrides):
@@ -106,3 +124,15 @@ class SweepConfig(JobConfig):
         yield from self.cluster.problems()
         if self.cost is not None and self.cost.dollars_per_hour is None and self.cost.flops_per_second is None:
             yield ["cost"], "is empty; expected dollars_per_hour, flops_per_second, or both"
+
+    def _encoder_problems(self) -> KeyProblems:
+        for name, task in self.tasks.items():
+            key, path = f"tasks.{name}.encoder_from", [name]
+            while (source := self.tasks[path[-1]].encoder_from) in self.tasks and source not in path:
+                path.append(source)
+            if task.encoder_from is not None and task.encoder_from not in self.tasks:
+                yield [key], f"expected a task of the sweep ({', '.join(self.tasks)}); got {task.encoder_from}"
+            elif source == name:
+                yield [key], f"is a cycle: {' from '.join([*path, name])}"
+            if task.encoder_from is not None and is_remote(self.output):
+                yield [key, "output"], "keeps encoders in output, which must be a folder; trials can't read a bucket's"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import random
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from biphasic.amounts import format_bytes
 from biphasic.errors import UserError
 from biphasic.export.folder import require_export
 from biphasic.export.write import write_atomically
@@ -27,10 +30,14 @@ from biphasic.model.segments import Segments
 FOLDER = "onnx"
 GRAPH, WEIGHTS = "model.onnx", "model.onnx_data"
 """File names that sentence-transformers, Optimum and text-embeddings-inference expect in `onnx/`."""
+INT8_GRAPH, INT8_WEIGHTS = "model_int8.onnx", "model_int8.onnx.data"
 TOLERANCE = 1e-3
 """Largest allowed difference between an output value of the graph and of the packed model."""
+INT8_TOLERANCE = 1e-2
+"""Largest allowed cosine distance between an embedding of the int8 graph and that of the packed model."""
 SINGLE_FILE_BYTES = 1_900_000_000
 """Largest size of weights stored in the graph's own file, in bytes, because a protobuf message is smaller than 2 GiB."""
+_FILES = (GRAPH, WEIGHTS, INT8_GRAPH, INT8_WEIGHTS)
 _LENGTHS = (1, 2, 3, 5, 9, 17, 64, 512)
 """Lengths in tokens of the texts that a graph is verified with, limited to the model's maximum."""
 
@@ -71,11 +78,14 @@ def require_onnx() -> None:
         raise UserError(f"--onnx: {' and '.join(missing)} not installed: uv pip install '.[onnx]'")
 
 
-def export_onnx(folder: Path) -> Path:
+def export_onnx(folder: Path, int8: bool = False) -> Path:
     """Write `onnx/model.onnx` into an exported folder: a `PaddedEncoder` in fp32, with dynamic batch and length.
 
     The graph is run on single texts and on padded batches, and is written only if its results match the packed model's.
-    Large weights are written to `model.onnx_data`. An earlier graph is replaced. Returns the graph's path.
+    Large weights are written to `model.onnx_data`. Earlier graphs are replaced. Returns the graph's path.
+
+    With `int8`, `model_int8.onnx` is written beside it, with the weights of matrices and of the embedding in int8 (one scale
+    for a matrix) and activations quantized as they are computed; its embeddings are compared by cosine.
 
     Raises:
         UserError: packages are missing, the folder is not an export in EuroBERT's or ModernBERT's format, its pooling
@@ -86,7 +96,7 @@ def export_onnx(folder: Path) -> Path:
     family = json.loads((folder / "config.json").read_text(encoding="utf-8")).get("model_type")
     if family not in ("eurobert", "modernbert"):
         raise UserError(f"{folder} holds a {family} model: only eurobert and modernbert formats can be written as ONNX")
-    unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in (GRAPH, WEIGHTS))
+    unknown = sorted(path.name for path in (folder / FOLDER).glob("*") if path.name not in _FILES)
     if unknown:
         raise UserError(f"{folder / FOLDER} holds {unknown[0]}, which an export doesn't write: move it away first")
     encoder = load_encoder(str(folder))
@@ -99,10 +109,9 @@ def export_onnx(folder: Path) -> Path:
     texts = [torch.tensor(generator.choices(ids, k=length)) for length in lengths]
     expected = [_packed(encoder, text) for text in texts]
     padded = PaddedEncoder(encoder.backbone).eval()
-    difference = float("nan")
+    differences = list[str]()
 
     def fill(partial: Path) -> None:
-        nonlocal difference
         _trace(padded, partial)
         difference = _difference(partial / GRAPH, texts, expected)
         # `not <=` instead of `>`, because `>` is false for NaN.
@@ -111,9 +120,21 @@ def export_onnx(folder: Path) -> Path:
                 f"{folder}: the ONNX graph's results differ from the model's by {difference:.1e}, more than {TOLERANCE:g}: "
                 "nothing is written"
             )
+        differences.append(f"{folder / FOLDER / GRAPH}: largest difference from the model {difference:.1e}")
+        if int8:
+            sizes = _quantize(padded, partial)
+            distance = _cosine_distance(partial / INT8_GRAPH, texts, expected)
+            if not distance <= INT8_TOLERANCE:
+                raise UserError(
+                    f"{folder}: a cosine distance between embeddings of the int8 graph and the model is {distance:.1e}, "
+                    f"more than {INT8_TOLERANCE:g}: nothing is written; export without --int8"
+                )
+            line = f"{folder / FOLDER / INT8_GRAPH}: {sizes}, largest cosine distance from the model {distance:.1e}"
+            differences.append(line)
 
     write_atomically(folder / FOLDER, fill)
-    print(f"{folder / FOLDER / GRAPH}: largest difference from the model {difference:.1e}, over {len(texts)} texts")
+    for line in differences:
+        print(f"{line}, over {len(texts)} texts")
     return folder / FOLDER / GRAPH
 
 
@@ -152,8 +173,44 @@ def _trace(model: PaddedEncoder, folder: Path) -> None:
     onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if large else None)
 
 
+def _quantize(model: PaddedEncoder, folder: Path) -> str:
+    """Write the int8 graph, and return the sizes of both graphs with their weights."""
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+
+    large = sum(weight.numel() for weight in model.parameters()) > SINGLE_FILE_BYTES
+    # onnxruntime logs the advice to run its own preprocessing first, which quantizes no further operator of this graph.
+    logging.disable(logging.WARNING)
+    try:
+        quantize_dynamic(
+            folder / GRAPH, folder / INT8_GRAPH, weight_type=QuantType.QInt8, use_external_data_format=large
+        )
+    finally:
+        logging.disable(logging.NOTSET)
+    sizes = [
+        sum(path.stat().st_size for path in map(folder.joinpath, names) if path.exists())
+        for names in ((INT8_GRAPH, INT8_WEIGHTS), (GRAPH, WEIGHTS))
+    ]
+    return f"{format_bytes(sizes[0])} instead of {format_bytes(sizes[1])}"
+
+
 def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
-    """Return the graph's largest difference (or NaN) for single texts and for batches padded on either side."""
+    """Return the graph's largest difference (or NaN) from the expected hidden states and embeddings."""
+    differences = [
+        (output - result).abs().max() for pair in _outputs(graph, texts, expected) for output, result in pair
+    ]
+    return float(torch.stack(differences).max())
+
+
+def _cosine_distance(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
+    """Return the largest cosine distance (or NaN) of the graph's embeddings from the expected ones."""
+    distances = [1 - torch.cosine_similarity(*pair[1]) for pair in _outputs(graph, texts, expected)]
+    return float(torch.cat(distances).max())
+
+
+def _outputs(
+    graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]
+) -> Iterator[tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]]:
+    """Yield (output, expected) of hidden states and of embeddings, for single texts and batches padded on either side."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -161,12 +218,12 @@ def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, T
     session = onnxruntime.InferenceSession(str(graph), options, providers=["CPUExecutionProvider"])
     batches = [([text], [result], "right") for text, result in zip(texts, expected, strict=True)]
     batches += [(texts, expected, "right"), (texts, expected, "left")]
-    differences = []
     for batch, results, side in batches:
         tokens = pad_sequence(batch, batch_first=True, padding_side=side)
         mask = pad_sequence([torch.ones_like(text) for text in batch], batch_first=True, padding_side=side)
         outputs = session.run(None, {"input_ids": tokens.numpy(), "attention_mask": mask.numpy()})
         hidden, embeddings = (torch.from_numpy(output) for output in outputs)
-        differences.append((hidden[mask.bool()] - torch.cat([result[0] for result in results])).abs().max())
-        differences.append((embeddings - torch.stack([result[1] for result in results])).abs().max())
-    return float(torch.stack(differences).max())
+        yield (
+            (hidden[mask.bool()], torch.cat([result[0] for result in results])),
+            (embeddings, torch.stack([result[1] for result in results])),
+        )

@@ -1,6 +1,7 @@
 """Test scores of sweeps as one table, and their means by model, with intervals and differences.
 
-Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `IR`, or another family's name.
+Scores are from 0 to 1. A test set belongs to a task group: `SC`, `TC`, `QA`, `IR`, another family's name, or the sweep's
+`task_group`.
 
 There are few seeds, so intervals use Student's t distribution. A seed gives all models the same order of examples and
 thus some common noise, so models are compared seed by seed. NaN means undefined, such as the interval of a single
@@ -75,7 +76,7 @@ def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
     """
     planned, trials, chosen = planned_trials(grid, records), trials_by_group(grid), choose_rates(grid, records)
     rows = []
-    groups = {task: FAMILIES.get(task.family, task.family) for task in grid.tasks}
+    groups = {task: grid.task_group or FAMILIES.get(task.family, task.family) for task in grid.tasks}
     for task, group in sorted(groups.items(), key=lambda item: _group_order(item[1])):
         for counts_as, name, metric in task.results:
             for model in grid.models:

@@ -5,15 +5,21 @@ contents of the model and data files. So a changed trial is a new trial, and mod
 model) have trials with equal hashes. One of these trials is trained; the records of the others are copies
 (`about["copy_of"]`).
 
+Trials with `encoder_from` start from the encoder of another task's trial, which is chosen only when that task's trials are
+done. Their hashes cover the hashes of all trials that may be chosen, and `about["encoder_from"]` names the chosen one.
+
 Trials start seed by seed, and within a seed task by task, so that every model soon has a score on every task. The seeds
 that choose the learning rates come first.
 """
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import json
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from types import ModuleType
 
 from biphasic.config.finetune import FinetuneConfig
@@ -31,6 +37,11 @@ _QUIET = ("logging.progress_bar=false", "logging.jsonl=false", "logging.tensorbo
 def content_hash(trial: str) -> str:
     """Return the hash in a trial's name."""
     return trial.rpartition(".")[2]
+
+
+def encoder_folder(output: str, trial: str) -> Path:
+    """Return the folder in which a sweep keeps the encoder of a trial for other tasks."""
+    return Path(output) / "encoders" / content_hash(trial)
 
 
 def describe(cell: Cell) -> str:
@@ -77,18 +88,19 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
     `configs` come from `trial_configs`; `functions` is the module `TRIAL_MODULE`, or the tests' replacement. Raises a
     UserError that lists all missing models and datasets.
     """
-    names: dict[str, Cell] = {}
+    hashes: dict[Cell, str] = {}
     faults: dict[tuple[str, str], str] = {}
     tasks: dict[str, GridTask] = {}
     for cell, trial_config in configs.items():
         if (cell.model, cell.task) in faults:
             continue
         try:
-            names[f"{cell.model}.{cell.task}.{functions.trial_name(trial_config)}"] = cell
+            hashes[cell] = functions.trial_name(trial_config)
         except UserError as error:
             faults[cell.model, cell.task] = str(error)
         if cell.task not in tasks:
-            tasks[cell.task] = GridTask(cell.task, trial_config.task.family, functions.scored_sets(trial_config))
+            about = (trial_config.task.family, functions.scored_sets(trial_config))
+            tasks[cell.task] = GridTask(cell.task, *about, config.tasks[cell.task].encoder_from)
     if faults:
         # A missing model affects every task, and a missing dataset every model: report each once.
         pairs: dict[str, list[str]] = {}
@@ -96,6 +108,17 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
             pairs.setdefault(fault, []).append(f"{task} of {model}")
         more = {fault: f" and {len(users) - 1} more" if len(users) > 1 else "" for fault, users in pairs.items()}
         raise UserError("\n".join(f"{users[0]}{more[fault]}: {fault}" for fault, users in pairs.items()))
+
+    @functools.cache
+    def complete_hash(cell: Cell) -> str:
+        source = config.tasks[cell.task].encoder_from
+        if source is None:
+            return hashes[cell]
+        choosing = product(config.learning_rates, config.seeds[: config.rate_seeds])
+        sources = [complete_hash(Cell(cell.model, source, lr, seed)) for lr, seed in choosing]
+        return hashlib.sha256(json.dumps([hashes[cell], sources]).encode()).hexdigest()[:24]
+
+    names = {f"{cell.model}.{cell.task}.{complete_hash(cell)}": cell for cell in configs}
     if len(names) < len(configs):
         # The hash must include the learning rate and the seed, otherwise trials would silently collide.
         raise RuntimeError(f"{len(configs)} trials have only {len(names)} names")
@@ -106,11 +129,12 @@ def build_grid(config: SweepConfig, configs: dict[Cell, FinetuneConfig], functio
         seeds=tuple(config.seeds),
         trials=names,
         rate_seeds=config.rate_seeds or len(config.seeds),
+        task_group=config.task_group,
     )
 
 
 def _load(config: SweepConfig, model: str, task: str) -> FinetuneConfig:
-    settings, file = config.models[model], config.tasks[task]
+    settings, file = config.models[model], config.tasks[task].file
     values = {
         "run_name": f"{task}-{model}",
         "model.path": settings.path,
@@ -121,7 +145,7 @@ def _load(config: SweepConfig, model: str, task: str) -> FinetuneConfig:
     }
     overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     try:
-        loaded = load(file, [*_QUIET, *config.overrides, *overrides])
+        loaded = load(file, [*_QUIET, *(each.replace("{task}", task) for each in config.overrides), *overrides])
     except ConfigError as error:
         source = f"overrides of the sweep, with {file}"
         problems = [replace(p, where=source) if p.where == "command line" else p for p in error.problems]

@@ -17,9 +17,9 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from biphasic.sweep.grid import TRIAL_MODULE, build_grid, content_hash, first_cells, trial_configs
+from biphasic.sweep.grid import TRIAL_MODULE, build_grid, content_hash, encoder_folder, first_cells, trial_configs
 from biphasic.sweep.records import Cell, TrialRecord, read_records
-from biphasic.sweep.selection import planned_trials
+from biphasic.sweep.selection import encoder_trials, planned_trials
 
 
 class TrialSeconds:
@@ -81,7 +81,7 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
     """
     configs, functions = trial_configs(config), import_module(module)
     choosing = config.seeds[: config.rate_seeds]
-    faults, records = None, dict[str, TrialRecord]()
+    faults, records, sources = None, dict[str, TrialRecord](), dict[tuple[str, str], str | None]()
     try:
         grid = build_grid(config, configs, functions)
     except UserError as error:
@@ -90,7 +90,9 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
     else:
         records = read_records(open_store(config.output), grid.trials)
         planned = planned_trials(grid, records)
+        sources = encoder_trials(grid, records)
     seconds = TrialSeconds(records)
+    kept_again = _kept_again(config, [cell for name, cell in planned.items() if name not in records], sources)
     lines = []
     # Trials with the same content hash are trained once.
     trained = {content_hash(name) for name, record in records.items() if record.status == "done"}
@@ -103,7 +105,9 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
         each, source = seconds.on_device.get((first.model, first.task)), "recorded"
         if each is None:
             each, source = (None, "model or data missing") if faults else _estimate(config, functions, first_config)
-        hours = None if each is None else len(new) * each / 3600
+        keeps = (first.model, first.task) in kept_again
+        hours = None if each is None else (len(new) + keeps) * each / 3600
+        source += ", with 1 trial again for its encoder" * keeps
         counts = (len(trials), statuses.count("done"), statuses.count("failed"), len(left))
         lines.append(PlanLine(first.task, first.model, *counts, hours, source))
     device_hours = sum(line.device_hours or 0.0 for line in lines)
@@ -138,6 +142,18 @@ def describe_plan(plan: SweepPlan) -> str:
     if plan.faults is not None:
         text += ["the sweep can't start yet:", *(f"  {line}" for line in plan.faults.splitlines())]
     return "\n".join(text)
+
+
+def _kept_again(
+    config: SweepConfig, left: Iterable[Cell], sources: Mapping[tuple[str, str], str | None]
+) -> set[tuple[str, str]]:
+    """Return each (model, task) of which a trial is trained again, because trials that are left start from its encoder."""
+    pairs = set()
+    for cell in left:
+        task, trial = config.tasks[cell.task].encoder_from, sources.get((cell.model, cell.task))
+        if task is not None and (trial is None or not encoder_folder(config.output, trial).is_dir()):
+            pairs.add((cell.model, task))
+    return pairs
 
 
 def _estimate(config: SweepConfig, functions: ModuleType, trial: FinetuneConfig) -> tuple[float | None, str]:

@@ -71,6 +71,8 @@ class GridTask:
     family: str
     results: tuple[tuple[str, str, str], ...]
     """(task, name, metric) of each test set, as in `DownstreamResult`."""
+    encoder_from: str | None = None
+    """The task whose fine-tuned encoder the trials start from; None: the model itself."""
 
 
 @dataclass(frozen=True)
@@ -86,6 +88,8 @@ class Grid:
     (`biphasic.sweep.selection.planned_trials`)."""
     rate_seeds: int
     """The first `rate_seeds` seeds choose the learning rates; the others run at the chosen rates only."""
+    task_group: str | None = None
+    """The one group that all tasks form in the report; None: a group for each family."""
 
 
 def record_file(trial: str) -> str:

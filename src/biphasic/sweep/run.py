@@ -26,6 +26,7 @@ from biphasic.sweep.grid import (
     build_grid,
     content_hash,
     describe,
+    encoder_folder,
     fewest_trials,
     first_cells,
     trial_configs,
@@ -41,7 +42,7 @@ from biphasic.sweep.records import (
     write_grid,
     write_record,
 )
-from biphasic.sweep.selection import planned_trials, startable_trials
+from biphasic.sweep.selection import encoder_trials, planned_trials, startable_trials
 from biphasic.sweep.workers import FinishedJob, TrialJob, Workers, failed_record, open_workers
 
 _POLL_SECONDS = 0.5
@@ -115,12 +116,17 @@ class Driver:
         self.records: dict[str, TrialRecord] = {}
         """Records of the grid's trials."""
         self._configs, self._retries = configs, retries
+        self._from_others = {task.name for task in grid.tasks if task.encoder_from is not None}
         self._done_by_hash: dict[str, TrialRecord] = {}
         """Records of done trials by content hash, including those of other grids in this output."""
         self._unwritten: dict[str, TrialRecord] = {}
         self._lost: Counter[str] = Counter()
         """Number of lost workers by trial."""
         self._started: set[str] = set()
+        self._sources: dict[tuple[str, str], str | None] = {}
+        """The trial whose encoder the trials of a (model, task) start from; see `encoder_trials`."""
+        self._not_kept: dict[str, str] = {}
+        """Errors of trials whose encoder couldn't be kept."""
 
     def read_records(self, retry_failed: bool) -> None:
         """Read the records in the output. Raises UserError or OSError if they can't be read."""
@@ -136,10 +142,19 @@ class Driver:
         """Copy records from done trials with equal content hashes, and return the trials that may start, in order."""
         # Copied records may decide a learning rate, and so allow further trials to start.
         while True:
+            self._sources = encoder_trials(self.grid, self.records)
+            for trial in [trial for trial, record in self.records.items() if not self._is_current(record, trial)]:
+                del self.records[trial]
             waiting = [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
-            copies = [trial for trial in waiting if content_hash(trial) in self._done_by_hash]
-            if not copies:
+            copies = [
+                trial for trial in waiting
+                if (done := self._done_by_hash.get(content_hash(trial))) is not None and self._is_current(done, trial)
+            ]  # fmt: skip
+            failed = [record for record in map(self._without_source, waiting) if record is not None]
+            if not copies and not failed:
                 return waiting
+            self.records |= {record.trial: record for record in failed}
+            self._unwritten |= {record.trial: record for record in failed}
             for trial in copies:
                 original = self._done_by_hash[content_hash(trial)]
                 about = {**original.about, "copy_of": original.trial}
@@ -147,19 +162,55 @@ class Driver:
                 self._unwritten[trial] = self.records[trial]
             self._write()
 
+    def _source(self, trial: str) -> str | None:
+        """Return the trial whose encoder a trial starts from, if that is known."""
+        cell = self.grid.trials[trial]
+        return self._sources.get((cell.model, cell.task))
+
+    def _is_current(self, record: TrialRecord, trial: str) -> bool:
+        """Return False for the record of a trial that started from another encoder than the one that is chosen now."""
+        source = self._source(trial)
+        started_from = record.about.get("encoder_from", "")
+        return record.status != "done" or source is None or content_hash(started_from) == content_hash(source)
+
+    def _without_source(self, trial: str) -> TrialRecord | None:
+        """Return the failed record of a trial whose encoder can't be had, or None."""
+        cell = self.grid.trials[trial]
+        source = self._sources.get((cell.model, cell.task), "")
+        error = "encoder_from: its task has no trial with a validation score" if source is None else None
+        error = self._not_kept.get(source or "", error)
+        return None if error is None else TrialRecord(trial, cell, "failed", error=error)
+
+    def _job(self, trial: str, workers: Workers, keep: bool = False) -> TrialJob | None:
+        """Return the job of a trial, or first that of the trial whose encoder it needs; None while that isn't chosen."""
+        cell, source = self.grid.trials[trial], None
+        config = self._configs[cell]
+        if cell.task in self._from_others:
+            if (source := self._source(trial)) is None:
+                return None
+            folder = encoder_folder(self.folder.root, source)
+            if not folder.is_dir():
+                return self._job(source, workers, keep=True)
+            model = config.model.model_copy(update={"path": str(folder), "revision": None})
+            config = config.model_copy(update={"model": model})
+        # A trial that lost its worker gets a GPU to itself: the memory estimate may have been too small.
+        size = None if self._lost[trial] else workers.bytes_of.get((cell.model, cell.task))
+        return TrialJob(trial, cell, config, size, self._lost[trial], source, keep)
+
     def jobs(self, workers: Workers, limit: int | None) -> Iterator[TrialJob]:
         """Yield the jobs that may start, in the grid's order. Trials with equal content hashes run one at a time."""
         busy = {content_hash(job.trial) for job in workers.running}
         new = 0
-        for trial in self.missing():
-            cell, is_new = self.grid.trials[trial], trial not in self._started
-            if content_hash(trial) in busy or (is_new and limit is not None and len(self._started) + new >= limit):
+        for missing in self.missing():
+            job = self._job(missing, workers)
+            if job is None or content_hash(job.trial) in busy:
                 continue
-            busy.add(content_hash(trial))
+            is_new = job.trial not in self._started
+            if is_new and limit is not None and len(self._started) + new >= limit:
+                continue
+            busy.add(content_hash(job.trial))
             new += is_new
-            # A trial that lost its worker gets a GPU to itself: the memory estimate may have been too small.
-            size = None if self._lost[trial] else workers.bytes_of.get((cell.model, cell.task))
-            yield TrialJob(trial, cell, self._configs[cell], size, self._lost[trial])
+            yield job
 
     def work(self, workers: Workers, lock: RunLock, signals: list[str], limit: int | None = None) -> None:
         """Run trials until none is left or a signal arrives. Print a line for each trial, and a summary every minute.
@@ -218,9 +269,16 @@ class Driver:
             times = f"{self._lost[job.trial]} time{'s' * (self._lost[job.trial] > 1)}"
             advice = "is there memory for it (cluster.at_once, cluster.trials_per_gpu)?"
             record = failed_record(job, f"{finished.lost} {times}; {advice}", "")
+        if job.keep:
+            if record.status != "done":
+                self._not_kept[job.trial] = (
+                    f"encoder_from: {describe(job.cell)} couldn't be trained again: {record.error}"
+                )
+            print(f"{describe(job.cell)}: {self._not_kept.get(job.trial, 'its encoder is kept')}", flush=True)
+            return
         self.records[record.trial] = record
         if record.status == "done":
-            self._done_by_hash.setdefault(content_hash(record.trial), record)
+            self._done_by_hash[content_hash(record.trial)] = record
         if finished.record is None or not finished.written:
             self._unwritten[record.trial] = record
         self._write()

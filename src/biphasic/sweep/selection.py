@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import product
 from statistics import fmean
 from typing import Literal
 
@@ -75,14 +76,38 @@ def startable_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[str
     return _with_other_seeds_at(grid, _settled_rates(grid, records))
 
 
+def encoder_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], str | None]:
+    """Return the trial whose encoder the trials of a (model, task) with `encoder_from` start from.
+
+    It is that of the first seed at the chosen rate, or None if no trial has a validation score. Pairs whose source still
+    has choosing trials without a record are left out.
+    """
+    sources = {task.name: task.encoder_from for task in grid.tasks if task.encoder_from is not None}
+    if not sources:
+        return {}
+    groups, open_pairs, chosen = trials_by_group(grid), _open_pairs(grid, records), dict[tuple[str, str], str | None]()
+    first_sets = {task.name: task.results[0][1] for task in grid.tasks}
+    for model, (task, source) in product([model.name for model in grid.models], sources.items()):
+        if (model, source) not in open_pairs:
+            trials = groups[model, source]
+            rate = _choose(grid, records, trials, first_sets[source]).lr
+            chosen[model, task] = None if rate is None else trials[rate, grid.seeds[0]]
+    return chosen
+
+
+def _open_pairs(grid: Grid, records: Mapping[str, TrialRecord]) -> set[tuple[str, str]]:
+    """Return the (model, task) with choosing trials without a record."""
+    choosing = set(grid.seeds[: grid.rate_seeds])
+    return {
+        (cell.model, cell.task) for trial, cell in grid.trials.items() if cell.seed in choosing and trial not in records
+    }
+
+
 def _settled_rates(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple[str, str], set[float]]:
     """Return the chosen rates by (model, task) where all choosing trials have a record. Empty if all seeds choose."""
     if grid.rate_seeds == len(grid.seeds):
         return {}
-    choosing = set(grid.seeds[: grid.rate_seeds])
-    open_pairs = {
-        (cell.model, cell.task) for trial, cell in grid.trials.items() if cell.seed in choosing and trial not in records
-    }
+    open_pairs = _open_pairs(grid, records)
     rates: dict[tuple[str, str], set[float]] = {}
     for (model, task, _), chosen in choose_rates(grid, records).items():
         if (model, task) not in open_pairs:

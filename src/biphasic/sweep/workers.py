@@ -20,7 +20,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.sweep import SweepCluster
 from biphasic.errors import UserError
 from biphasic.storage import open_store
-from biphasic.sweep.grid import TRIAL_MODULE
+from biphasic.sweep.grid import TRIAL_MODULE, encoder_folder
 from biphasic.sweep.records import Cell, TrialRecord, read_record, write_record
 from biphasic.workers import open_workers as open_group
 from biphasic.workers.group import EndedJob, Slot, WorkerGroup
@@ -43,6 +43,10 @@ class TrialJob:
     bytes: int | None = None
     """Estimated GPU memory in bytes. None: unknown, so that the trial gets a GPU to itself."""
     attempt: int = 0
+    source: str | None = None
+    """The trial whose encoder it starts from, if that is another task's."""
+    keep: bool = False
+    """Whether to train a recorded trial again, only to keep its encoder."""
 
 
 @dataclass(frozen=True)
@@ -74,25 +78,29 @@ class Worker:
         torch.set_num_threads(threads)
         # Slow imports happen here, once for all trials of this process.
         self._functions = import_module(module)
-        self._folder, self._per_device = open_store(output), per_device
+        self._output, self._folder, self._per_device = output, open_store(output), per_device
         # Otherwise each trial's garbage collection would spend a third of a second on the imported modules.
         gc.collect()
         gc.freeze()
 
     def run(self, job: TrialJob) -> FinishedJob:
-        """Train, score and write the record. A trial whose record is `done` isn't run again."""
+        """Train, score and write the record. A trial whose record is `done` isn't run again, except to keep its encoder."""
         import torch
 
         start = time.monotonic()
         try:
+            if job.keep:
+                self._functions.keep_encoder(job.config, encoder_folder(self._output, job.trial))
+                return FinishedJob(job, TrialRecord(job.trial, job.cell, "done"))
             # A record exists if a worker died after writing it, or if another driver replaced this one. If its file can't
             # be read, the trial runs again, and its record replaces the file.
             with suppress(OSError, UserError):
                 earlier = read_record(self._folder, job.trial)
-                if earlier is not None and earlier.status == "done":
+                if earlier is not None and earlier.status == "done" and earlier.about.get("encoder_from") == job.source:
                     return FinishedJob(job, earlier)
             result = self._functions.run_trial(job.config)
             about = {"attempt": job.attempt, "trials_on_device": self._per_device, **result.about}
+            about |= {"encoder_from": job.source} if job.source is not None else {}
             seconds = {"total": time.monotonic() - start, **result.seconds}
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
         except Exception as error:
@@ -105,6 +113,8 @@ class Worker:
             gc.collect()
             if torch.cuda.is_available() and torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
+        if job.keep:
+            return FinishedJob(job, record)
         try:
             write_record(self._folder, record)
         except OSError:
