@@ -97,10 +97,12 @@ def test_a_chain_of_tasks(sweep: LoadSweep, log: Path) -> None:
     config = sweep(ONE, ("a", "b", "c"), chain, seeds=[0], learning_rates=[1e-5], cluster={"at_once": 1})
     assert run(config, module=SMALL) == 0
     assert read_log(log, "begun") == ["b-m-1e-05-0:a-m-1e-05-0", "c-m-1e-05-0:b-m-1e-05-0"]
-    shutil.rmtree(Path(config.output) / "encoders")
     for trial, record in read(config)[1].items():
         if record.cell.task == "c":
             (Path(config.output) / record_file(trial)).unlink()
+    assert not any("again" in line.source for line in plan_sweep(config, SMALL).lines)
+    shutil.rmtree(Path(config.output) / "encoders")
+    assert ["again" in line.source for line in plan_sweep(config, SMALL).lines] == [False, True, False]
     assert run(config, module=SMALL) == 0  # a's encoder is trained for b's, and b's for c
     assert read_log(log, "kept") == ["a-m-1e-05-0", "b-m-1e-05-0"] * 2
     assert read_log(log, "begun")[-1] == "c-m-1e-05-0:b-m-1e-05-0"

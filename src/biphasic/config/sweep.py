@@ -126,13 +126,15 @@ class SweepConfig(JobConfig):
             yield ["cost"], "is empty; expected dollars_per_hour, flops_per_second, or both"
 
     def _encoder_problems(self) -> KeyProblems:
+        in_cycles = set[str]()
         for name, task in self.tasks.items():
             key, path = f"tasks.{name}.encoder_from", [name]
             while (source := self.tasks[path[-1]].encoder_from) in self.tasks and source not in path:
                 path.append(source)
             if task.encoder_from is not None and task.encoder_from not in self.tasks:
                 yield [key], f"expected a task of the sweep ({', '.join(self.tasks)}); got {task.encoder_from}"
-            elif source == name:
+            elif source == name and name not in in_cycles:
+                in_cycles.update(path)
                 yield [key], f"is a cycle: {' from '.join([*path, name])}"
             if task.encoder_from is not None and is_remote(self.output):
                 yield [key, "output"], "keeps encoders in output, which must be a folder; trials can't read a bucket's"
