@@ -73,20 +73,6 @@ class _SupervisedSet(_DownstreamSet):
     """Column with the ids. Default: ids are made from the source split and the row number."""
 
 
-class ClassificationSet(_SupervisedSet):
-    """A dataset with a label for each text or pair of texts."""
-
-    kind: Literal["classification"]
-    text_column: str
-    """Column with the text."""
-    text_pair_column: str | None = None
-    """Column with the second text. Null: single texts."""
-    label_column: str = "label"
-    """Column with the label, a number or a name."""
-    label_names: Names | None = None
-    """In the order of the label numbers. Default: the dataset's own names."""
-
-
 class RegressionSet(_SupervisedSet):
     """A dataset with a number for each text or pair of texts."""
 
@@ -96,7 +82,15 @@ class RegressionSet(_SupervisedSet):
     text_pair_column: str | None = None
     """Column with the second text. Null: single texts."""
     label_column: str = "label"
-    """Column with the number."""
+    """Column with the number; of classification, with the label, a number or a name."""
+
+
+class ClassificationSet(RegressionSet):
+    """A dataset with a label for each text or pair of texts."""
+
+    kind: Literal["classification"]  # pyright: ignore[reportIncompatibleVariableOverride]
+    label_names: Names | None = None
+    """In the order of the label numbers. Default: the dataset's own names."""
 
 
 class TokensSet(_SupervisedSet):

@@ -13,6 +13,7 @@ import math
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -165,13 +166,10 @@ def _label_number(label: Any, names: list[str] | None) -> int:
 
 def _finite_number(label: Any) -> float:
     """Return a finite number, given as a number or, as in a CSV file, as text."""
-    try:
-        number = float(label)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise InvalidRow(f"the label {label!r} is not a finite number")
-    return number
+    with suppress(TypeError, ValueError):
+        if math.isfinite(number := float(label)):
+            return number
+    raise InvalidRow(f"the label {label!r} is not a finite number")
 
 
 def _write_labelled_texts(writer: TaskWriter, task: ClassificationSet | RegressionSet) -> None:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
-from biphasic.amounts import format_bytes
 from biphasic.errors import UserError
 from biphasic.export.folder import require_export
 from biphasic.export.write import write_atomically
@@ -122,15 +121,14 @@ def export_onnx(folder: Path, int8: bool = False) -> Path:
             )
         differences.append(f"{folder / FOLDER / GRAPH}: largest difference from the model {difference:.1e}")
         if int8:
-            sizes = _quantize(padded, partial)
+            _quantize(padded, partial)
             distance = _cosine_distance(partial / INT8_GRAPH, texts, expected)
             if not distance <= INT8_TOLERANCE:
                 raise UserError(
                     f"{folder}: a cosine distance between embeddings of the int8 graph and the model is {distance:.1e}, "
                     f"more than {INT8_TOLERANCE:g}: nothing is written; export without --int8"
                 )
-            line = f"{folder / FOLDER / INT8_GRAPH}: {sizes}, largest cosine distance from the model {distance:.1e}"
-            differences.append(line)
+            differences.append(f"{folder / FOLDER / INT8_GRAPH}: largest cosine distance from the model {distance:.1e}")
 
     write_atomically(folder / FOLDER, fill)
     for line in differences:
@@ -173,31 +171,22 @@ def _trace(model: PaddedEncoder, folder: Path) -> None:
     onnx_ir.save(program.model, folder / GRAPH, external_data=WEIGHTS if large else None)
 
 
-def _quantize(model: PaddedEncoder, folder: Path) -> str:
-    """Write the int8 graph, and return the sizes of both graphs with their weights."""
+def _quantize(model: PaddedEncoder, folder: Path) -> None:
+    """Write the int8 graph, with weights above `SINGLE_FILE_BYTES` in a separate file."""
     from onnxruntime.quantization import QuantType, quantize_dynamic
 
-    large = sum(weight.numel() for weight in model.parameters()) > SINGLE_FILE_BYTES
+    large, int8 = sum(weight.numel() for weight in model.parameters()) > SINGLE_FILE_BYTES, QuantType.QInt8
     # onnxruntime logs the advice to run its own preprocessing first, which quantizes no further operator of this graph.
     logging.disable(logging.WARNING)
     try:
-        quantize_dynamic(
-            folder / GRAPH, folder / INT8_GRAPH, weight_type=QuantType.QInt8, use_external_data_format=large
-        )
+        quantize_dynamic(folder / GRAPH, folder / INT8_GRAPH, weight_type=int8, use_external_data_format=large)
     finally:
         logging.disable(logging.NOTSET)
-    sizes = [
-        sum(path.stat().st_size for path in map(folder.joinpath, names) if path.exists())
-        for names in ((INT8_GRAPH, INT8_WEIGHTS), (GRAPH, WEIGHTS))
-    ]
-    return f"{format_bytes(sizes[0])} instead of {format_bytes(sizes[1])}"
 
 
 def _difference(graph: Path, texts: list[Tensor], expected: list[tuple[Tensor, Tensor]]) -> float:
     """Return the graph's largest difference (or NaN) from the expected hidden states and embeddings."""
-    differences = [
-        (output - result).abs().max() for pair in _outputs(graph, texts, expected) for output, result in pair
-    ]
+    differences = [(one - other).abs().max() for pair in _outputs(graph, texts, expected) for one, other in pair]
     return float(torch.stack(differences).max())
 
 
@@ -223,7 +212,5 @@ def _outputs(
         mask = pad_sequence([torch.ones_like(text) for text in batch], batch_first=True, padding_side=side)
         outputs = session.run(None, {"input_ids": tokens.numpy(), "attention_mask": mask.numpy()})
         hidden, embeddings = (torch.from_numpy(output) for output in outputs)
-        yield (
-            (hidden[mask.bool()], torch.cat([result[0] for result in results])),
-            (embeddings, torch.stack([result[1] for result in results])),
-        )
+        expected_hidden, means = zip(*results, strict=True)
+        yield (hidden[mask.bool()], torch.cat(expected_hidden)), (embeddings, torch.stack(means))

@@ -1,5 +1,4 @@
-"""Fine-tuning for classification and regression: predict the label of a text, of a pair of texts, or of each word in a
-text, or a number for a text or a pair of texts."""
+"""Fine-tuning to predict the label of a text, of a pair of texts, or of each word, or a number for a text or a pair."""
 
 from __future__ import annotations
 
@@ -23,10 +22,7 @@ from biphasic.model.segments import Segments
 
 
 class Classification(PredictionTask):
-    """Trains with cross-entropy on mean-pooled tokens.
-
-    Scores accuracy, the Matthews correlation and, for two labels, the second label's F1.
-    """
+    """Trains with cross-entropy on mean-pooled tokens; scores accuracy, Matthews correlation and F1 (of two labels)."""
 
     family = "classification"
     label_type: type[np.number] = np.int64
@@ -35,7 +31,7 @@ class Classification(PredictionTask):
         """Return a head with an output for each label."""
         if "f1" in self.config.metrics and len(self.data.label_names) != 2:
             raise UserError(f"task.metrics: f1 needs two labels; {self.config.data} has {len(self.data.label_names)}")
-        return TextHead(width, len(self.data.label_names))
+        return TextHead(width, len(self.label_names or []))
 
     def tokenize(self, columns: Columns, title: str) -> Examples:
         """Format the texts with the template `task.text`, and return their tokens and labels."""
@@ -73,10 +69,8 @@ class Classification(PredictionTask):
         from sklearn.metrics import accuracy_score, f1_score, matthews_corrcoef
 
         names, predicted = self.data.label_names, answers["predicted"]
-        scores = {
-            "accuracy": float(accuracy_score(gold, predicted)),
-            "matthews": float(matthews_corrcoef(gold, predicted)),
-        }
+        metrics = {"accuracy": accuracy_score, "matthews": matthews_corrcoef}
+        scores = {name: float(function(gold, predicted)) for name, function in metrics.items()}
         if len(names) == 2:
             scores["f1"] = float(f1_score(gold, predicted, pos_label=names[1], zero_division=0))  # pyright: ignore[reportArgumentType]
         return scores
@@ -92,10 +86,6 @@ class Regression(Classification):
     def label_names(self) -> list[str]:
         """The name of the head's one output. transformers treats a model with one label as a regression."""
         return ["score"]
-
-    def build_head(self, width: int) -> nn.Module:
-        """Return a head with one output."""
-        return TextHead(width, 1)
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
         """Return the summed squared error of the texts' numbers."""
@@ -127,8 +117,7 @@ class Regression(Classification):
         if len(set(gold)) < 2 or len(set(predicted)) < 2:
             warnings.warn(f"{self.config.name}: all numbers are equal: their correlation counts as 0", stacklevel=2)
             return {"pearson": 0.0, "spearman": 0.0}
-        correlations = {"pearson": pearsonr, "spearman": spearmanr}
-        return {name: float(function(gold, predicted).statistic) for name, function in correlations.items()}
+        return {n: float(f(gold, predicted)[0]) for n, f in (("pearson", pearsonr), ("spearman", spearmanr))}
 
 
 class TokenClassification(PredictionTask):

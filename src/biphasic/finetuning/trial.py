@@ -152,16 +152,16 @@ def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
     """Train a trial again, and write its encoder without the head to a folder, as the model's own format and tokenizer."""
     from biphasic.export.finetuned import export_finetuned
 
-    model = config.model
     encoder = train_and_score(config.model_copy(update={"save_model": True}))[1].encoder
     # The task may have added an end of text; the encoder is for other tasks.
+    model = config.model
     encoder.text_tokenizer = load_text_tokenizer(model.path, model.revision, model.trust_remote_code)
     card = (
         f"# {config.run_name}\n\nThe encoder of a trial in a sweep, fine-tuned from {model.path}, without its head.\n"
     )
     folder.parent.mkdir(parents=True, exist_ok=True)
-    length = encoder.text_tokenizer.max_length
-    export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, prompts={}, max_length=length)
+    options: Any = {"prompts": {}, "max_length": encoder.text_tokenizer.max_length}
+    export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, **options)
 
 
 def estimate_cost(config: FinetuneConfig) -> TrialCost:

@@ -92,7 +92,10 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
         planned = planned_trials(grid, records)
         sources = encoder_trials(grid, records)
     seconds = TrialSeconds(records)
-    kept_again = _kept_again(config, [cell for name, cell in planned.items() if name not in records], sources)
+    kept = {pair for pair, trial in sources.items() if trial and encoder_folder(config.output, trial).is_dir()}
+    left_cells = {(cell.model, cell.task) for name, cell in planned.items() if name not in records} - kept
+    # Of these (model, task), a trial is trained again, because trials that are left start from its encoder.
+    again = {(model, config.tasks[task].encoder_from) for model, task in left_cells}
     lines = []
     # Trials with the same content hash are trained once.
     trained = {content_hash(name) for name, record in records.items() if record.status == "done"}
@@ -105,7 +108,7 @@ def plan_sweep(config: SweepConfig, module: str = TRIAL_MODULE) -> SweepPlan:
         each, source = seconds.on_device.get((first.model, first.task)), "recorded"
         if each is None:
             each, source = (None, "model or data missing") if faults else _estimate(config, functions, first_config)
-        keeps = (first.model, first.task) in kept_again
+        keeps = (first.model, first.task) in again
         hours = None if each is None else (len(new) + keeps) * each / 3600
         source += ", with 1 trial again for its encoder" * keeps
         counts = (len(trials), statuses.count("done"), statuses.count("failed"), len(left))
@@ -142,18 +145,6 @@ def describe_plan(plan: SweepPlan) -> str:
     if plan.faults is not None:
         text += ["the sweep can't start yet:", *(f"  {line}" for line in plan.faults.splitlines())]
     return "\n".join(text)
-
-
-def _kept_again(
-    config: SweepConfig, left: Iterable[Cell], sources: Mapping[tuple[str, str], str | None]
-) -> set[tuple[str, str]]:
-    """Return each (model, task) of which a trial is trained again, because trials that are left start from its encoder."""
-    pairs = set()
-    for cell in left:
-        task, trial = config.tasks[cell.task].encoder_from, sources.get((cell.model, cell.task))
-        if task is not None and (trial is None or not encoder_folder(config.output, trial).is_dir()):
-            pairs.add((cell.model, task))
-    return pairs
 
 
 def _estimate(config: SweepConfig, functions: ModuleType, trial: FinetuneConfig) -> tuple[float | None, str]:

@@ -125,8 +125,8 @@ class Driver:
         self._started: set[str] = set()
         self._sources: dict[tuple[str, str], str | None] = {}
         """The trial whose encoder the trials of a (model, task) start from; see `encoder_trials`."""
-        self._not_kept: dict[str, str] = {}
-        """Errors of trials whose encoder couldn't be kept."""
+        self._no_encoder: dict[str | None, str] = {None: "encoder_from: its task has no trial with a validation score"}
+        """Errors of trials whose encoder couldn't be kept, and that of no trial."""
 
     def read_records(self, retry_failed: bool) -> None:
         """Read the records in the output. Raises UserError or OSError if they can't be read."""
@@ -145,16 +145,15 @@ class Driver:
             self._sources = encoder_trials(self.grid, self.records)
             for trial in [trial for trial, record in self.records.items() if not self._is_current(record, trial)]:
                 del self.records[trial]
+                self._done_by_hash.pop(content_hash(trial), None)
             waiting = [trial for trial in startable_trials(self.grid, self.records) if trial not in self.records]
-            copies = [
-                trial for trial in waiting
-                if (done := self._done_by_hash.get(content_hash(trial))) is not None and self._is_current(done, trial)
-            ]  # fmt: skip
-            failed = [record for record in map(self._without_source, waiting) if record is not None]
+            copies = [trial for trial in waiting if content_hash(trial) in self._done_by_hash]
+            errors = {trial: self._no_encoder.get(self._source(trial)) for trial in waiting}
+            failed = {t: TrialRecord(t, self.grid.trials[t], "failed", error=e) for t, e in errors.items() if e}
             if not copies and not failed:
                 return waiting
-            self.records |= {record.trial: record for record in failed}
-            self._unwritten |= {record.trial: record for record in failed}
+            self.records |= failed
+            self._unwritten |= failed
             for trial in copies:
                 original = self._done_by_hash[content_hash(trial)]
                 about = {**original.about, "copy_of": original.trial}
@@ -163,30 +162,22 @@ class Driver:
             self._write()
 
     def _source(self, trial: str) -> str | None:
-        """Return the trial whose encoder a trial starts from, if that is known."""
+        """Return the trial whose encoder a trial starts from; empty if it isn't known or it starts from the model."""
         cell = self.grid.trials[trial]
-        return self._sources.get((cell.model, cell.task))
+        return self._sources.get((cell.model, cell.task), "")
 
     def _is_current(self, record: TrialRecord, trial: str) -> bool:
         """Return False for the record of a trial that started from another encoder than the one that is chosen now."""
         source = self._source(trial)
-        started_from = record.about.get("encoder_from", "")
-        return record.status != "done" or source is None or content_hash(started_from) == content_hash(source)
-
-    def _without_source(self, trial: str) -> TrialRecord | None:
-        """Return the failed record of a trial whose encoder can't be had, or None."""
-        cell = self.grid.trials[trial]
-        source = self._sources.get((cell.model, cell.task), "")
-        error = "encoder_from: its task has no trial with a validation score" if source is None else None
-        error = self._not_kept.get(source or "", error)
-        return None if error is None else TrialRecord(trial, cell, "failed", error=error)
+        started_from = record.about.get("encoder_from") or ""
+        return record.status != "done" or not source or content_hash(started_from) == content_hash(source)
 
     def _job(self, trial: str, workers: Workers, keep: bool = False) -> TrialJob | None:
         """Return the job of a trial, or first that of the trial whose encoder it needs; None while that isn't chosen."""
         cell, source = self.grid.trials[trial], None
         config = self._configs[cell]
         if cell.task in self._from_others:
-            if (source := self._source(trial)) is None:
+            if not (source := self._source(trial)):
                 return None
             folder = encoder_folder(self.folder.root, source)
             if not folder.is_dir():
@@ -202,8 +193,7 @@ class Driver:
         busy = {content_hash(job.trial) for job in workers.running}
         new = 0
         for missing in self.missing():
-            job = self._job(missing, workers)
-            if job is None or content_hash(job.trial) in busy:
+            if (job := self._job(missing, workers)) is None or content_hash(job.trial) in busy:
                 continue
             is_new = job.trial not in self._started
             if is_new and limit is not None and len(self._started) + new >= limit:
@@ -271,10 +261,10 @@ class Driver:
             record = failed_record(job, f"{finished.lost} {times}; {advice}", "")
         if job.keep:
             if record.status != "done":
-                self._not_kept[job.trial] = (
+                self._no_encoder[job.trial] = (
                     f"encoder_from: {describe(job.cell)} couldn't be trained again: {record.error}"
                 )
-            print(f"{describe(job.cell)}: {self._not_kept.get(job.trial, 'its encoder is kept')}", flush=True)
+            print(f"{describe(job.cell)}: {self._no_encoder.get(job.trial, 'its encoder is kept')}", flush=True)
             return
         self.records[record.trial] = record
         if record.status == "done":

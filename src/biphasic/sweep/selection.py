@@ -83,8 +83,6 @@ def encoder_trials(grid: Grid, records: Mapping[str, TrialRecord]) -> dict[tuple
     has choosing trials without a record are left out.
     """
     sources = {task.name: task.encoder_from for task in grid.tasks if task.encoder_from is not None}
-    if not sources:
-        return {}
     groups, open_pairs, chosen = trials_by_group(grid), _open_pairs(grid, records), dict[tuple[str, str], str | None]()
     first_sets = {task.name: task.results[0][1] for task in grid.tasks}
     for model, (task, source) in product([model.name for model in grid.models], sources.items()):

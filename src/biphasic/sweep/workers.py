@@ -99,8 +99,8 @@ class Worker:
                 if earlier is not None and earlier.status == "done" and earlier.about.get("encoder_from") == job.source:
                     return FinishedJob(job, earlier)
             result = self._functions.run_trial(job.config)
-            about = {"attempt": job.attempt, "trials_on_device": self._per_device, **result.about}
-            about |= {"encoder_from": job.source} if job.source is not None else {}
+            about = {"attempt": job.attempt, "trials_on_device": self._per_device, "encoder_from": job.source}
+            about |= result.about
             seconds = {"total": time.monotonic() - start, **result.seconds}
             record = TrialRecord(job.trial, job.cell, "done", tuple(result.results), seconds=seconds, about=about)
         except Exception as error:
