@@ -117,7 +117,8 @@ class Regression(Classification):
         if len(set(gold)) < 2 or len(set(predicted)) < 2:
             warnings.warn(f"{self.config.name}: all numbers are equal: their correlation counts as 0", stacklevel=2)
             return {"pearson": 0.0, "spearman": 0.0}
-        return {n: float(f(gold, predicted)[0]) for n, f in (("pearson", pearsonr), ("spearman", spearmanr))}
+        functions: dict[str, Any] = {"pearson": pearsonr, "spearman": spearmanr}
+        return {name: float(function(gold, predicted).statistic) for name, function in functions.items()}
 
 
 class TokenClassification(PredictionTask):
