@@ -42,11 +42,11 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
     ),
     "docs/data.md": (
         {"data/mine": "data/mine-again", "VALUE": "data/mine", " OUT": " data/mine"},
-        ("cluster.address=auto", "biphasic tokenizer"),
+        ("cluster.address=auto", "biphasic tokenizer", "deduplicated/", "biphasic overlap"),
     ),
     "docs/evaluate.md": (
         {"610m-clm-10k-mlm40-42k": "210m-clm-21k-mlm40-42k", "rank0.pt my-encoder": "rank0.pt another-encoder"},
-        ("msmarco", "retrieval.yaml", "SciFact"),
+        ("msmarco", "retrieval.yaml", "SciFact", "biphasic overlap"),
     ),
     "docs/export.md": (
         {"runs/NAME": RUN, "s3://my-bucket/NAME": "bucket/210m-clm-21k-mlm40-42k",
@@ -56,7 +56,7 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
          "--results-of MODEL": "", "OUT --push org/name --private": "OUT --push org/name --dry-run --private"},
         ("ep0-ba42000",),
     ),
-    "docs/finetune.md": ({}, ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco")),
+    "docs/finetune.md": ({}, ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined")),
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
     "docs/resuming.md": ({"runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"}, ()),
     "docs/sweeps.md": ({}, ()),

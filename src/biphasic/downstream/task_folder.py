@@ -21,25 +21,25 @@ class TaskFolder:
     """The tables of a prepared dataset, by name: `train`, `test`, `corpus`, `qrels/test`, …
 
     `path` is a folder or a bucket prefix, and `cache` a local folder for downloaded files. `record` is the content of
-    the dataset's record, if no table is read; by default, it is read from `path`.
+    the dataset's record, if no table is read; by default, it is read from `path`. A `kind` of None stands for any.
 
     Raises:
         UserError: there is no complete dataset, or its kind is not `kind`.
     """
 
-    def __init__(self, path: str, cache: str, kind: str, record: dict[str, Any] | None = None):
+    def __init__(self, path: str, cache: str, kind: str | None, record: dict[str, Any] | None = None):
         self.path, self._cache = path, cache
         self._files: dict[str, Path] = {}
         try:
             self.record: dict[str, Any] = record or json.loads(open_store(path).read(TASK_RECORD))
-            recorded_kind = self.record["kind"]
+            self.kind: str = self.record["kind"]
         except FileNotFoundError:
             advice = "make it with `biphasic tasks` (a folder without this file isn't complete)"
             raise UserError(f"{path}: has no {TASK_RECORD}: {advice}") from None
         except (OSError, ValueError, LookupError, TypeError) as error:
             raise UserError(f"{path}/{TASK_RECORD}: can't be read ({first_line(error)})") from None
-        if recorded_kind != kind:
-            raise UserError(f"{path}: is a dataset of kind {recorded_kind}; expected {kind}")
+        if kind not in (self.kind, None):
+            raise UserError(f"{path}: is a dataset of kind {self.kind}; expected {kind}")
 
     @property
     def label_names(self) -> list[str]:
