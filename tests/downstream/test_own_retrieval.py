@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
@@ -59,3 +60,29 @@ def test_files_of_one_split_and_of_several() -> None:
         load(tasks, ["tasks.sst2.source={path: null, name: null, files: [a.jsonl]}"])
     expected = "expected the files of each split, such as {train: [train.jsonl]}; got ['a.jsonl']"
     assert f"tasks.sst2.source.files: {expected}" in str(caught.value)
+
+
+def test_scores_of_a_teacher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows with faults are left out and counted; the others keep their scores."""
+    monkeypatch.chdir(tmp_path)
+    write_set(tmp_path / "data" / "my_set")
+    pairs = [
+        {"query": f"query {at}", "positive": f"text {at}", "negatives": ["a", "b"], "scores": [9.5, 2, -1.25]}
+        for at in range(6)
+    ]
+    pairs[1]["scores"] = [9.5, 2.0]
+    pairs[2]["scores"] = None
+    pairs[3]["scores"] = [9.5, 2.0, float("nan")]
+    pairs[4]["scores"] = [9.5, None, 2.0]
+    pq.write_table(pa.Table.from_pylist(pairs), tmp_path / "pairs.parquet")
+    train = "tasks.mine.train={files: [pairs.parquet], negatives_column: negatives, scores_column: scores}"
+    config = load(YAML, [train, "max_invalid_share=0.9"])
+    assert isinstance(config, TasksConfig)
+    record = prepare_task("mine", config)
+    assert record["left_out"]["train"] == {
+        "a score is not a finite number": 2,
+        "the scores are not a list of one for the positive and for each negative": 2,
+    }
+    rows = pq.read_table(tmp_path / config.output / "mine" / "train.parquet").to_pylist()
+    assert [row["scores"] for row in rows] == [[9.5, 2.0, -1.25]] * 2
+    assert rows[1]["query"] == "query 5"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from biphasic.config.base import Bytes, KeyProblems, LocalPath, Names, RunConfig, Size, distinct, matching
+from biphasic.config.base import Bytes, KeyProblems, LocalPath, Names, Positive, RunConfig, Size, distinct, matching
 from biphasic.config.finetune import EncoderConfig
 
 PoolingMode = Literal["mean", "cls", "lasttoken", "max"]
@@ -21,6 +21,8 @@ class EvaluatedModel(EncoderConfig):
     """`organisation/model` name for the results. Default: the hub id, or `biphasic/` and the run's name."""
     pooling: PoolingMode | None = None
     """Pooling mode. Required for a folder without sentence-transformers' files, which specify the pooling."""
+    dimension: Positive | None = None
+    """Number of first values of each embedding to use, of a model that was trained so (Matryoshka). Null: all."""
 
 
 class EvaluateConfig(RunConfig):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from biphasic.config.base import (
     Address,
@@ -147,8 +147,28 @@ class AnswerTokensConfig(_ScoredConfig):
         return "question_answering"
 
 
+LEARNED_TEMPERATURES = (0.01, 1.0)
+"""The lowest and the highest temperature that is learned, as in CLIP."""
+
+
+class ScoredSetConfig(Section):
+    """A retrieval dataset to score on. A path alone stands for a section with this `data`."""
+
+    data: Address
+    """Folder or bucket prefix of the dataset, written by `biphasic tasks`."""
+    query_prompt: str | None = None
+    """Text before each query. Default: the task's."""
+    document_prompt: str | None = None
+    """Text before each document. Default: the task's."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_data(cls, content: Any) -> Any:
+        return {"data": content} if isinstance(content, str) else content
+
+
 class RetrievalConfig(_TaskConfig):
-    """Train on pairs of a query and its relevant document: mean pooling, InfoNCE over the documents of the batch.
+    """Train on pairs of a query and its relevant document: mean pooling, by default InfoNCE over the batch's documents.
 
     The defaults are the paper's: in-batch negatives, temperature 0.05, and the prompts `Query: ` and `Document: `.
     """
@@ -158,11 +178,21 @@ class RetrievalConfig(_TaskConfig):
     """Text before each query."""
     document_prompt: str = "Document: "
     """Text before each document."""
+    loss: Literal["info_nce", "symmetric_info_nce", "margin_mse", "kl"] = "info_nce"
+    """`info_nce`: queries find their documents among those of the batch. `symmetric_info_nce`: the mean of it and of
+    documents that find their queries. `margin_mse`, `kl`: the query's document and its hard negatives get the margins, or
+    the distribution, of a teacher's scores, from the column `scores`."""
     temperature: Annotated[float, Field(gt=0)] = 0.05
-    """Temperature of InfoNCE: cosine similarities are divided by it."""
+    """Cosine similarities are divided by it, in every loss."""
+    temperature_lr: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of the temperature's logarithm, with the warmup and decay of `optimizer.lr` and without weight decay;
+    the temperature stays from 0.01 to 1. Null: it is fixed."""
+    dimensions: Annotated[list[Positive], Field(min_length=1)] | None = None
+    """Matryoshka: the loss is the sum of those of embeddings truncated to each of these dimensions, the largest first, and
+    each is scored. Null: only the model's width."""
     hard_negatives: Count = 0
     """Number of hard negatives to add to the batch for each query, sampled each epoch from the column `negatives`."""
-    scored_on: dict[Name, Address] | None = None
+    scored_on: dict[Name, ScoredSetConfig] | None = None
     """Retrieval datasets to score on, by their names in tables, with `validation` and `test` qrels, in memory.
     Default: the task's own set; `{}`: none."""
     end_of_text: bool = False
@@ -174,7 +204,44 @@ class RetrievalConfig(_TaskConfig):
     @property
     def retrieval_sets(self) -> dict[str, str]:
         """Retrieval datasets to score on: `scored_on`, or the task's own set."""
-        return {self.name: self.data} if self.scored_on is None else dict(self.scored_on)
+        sets = self.scored_on
+        return {self.name: self.data} if sets is None else {name: scored.data for name, scored in sets.items()}
+
+    def scored_as(self, name: str) -> dict[str, int | None]:
+        """Return a set's names in tables with the dimension of the embeddings: `nq`, `nq d256`. None is the width."""
+        first, *others = self.dimensions or [None]
+        return {name: first, **{f"{name} d{dimension}": dimension for dimension in others}}
+
+    def prompts_of(self, name: str) -> dict[str, str]:
+        """Return the prompts of a set to score on, by role: its own, or else the task's."""
+        scored = (self.scored_on or {}).get(name)
+        query, document = (None, None) if scored is None else (scored.query_prompt, scored.document_prompt)
+        return {
+            "query": self.query_prompt if query is None else query,
+            "document": self.document_prompt if document is None else document,
+        }
+
+    @property
+    def prompts(self) -> dict[str, str]:
+        """The prompts that the model's files keep: `query`, `document`, and for sets with their own, `nq-query`."""
+        prompts = {"query": self.query_prompt, "document": self.document_prompt}
+        for name, scored in (self.scored_on or {}).items():
+            own = {"query": scored.query_prompt, "document": scored.document_prompt}
+            prompts |= {f"{name}-{role}": text for role, text in own.items() if text is not None}
+        return prompts
+
+    def problems(self) -> KeyProblems:
+        """Check combinations of values."""
+        if self.loss in ("margin_mse", "kl") and not self.hard_negatives:
+            message = f"expected at least 1: {self.loss} compares a query's document with its hard negatives"
+            yield ["task.hard_negatives", "task.loss"], message
+        lowest, highest = LEARNED_TEMPERATURES
+        if self.temperature_lr is not None and self.loss == "margin_mse":
+            yield ["task.temperature_lr", "task.loss"], "margin_mse has a fixed temperature, which scales its margins"
+        elif self.temperature_lr is not None and not lowest <= self.temperature <= highest:
+            yield ["task.temperature", "task.temperature_lr"], f"expected {lowest:g} to {highest:g} where it is learned"
+        if self.dimensions and self.dimensions != sorted(set(self.dimensions), reverse=True):
+            yield ["task.dimensions"], "expected strictly decreasing numbers, such as [768, 256, 64]"
 
 
 TaskConfig = Annotated[
@@ -238,8 +305,10 @@ class FinetuneConfig(RunConfig):
                 yield ["task.text"], "expected at most one {separator}; the context follows it"
             if task.unanswerable and task.validation is None:
                 yield ["task.validation", "task.unanswerable"], "is null, but the no-answer threshold is found on it"
-        if isinstance(task, RetrievalConfig) and self.batch_size < 2 and not task.hard_negatives:
-            yield ["batch_size"], "expected at least 2 pairs: with one there are no in-batch negatives"
+        if isinstance(task, RetrievalConfig):
+            yield from task.problems()
+            if self.batch_size < 2 and not task.hard_negatives:
+                yield ["batch_size"], "expected at least 2 pairs: with one there are no in-batch negatives"
         scored = task.retrieval_sets if isinstance(task, RetrievalConfig) else task.scored
         if not scored and not self.save_model:
             yield ["save_model"], "is false and nothing is scored: the run would have no result"

@@ -125,6 +125,8 @@ class PairsConfig(TableConfig):
     """Column with the texts of the relevant documents."""
     negatives_column: str | None = None
     """Column with hard negatives: a text or a list of texts."""
+    scores_column: str | None = None
+    """Column with a teacher's scores for distillation: a list of numbers, first the positive's, then each negative's."""
 
 
 class CorpusConfig(TableConfig):
@@ -218,6 +220,9 @@ class TasksConfig(JobConfig):
                         given = ", ".join(dataset.files)
                         yield [f"{key}.files"], f"has no files for the split {split!r} (it has: {given})"
             if isinstance(task, RetrievalSet):
+                if task.train and task.train.scores_column and not task.train.negatives_column:
+                    key = f"tasks.{name}.train"
+                    yield [f"{key}.negatives_column", f"{key}.scores_column"], "is needed beside scores_column"
                 for split, qrels in task.qrels.items():
                     if qrels.list_column is not None and qrels.score_column is not None:
                         key = f"tasks.{name}.qrels.{split}"

@@ -18,9 +18,11 @@ def write_retrieval(writer: TaskWriter, task: RetrievalSet) -> None:
     Errors are those of `TaskWriter.write`.
     """
     if (train := task.train) is not None:
-        columns = [train.query_column, train.positive_column, *filter(None, [train.negatives_column])]
-        table = writer.table(train, train.split, columns)
-        writer.write("train", "pairs", table.convert(_pair), len(table))
+        optional = filter(None, [train.negatives_column, train.scores_column])
+        table = writer.table(train, train.split, [train.query_column, train.positive_column, *optional])
+        scored = train.scores_column is not None
+        rows = table.convert(_scored_pair if scored else _pair)
+        writer.write("train", "scored_pairs" if scored else "pairs", rows, len(table))
 
     judgments: dict[str, list[TableRow | InvalidRow | UnusedRow]] = {}
     for split, config in task.qrels.items():
@@ -80,6 +82,16 @@ def _pair(query: Any, positive: Any, negatives: Any = None) -> list[TableRow]:
     hard_negatives = [negatives] if isinstance(negatives, str) else negatives or []
     require_strings("text", query, positive, *hard_negatives)
     return [{"query": query, "positive": positive, "negatives": hard_negatives}]
+
+
+def _scored_pair(query: Any, positive: Any, negatives: Any, scores: Any) -> list[TableRow]:
+    """Return a pair with a teacher's scores: a list of the positive's, then each negative's."""
+    [pair] = _pair(query, positive, negatives)
+    if not isinstance(scores, list) or len(scores) != 1 + len(pair["negatives"]):
+        raise InvalidRow("the scores are not a list of one for the positive and for each negative")
+    if not all(isinstance(each, int | float) and math.isfinite(each) for each in scores):
+        raise InvalidRow("a score is not a finite number")
+    return [{**pair, "scores": scores}]
 
 
 def _judgments(config: QrelsConfig, seed: int, query: Any, judged: Any, score: Any = 1) -> list[TableRow]:

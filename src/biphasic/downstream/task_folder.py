@@ -59,6 +59,10 @@ class TaskFolder:
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         return metadata.num_rows, sum(group.total_byte_size for group in groups)
 
+    def columns(self, table: str) -> list[str]:
+        """Return the names of a table's columns."""
+        return self._open(table, parquet.read_schema).names
+
     def read(self, table: str, schema: str) -> dict[str, list[Any]]:
         """Return the columns of a table; `schema` is a key of `biphasic.downstream.writer.SCHEMAS`.
 

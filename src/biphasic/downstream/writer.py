@@ -29,6 +29,9 @@ SCHEMAS = {
     "tokens": pa.schema({"id": _TEXT, "tokens": _TEXTS, "labels": pa.list_(pa.int32())}),
     "question_answering": pa.schema({"id": _TEXT, "question": _TEXT, "context": _TEXT, "answers": _ANSWERS}),
     "pairs": pa.schema({"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS}),
+    "scored_pairs": pa.schema(
+        {"query": _TEXT, "positive": _TEXT, "negatives": _TEXTS, "scores": pa.list_(pa.float32())}
+    ),
     "corpus": pa.schema({"_id": _TEXT, "title": _TEXT, "text": _TEXT}),
     "queries": pa.schema({"_id": _TEXT, "text": _TEXT}),
     "qrels": pa.schema({"query-id": _TEXT, "corpus-id": _TEXT, "score": pa.int32()}),

@@ -24,11 +24,13 @@ class EncoderEmbedder:
     revision: str
     """Revision of the weights and settings."""
     bf16: bool = False
+    dimension: int | None = None
+    """Number of first values of each embedding; None: all."""
 
     def __post_init__(self) -> None:
         self.encoder.backbone.eval()
         self.sentence_settings: SentenceSettings = self.encoder.text_tokenizer.settings
-        self.width: int = self.encoder.width
+        self.width: int = self.dimension or self.encoder.width
         self.device: torch.device = next(self.encoder.backbone.parameters()).device
         """The device of the weights; embeddings are compared on it."""
 
@@ -41,6 +43,7 @@ class EncoderEmbedder:
             "max_length": self.encoder.text_tokenizer.max_length,
             "precision": "amp_bf16" if self.bf16 else "fp32",
             "tokens": self.encoder.text_tokenizer.fingerprint,
+            **({"dimension": self.dimension} if self.dimension else {}),
         }
 
     def embed(self, texts: Sequence[str], progress: Callable[[int], object]) -> np.ndarray:
@@ -51,7 +54,7 @@ class EncoderEmbedder:
         """
         ids = self.encoder.tokenize(texts)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16):
-            embeddings = self.encoder.embed(ids, progress)
+            embeddings = self.encoder.embed(ids, progress)[:, : self.width]
         finite = embeddings.isfinite().all(1)
         if not bool(finite.all()):
             text = texts[int((~finite).nonzero()[0])]

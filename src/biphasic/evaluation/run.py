@@ -147,11 +147,14 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
     rank_device().module_to_device(encoder.backbone)
     is_local = is_remote(model.path) or Path(model.path).exists()
     name = model.name or (f"biphasic/{config.run_name}" if is_local else model.path)
-    embedder = EncoderEmbedder(encoder, name, "", bf16)
+    if (model.dimension or 0) > encoder.width:
+        raise UserError(f"model.dimension: {model.dimension} is more than the model's width of {encoder.width}")
+    embedder = EncoderEmbedder(encoder, name, "", bf16, model.dimension)
     fingerprint = model_fingerprint(path, model.revision)
     digest = hashlib.sha256(json.dumps([fingerprint, embedder.settings], sort_keys=True).encode()).hexdigest()
-    # mteb stores results by revision: the hub's commit, or for a local model a hash of everything that affects the scores.
-    embedder.revision = digest[:16] if is_local else fingerprint
+    # mteb stores results by revision: the hub's commit, or a hash of everything that affects the scores if the model is
+    # local or its embeddings are truncated.
+    embedder.revision = digest[:16] if is_local or model.dimension else fingerprint
     settings = {"model": model.path, "revision": embedder.revision, **embedder.settings}
     retriever = Retriever(embedder, Path(config.cache), config.cache_limit)
     return ScoredSystem(name, digest, None, retriever, settings)

@@ -100,8 +100,10 @@ def finetuned_card(
         metadata["library_name"] = "sentence-transformers" if task.kind == "retrieval" else "biphasic"
     values: dict[str, Any] = {"has_head_class": has_head_class, "marks_continuations": marks_continuations}
     if task.kind == "retrieval":
-        prompts = {"query": task.query_prompt, "document": task.document_prompt}
-        values["prompts"] = [f"`{json.dumps(text)}` before a {role}" for role, text in prompts.items() if text]
+        roles = {role: f"before a {role}" for role in ("query", "document")}
+        shown = {name: f"`{json.dumps(text)}` {roles.get(name, f'as `{name}`')}" for name, text in task.prompts.items()}
+        values["prompts"] = [text for name, text in shown.items() if task.prompts[name]]
+        values["dimensions"] = task.dimensions
     if task.kind in ("classification", "regression"):
         texts = {"text": '"A man plays the guitar."', "text_pair": '"Somebody makes music."'}
         arguments = ", ".join(f"{name}={text}" for name, text in texts.items() if f"{{{name}}}" in task.text)

@@ -10,14 +10,13 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from biphasic.downstream.array_cache import Ragged
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.evaluation.search import Qrels, ndcg_of_ten, rank_documents, retrieval_scores, trec_run
+from biphasic.finetuning.retrieval_losses import LOSSES, LearnedTemperature
 from biphasic.finetuning.task import Examples, FinetuneTask, Scored, TaskBatch, TrainedModel
 from biphasic.model.encoder import TextTokenizer
 from biphasic.model.pooling import mean_pool
@@ -25,7 +24,10 @@ from biphasic.model.segments import Segments
 
 
 class Retrieval(FinetuneTask):
-    """Trains with InfoNCE on mean-pooled embeddings of query-document pairs. There is no head."""
+    """Trains mean-pooled embeddings of query-document pairs with one of `LOSSES`.
+
+    The head is a learned temperature, or nothing. Raises a UserError also if the loss needs scores that the pairs lack.
+    """
 
     family = "retrieval"
     splits_batches = False  # in-batch negatives need all of its examples
@@ -33,11 +35,20 @@ class Retrieval(FinetuneTask):
     def __init__(self, config: Any, text_tokenizer: TextTokenizer, cache: str, record: dict[str, Any] | None = None):
         super().__init__(config, text_tokenizer, cache, record)
         self.scored_tokenizer = text_tokenizer
-        self.prompts = {"query": config.query_prompt, "document": config.document_prompt}
+        self.prompts = config.prompts
+        if LOSSES[config.loss][1] == "scores" and "scores" not in self.data.columns("train"):
+            advice = "prepare the pairs with `scores_column` (docs/tasks.md)"
+            raise UserError(f"task.loss: {config.loss} needs a teacher's scores, and {config.data} has none: {advice}")
 
     def build_head(self, width: int) -> nn.Module:
-        """Return a module without weights, because only the encoder is trained."""
-        return nn.Identity()
+        """Return the learned temperature, or a module without weights.
+
+        Raises:
+            UserError: a dimension in `task.dimensions` is larger than the width.
+        """
+        if self.config.dimensions and self.config.dimensions[0] > width:
+            raise UserError(f"task.dimensions: {self.config.dimensions[0]} is more than the model's width of {width}")
+        return nn.Identity() if self.config.temperature_lr is None else LearnedTemperature(self.config.temperature)
 
     def tables(self) -> list[tuple[TaskFolder, str]]:
         """Return the table of training pairs and all tables of the scored sets."""
@@ -52,19 +63,22 @@ class Retrieval(FinetuneTask):
         """Return the training pairs.
 
         `texts` has the queries; `documents` their documents, then all hard negatives; `ids` has one row, the documents'
-        hashes; `negatives` the indices of each query's hard negatives in `documents`.
+        hashes; `negatives` the indices of each query's hard negatives in `documents`; `scores`, where the loss needs
+        them, those of the query's document and hard negatives.
         """
 
         def make() -> Examples:
-            columns = self.data.read("train", "pairs")
+            scored = "scores" in self.data.columns("train")
+            columns = self.data.read("train", "scored_pairs" if scored else "pairs")
             negatives = [list(texts or []) for texts in columns["negatives"]]
             documents = [*columns["positive"], *(text for texts in negatives for text in texts)]
             indices = iter(range(len(negatives), len(documents)))
             return {
-                "texts": self._tokenize(self.text_tokenizer, columns["query"], "query"),
-                "documents": self._tokenize(self.text_tokenizer, documents, "document"),
+                "texts": self._tokenize(self.text_tokenizer, columns["query"], self.prompts["query"], "queries"),
+                "documents": self._tokenize(self.text_tokenizer, documents, self.prompts["document"], "documents"),
                 "ids": Ragged.of([[hash_text(text) for text in documents]], np.int64),
                 "negatives": Ragged.of([[next(indices) for _ in texts] for texts in negatives]),
+                **({"scores": Ragged.of(columns["scores"], np.float32)} if scored else {}),
             }
 
         examples = self.tokenize_once(self.data, "train", make)
@@ -75,34 +89,50 @@ class Retrieval(FinetuneTask):
 
     def collate(self, examples: Examples, indices: Sequence[int], epoch: int, seed: int) -> TaskBatch:
         """Concatenate the queries, each query's document, then hard negatives, sampled anew in each epoch."""
-        documents, count = list(indices), self.config.hard_negatives
+        documents, count, places = list(indices), self.config.hard_negatives, list[list[int]]()
         for index in indices if count else ():
-            negatives = examples["negatives"][index].tolist()
+            negatives = examples["negatives"][index]
             generator = random.Random(f"hard negatives {seed} {epoch} {index}")
-            sample = generator.sample(negatives, min(count, len(negatives)))
+            sample = generator.sample(range(len(negatives)), min(count, len(negatives)))
             # A pair with too few negatives repeats them, because every rank needs the same number of documents.
-            documents += [sample[at % len(sample)] for at in range(count)]
+            places.append([sample[at % len(sample)] for at in range(count)])
+            documents += negatives[places[-1]].tolist()
         parts = examples["texts"].concatenate(indices), examples["documents"].concatenate(documents)
-        return {
+        batch: TaskBatch = {
             "tokens": torch.from_numpy(np.concatenate([tokens for tokens, _ in parts])).long(),
             "lengths": [length for _, lengths in parts for length in lengths],
             "ids": torch.from_numpy(examples["ids"].flat[documents]),
             "queries": len(indices),
         }
+        if places and "scores" in examples:
+            chosen = [[0, *(place + 1 for place in row)] for row in places]
+            rows = [examples["scores"][index][row] for index, row in zip(indices, chosen, strict=True)]
+            batch["scores"] = torch.from_numpy(np.stack(rows))
+        return batch
+
+    def outputs(self, hidden: Tensor, segments: Segments) -> Tensor:
+        """Return embeddings, fp32 [texts, width]: those of a large batch fit in memory, its hidden states don't."""
+        return mean_pool(hidden, segments)
 
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return InfoNCE, summed over the queries."""
-        embeddings = mean_pool(hidden, segments)
-        queries, documents = embeddings[: batch["queries"]], embeddings[batch["queries"] :]
-        return info_nce(queries, documents, batch["ids"], self.config.temperature) * len(queries)
+        """Return the loss of a rank's queries, from the embeddings that are `outputs`; a sum over `task.dimensions`."""
+        loss, compared = LOSSES[self.config.loss]
+        temperature = head() if isinstance(head, LearnedTemperature) else self.config.temperature
+        count = batch["queries"]
+        losses = [
+            loss(hidden[:count, :dimension], hidden[count:, :dimension], batch[compared], temperature)
+            for dimension in self.config.dimensions or [None]
+        ]
+        return torch.stack(losses).sum() * count
 
     def evaluate(self, model: TrainedModel) -> Scored:
-        """Return the scores, and a ranking for each set and split, `SET-SPLIT.run.gz`."""
+        """Return the scores, and a ranking for each set, further dimension and split, `SET-d256-SPLIT.run.gz`."""
         results, files = [], {}
         for name, folder in self._scored_sets().items():
             queries, query_embeddings = self._embed(model, folder, "queries", "query", name)
             documents, document_embeddings = self._embed(model, folder, "corpus", "document", name)
-            positions, metrics = {query: at for at, query in enumerate(queries)}, {}
+            positions = {query: at for at, query in enumerate(queries)}
+            metrics: dict[str, dict[str, dict[str, float]]] = {shown: {} for shown in self.config.scored_as(name)}
             for split in _judged_splits(folder):
                 qrels: Qrels = {}
                 for query, document, grade in zip(*folder.read(f"qrels/{split}", "qrels").values(), strict=True):
@@ -111,27 +141,32 @@ class Retrieval(FinetuneTask):
                     problem = f"judges {len(missing)} queries that are missing, e.g. {missing[0]}"
                     raise UserError(f"{folder.path}/qrels/{split}: {problem}")
                 judged = query_embeddings[[positions[query] for query in qrels]]
-                run = rank_documents(list(qrels), judged, documents, document_embeddings)
-                metrics[split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": ndcg_of_ten(run, qrels)}
-                files[f"{name}-{split}.run.gz"] = functools.partial(trec_run, run, "biphasic")
-            results += self.results(name, name, metrics)
+                for shown, dimension in self.config.scored_as(name).items():
+                    truncated = judged[:, :dimension], document_embeddings[:, :dimension]
+                    run = rank_documents(list(qrels), truncated[0], documents, truncated[1])
+                    metrics[shown][split] = {**retrieval_scores(run, qrels), "ndcg_of_ten": ndcg_of_ten(run, qrels)}
+                    file = f"{shown.replace(' ', '-')}-{split}.run.gz"
+                    files[file] = functools.partial(trec_run, run, "biphasic")
+            for shown, by_split in metrics.items():
+                results += self.results(name, shown, by_split)
         return results, files
 
     def _embed(
         self, model: TrainedModel, folder: TaskFolder, table: str, role: str, name: str
     ) -> tuple[list[str], Tensor]:
         """Return ids and embeddings of a retrieval dataset's queries or corpus."""
-        columns = folder.read(table, table)
+        columns, prompts = folder.read(table, table), self.config.prompts_of(name)
 
         def make() -> Examples:
-            return {"texts": self._tokenize(self.scored_tokenizer, titled_texts(columns), role)}
+            return {"texts": self._tokenize(self.scored_tokenizer, titled_texts(columns), prompts[role], table)}
 
-        texts = self.tokenize_once(folder, table, make)["texts"]
+        changed = {f"{each}_prompt": text for each, text in prompts.items()}
+        texts = self.tokenize_once(folder, table, make, changed)["texts"]
         return columns["_id"], model.embed(texts, f"{name}: {table}")
 
-    def _tokenize(self, tokenizer: TextTokenizer, texts: Sequence[str], role: str) -> Ragged:
-        prompted = [self.prompts[role] + text for text in texts]
-        title = f"reading {self.config.name}: {role} texts"
+    def _tokenize(self, tokenizer: TextTokenizer, texts: Sequence[str], prompt: str, title: str) -> Ragged:
+        prompted = [prompt + text for text in texts]
+        title = f"reading {self.config.name}: {title}"
         return Ragged.of(tokenizer.tokenize(prompted, self.max_length, title))
 
     def _scored_sets(self) -> dict[str, TaskFolder]:
@@ -147,34 +182,6 @@ def titled_texts(columns: dict[str, list[Any]]) -> list[str]:
 
 def _judged_splits(folder: TaskFolder) -> list[str]:
     return [split for split in ("validation", "test") if f"qrels/{split}" in folder.record["rows"]]
-
-
-def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float) -> Tensor:
-    """Return the cross-entropy of each query's own document among all documents of the global batch.
-
-    This is the loss of the paper's evaluation library: cosine similarity, in-batch negatives, temperature 0.05. With
-    several ranks, the documents of all ranks are negatives and receive gradients. The result is the mean over this
-    rank's queries; its mean over ranks equals the loss of a single rank with all pairs.
-
-    Args:
-        queries: query embeddings [pairs, width].
-        documents: embeddings [at least pairs, width] of the queries' documents in order, then of hard negatives.
-        ids: int64 [documents]; a document with the same id as a query's own document is not a negative for it.
-    """
-    queries, documents = F.normalize(queries.float(), dim=1), F.normalize(documents.float(), dim=1)
-    offset, count, own = 0, len(queries), ids[: len(queries)]
-    if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
-        from torch.distributed.nn.functional import all_gather
-
-        offset = torch.distributed.get_rank() * len(documents)
-        documents = torch.cat(list(all_gather(documents)))  # pyright: ignore[reportArgumentType]
-        gathered = [torch.empty_like(ids) for _ in range(torch.distributed.get_world_size())]
-        torch.distributed.all_gather(gathered, ids)
-        ids = torch.cat(gathered)
-    targets = torch.arange(offset, offset + count, device=queries.device)
-    duplicate = own[:, None] == ids[None, :]
-    duplicate[torch.arange(count, device=queries.device), targets] = False
-    return F.cross_entropy((queries @ documents.T / temperature).masked_fill(duplicate, float("-inf")), targets)
 
 
 def hash_text(text: str) -> int:

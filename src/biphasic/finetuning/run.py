@@ -79,6 +79,7 @@ def _save(config: FinetuneConfig, folder: Path, trial: TrialResult, model: Train
         "Learning rate": f"{config.optimizer.lr}, {config.warmup} warmup, then linear decay to 0",
         "Seed": config.seed,
         "Last loss": trial.about["loss"],
+        **({"Learned temperature": trial.about["temperature"]} if "temperature" in trial.about else {}),
     }
     for result in trial.results:
         scores = [(split, *score) for split, values in result.more.items() for score in values.items()]

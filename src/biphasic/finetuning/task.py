@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,9 +137,13 @@ class FinetuneTask(ABC):
     def training_examples(self) -> Examples:
         """Return all training examples."""
 
+    def outputs(self, hidden: Tensor, segments: Segments) -> Tensor:
+        """Return what the loss needs of a forward pass. Default: its hidden states [tokens, width]."""
+        return hidden
+
     @abstractmethod
     def loss(self, head: nn.Module, hidden: Tensor, segments: Segments, batch: TaskBatch) -> Tensor:
-        """Return the sum of a microbatch's loss terms, fp32, from its hidden states [tokens, width]."""
+        """Return the sum of a microbatch's loss terms, fp32, from the `outputs` of its forward passes, concatenated."""
 
     @abstractmethod
     def evaluate(self, model: TrainedModel) -> Scored:
@@ -165,15 +169,20 @@ class FinetuneTask(ABC):
             return [indices]
         return full_groups(tokens, indices, lambda index: len(examples["texts"][index]))
 
-    def tokenize_once(self, folder: TaskFolder, table: str, make: Callable[[], Examples]) -> Examples:
-        """Return the examples of a folder's table from the cache, or from `make` if they are not cached."""
+    def tokenize_once(
+        self, folder: TaskFolder, table: str, make: Callable[[], Examples], settings: Mapping[str, Any] | None = None
+    ) -> Examples:
+        """Return the examples of a folder's table from the cache, or from `make` if they are not cached.
+
+        `settings` are those of the `task:` section that differ for this table.
+        """
         key = {
             "format": RESULT_FORMAT,
             "kind": self.config.kind,
             "table": [table, folder.content_hash(table)],
             "tokenizer": self.text_tokenizer.fingerprint,
             "longest": self.max_length,
-            "settings": self.config.model_dump(include=_TOKENIZATION_KEYS),
+            "settings": {**self.config.model_dump(include=_TOKENIZATION_KEYS), **(settings or {})},
         }
         return cached(self.cache, key, make)
 

@@ -21,6 +21,7 @@ from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.timeline import ScheduleConfig
 from biphasic.devices import rank_device
 from biphasic.finetuning.batches import GlobalBatches, count_steps, warmup_batches
+from biphasic.finetuning.retrieval_losses import LearnedTemperature
 from biphasic.finetuning.task import FinetuneTask, TaskBatch
 from biphasic.grouping import groups_up_to
 from biphasic.model.encoder import Encoder
@@ -35,8 +36,9 @@ class FinetuneModel(ComposerModel):
     """The Composer model for fine-tuning: an encoder and a head, trained with the task's loss.
 
     `tokens_per_pass` is the number of tokens in a forward pass, unless a text is longer. The loss of retrieval needs
-    all texts of a batch: its passes are computed again in the backward pass, so that the activations of one are in memory
-    (the gradients are those of a single pass, as with sentence-transformers' cached loss).
+    all texts of a batch: each pass keeps only its embeddings and is computed again in the backward pass, with the same
+    dropout, so that the activations and hidden states of one pass are in memory (gradient caching). The gradients are
+    those of a single pass.
     """
 
     def __init__(self, encoder: Encoder, head: nn.Module, task: FinetuneTask, tokens_per_pass: int):
@@ -48,17 +50,20 @@ class FinetuneModel(ComposerModel):
     def forward(self, batch: TaskBatch) -> Tensor:
         """Return a microbatch's summed loss, computed here because sharding wrappers gather parameters in `forward`."""
         tokens, lengths = batch["tokens"], batch["lengths"]
-        segments, passes = Segments.of(lengths, tokens.device), list(groups_up_to(self.tokens_per_pass, lengths, int))
+        passes = list(groups_up_to(self.tokens_per_pass, lengths, int))
         if len(passes) == 1:
-            hidden = self.encoder.hidden(tokens, segments)
+            outputs = self._outputs(tokens, lengths)
         else:
             inputs = zip(tokens.split([sum(part) for part in passes]), passes, strict=True)
-            hidden = torch.cat([self._recomputed_hidden(*each) for each in inputs])
-        return self.task.loss(self.head, hidden, segments, batch)
+            outputs = torch.cat([self._recomputed_outputs(*each) for each in inputs])
+        return self.task.loss(self.head, outputs, Segments.of(lengths, tokens.device), batch)
 
-    def _recomputed_hidden(self, tokens: Tensor, lengths: list[int]) -> Any:
+    def _outputs(self, tokens: Tensor, lengths: list[int]) -> Tensor:
         segments = Segments.of(lengths, tokens.device)
-        return checkpoint(self.encoder.hidden, tokens, segments, use_reentrant=False)
+        return self.task.outputs(self.encoder.hidden(tokens, segments), segments)
+
+    def _recomputed_outputs(self, tokens: Tensor, lengths: list[int]) -> Any:
+        return checkpoint(self._outputs, tokens, lengths, use_reentrant=False)
 
     def loss(self, outputs: Tensor, batch: TaskBatch) -> dict[str, Tensor]:  # pyright: ignore
         """Return the microbatch's share of the mean loss over the global batch's targets."""
@@ -76,6 +81,8 @@ class SeededDropout(Callback):
 
 def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: FinetuneTask) -> dict[str, Any]:
     """Train the encoder and head in place; return `steps` (batches), `tokens` (summed over ranks) and the last `loss`.
+
+    A learned temperature's last value is returned too, as `temperature`.
 
     Raises:
         UserError: the data can't be used, or the loss is NaN or Inf.
@@ -97,7 +104,8 @@ def train(config: FinetuneConfig, encoder: Encoder, head: nn.Module, task: Finet
         atexit.unregister(trainer.engine._close)
     losses: dict[str, float] = trainer.state.total_loss_dict or {}
     tokens = trainer.state.timestamp.token.value
-    return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total")}
+    learned = {"temperature": float(head())} if isinstance(head, LearnedTemperature) else {}
+    return {"steps": steps, "tokens": tokens, "loss": losses.get("loss/train/total"), **learned}
 
 
 def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: GlobalBatches) -> Trainer:
@@ -105,6 +113,10 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
     decay = Duration(max(len(batches) - warmup, 0), "ba")
     schedule = ScheduleConfig(warmup=Duration(warmup, "ba"), decay=decay)
     optimizer, folder = config.optimizer, config.run_folder
+    built = build_optimizer(model, model.backbone, optimizer)
+    if isinstance(model.head, LearnedTemperature):
+        # The last group: the only scalar.
+        built.param_groups[-1]["lr_scale"] = config.task.temperature_lr / optimizer.lr  # pyright: ignore
     destinations = loggers(config.logging, folder, config.run_name)
     anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
     callbacks: list[Callback] = [SeededDropout(), SpikeDetector(anomalies, lambda batch: 0)]
@@ -121,7 +133,7 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
         seed=config.seed,
         train_dataloader=data,
         max_duration=str(total),
-        optimizers=build_optimizer(model, model.backbone, optimizer),
+        optimizers=built,
         algorithms=[
             WarmupStableDecay(schedule, total, optimizer.lr),
             GradientGuard(optimizer.clip_norm, optimizer.max_skipped_batches, anomalies, advice=""),

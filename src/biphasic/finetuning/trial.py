@@ -66,7 +66,7 @@ def trial_name(config: FinetuneConfig) -> str:
             model_fingerprint(config.model.path, config.model.revision),
             [family.text_tokenizer.fingerprint, family.text_tokenizer.max_length],
             [[table, folder.content_hash(table)] for folder, table in family.tables()],
-            list(task.retrieval_sets),
+            [(name, task.prompts_of(name)) for name in task.retrieval_sets] if task.kind == "retrieval" else [],
         ]
     settings = config.model_dump(mode="json", exclude=_NOT_IN_NAME)
     content = json.dumps([RESULT_FORMAT, settings, _contents[key]], sort_keys=True)
@@ -77,7 +77,7 @@ def scored_sets(config: FinetuneConfig) -> tuple[tuple[str, str, str], ...]:
     """Return the (task, name, metric) of each test set of a trial, as in `DownstreamResult`."""
     task = config.task
     if task.kind == "retrieval":
-        sets = [(name, name) for name in task.retrieval_sets]
+        sets = [(name, shown) for name in task.retrieval_sets for shown in task.scored_as(name)]
     else:
         sets = [(task.name, name) for name in task.scored]
     return tuple((own, shown, metric) for own, name in sets for shown, metric in task.shown(name))
@@ -183,6 +183,7 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
         return TrialCost(None, None, None, steps, train_tokens)
     scored_tokens = sum(folder.size(table)[1] / 4 for folder, table in task.tables() if table != "train")
     flops = architecture.body_parameters * (6 * train_tokens + 2 * scored_tokens)
+    task.build_head(architecture.hidden)  # checks the dimensions
     parameters = architecture.parameters - architecture.head_parameters
     forward = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
     activations = architecture.activation_bytes(forward, 2 if config.precision == "amp_bf16" else 4)

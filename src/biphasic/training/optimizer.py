@@ -17,7 +17,9 @@ from biphasic.config.timeline import ScheduleConfig, learning_rate_factor
 
 
 def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """Build the optimizer that a YAML names, for all parameters of `model` and with weight decay on each.
+    """Build the optimizer that a YAML names, for all parameters of `model`, with weight decay on each but scalars.
+
+    Scalars (a learned temperature) are the last parameter group.
 
     With `muon`, Muon updates the linear layers of the backbone, and AdamW the other parameters.
     """
@@ -29,8 +31,12 @@ def build_optimizer(model: nn.Module, backbone: nn.Module, config: OptimizerConf
 
 
 def _adamw(parameters: Iterable[Tensor], config: OptimizerConfig) -> torch.optim.AdamW:
+    parameters = list(parameters)
+    groups: list[dict[str, Any]] = [{"params": [each for each in parameters if each.dim()]}]
+    if scalars := [each for each in parameters if not each.dim()]:
+        groups.append({"params": scalars, "weight_decay": 0.0})
     return torch.optim.AdamW(
-        [{"params": list(parameters)}],
+        groups,
         lr=config.lr,
         betas=(config.betas[0], config.betas[1]),
         eps=config.eps,
@@ -44,7 +50,7 @@ class MuonWithAdamW(torch.optim.Optimizer):
 
     Both have the same learning rate and weight decay, because Muon's updates are scaled to the size of AdamW's (Liu et
     al., "Muon is Scalable for LLM Training", arXiv 2502.16982; `adjust_lr_fn="match_rms_adamw"`). `matrices` have two
-    dimensions and are the first parameter group; `others` are the second.
+    dimensions and are the first parameter group; `others` are the second, and a third if there are scalars.
     """
 
     def __init__(self, matrices: Iterable[Tensor], others: Iterable[Tensor], config: OptimizerConfig):
@@ -57,9 +63,9 @@ class MuonWithAdamW(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> Any:
         """Update all parameters."""
         loss = None if closure is None else torch.enable_grad()(closure)()
-        for optimizer, group in zip((self._muon, self._adamw), self.param_groups, strict=True):
+        for optimizer, groups in ((self._muon, self.param_groups[:1]), (self._adamw, self.param_groups[1:])):
             # Assigned at each step, because loading a checkpoint replaces this optimizer's groups and state.
-            optimizer.param_groups, optimizer.state = [group], self.state
+            optimizer.param_groups, optimizer.state = groups, self.state
             optimizer.step()
         return loss
 
@@ -67,9 +73,10 @@ class MuonWithAdamW(torch.optim.Optimizer):
 class WarmupStableDecay(Algorithm):
     """Algorithm that sets the learning rate: a linear warmup from 0, a stable phase, and a decay to `max_duration`.
 
-    `lr` is the highest rate. The rate depends only on the timestamp, so nothing is stored in checkpoints. It is not a
-    Composer scheduler, because Composer asks a scheduler for the next batch's rate before it counts the last batch:
-    every rate would come one batch late, so that the first is used twice and the last never.
+    `lr` is the highest rate, times `lr_scale` in parameter groups that have one. The rate depends only on the timestamp,
+    so nothing is stored in checkpoints. It is not a Composer scheduler, because Composer asks a scheduler for the next
+    batch's rate before it counts the last batch: every rate would come one batch late, so that the first is used twice
+    and the last never.
     """
 
     def __init__(self, schedule: ScheduleConfig, max_duration: Duration, lr: float):
@@ -84,4 +91,4 @@ class WarmupStableDecay(Algorithm):
         rate = self.lr * learning_rate_factor(self.schedule, self.max_duration, elapsed(state.timestamp))
         for optimizer in state.optimizers:
             for group in optimizer.param_groups:
-                group["lr"] = rate
+                group["lr"] = rate * group.get("lr_scale", 1.0)
