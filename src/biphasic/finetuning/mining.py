@@ -37,8 +37,7 @@ from biphasic.model.encoder import load_encoder
 from biphasic.storage import is_remote, json_bytes, open_store
 from biphasic.storage.hub import why_missing
 
-_SCORES = pa.field("scores", pa.list_(pa.float32()))
-_SCHEMA = pa.schema([*(field for field in SCHEMAS["pairs"] if field.name != "scores"), _SCORES])
+_SCHEMA = SCHEMAS["scored_pairs"]
 _WRITE_ROWS, _PAIRS_AT_ONCE = 1000, 1 << 14
 _ANY_SIZE = 1 << 62
 """A limit of the embedding cache that only the disk's size undercuts."""
