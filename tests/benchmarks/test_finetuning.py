@@ -83,6 +83,35 @@ def test_ratios() -> None:
     assert all(len(row) == len(header) for row in rows)
 
 
+def test_pairs_a_second() -> None:
+    benchmark = module("retrieval")
+    shape = benchmark.Shape(batch=10, dropped=1)
+    ours, theirs = benchmark.SIDES
+
+    def run(seconds: list[float], ndcg: float) -> dict[str, Any]:
+        return {"seconds": seconds, "ndcg": ndcg, "loss": 0.0}
+
+    rates = benchmark.training_rates({ours: [run([1, 2], 0.9), run([3, 2], 0.7)], theirs: [run([5, 3], 0.8)]}, shape)
+    # The first step is in no list, so that dropping one drops nothing here.
+    assert rates[ours]["pairs_per_second"] == 5 and rates[theirs]["pairs_per_second"] == 2.5
+    assert rates[ours]["ndcg"] == pytest.approx(0.8)
+    rows = benchmark.training_rows(rates)
+    assert [row[2] for row in rows] == ["", "2.00"] and {len(row) for row in rows} == {5}
+
+
+@pytest.mark.slow
+def test_both_sides_of_retrieval_train_the_same_model(tmp_path: Path) -> None:
+    """The losses of the first and only step are about the same: other orders of pairs, the same weights and batch size."""
+    benchmark, peer = module("retrieval"), module("retrieval_sentence_transformers")
+    shape = benchmark.Shape(
+        steps=1, batch=64, tokens=512, held_out=20, width=32, layers=2, words=200, longest=64, threads=1
+    )
+    benchmark.prepare(tmp_path / "work", shape)
+    ours, theirs = benchmark.train_biphasic(tmp_path / "work", 0, shape), peer.run(tmp_path / "work", 0)
+    assert theirs["loss"] == pytest.approx(ours["loss"], abs=1e-4)
+    assert theirs["ndcg"] == pytest.approx(ours["ndcg"], abs=1e-3)
+
+
 def test_the_bare_loop_trains_what_a_trial_trains(tmp_path: Path) -> None:
     sweep = module("sweep")
     path = sweep.prepare(tmp_path / "work", sweep.Shape(seeds=1, steps=6, width=32, layers=1))

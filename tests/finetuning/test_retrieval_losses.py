@@ -17,10 +17,12 @@ from sentence_transformers.util import cos_sim, pairwise_cos_sim
 from torch import Tensor
 from torch.distributed._tools.mem_tracker import MemTracker
 
+from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.finetune import LEARNED_TEMPERATURES, FinetuneConfig, ScoredSetConfig
 from biphasic.downstream.writer import SCHEMAS
 from biphasic.errors import UserError
 from biphasic.evaluation.embedder import EncoderEmbedder
+from biphasic.evaluation.run import _model
 from biphasic.evaluation.search import rank_documents, retrieval_scores
 from biphasic.finetuning.batches import GlobalBatches
 from biphasic.finetuning.plan import plan_finetuning
@@ -272,6 +274,16 @@ def test_dimensions_prompts_and_temperature_of_a_run(toy: Path, retrieval: Finet
         assert encoded.shape == (3, 8)
         prompted = [settings["prompts"][name] + text for text in texts]
         np.testing.assert_allclose(encoded, embedder.embed(prompted, lambda _: None), atol=1e-5)
+    evaluation: dict[str, Any] = {"job": "evaluate", "run_name": "e", "cache": config.cache, "sets": [data]}
+
+    def evaluated(**model: Any) -> Any:
+        return _model(EvaluateConfig.model_validate({**evaluation, "model": {"path": path, **model}}))
+
+    whole, system = evaluated(), evaluated(dimension=8)
+    assert (whole.model.embedder.width, system.model.embedder.width) == (32, 8)
+    assert whole.model.embedder.revision != system.model.embedder.revision
+    with pytest.raises(UserError, match=r"model\.dimension: 33 is more than the model's width of 32"):
+        evaluated(dimension=33)
     # The trial's ranking is that of the exported model's truncated embeddings.
     tables = {name: pq.read_table(Path(data) / f"{name}.parquet").to_pydict() for name in ("queries", "corpus")}
     queries = truncated.encode(tables["queries"]["text"], prompt_name="own-query", normalize_embeddings=True)
