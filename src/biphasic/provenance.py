@@ -31,7 +31,7 @@ def _commit() -> str | None:
     command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--match=", "--dirty=+changes"]
     with suppress(OSError, subprocess.SubprocessError):
         if (root / ".git").exists():
-            return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+            return subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True, timeout=60).strip()
     return None
 
 

@@ -101,8 +101,7 @@ def test_shared_passages_are_those_of_brute_force(folder: Path, words: int) -> N
     expected = reference(rows_of(folder / "tasks/out/it", "test"), training, words)
     assert {example["id"]: (example["share"], example["run"]) for example in row["found"]} == expected
     assert [example["run"] for example in row["found"]] == sorted((run for _, run in expected.values()), reverse=True)
-    assert report["read"]["words"] == sum(len(words_of(text)) for text in training)
-    assert report["read"]["tokens"] > report["read"]["words"]
+    assert report["read"] == sum(len(words_of(text)) for text in training)
     assert row["examples"] == len(examples) + 1 and row["shared"] == len(expected)
     if words == 13:
         assert set(expected) == {"whole", "part", "two parts", "chinese", "pair"}

@@ -5,10 +5,8 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import random
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,7 +22,7 @@ from biphasic.evaluation import blocks
 from biphasic.evaluation.embedder import EncoderEmbedder
 from biphasic.evaluation.search import ExactTopK
 from biphasic.finetuning import mining
-from biphasic.finetuning.mining import MiningOptions, mine
+from biphasic.finetuning.mining import mine
 from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import load_encoder
 from helpers import warm
@@ -32,7 +30,7 @@ from helpers.downstream_sets import jsonl, one_task, rows_of
 from helpers.mteb_mirror import PROMPTS, write_model
 from helpers.toy_sets import config_of, retrieval_pairs
 
-OPTIONS = MiningOptions(count=4, depth=12, below=0.9, near_duplicate=0.9)
+LIMITS: dict[str, Any] = {"count": 4, "depth": 12, "below": 0.9, "near_duplicate": 0.9}
 
 
 @pytest.fixture(scope="module")
@@ -62,14 +60,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def mined(folder: Path, name: str, options: MiningOptions = OPTIONS, cache: str = "") -> Path:
+def mined(folder: Path, name: str, limits: dict[str, Any] = LIMITS, cache: str = "") -> Path:
     """Mine into `folder / name`."""
     mine(
         str(folder / "encoder"),
         str(folder / "out/it"),
         str(folder / name),
-        options,
         str(folder / (cache or name)) + "-c",
+        **limits,
     )
     return folder / name
 
@@ -78,7 +76,7 @@ def content(out: Path) -> dict[str, bytes]:
     return {path.relative_to(out).as_posix(): path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
-def reference(folder: Path, options: MiningOptions) -> list[dict[str, Any]]:
+def reference(folder: Path) -> list[dict[str, Any]]:
     """Return the rows that a search over all texts, each embedded alone, gives."""
     encoder = load_encoder(str(folder / "encoder"))
 
@@ -91,18 +89,14 @@ def reference(folder: Path, options: MiningOptions) -> list[dict[str, Any]]:
     texts = [row["positive"] for row in pairs] + [row["text"] for row in rows_of(folder / "out/it", "corpus")]
     documents = list(dict.fromkeys(texts))
     embeddings, result = embed(documents, "document"), []
-    for number, query in enumerate(dict.fromkeys(row["query"] for row in pairs)):
+    for query in dict.fromkeys(row["query"] for row in pairs):
         scores = embeddings @ embed([query], "query")[0]
         positives = [documents.index(row["positive"]) for row in pairs if row["query"] == query]
-        least = min(scores[at] - abs(scores[at]) * (1 - options.below) for at in positives)
-        considered = [at for at in np.argsort(-scores, kind="stable") if scores[at] <= least][: options.depth]
-        near = (embeddings @ embeddings[positives].T).max(1) > options.near_duplicate
+        least = min(scores[at] - abs(scores[at]) * (1 - LIMITS["below"]) for at in positives)
+        considered = [at for at in np.argsort(-scores, kind="stable") if scores[at] <= least][: LIMITS["depth"]]
+        near = (embeddings @ embeddings[positives].T).max(1) > LIMITS["near_duplicate"]
         allowed = [at for at in considered if at not in positives and not near[at]]
-        if options.sample is not None:
-            generator = random.Random(f"mined negatives {options.sample} {number}")
-            kept = generator.sample(range(len(allowed)), min(options.count, len(allowed)))
-            allowed = [allowed[at] for at in sorted(kept)]
-        chosen = allowed[: options.count]
+        chosen = allowed[: LIMITS["count"]]
         for at in positives:
             negatives = [documents[document] for document in chosen]
             row = {"query": query, "positive": documents[at], "negatives": negatives, "scores": scores[[at, *chosen]]}
@@ -110,11 +104,9 @@ def reference(folder: Path, options: MiningOptions) -> list[dict[str, Any]]:
     return result
 
 
-@pytest.mark.parametrize("sample", [None, 5])
-def test_negatives_are_those_of_a_brute_force_search(folder: Path, sample: int | None) -> None:
-    options = MiningOptions(**{**asdict(OPTIONS), "sample": sample})
-    rows = rows_of(mined(folder, f"sample-{sample}", options), "train")
-    expected = {(row["query"], row["positive"]): row for row in reference(folder, options)}
+def test_negatives_are_those_of_a_brute_force_search(folder: Path) -> None:
+    rows = rows_of(mined(folder, "brute-force"), "train")
+    expected = {(row["query"], row["positive"]): row for row in reference(folder)}
     assert [list(row) for row in rows] == [["query", "positive", "negatives", "scores"]] * len(rows)
     assert len(rows) == len(expected) > 30
     for row in rows:
@@ -126,8 +118,8 @@ def test_negatives_are_those_of_a_brute_force_search(folder: Path, sample: int |
 
 def test_each_limit_leaves_out_documents(folder: Path) -> None:
     def negatives(**changes: Any) -> dict[str, set[str]]:
-        options = MiningOptions(**{**asdict(OPTIONS), "count": 300, "depth": 300, **changes})
-        out = mined(folder, "-".join(map(str, ["limits", *itertools.chain(*changes.items())])), options, "limits")
+        limits = {**LIMITS, "count": 300, "depth": 300, **changes}
+        out = mined(folder, "-".join(map(str, ["limits", *itertools.chain(*changes.items())])), limits, "limits")
         record = json.loads((out / "task.json").read_text())["mined"]
         assert record["negatives"] == sum(len(row["negatives"]) for row in rows_of(out, "train"))
         return {row["query"]: set(row["negatives"]) for row in rows_of(out, "train")}
@@ -182,7 +174,7 @@ def test_another_set_does_not_read_the_embeddings_of_the_first(folder: Path) -> 
     pq.write_table(table.take([*range(1, len(table)), 0]), other / "train.parquet")
     sets = []
     for name, cache in (("after-first", "first"), ("alone", "alone")):
-        mine(str(folder / "encoder"), str(other), str(folder / name), OPTIONS, str(folder / cache) + "-c")
+        mine(str(folder / "encoder"), str(other), str(folder / name), str(folder / cache) + "-c", **LIMITS)
         sets.append(content(folder / name)["train.parquet"])
     assert sets[0] == sets[1] != content(folder / "first")["train.parquet"]
 
@@ -238,24 +230,22 @@ def test_fine_tuning_reads_the_mined_set(folder: Path) -> None:
 def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     arguments = ["mine", str(folder / "encoder"), str(folder / "out/it"), str(folder / "printed"), "--count=4"]
     arguments += ["--near-duplicate=0.9", "--below=0.9", f"--cache={folder / 'one-c'}"]
-    assert main([*arguments, "--plan"]) == 0
-    assert "  pairs          42: 40 queries, 42 positives" in capsys.readouterr().out
-    assert not (folder / "printed").exists()
     assert main([*arguments, "--depth=12"]) == 0
     lines = capsys.readouterr().out.splitlines()
+    assert "mining for 40 queries among " in "\n".join(lines)
     record = json.loads((folder / "printed/task.json").read_text())
     assert lines[-2].startswith(f"{folder / 'printed'}: {record['rows']['train']} pairs, ")
     assert lines[-1].endswith(f"task.data={folder / 'printed'} task.hard_negatives=4")
-    assert main(["mine", str(folder / "nowhere"), *arguments[2:3], str(folder / "other"), "--plan"]) == 0
-    assert "MISSING" in capsys.readouterr().out
+    assert main(["mine", str(folder / "nowhere"), *arguments[2:3], str(folder / "other")]) == 2
+    assert "nowhere" in capsys.readouterr().err
 
 
-def test_bad_input_is_refused(folder: Path, toy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bad_input_is_refused(folder: Path, toy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, source = str(folder / "encoder"), str(folder / "out/it")
 
     def refused(message: str, task: str = source, out: str = "bad", model: str = model, **options: Any) -> None:
         with pytest.raises(UserError, match=message):
-            mine(model, task, str(folder / out), MiningOptions(**options), str(folder / "bad-c"))
+            mine(model, task, str(folder / out), str(folder / "bad-c"), **options)
 
     refused(r"sst2: is a dataset of kind classification; expected retrieval", str(toy / "tasks/sst2"))
     pairless, one_pair = (Path(shutil.copytree(source, folder / name)) for name in ("pairless", "one-pair"))
@@ -266,11 +256,13 @@ def test_bad_input_is_refused(folder: Path, toy: Path, monkeypatch: pytest.Monke
     refused(r"pairless: has no train \(it has: corpus, qrels/test, queries\)", str(pairless))
     refused("nowhere/model: can't be loaded", model=str(folder / "nowhere/model"))
     refused(r"--depth: expected at least --count \(7\); got 3", depth=3)
-    refused("--near-duplicate: expected a number above 0, at most 1; got 2", near_duplicate=2)
+    for name in ("--near-duplicate=2", "--below=x"):
+        assert main(["mine", model, source, str(folder / "bad"), name]) == 2
+        assert "expected a number above 0, at most 1; got " in capsys.readouterr().err
     refused("is TASK_FOLDER, which is kept", out="out/it")
     refused("no pair gets a negative", str(one_pair))
     mined(folder, "settings", cache="one")
-    refused(r"was made with other settings \(count differ\)", out="settings", **{**asdict(OPTIONS), "count": 3})
+    refused(r"was made with other settings \(count differ\)", out="settings", **{**LIMITS, "count": 3})
     (folder / "foreign").mkdir()
     (folder / "foreign/notes.txt").write_text("keep")
     refused(r"holds something else \(notes\.txt\)", out="foreign")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from argparse import Namespace
 from pathlib import Path
 
@@ -244,14 +243,9 @@ def overlap(options: Namespace) -> int:
     """
     from biphasic.downstream.overlap import describe, find_overlap
 
-    start = time.monotonic()
     report = find_overlap(options.data, options.tasks, options.words, options.cache)
     print(describe(report, options.examples))
-    seconds = time.monotonic() - start
-    counts = ", ".join(
-        f"{number:,} {name} ({number / seconds:,.0f}/s)" for name, number in report["read"].items() if number
-    )
-    print(f"\nread {counts}")
+    print(f"\nread {report['read']:,} words")
     if options.out is not None:
         open_store(str(options.out.parent)).write(options.out.name, json_bytes(report))
         print(f"{options.out}: the counts and all examples with a shared {options.words}-gram")

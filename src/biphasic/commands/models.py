@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from biphasic.commands.next_step import after_export, after_mining
-from biphasic.commands.parser import argument, command, count, positive
-from biphasic.commands.plan import print_job_plan
+from biphasic.commands.parser import argument, command, positive, share
 from biphasic.devices import rank_device, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path
@@ -258,13 +257,11 @@ def _write(out: Path, groups: Iterator[dict[str, Any]]) -> int:
     argument("out", metavar="OUT", help="the folder to write: the same set, its pairs with negatives and scores"),
     argument("--count", type=positive, default=7, metavar="N", help="negatives of a query (default: 7)"),
     argument("--depth", type=positive, default=100, metavar="K", help="documents to consider, best first (default: 100)"),
-    argument("--below", type=float, default=0.95, metavar="SHARE",
+    argument("--below", type=share, default=0.95, metavar="SHARE",
              help="leave out documents above this share of the positive's score (default: 0.95)"),
-    argument("--near-duplicate", type=float, default=0.95, metavar="COSINE",
+    argument("--near-duplicate", type=share, default=0.95, metavar="COSINE",
              help="leave out documents with a higher cosine similarity to a positive (default: 0.95)"),
-    argument("--sample", type=count, metavar="SEED", help="sample among the documents to consider; default: the best"),
     argument("--cache", default="runs/cache", metavar="FOLDER", help="for embeddings (default: runs/cache)"),
-    argument("--plan", action="store_true", help="print what would be embedded, compared and written"),
 )  # fmt: skip
 def mine(options: Namespace) -> int:
     """Mine hard negatives for a retrieval set: documents that a model finds similar to a query but that are not relevant.
@@ -272,16 +269,13 @@ def mine(options: Namespace) -> int:
     The same command resumes after an interruption. Every GPU of the machine is used; on several machines, use
     composer [node arguments] -m biphasic mine MODEL TASK_FOLDER OUT.
     """
-    if not options.plan:
-        use_all_gpus(["-m", "biphasic", *sys.argv[1:]])
+    use_all_gpus(["-m", "biphasic", *sys.argv[1:]])
     from composer.utils import dist
 
-    from biphasic.finetuning.mining import MiningOptions, describe_mined, mine, plan_mining
+    from biphasic.finetuning.mining import describe_mined, mine
 
-    chosen = MiningOptions(options.count, options.depth, options.below, options.near_duplicate, options.sample)
-    if options.plan:
-        return print_job_plan(plan_mining(options.model, options.task_folder, options.out, chosen, options.cache))
-    record = mine(options.model, options.task_folder, options.out, chosen, options.cache)
+    limits = (options.count, options.depth, options.below, options.near_duplicate)
+    record = mine(options.model, options.task_folder, options.out, options.cache, *limits)
     if dist.get_global_rank() == 0:
         print(describe_mined(options.out, record))
         print(after_mining(options.model, options.out, options.count))

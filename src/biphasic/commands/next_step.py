@@ -44,14 +44,12 @@ def after_tasks(config: TasksConfig, names: list[str]) -> str:
     if not trained:
         folder = join(config.output, names[0])
         return _next("python", "src/main.py", "yamls/evaluate/own.yaml", "model.path=ENCODER", f"sets=[{folder}]")
-    # The YAMLs of GLUE's sets, which are in data/glue, have a folder of their own.
-    folder = _FINETUNE / "glue" if basename(config.output) == "glue" else _FINETUNE
-    with_yaml = [name for name in trained if (folder / f"{name}.yaml").is_file()]
+    with_yaml = [name for name in trained if (_FINETUNE / f"{name}.yaml").is_file()]
     name = (with_yaml or trained)[0]
     data = join(config.output, name)
-    own_data = [] if with_yaml and data in (f"data/tasks/{name}", f"data/glue/{name}") else [f"task.data={data}"]
+    own_data = [] if with_yaml and data == f"data/tasks/{name}" else [f"task.data={data}"]
     own_name = [] if with_yaml else [f"task.name={name}"]
-    file = folder / f"{name}.yaml" if with_yaml else _FINETUNE / f"own_{config.tasks[name].kind}.yaml"
+    file = _FINETUNE / f"{name if with_yaml else f'own_{config.tasks[name].kind}'}.yaml"
     return _next("composer", "src/main.py", str(file), "model.path=ENCODER", *own_name, *own_data)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
@@ -84,6 +85,14 @@ def count(text: str, least: int = 0) -> int:
 
 positive = partial(count, least=1)
 """Parse an integer of at least 1."""
+
+
+def share(text: str) -> float:
+    """Parse a number above 0, at most 1."""
+    with suppress(ValueError):
+        if 0 < (value := float(text)) <= 1:
+            return value
+    raise argparse.ArgumentTypeError(f"expected a number above 0, at most 1; got {text!r}")
 
 
 def file_arguments(job: str) -> tuple[Argument, Argument]:

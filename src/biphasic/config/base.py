@@ -9,7 +9,16 @@ from pathlib import Path
 from string import Formatter
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, WithJsonSchema
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    ConfigDict,
+    Field,
+    WithJsonSchema,
+    model_validator,
+)
 
 from biphasic.storage.paths import PASSWORD
 
@@ -130,6 +139,15 @@ Address = Annotated[
 """A local path, or a URL that `biphasic.storage` reads and writes."""
 LocalPath = Annotated[str, matching(_PATH, "a local path"), named("local path")]
 """A local folder or file."""
+
+
+class PathSection(Section):
+    """Base class of sections that a text, the value of their first key, may stand for."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_path(cls, content: Any) -> Any:
+        return {next(iter(cls.model_fields)): content} if isinstance(content, str) else content
 
 
 class JobConfig(Section):

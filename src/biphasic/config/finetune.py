@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from biphasic.config.base import (
     Address,
@@ -12,6 +12,7 @@ from biphasic.config.base import (
     KeyProblems,
     LocalPath,
     Name,
+    PathSection,
     Positive,
     RunConfig,
     Section,
@@ -151,7 +152,7 @@ LEARNED_TEMPERATURES = (0.01, 1.0)
 """The lowest and the highest temperature that is learned, as in CLIP."""
 
 
-class ScoredSetConfig(Section):
+class ScoredSetConfig(PathSection):
     """A retrieval dataset to score on. A path alone stands for a section with this `data`."""
 
     data: Address
@@ -160,11 +161,6 @@ class ScoredSetConfig(Section):
     """Text before each query. Default: the task's."""
     document_prompt: str | None = None
     """Text before each document. Default: the task's."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_data(cls, content: Any) -> Any:
-        return {"data": content} if isinstance(content, str) else content
 
 
 class RetrievalConfig(_TaskConfig):
@@ -214,12 +210,8 @@ class RetrievalConfig(_TaskConfig):
 
     def prompts_of(self, name: str) -> dict[str, str]:
         """Return the prompts of a set to score on, by role: its own, or else the task's."""
-        scored = (self.scored_on or {}).get(name)
-        query, document = (None, None) if scored is None else (scored.query_prompt, scored.document_prompt)
-        return {
-            "query": self.query_prompt if query is None else query,
-            "document": self.document_prompt if document is None else document,
-        }
+        own = {f"{name}-{role}": role for role in ("query", "document")}
+        return {role: self.prompts.get(key, self.prompts[role]) for key, role in own.items()}
 
     @property
     def prompts(self) -> dict[str, str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from posixpath import normpath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from biphasic.config.base import (
     Address,
@@ -15,6 +15,7 @@ from biphasic.config.base import (
     KeyProblems,
     LocalPath,
     Name,
+    PathSection,
     Positive,
     Section,
     Seed,
@@ -37,7 +38,7 @@ class SweepModel(EncoderConfig):
     """Number of optimizer steps in the model's pretraining, for plots of scores by steps."""
 
 
-class SweepTask(Section):
+class SweepTask(PathSection):
     """A task of the sweep. The path of its YAML alone is short for `{file: PATH}`."""
 
     file: LocalPath
@@ -45,11 +46,6 @@ class SweepTask(Section):
     encoder_from: Name | None = None
     """Another task of the sweep, whose fine-tuned encoder the trials start from: of the same model, at the rate that is
     chosen for its first test set, with the first seed. Default: the model itself."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _name_file(cls, content: Any) -> Any:
-        return {"file": content} if isinstance(content, str) else content
 
 
 class SweepCluster(ClusterConfig):

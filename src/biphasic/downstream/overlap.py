@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import pickle
 import sys
@@ -68,13 +69,6 @@ class Run(NamedTuple):
     place: str
 
 
-class _Vocabulary(dict[str, int]):
-    """64-bit hashes of the words of evaluation texts; 0 for other words."""
-
-    def __missing__(self, word: str) -> int:
-        return 0
-
-
 class NgramIndex:
     """The n-grams of evaluation texts, as 64-bit hashes, and their occurrences.
 
@@ -83,8 +77,9 @@ class NgramIndex:
     """
 
     def __init__(self, texts: Iterable[list[str]], words: int):
-        self.words, self.vocabulary, parts = words, _Vocabulary(), []
+        self.words, self.vocabulary, parts = words, dict[str, int](), []
         for number, text in enumerate(texts):
+            # Words of other texts only are 0.
             self.vocabulary.update((word, xxhash.xxh3_64_intdigest(word) or 1) for word in text)
             hashes = self._hashes(text)
             parts.append((hashes, np.full(len(hashes), number), np.arange(len(hashes))))
@@ -100,7 +95,7 @@ class NgramIndex:
 
     def _hashes(self, text: list[str]) -> np.ndarray:
         """Return the hash of each n-gram of a list of words, uint64 [words - n + 1]."""
-        ids = np.fromiter(map(self.vocabulary.__getitem__, text), np.uint64, len(text))
+        ids = np.fromiter(map(self.vocabulary.get, text, itertools.repeat(0)), np.uint64, len(text))
         count = max(len(ids) - self.words + 1, 0)
         factors = [np.uint64(pow(_FACTOR, offset, 2**64)) for offset in range(self.words)]
         return sum((ids[at : at + count] * factor for at, factor in enumerate(factors)), np.zeros(count, np.uint64))
@@ -152,7 +147,7 @@ def find_overlap(data: str, tasks: list[str], words: int, cache: str) -> dict[st
     index = NgramIndex(texts, words)
     if not len(index.hash):
         raise UserError(f"--words {words}: no example of {', '.join(tasks)} has as many words")
-    found, runs, read = np.zeros(len(index.hash), bool), dict[int, Run](), np.zeros(2, np.int64)
+    found, runs, read = np.zeros(len(index.hash), bool), dict[int, Run](), 0
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         file, parallel_map = Path(folder) / "index", map
         file.write_bytes(pickle.dumps(index))
@@ -161,19 +156,14 @@ def find_overlap(data: str, tasks: list[str], words: int, cache: str) -> dict[st
             parallel_map = group.start(0, 1, 0.0, processes=workers).map
         results: Any = parallel_map(functools.partial(_search_part, str(file)), parts)
         with tqdm(results, "searching", len(parts), unit="file", delay=3) as bar:
-            for in_part, longest, counts in bar:
+            for in_part, longest, count in bar:
                 found[in_part] = True
-                runs, read = _longest(runs, longest), read + counts
-                bar.set_postfix_str(f"{read[1] / max(bar.format_dict['elapsed'], 1e-9):,.0f} words/s", refresh=False)
+                runs, read = _longest(runs, longest), read + count
+                bar.set_postfix_str(f"{read / max(bar.format_dict['elapsed'], 1e-9):,.0f} words/s", refresh=False)
     total = np.bincount(index.text, minlength=len(texts))
     shared = np.bincount(index.text[np.repeat(found, np.diff(index.starts))], minlength=len(texts))
     sets = [_summary(*split, words, texts, total, shared, runs) for split in splits]
-    return {
-        "data": data,
-        "words": words,
-        "read": dict(zip(("tokens", "words"), read.tolist(), strict=True)),
-        "sets": sets,
-    }
+    return {"data": data, "words": words, "read": read, "sets": sets}
 
 
 def describe(report: dict[str, Any], examples: int) -> str:
@@ -221,16 +211,16 @@ def _load_index(file: str) -> NgramIndex:
     return pickle.loads(Path(file).read_bytes())
 
 
-def _search_part(file: str, part: Part) -> tuple[np.ndarray, dict[int, Run], np.ndarray]:
-    """Return what `NgramIndex.find` returns, for a part of the training text, and its numbers of tokens and words."""
-    index, found, runs, counts = _load_index(file), [np.empty(0, np.int64)], dict[int, Run](), np.zeros(2, np.int64)
+def _search_part(file: str, part: Part) -> tuple[np.ndarray, dict[int, Run], int]:
+    """Return what `NgramIndex.find` returns, for a part of the training text, and its number of words."""
+    index, found, runs, count = _load_index(file), [np.empty(0, np.int64)], dict[int, Run](), 0
     for group in groups_up_to(_CHARACTERS_AT_ONCE, _documents(*part), lambda document: len(document[0])):
-        documents = [words_of(text) for text, *_ in group]
-        numbers, longest = index.find(documents, [place for _, place, _ in group])
+        documents = [words_of(text) for text, _ in group]
+        numbers, longest = index.find(documents, [place for _, place in group])
         found.append(numbers)
         runs = _longest(runs, longest)
-        counts += (sum(tokens for *_, tokens in group), sum(map(len, documents)))
-    return np.unique(np.concatenate(found)), runs, counts
+        count += sum(map(len, documents))
+    return np.unique(np.concatenate(found)), runs, count
 
 
 def _longest(runs: dict[int, Run], later: dict[int, Run]) -> dict[int, Run]:
@@ -250,12 +240,12 @@ def _parts(data: str) -> list[Part]:
     return [(data, shard, end - shard["samples"]) for shard, end in zip(shards, ends, strict=True)]
 
 
-def _documents(source: Any, about: Any, first_row: int = 0) -> Iterator[tuple[str, str, int]]:
-    """Yield each text of a part with its place and number of tokens, which is 0 for source files."""
+def _documents(source: Any, about: Any, first_row: int = 0) -> Iterator[tuple[str, str]]:
+    """Yield each text of a part with its place."""
     if isinstance(source, SourceFile):
         for number, document in enumerate(read_documents(source, about), start=1):
             if isinstance(document, Document):
-                yield document.text, f"{source.path}, document {number:,} (id {document.id})", 0
+                yield document.text, f"{source.path}, document {number:,} (id {document.id})"
         return
     tokenizer, name = _tokenizer(join(source, "tokenizer")).tokenizer, f"train/{shard_file(about)['basename']}"
     with user_errors(f"{source}/{name}: can't be read", ValueError):
@@ -263,7 +253,7 @@ def _documents(source: Any, about: Any, first_row: int = 0) -> Iterator[tuple[st
     for number, row in enumerate(decode_rows(about, content, range(about["samples"])), start=first_row):
         segments = [part.tolist() for part in np.split(row["tokens"], row["lengths"].cumsum())[:-1]]
         for segment, text in enumerate(tokenizer.decode_batch(segments, skip_special_tokens=True), start=1):
-            yield text, f"row {number:,}, segment {segment} ({name})", len(segments[segment - 1])
+            yield text, f"row {number:,}, segment {segment} ({name})"
 
 
 def _read_splits(

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-import random
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,6 @@ import torch.nn.functional as F
 from composer.utils import dist
 from torch import Tensor
 
-from biphasic.amounts import format_bytes
-from biphasic.config.plan import JobPlan
 from biphasic.devices import rank_device, supports_bf16
 from biphasic.downstream.prepare import read_finished
 from biphasic.downstream.task_folder import TaskFolder
@@ -35,40 +31,11 @@ from biphasic.grouping import groups_up_to
 from biphasic.model.backbone import model_fingerprint
 from biphasic.model.encoder import load_encoder
 from biphasic.storage import is_remote, json_bytes, open_store
-from biphasic.storage.hub import why_missing
 
 _SCHEMA = SCHEMAS["scored_pairs"]
 _WRITE_ROWS, _PAIRS_AT_ONCE = 1000, 1 << 14
 _ANY_SIZE = 1 << 62
 """A limit of the embedding cache that only the disk's size undercuts."""
-
-
-@dataclass(frozen=True)
-class MiningOptions:
-    """Which documents become negatives.
-
-    Attributes:
-        count: negatives of a query.
-        depth: number of documents to consider for each query: those with the highest scores that `below` allows.
-        below: share of a positive's score above which a document is left out, because it may be relevant: with 0.95, 5% of
-            the positive's absolute score below it. Of several positives, the one with the lowest score counts.
-        near_duplicate: cosine similarity with a positive above which a document counts as its near duplicate.
-        sample: seed of a sample among the considered documents; None takes those with the highest scores.
-    """
-
-    count: int = 7
-    depth: int = 100
-    below: float = 0.95
-    near_duplicate: float = 0.95
-    sample: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.depth < self.count:
-            raise UserError(f"--depth: expected at least --count ({self.count}); got {self.depth}")
-        for name in ("below", "near_duplicate"):
-            if not 0 < getattr(self, name) <= 1:
-                option = name.replace("_", "-")
-                raise UserError(f"--{option}: expected a number above 0, at most 1; got {getattr(self, name)}")
 
 
 class _Pool:
@@ -93,15 +60,22 @@ class _Pool:
         )
 
 
-def mine(model: str, task_folder: str, out: str, options: MiningOptions, cache: str) -> dict[str, Any]:
+def mine(
+    model: str, task_folder: str, out: str, cache: str,
+    count: int = 7, depth: int = 100, below: float = 0.95, near_duplicate: float = 0.95,
+) -> dict[str, Any]:  # fmt: skip
     """Write a copy of a retrieval set whose training pairs have mined negatives, and return its record.
 
     All ranks must call this together. The result doesn't depend on their number. Embeddings are stored in the folder
-    `cache`, so that a call after an interruption resumes. A finished set is not mined again.
+    `cache`, so that a call after an interruption resumes. A finished set is not mined again. `biphasic mine --help`
+    describes the other arguments; of a query's positives, the one with the lowest score counts for `below`.
 
     Raises:
         UserError: the set or the model can't be used, no pair gets a negative, or `out` holds something else.
     """
+    limits = {"count": count, "depth": depth, "below": below, "near_duplicate": near_duplicate}
+    if depth < count:
+        raise UserError(f"--depth: expected at least --count ({count}); got {depth}")
     if not is_remote(out) and Path(out).resolve() == Path(task_folder).resolve():
         raise UserError(f"OUT {out}: is TASK_FOLDER, which is kept; choose another folder")
     source = TaskFolder(task_folder, cache, "retrieval")
@@ -110,49 +84,28 @@ def mine(model: str, task_folder: str, out: str, options: MiningOptions, cache: 
     dist.initialize_dist(rank_device(), timeout=86_400.0)
     embedder = _load(model, Path(cache))
     tables = {table: source.content_hash(table) for table in source.record["rows"]}
-    settings = {**asdict(options), "model": embedder.revision, "embedding": embedder.settings, "tables": tables}
+    settings = {**limits, "model": embedder.revision, "embedding": embedder.settings, "tables": tables}
     settings = json.loads(json.dumps(settings))
     if (record := from_first_rank(lambda: read_finished(out, settings))) is None:
-        mined = _mine(embedder, pool, options, Path(cache))
+        if dist.get_global_rank() == 0:
+            print(
+                f"mining for {len(pool.queries):,} queries among {len(pool.documents):,} documents into {out}",
+                flush=True,
+            )
+        mined = _mine(embedder, pool, settings, Path(cache))
         about = {"model": model, "task_folder": task_folder}
-        record = from_first_rank(lambda: _write(source, out, pool, options, mined, {"settings": settings, **about}))
+        record = from_first_rank(lambda: _write(source, out, pool, mined, about, settings))
     return record
-
-
-def plan_mining(model: str, task_folder: str, out: str, options: MiningOptions, cache: str) -> JobPlan:
-    """Return the plan. Loads no weights and downloads no model.
-
-    Raises:
-        UserError: the set can't be used.
-    """
-    source, job_plan = TaskFolder(task_folder, cache, "retrieval"), JobPlan(out, "mine")
-    if not is_remote(model) and not Path(model).exists() and (reason := why_missing(model, None)):
-        job_plan.missing.append(f"MODEL {model}: {reason}")
-    pool = _Pool(source)
-    texts = [*pool.queries, *pool.documents]
-    job_plan.lines |= {
-        "pairs": f"{len(pool.query_of):,}: {len(pool.queries):,} queries, {pool.positives:,} positives",
-        "documents": f"{len(pool.documents):,}, positives included",
-        "embeds": f"{len(texts):,} texts, {format_bytes(sum(map(len, texts)))} of characters",
-        "compares": f"{len(pool.queries) * len(pool.documents):,} queries and documents",
-        "negatives": f"{options.count} of the {options.depth} best at most {options.below:g} of the positive's score"
-        + ("" if options.sample is None else f", sampled with seed {options.sample}"),
-        "cache": f"{cache}: embeddings, {format_bytes(4 * len(texts))} for each dimension",
-        "writes": f"{out}: train, {', '.join(table for table in source.record['rows'] if table != 'train')}, task.json",
-    }
-    return job_plan
 
 
 def describe_mined(out: str, record: dict[str, Any]) -> str:
     """Return a line about a mined set."""
-    mined, count = record["mined"], record["settings"]["count"]
-    line = f"{out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average"
-    for number, what in (
-        (mined["fewer"], f"have fewer than {count}"),
-        (mined["without"], "were left out, because no document is allowed for their query"),
-    ):
-        line += f"; {number:,} {what}" if number else ""
-    return f"{line}; {mined['near_duplicates']:,} positives and near duplicates were not used"
+    mined = record["mined"]
+    return (
+        f"{out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average; "
+        f"{mined['fewer']:,} have fewer than {record['settings']['count']}; {mined['without']:,} were left out, because no "
+        f"document is allowed for their query; {mined['near_duplicates']:,} positives and near duplicates were not used"
+    )
 
 
 def _load(path: str, cache: Path) -> EncoderEmbedder:
@@ -166,17 +119,10 @@ def _load(path: str, cache: Path) -> EncoderEmbedder:
     return embedder
 
 
-@dataclass(frozen=True)
-class _Mined:
-    """Scores of the pairs [pairs]; of each query, the numbers and scores of its negatives [queries][at most count]."""
-
-    pair_scores: list[float]
-    negatives: list[list[int]]
-    scores: list[list[float]]
-    near_duplicates: int
-
-
-def _mine(embedder: EncoderEmbedder, pool: _Pool, options: MiningOptions, cache: Path) -> _Mined:
+def _mine(
+    embedder: EncoderEmbedder, pool: _Pool, settings: dict[str, Any], cache: Path
+) -> tuple[list[float], list[list[int]], list[list[float]], int]:
+    """Return the pairs' scores, the numbers and the scores of each query's negatives, and how many were left out."""
     prompts, device = embedder.sentence_settings.prompts, embedder.device
 
     def blocks(role: str, texts: list[str]) -> Iterator[tuple[int, np.ndarray]]:
@@ -194,10 +140,10 @@ def _mine(embedder: EncoderEmbedder, pool: _Pool, options: MiningOptions, cache:
     is_cosine = embedder.sentence_settings.similarity == "cosine"
     pair_scores = _similarities(queries, positives, pool.query_of, pool.positive_of, is_cosine)
     # As in NV-Retriever (Moreira et al., 2024), but also below a negative score.
-    limits = pair_scores - pair_scores.abs() * (1 - options.below)
+    limits = pair_scores - pair_scores.abs() * (1 - settings["below"])
     ceilings = torch.full((len(queries),), torch.inf, device=device)
     ceilings.scatter_reduce_(0, torch.from_numpy(pool.query_of).to(device), limits, "amin")
-    nearest = ExactTopK(queries, options.depth, "cosine" if is_cosine else "dot", ceilings=ceilings)
+    nearest = ExactTopK(queries, settings["depth"], "cosine" if is_cosine else "dot", ceilings=ceilings)
     for first, rows in documents():
         nearest.add(torch.from_numpy(np.array(rows)), first)
     if dist.get_world_size() > 1:
@@ -214,14 +160,15 @@ def _mine(embedder: EncoderEmbedder, pool: _Pool, options: MiningOptions, cache:
         pairs, found = chosen // depth, candidates[chosen]
         embeddings = torch.from_numpy(np.array(rows)).to(device)
         cosines = _similarities(embeddings, positives, found - first, pool.positive_of[pairs], True).cpu().numpy()
-        similar = (cosines > options.near_duplicate) | (found == pool.positive_of[pairs])
+        similar = (cosines > settings["near_duplicate"]) | (found == pool.positive_of[pairs])
         left_out[pool.query_of[pairs[similar]], chosen[similar] % depth] = True
     left_out = np.logical_or.reduce(dist.all_gather_object(left_out))
     allowed = (positions >= 0) & ~left_out
-    columns = [_choose(np.flatnonzero(row).tolist(), query, options) for query, row in enumerate(allowed)]
-    negatives = [positions[query, chosen].tolist() for query, chosen in enumerate(columns)]
-    negative_scores = [scores[query, chosen].tolist() for query, chosen in enumerate(columns)]
-    return _Mined(pair_scores.tolist(), negatives, negative_scores, int(left_out.sum()))
+    negatives, negative_scores = (
+        [values[query, row][: settings["count"]].tolist() for query, row in enumerate(allowed)]
+        for values in (positions, scores)
+    )
+    return pair_scores.tolist(), negatives, negative_scores, int(left_out.sum())
 
 
 def _gather(blocks: Iterable[tuple[int, np.ndarray]], count: int) -> Tensor:
@@ -241,19 +188,12 @@ def _similarities(left: Tensor, right: Tensor, lefts: np.ndarray, rights: np.nda
     return torch.cat(parts)
 
 
-def _choose(columns: list[int], query: int, options: MiningOptions) -> list[int]:
-    """Return the columns of a query's negatives, those with the highest scores first."""
-    if options.sample is None:
-        return columns[: options.count]
-    generator = random.Random(f"mined negatives {options.sample} {query}")
-    return sorted(generator.sample(columns, min(options.count, len(columns))))
-
-
 def _write(
-    source: TaskFolder, out: str, pool: _Pool, options: MiningOptions, mined: _Mined, about: dict[str, Any]
+    source: TaskFolder, out: str, pool: _Pool, mined: Any, about: dict[str, Any], settings: dict[str, Any]
 ) -> dict[str, Any]:
-    """Write the tables and, last, the record, which is returned."""
-    counts = [len(mined.negatives[query]) for query in pool.query_of]
+    """Write the tables and, last, the record, which is returned. `mined` is the result of `_mine`."""
+    pair_scores, negatives, scores, near_duplicates = mined
+    counts = [len(negatives[query]) for query in pool.query_of]
     kept = [pair for pair, count in enumerate(counts) if count]
     if not kept:
         raise UserError(f"{source.path}: no pair gets a negative: all documents are near duplicates of the positives or "
@@ -264,8 +204,8 @@ def _write(
         return {
             "query": pool.queries[query],
             "positive": pool.documents[pool.positive_of[pair]],
-            "negatives": [pool.documents[document] for document in mined.negatives[query]],
-            "scores": [mined.pair_scores[pair], *mined.scores[query]],
+            "negatives": [pool.documents[document] for document in negatives[query]],
+            "scores": [pair_scores[pair], *scores[query]],
         }
 
     store = open_store(out)
@@ -281,16 +221,15 @@ def _write(
             if table != "train":
                 store.upload(source.file(table), f"{table}.parquet")
         summary = {
-            "model": about["model"],
-            "task_folder": about["task_folder"],
+            **about,
             "pairs": len(kept),
             "negatives": sum(counts),
-            "fewer": sum(0 < count < options.count for count in counts),
+            "fewer": sum(0 < count < settings["count"] for count in counts),
             "without": len(counts) - len(kept),
-            "near_duplicates": mined.near_duplicates,
+            "near_duplicates": near_duplicates,
         }
         rows = {**source.record["rows"], "train": len(kept)}
-        record = {**source.record, "rows": rows, "mined": summary, "settings": about["settings"]}
+        record = {**source.record, "rows": rows, "mined": summary, "settings": settings}
         store.write(TASK_RECORD, json_bytes(record))
         store.remove([STARTED])
     finally:

@@ -156,9 +156,7 @@ def keep_encoder(config: FinetuneConfig, folder: Path) -> None:
     # The task may have added an end of text; the encoder is for other tasks.
     model = config.model
     encoder.text_tokenizer = load_text_tokenizer(model.path, model.revision, model.trust_remote_code)
-    card = (
-        f"# {config.run_name}\n\nThe encoder of a trial in a sweep, fine-tuned from {model.path}, without its head.\n"
-    )
+    card = f"# {config.run_name}\n\nThe encoder of a trial, fine-tuned from {model.path}, without its head.\n"
     folder.parent.mkdir(parents=True, exist_ok=True)
     options: Any = {"prompts": {}, "max_length": encoder.text_tokenizer.max_length}
     export_finetuned(encoder, torch.nn.Module(), None, folder, lambda **_: card, **options)
