@@ -18,6 +18,8 @@ import pyarrow.parquet as pq
 from biphasic.errors import UserError
 from biphasic.storage import json_bytes, open_store
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
+
 RUN = Path("runs/quickstart")
 
 
@@ -67,8 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--max-length", type=int, default=96, help="tokens of both texts")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(arguments)
-    from biphasic.evaluation.scoring import compare, score
-    from biphasic.evaluation.search import read_trec_run
+    from dense_ranking import compare, read_trec_run
+
+    from biphasic.evaluation.scoring import score
     from biphasic.evaluation.sets import read_set
 
     try:
@@ -86,8 +89,6 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     open_store(str(options.out)).write("scores.json", json_bytes(result))
-    for name, values in result.items():
-        print(f"{name}: {values['ndcg_at_10']:.3f} ({values['interval'][0]:.3f} to {values['interval'][1]:.3f})")
     return 0
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from biphasic.errors import UserError
 from biphasic.evaluation.embedder import RandomEmbedder
 from biphasic.evaluation.retriever import Retriever
-from biphasic.evaluation.scoring import SplitScores, bm25, bootstrap_interval, compare, score
+from biphasic.evaluation.scoring import bm25, bootstrap_interval, score
 from biphasic.evaluation.sets import retrieval_task
 
 
@@ -70,19 +69,3 @@ def test_equal_values_have_an_empty_interval() -> None:
     assert np.allclose(bootstrap_interval([0.7] * 50), 0.7)
     assert bootstrap_interval([0.7]) == (0.7, 0.7)
     assert bootstrap_interval([0.0, 1.0]) == (0, 1)
-
-
-def test_comparison_with_a_ranking() -> None:
-    """The ranking has the relevant document at rank 1, rank 3 and nowhere; the system finds it twice."""
-    qrels = {query: {"right": 1} for query in "abc"}
-    wrong, right = [("x", 0.9), ("y", 0.8)], ("right", 0.7)
-    ranking = {"a": [right], "b": [*wrong, right], "c": wrong}
-    by_query = {"c": 0.0, "b": 1.0, "a": 1.0}
-    scores = SplitScores("Set", "default", "test", "ndcg_at_10", 2 / 3, by_query=by_query)
-    result = compare(scores, ranking, qrels)
-    means = {name: values["ndcg_at_10"] for name, values in result.items()}
-    assert means == pytest.approx({"system": 2 / 3, "ranking": 0.5, "difference": 1 / 6})
-    # Paired: of the queries' differences, which are 0, 0.5 and 0.
-    assert result["difference"]["interval"] == bootstrap_interval([0.0, 0.5, 0.0])
-    with pytest.raises(UserError, match="Set: the ranking to compare with has other queries than the split test"):
-        compare(scores, {"a": [right]}, qrels)

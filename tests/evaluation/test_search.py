@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from mteb._evaluators.retrieval_metrics import calculate_retrieval_scores
 from torch import Tensor
 
 from biphasic.evaluation import search as module
-from biphasic.evaluation.search import ExactTopK, Run, rank_documents, read_trec_run, retrieval_scores, trec_run
+from biphasic.evaluation.search import ExactTopK, rank_documents, retrieval_scores
 
 WIDTH = 12
 
@@ -299,13 +298,3 @@ def test_scores_by_hand() -> None:
     qrels = {"q": {"d10": 1, "d100": 1}}
     scores = retrieval_scores(rank_documents(["q"], torch.tensor([[1.0, 0.0]]), names, documents), qrels)
     assert scores == {"ndcg_at_10": 0.0, "mrr_at_10": 0.0, "recall_at_100": 0.5}
-
-
-def test_a_run_file_is_read_in_its_order(tmp_path: Path) -> None:
-    run: Run = {"q2": [("b", 1.5), ("a", 1.5), ("c", -0.25)], "q1": [("a", 0.125)]}
-    file = tmp_path / "set-test.run.gz"
-    file.write_bytes(trec_run(run, "biphasic"))
-    assert read_trec_run(file) == run and list(read_trec_run(file)) == ["q2", "q1"]
-    file.write_text("q1 Q0 a 1 0.125 biphasic\n")
-    with pytest.raises(OSError, match="Not a gzipped file"):
-        read_trec_run(file)

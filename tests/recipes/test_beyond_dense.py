@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,7 +14,8 @@ import torch
 from transformers import LlamaConfig
 
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.evaluation.scoring import score
+from biphasic.errors import UserError
+from biphasic.evaluation.scoring import SplitScores, bootstrap_interval, score
 from biphasic.evaluation.search import Run, trec_run
 from biphasic.evaluation.sets import read_set
 from biphasic.model.language_model import from_hf_config
@@ -25,6 +27,14 @@ from helpers.toy_sets import retrieval_pairs
 TRAINING, QUERIES = 48, 12
 WIDTH = 32
 STEPS = ["--steps", "3", "--batch-size", "8"]
+
+
+@pytest.fixture(scope="module")
+def dense_ranking() -> ModuleType:
+    sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
+    import dense_ranking
+
+    return dense_ranking
 
 
 @pytest.fixture(scope="module")
@@ -157,3 +167,30 @@ def test_reranker(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, 
     assert model.tokenizer.decode(model.preprocess([("w1 w2", "w3")])["input_ids"][0]) == "w1 w2 <|eos|> w3"
     first, again = model.predict([("w1 w2", "w31"), ("w1 w2", "w31")])
     assert 0 < first == again < 1
+
+
+def test_a_run_file_is_read_in_its_order(dense_ranking: ModuleType, tmp_path: Path) -> None:
+    read_trec_run = dense_ranking.read_trec_run
+    run: Run = {"q2": [("b", 1.5), ("a", 1.5), ("c", -0.25)], "q1": [("a", 0.125)]}
+    file = tmp_path / "set-test.run.gz"
+    file.write_bytes(trec_run(run, "biphasic"))
+    assert read_trec_run(file) == run and list(read_trec_run(file)) == ["q2", "q1"]
+    file.write_text("q1 Q0 a 1 0.125 biphasic\n")
+    with pytest.raises(OSError, match="Not a gzipped file"):
+        read_trec_run(file)
+
+
+def test_comparison_with_a_ranking(dense_ranking: ModuleType) -> None:
+    """The ranking has the relevant document at rank 1, rank 3 and nowhere; the system finds it twice."""
+    qrels = {query: {"right": 1} for query in "abc"}
+    wrong, right = [("x", 0.9), ("y", 0.8)], ("right", 0.7)
+    ranking = {"a": [right], "b": [*wrong, right], "c": wrong}
+    by_query = {"c": 0.0, "b": 1.0, "a": 1.0}
+    scores = SplitScores("Set", "default", "test", "ndcg_at_10", 2 / 3, by_query=by_query)
+    result = dense_ranking.compare(scores, ranking, qrels)
+    means = {name: values["ndcg_at_10"] for name, values in result.items()}
+    assert means == pytest.approx({"system": 2 / 3, "ranking": 0.5, "difference": 1 / 6})
+    # Paired: of the queries' differences, which are 0, 0.5 and 0.
+    assert result["difference"]["interval"] == bootstrap_interval([0.0, 0.5, 0.0])
+    with pytest.raises(UserError, match="Set: the ranking to compare with has other queries than the split test"):
+        dense_ranking.compare(scores, {"a": [right]}, qrels)

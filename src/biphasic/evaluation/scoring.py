@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from statistics import fmean
 from typing import Any
 
 import mteb
@@ -13,8 +12,7 @@ from mteb.abstasks.retrieval import AbsTaskRetrieval
 from mteb.results import TaskResult
 from tabulate import tabulate
 
-from biphasic.errors import UserError
-from biphasic.evaluation.search import Qrels, Run, best_documents, scores_by_query
+from biphasic.evaluation.search import Run, best_documents
 from biphasic.versions import require_form
 
 _COLUMNS = ("task", "split", "documents", "queries", "system", "NDCG@10", "95% interval", "MRR@10", "Recall@100")
@@ -100,20 +98,6 @@ def bootstrap_interval(values: Sequence[float], seed: int = 0) -> tuple[float, f
         (values,), np.mean, n_resamples=10_000, batch=500, method="percentile", rng=seed
     ).confidence_interval
     return float(low), float(high)
-
-
-def compare(scores: SplitScores, ranking: Run, qrels: Qrels) -> dict[str, Any]:
-    """Return NDCG@10 of a `system`, of another `ranking` of its queries, and their `difference`, each with its interval.
-
-    Raises:
-        UserError: the ranking has other queries.
-    """
-    if ranking.keys() != scores.by_query.keys():
-        raise UserError(f"{scores.task}: the ranking to compare with has other queries than the split {scores.split}")
-    other = scores_by_query(ranking, qrels, "ndcg_cut_10", 10)
-    differences = [scores.by_query[query] - value for query, value in other.items()]
-    columns = {"system": list(scores.by_query.values()), "ranking": list(other.values()), "difference": differences}
-    return {name: {"ndcg_at_10": fmean(x), "interval": bootstrap_interval(x)} for name, x in columns.items()}
 
 
 def score_table(records: Sequence[Mapping[str, Any]]) -> list[str]:

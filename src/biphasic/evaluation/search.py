@@ -6,7 +6,6 @@ import gzip
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from urllib.parse import quote
 
@@ -143,15 +142,6 @@ def trec_run(run: Run, tag: str) -> bytes:
         for rank, (document, score) in enumerate(documents, start=1)
     ]
     return gzip.compress("".join(lines).encode(), mtime=0)
-
-
-def read_trec_run(file: Path) -> Run:
-    """Return the ranking in a file of TREC's run format, compressed by gzip. Raises OSError if it can't be read."""
-    run: Run = {}
-    for line in gzip.decompress(file.read_bytes()).decode().splitlines():
-        query, _, document, _, score, _ = line.split()
-        run.setdefault(query, []).append((document, float(score)))
-    return run
 
 
 def scores_by_query(run: Run, qrels: Qrels, measure: str, cutoff: int) -> dict[str, float]:
