@@ -14,7 +14,7 @@ export PATH := $(CURDIR)/$(BIN):$(PATH)
 export TOKENIZERS_PARALLELISM ?= true
 
 .PHONY: env quickstart test test-all azurite faults soak mutants rehearse test-slurm lint bench-data bench-saving bench-phases bench-train bench-peers bench-loss bench-scaling \
-	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-gpu bench-gpu-run docs lock clean
+	bench-finetuning bench-sweep bench-encoding bench-search bench-retrieval bench-mining bench-gpu bench-gpu-run docs lock clean
 
 # $(1) explains in one line, $(2) is where the details are.
 define stop
@@ -142,6 +142,10 @@ bench-search: env
 # Training for retrieval over sentence-transformers.
 bench-retrieval: env
 	$(BIN)/python benchmarks/retrieval.py
+
+# About five minutes. Writes benchmarks/results/mining.*.
+bench-mining: env
+	$(BIN)/python benchmarks/mining.py
 
 # Within 8 minutes on one GPU. Not `env`: it needs this folder, PyTorch and transformers, whatever their versions.
 bench-gpu:

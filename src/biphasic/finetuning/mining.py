@@ -138,7 +138,8 @@ def _mine(
     queries = _gather(blocks("query", pool.queries), len(pool.queries)).to(device)
     positives = _gather(documents(), pool.positives).to(device)
     is_cosine = embedder.sentence_settings.similarity == "cosine"
-    pair_scores = _similarities(queries, positives, pool.query_of, pool.positive_of, is_cosine)
+    exact = [F.normalize(rows.double(), dim=1) if is_cosine else rows.double() for rows in (queries, positives)]
+    pair_scores = _similarities(*exact, pool.query_of, pool.positive_of)
     # As in NV-Retriever (Moreira et al., 2024), but also below a negative score.
     limits = pair_scores - pair_scores.abs() * (1 - settings["below"])
     ceilings = torch.full((len(queries),), torch.inf, device=device)
@@ -154,12 +155,12 @@ def _mine(
     candidates = positions[pool.query_of].reshape(-1)
     order = np.argsort(candidates, kind="stable")
     ordered, depth = candidates[order], positions.shape[1]
-    left_out = np.zeros(positions.shape, bool)
+    left_out, positives = np.zeros(positions.shape, bool), F.normalize(positives, dim=1)
     for first, rows in documents():
         chosen = order[np.searchsorted(ordered, first) : np.searchsorted(ordered, first + len(rows))]
         pairs, found = chosen // depth, candidates[chosen]
-        embeddings = torch.from_numpy(np.array(rows)).to(device)
-        cosines = _similarities(embeddings, positives, found - first, pool.positive_of[pairs], True).cpu().numpy()
+        embeddings = F.normalize(torch.from_numpy(np.array(rows)).to(device), dim=1)
+        cosines = _similarities(embeddings, positives, found - first, pool.positive_of[pairs]).cpu().numpy()
         similar = (cosines > settings["near_duplicate"]) | (found == pool.positive_of[pairs])
         left_out[pool.query_of[pairs[similar]], chosen[similar] % depth] = True
     left_out = np.logical_or.reduce(dist.all_gather_object(left_out))
@@ -178,13 +179,12 @@ def _gather(blocks: Iterable[tuple[int, np.ndarray]], count: int) -> Tensor:
     return torch.from_numpy(np.concatenate([rows for _, rows in sorted(parts, key=lambda part: part[0])]))
 
 
-def _similarities(left: Tensor, right: Tensor, lefts: np.ndarray, rights: np.ndarray, is_cosine: bool) -> Tensor:
-    """Return the similarities of `left[lefts[i]]` and `right[rights[i]]`, summed in fp64 as in `ExactTopK`, fp32 [i]."""
+def _similarities(left: Tensor, right: Tensor, lefts: np.ndarray, rights: np.ndarray) -> Tensor:
+    """Return the dot products of `left[lefts[i]]` and `right[rights[i]]`, fp32 [i]."""
     parts = [torch.empty(0, device=left.device)]
     for first in range(0, len(lefts), _PAIRS_AT_ONCE):
-        rows = (left[lefts[first : first + _PAIRS_AT_ONCE]], right[rights[first : first + _PAIRS_AT_ONCE]])
-        one, other = (F.normalize(part.double(), dim=1) if is_cosine else part.double() for part in rows)
-        parts.append((one * other).sum(1).float())
+        at = slice(first, first + _PAIRS_AT_ONCE)
+        parts.append((left[lefts[at]] * right[rights[at]]).sum(1).float())
     return torch.cat(parts)
 
 
