@@ -272,11 +272,16 @@ def mine(options: Namespace) -> int:
     use_all_gpus(["-m", "biphasic", *sys.argv[1:]])
     from composer.utils import dist
 
-    from biphasic.finetuning.mining import describe_mined, mine
+    from biphasic.finetuning.mining import mine
 
     limits = (options.count, options.depth, options.below, options.near_duplicate)
     record = mine(options.model, options.task_folder, options.out, options.cache, *limits)
     if dist.get_global_rank() == 0:
-        print(describe_mined(options.out, record))
+        mined = record["mined"]
+        print(
+            f"{options.out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average; "
+            f"{mined['fewer']:,} have fewer than {options.count}, {mined['without']:,} had none and were left out; "
+            f"{mined['near_duplicates']:,} positives and near duplicates were not used"
+        )
         print(after_mining(options.model, options.out, options.count))
     return 0

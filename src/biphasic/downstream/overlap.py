@@ -40,8 +40,6 @@ _FACTOR = 0x9E3779B97F4A7C15
 _WITHOUT_SPACES = "฀-໿ က-႟ ក-៿ ぀-ヿ ㇰ-ㇿ 㐀-䶿 一-鿿 𠀀-𿿿"
 """Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
 _COLUMNS = ("title", "text", "text_pair", "tokens", "question", "context")
-Part = tuple[Any, ...]
-"""A part of the training text: a conversion's folder, a shard's entry in the index and its first row; or a source file."""
 _tokenizer = functools.cache(load_tokenizer)
 
 
@@ -211,7 +209,7 @@ def _load_index(file: str) -> NgramIndex:
     return pickle.loads(Path(file).read_bytes())
 
 
-def _search_part(file: str, part: Part) -> tuple[np.ndarray, dict[int, Run], int]:
+def _search_part(file: str, part: tuple[Any, ...]) -> tuple[np.ndarray, dict[int, Run], int]:
     """Return what `NgramIndex.find` returns, for a part of the training text, and its number of words."""
     index, found, runs, count = _load_index(file), [np.empty(0, np.int64)], dict[int, Run](), 0
     for group in groups_up_to(_CHARACTERS_AT_ONCE, _documents(*part), lambda document: len(document[0])):
@@ -229,7 +227,8 @@ def _longest(runs: dict[int, Run], later: dict[int, Run]) -> dict[int, Run]:
     return runs
 
 
-def _parts(data: str) -> list[Part]:
+def _parts(data: str) -> list[tuple[Any, ...]]:
+    """Return the arguments of `_documents` for each part of the training text."""
     if data.endswith((".yaml", ".yml")):
         config = load_job(ConvertConfig, data)
         return [(file, config) for file in source_files(config).files]

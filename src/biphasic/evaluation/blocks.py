@@ -35,15 +35,9 @@ def embed_blocks(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yield the first document's position and the embeddings, fp32 [documents, width], of this rank's blocks.
 
-    The size of a block doesn't depend on the number of ranks, so that the embeddings don't either.
-
-    Args:
-        texts: returns the texts, with their prompt, from a first to an end position.
-        count: number of documents.
-        key: what the texts depend on, as JSON types.
-        title: the progress bar's.
-        cache: folder for the embeddings; without one, none are stored.
-        limit: bytes of all embeddings in the cache.
+    The size of a block doesn't depend on the number of ranks, so that the embeddings don't either. `texts` returns the
+    texts from a first to an end position, of `count`, with their prompt; `key` is what they depend on, as JSON types. In
+    the folder `cache`, if there is one, all embeddings have at most `limit` bytes.
 
     Raises:
         UserError: an embedding is not finite, or the cache's folder can't be written to.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import sys
 from collections.abc import Iterable, Iterator
 from functools import partial
 from pathlib import Path
@@ -34,14 +35,12 @@ from biphasic.storage import is_remote, json_bytes, open_store
 
 _SCHEMA = SCHEMAS["scored_pairs"]
 _WRITE_ROWS, _PAIRS_AT_ONCE = 1000, 1 << 14
-_ANY_SIZE = 1 << 62
-"""A limit of the embedding cache that only the disk's size undercuts."""
 
 
 class _Pool:
     """The training pairs of a set and its documents: the distinct positives, then the other texts of the corpus.
 
-    Pair i is `queries[query_of[i]]` with `documents[positive_of[i]]`.
+    Pair i is `queries[query_of[i]]` with `documents[positive_of[i]]`. `files` are hashes of the files with the texts.
     """
 
     def __init__(self, source: TaskFolder):
@@ -52,7 +51,6 @@ class _Pool:
         self.positives = len(set(pairs["positive"]))
         self.documents = list(dict.fromkeys([*pairs["positive"], *corpus]))
         self.files = [source.content_hash(table) for table in tables]
-        """Hashes of the files that have the texts."""
         self.query_of, self.positive_of = (
             np.array([numbers[text] for text in pairs[column]])
             for column, texts in (("query", self.queries), ("positive", self.documents))
@@ -98,16 +96,6 @@ def mine(
     return record
 
 
-def describe_mined(out: str, record: dict[str, Any]) -> str:
-    """Return a line about a mined set."""
-    mined = record["mined"]
-    return (
-        f"{out}: {mined['pairs']:,} pairs, {mined['negatives'] / mined['pairs']:.1f} negatives on average; "
-        f"{mined['fewer']:,} have fewer than {record['settings']['count']}; {mined['without']:,} were left out, because no "
-        f"document is allowed for their query; {mined['near_duplicates']:,} positives and near duplicates were not used"
-    )
-
-
 def _load(path: str, cache: Path) -> EncoderEmbedder:
     """Load an encoder on this rank's device; the revision is a hash of everything that decides its embeddings."""
     local = local_model(path, cache)
@@ -132,7 +120,7 @@ def _mine(
         def prompted(first: int, end: int) -> list[str]:
             return [prompt + text for text in texts[first:end]]
 
-        return embed_blocks(embedder, prompted, len(texts), key, role, cache, _ANY_SIZE)
+        return embed_blocks(embedder, prompted, len(texts), key, role, cache, sys.maxsize)
 
     documents = partial(blocks, "document", pool.documents)
     queries = _gather(blocks("query", pool.queries), len(pool.queries)).to(device)
