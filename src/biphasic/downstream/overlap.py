@@ -37,8 +37,7 @@ COPIED, LONG = 0.8, 50
 """Share of an example's n-grams from which it counts as a copy; number of consecutive words that is counted apart."""
 _CHARACTERS_AT_ONCE, _MATCHES_AT_ONCE = 1 << 22, 1 << 24
 _FACTOR = 0x9E3779B97F4A7C15
-_WITHOUT_SPACES = "฀-໿ က-႟ ក-៿ ぀-ヿ ㇰ-ㇿ 㐀-䶿 一-鿿 𠀀-𿿿"
-"""Thai, Lao, Burmese, Khmer, Japanese, Chinese."""
+_WITHOUT_SPACES = "฀-໿ က-႟ ក-៿ ぀-ヿ ㇰ-ㇿ 㐀-䶿 一-鿿 𠀀-𿿿"  # Thai, Lao, Burmese, Khmer, Japanese, Chinese
 _COLUMNS = ("title", "text", "text_pair", "tokens", "question", "context")
 _tokenizer = functools.cache(load_tokenizer)
 
