@@ -56,7 +56,11 @@ PAGES: dict[str, tuple[dict[str, str], tuple[str, ...]]] = {
          "--results-of MODEL": "", "OUT --push org/name --private": "OUT --push org/name --dry-run --private"},
         ("ep0-ba42000",),
     ),
-    "docs/finetune.md": ({}, ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined")),
+    "docs/finetune.md": (
+        {},
+        # GLUE is on the hub; tests/downstream/test_glue.py reads its columns, tests/sweep the order of its trials.
+        ("retrieval.yaml", "predict runs/squad", "predict runs/msmarco", "biphasic mine", "mined", "glue"),
+    ),
     "docs/report.md": ({"recipes/NAME RUN": "recipes/paper runs/mine"}, ("runs/paper", "runs/mini", "--check", "FOLDER", "s3://")),
     "docs/resuming.md": ({"runs/my-run": RUN, "FILE.yaml 1234 5678": "yamls/210m_biphasic.yaml 1 2"}, ()),
     "docs/sweeps.md": ({}, ()),
