@@ -163,8 +163,8 @@ def test_the_commands_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert study.folder == f"{folder}/study"
     sweep = load(study.stages.finetune or "")
     assert isinstance(sweep, SweepConfig) and sweep.tasks.keys() == tasks.tasks.keys()
-    for name, file in sweep.tasks.items():
-        config = load(file)
+    for name, task in sweep.tasks.items():
+        config = load(task.file)
         assert isinstance(config, FinetuneConfig)
         assert (config.task.data, config.task.kind) == (f"{tasks.output}/{name}", tasks.tasks[name].kind)
 
