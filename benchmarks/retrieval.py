@@ -1,6 +1,6 @@
 """Retrieval against sentence-transformers: training pairs a second, over its CachedMultipleNegativesRankingLoss.
 
-The same texts, weights, batch, tokens in a forward pass, number of steps, optimizer and schedule, with gradient caching on
+The same texts, weights, batch, number of steps, optimizer and schedule, with gradient caching on
 both sides. The result is also what the trained models score on held-out queries, by one function.
 """
 
@@ -34,7 +34,9 @@ class Shape:
     batch: int = 128
     """Pairs in a step."""
     tokens: int = 4096
-    """Tokens in a forward pass."""
+    """Tokens in our forward passes."""
+    texts: int = 32
+    """Texts in sentence-transformers' forward passes: its default."""
     seeds: int = 3
     held_out: int = 500
     """Queries, and documents to search."""
@@ -52,7 +54,8 @@ class Shape:
         return (
             f"{self.steps} steps of {self.batch} pairs, the first {self.dropped} not timed; queries of 4 to 12 words, "
             f"documents lognormal around {self.median} (sigma {self.spread}, at most {self.longest}); "
-            f"{self.tokens:,} tokens in a forward pass; {self.layers} layers of width {self.width}, fp32, "
+            f"{self.tokens:,} tokens in our forward passes, {self.texts} texts in its; "
+            f"{self.layers} layers of width {self.width}, fp32, "
             f"{self.threads} threads, {self.seeds} seeds"
         )
 

@@ -126,8 +126,8 @@ def _mine(
     queries = _gather(blocks("query", pool.queries), len(pool.queries)).to(device)
     positives = _gather(documents(), pool.positives).to(device)
     is_cosine = embedder.sentence_settings.similarity == "cosine"
-    exact = (F.normalize(rows.double(), dim=1) if is_cosine else rows.double() for rows in (queries, positives))
-    pair_scores = _similarities(*exact, pool.query_of, pool.positive_of)
+    exact = partial(F.normalize, dim=1) if is_cosine else Tensor.contiguous
+    pair_scores = _similarities(exact(queries.double()), exact(positives.double()), pool.query_of, pool.positive_of)
     # As in NV-Retriever (Moreira et al., 2024), but also below a negative score.
     limits = pair_scores - pair_scores.abs() * (1 - settings["below"])
     ceilings = torch.full((len(queries),), torch.inf, device=device)
