@@ -15,12 +15,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from biphasic.errors import UserError
-from biphasic.storage import json_bytes, open_store
-
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-
-RUN = Path("runs/quickstart")
+from dense_ranking import recipe_parser, train_and_compare
 
 
 def train(options: argparse.Namespace) -> Any:
@@ -56,37 +52,11 @@ def train(options: argparse.Namespace) -> Any:
 
 def main(arguments: list[str] | None = None) -> int:
     """Train, save and score. Exit status 2 when the encoder, the pairs or the ranking is missing."""
-    parser = argparse.ArgumentParser(description="Train an encoder for late interaction, and score it.")
-    parser.add_argument("encoder", nargs="?", default=RUN / "clm-mlm/encoder", help="an export, or a model of the hub")
-    parser.add_argument("--pairs", type=Path, default=RUN / "text/pairs", help="a retrieval set (docs/tasks.md)")
-    parser.add_argument("--dense", type=Path, default=RUN / "dense/predictions/docstrings-test.run.gz")
-    parser.add_argument("--split", default="test", help="the one to score, and that of the ranking")
-    parser.add_argument("--out", type=Path, default=Path("runs/late_interaction"))
-    parser.add_argument("--steps", type=int, default=240)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=4e-3)
-    parser.add_argument("--max-length", type=int, default=64, help="tokens of a text")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    from dense_ranking import compare, read_trec_run
-
-    from biphasic.evaluation.scoring import score
-    from biphasic.evaluation.sets import read_set
-
-    try:
-        task, dense = (
-            read_set(str(options.pairs), "Pairs", "eng-Latn", only=[options.split]),
-            read_trec_run(options.dense),
-        )
-        model = train(options)
-        model.save_pretrained(str(options.out / "model"))
-        [[scores], _] = score(model, task)
-        result = compare(scores, dense, task.content["default"][options.split]["relevant_docs"])
-    except (OSError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    open_store(str(options.out)).write("scores.json", json_bytes(result))
-    return 0
+    parser = recipe_parser(
+        "Train an encoder for late interaction, and score it.",
+        **{"out": Path("runs/late_interaction"), "steps": 240, "lr": 4e-3, "max_length": 64},
+    )
+    return train_and_compare(parser.parse_args(arguments), train)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,70 @@
-"""A dense model's ranking, with which recipes that train other kinds of models compare theirs."""
+"""What recipes share that train other kinds of models on pairs and compare them with a dense model's ranking."""
 
 from __future__ import annotations
 
+import argparse
 import gzip
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from biphasic.errors import UserError
-from biphasic.evaluation.scoring import SplitScores, bootstrap_interval
-from biphasic.evaluation.search import Qrels, Run, scores_by_query
+from biphasic.storage import json_bytes, open_store
+
+if TYPE_CHECKING:
+    from biphasic.evaluation.scoring import SplitScores
+    from biphasic.evaluation.search import Qrels, Run
+
+RUN = Path("runs/quickstart")
+
+
+def recipe_parser(description: str, **defaults: Any) -> argparse.ArgumentParser:
+    """Return a parser of the recipes' common arguments. `defaults` are `out`, `steps`, `lr` and `max_length`."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("encoder", nargs="?", default=RUN / "clm-mlm/encoder", help="an export, or a model of the hub")
+    parser.add_argument("--pairs", type=Path, default=RUN / "text/pairs", help="a retrieval set (docs/tasks.md)")
+    parser.add_argument("--dense", type=Path, default=RUN / "dense/predictions/docstrings-test.run.gz")
+    parser.add_argument("--split", default="test", help="the one to score, and that of the ranking")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--lr", type=float)
+    parser.add_argument("--max-length", type=int, help="tokens of an input")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.set_defaults(**defaults)
+    return parser
+
+
+def train_and_compare(
+    options: argparse.Namespace,
+    train: Callable[[argparse.Namespace], Any],
+    prepare: Callable[[dict[str, Any], Run], None] = lambda split, ranking: None,
+    describe: Callable[[Any, dict[str, Any]], dict[str, Any]] = lambda model, split: {},
+) -> int:
+    """Train, save and score a model, and write `scores.json`. Return the exit status.
+
+    It is 2 when the encoder, the pairs or the ranking is missing. `prepare` may change the split, as mteb reads it,
+    before it is scored; what `describe` returns is written beside the scores.
+    """
+    # Imported here because mteb takes seconds to import, which --help doesn't need.
+    from biphasic.evaluation.scoring import score
+    from biphasic.evaluation.sets import read_set
+
+    try:
+        task = read_set(str(options.pairs), "Pairs", "eng-Latn", only=[options.split])
+        split, ranking = task.content["default"][options.split], read_trec_run(options.dense)
+        prepare(split, ranking)
+        model = train(options)
+        model.save_pretrained(str(options.out / "model"))
+        [[scores], _] = score(model, task)
+        result = {**compare(scores, ranking, split["relevant_docs"]), **describe(model, split)}
+    except (OSError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    open_store(str(options.out)).write("scores.json", json_bytes(result))
+    return 0
 
 
 def read_trec_run(file: Path) -> Run:
@@ -29,6 +84,9 @@ def compare(scores: SplitScores, ranking: Run, qrels: Qrels) -> dict[str, Any]:
     Raises:
         UserError: the ranking has other queries.
     """
+    from biphasic.evaluation.scoring import bootstrap_interval
+    from biphasic.evaluation.search import scores_by_query
+
     if ranking.keys() != scores.by_query.keys():
         raise UserError(f"{scores.task}: the ranking to compare with has other queries than the split {scores.split}")
     other = scores_by_query(ranking, qrels, "ndcg_cut_10", 10)

@@ -11,16 +11,15 @@ from __future__ import annotations
 import argparse
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pyarrow.parquet as pq
 
-from biphasic.errors import UserError
-from biphasic.storage import json_bytes, open_store
+if TYPE_CHECKING:
+    from biphasic.evaluation.search import Run
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "quickstart"))
-
-RUN = Path("runs/quickstart")
+from dense_ranking import recipe_parser, train_and_compare
 
 
 def train(options: argparse.Namespace) -> Any:
@@ -55,41 +54,18 @@ def train(options: argparse.Namespace) -> Any:
     return model
 
 
+def score_only_ranked(split: dict[str, Any], ranking: Run) -> None:
+    """Let mteb score only the documents of the ranking, which are then reranked."""
+    split["top_ranked"] = {query: [document for document, _ in documents] for query, documents in ranking.items()}
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train, save and score. Exit status 2 when the encoder, the pairs or the ranking is missing."""
-    parser = argparse.ArgumentParser(description="Train a reranker, and let it rerank a dense model's top 100.")
-    parser.add_argument("encoder", nargs="?", default=RUN / "clm-mlm/encoder", help="an export, or a model of the hub")
-    parser.add_argument("--pairs", type=Path, default=RUN / "text/pairs", help="a retrieval set (docs/tasks.md)")
-    parser.add_argument("--dense", type=Path, default=RUN / "dense/predictions/docstrings-test.run.gz")
-    parser.add_argument("--split", default="test", help="the one to score, and that of the ranking")
-    parser.add_argument("--out", type=Path, default=Path("runs/reranker"))
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--batch-size", type=int, default=64)
-    parser.add_argument("--lr", type=float, default=2e-3)
-    parser.add_argument("--max-length", type=int, default=96, help="tokens of both texts")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args(arguments)
-    from dense_ranking import compare, read_trec_run
-
-    from biphasic.evaluation.scoring import score
-    from biphasic.evaluation.sets import read_set
-
-    try:
-        task, dense = (
-            read_set(str(options.pairs), "Pairs", "eng-Latn", only=[options.split]),
-            read_trec_run(options.dense),
-        )
-        test = task.content["default"][options.split]
-        test["top_ranked"] = {query: [document for document, _ in documents] for query, documents in dense.items()}
-        model = train(options)
-        model.save_pretrained(str(options.out / "model"))
-        [[scores], _] = score(model, task)
-        result = compare(scores, dense, test["relevant_docs"])
-    except (OSError, UserError) as error:
-        print(error, file=sys.stderr)
-        return 2
-    open_store(str(options.out)).write("scores.json", json_bytes(result))
-    return 0
+    parser = recipe_parser(
+        "Train a reranker, and let it rerank a dense model's top 100.",
+        **{"out": Path("runs/reranker"), "steps": 1000, "lr": 2e-3, "max_length": 96},
+    )
+    return train_and_compare(parser.parse_args(arguments), train, prepare=score_only_ranked)
 
 
 if __name__ == "__main__":

@@ -151,7 +151,7 @@ def _model(config: EvaluateConfig) -> ScoredSystem:
         raise UserError(f"model.dimension: {model.dimension} is more than the model's width of {encoder.width}")
     embedder = EncoderEmbedder(encoder, name, "", bf16, model.dimension)
     fingerprint = model_fingerprint(path, model.revision)
-    digest = hashlib.sha256(json.dumps([fingerprint, embedder.settings], sort_keys=True).encode()).hexdigest()
+    digest = embedder.digest(fingerprint)
     # mteb stores results by revision: the hub's commit, or a hash of everything that affects the scores if the model is
     # local or its embeddings are truncated.
     embedder.revision = digest[:16] if is_local or model.dimension else fingerprint

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 import sys
@@ -102,8 +101,7 @@ def _load(path: str, cache: Path) -> EncoderEmbedder:
     encoder = load_encoder(local)
     rank_device().module_to_device(encoder.backbone)
     embedder = EncoderEmbedder(encoder, path, "", supports_bf16())
-    digest = hashlib.sha256(json.dumps([model_fingerprint(local, None), embedder.settings], sort_keys=True).encode())
-    embedder.revision = digest.hexdigest()[:16]
+    embedder.revision = embedder.digest(model_fingerprint(local, None))[:16]
     return embedder
 
 
