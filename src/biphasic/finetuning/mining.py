@@ -32,7 +32,6 @@ from biphasic.model.backbone import model_fingerprint
 from biphasic.model.encoder import load_encoder
 from biphasic.storage import is_remote, json_bytes, open_store
 
-_SCHEMA = SCHEMAS["scored_pairs"]
 _WRITE_ROWS, _PAIRS_AT_ONCE = 1000, 1 << 14
 
 
@@ -85,10 +84,8 @@ def mine(
     settings = json.loads(json.dumps(settings))
     if (record := from_first_rank(lambda: read_finished(out, settings))) is None:
         if dist.get_global_rank() == 0:
-            print(
-                f"mining for {len(pool.queries):,} queries among {len(pool.documents):,} documents into {out}",
-                flush=True,
-            )
+            counts = f"{len(pool.queries):,} queries among {len(pool.documents):,} documents"
+            print(f"mining for {counts} into {out}", flush=True)
         mined = _mine(embedder, pool, settings, Path(cache))
         about = {"model": model, "task_folder": task_folder}
         record = from_first_rank(lambda: _write(source, out, pool, mined, about, settings))
@@ -199,9 +196,9 @@ def _write(
     try:
         store.remove(file for file in store.list() if file.endswith(".parquet"))
         store.write(STARTED, b"`biphasic mine` may remove the tables beside this file\n")
-        with pq.ParquetWriter(scratch / "train.parquet", _SCHEMA, compression="zstd") as writer:
+        with pq.ParquetWriter(scratch / "train.parquet", SCHEMAS["scored_pairs"], compression="zstd") as writer:
             for group in groups_up_to(_WRITE_ROWS, kept):
-                writer.write_table(pa.Table.from_pylist([row(pair) for pair in group], _SCHEMA))
+                writer.write_table(pa.Table.from_pylist([row(pair) for pair in group], SCHEMAS["scored_pairs"]))
         store.move(scratch / "train.parquet", "train.parquet")
         for table in source.record["rows"]:
             if table != "train":
