@@ -1,0 +1,176 @@
+"""Fine-tune the models of protocol.md, and write a record for each pretraining seed.
+
+    python recipes/mini/protocol_run.py finetune runs/mini 3 4     # resumes after an interruption
+    python recipes/mini/protocol_run.py record runs/mini 3 4       # writes recipes/mini/protocol/seed-3.json and seed-4.json
+
+`runs/mini` is the folder of run.sh, in which protocol.yaml has trained and exported the models of these seeds. Nothing here
+prints a score.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import yaml
+from protocol import MODELS, PUBLIC, RATES, RECORDS, TASKS, Trial, cells, finetuning_seeds, record_bytes
+
+from biphasic.checkpointing.manifest import newest_first
+from biphasic.errors import UserError
+from biphasic.model.checkpoint import read_record
+from biphasic.report.formatting import format_rate
+from biphasic.storage import open_store
+from biphasic.sweep.records import TRIALS_FOLDER, read_records
+from biphasic.training.metrics_file import parse_metrics
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+
+
+def sweeps(folder: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """Yield the sweeps: one for each task, and its rates and numbers of seeds."""
+    files = {task: f"recipes/mini/finetune_{task}.yaml" for task in TASKS}
+    files |= {task: f"recipes/mini/public/finetune_{task}.yaml" for task in PUBLIC}
+    groups: dict[tuple[float, str, tuple[int, ...]], list[str]] = defaultdict(list)
+    for (model, objective), task in product(MODELS.items(), files):
+        if numbers := finetuning_seeds(model, task):
+            groups[RATES[objective][PUBLIC.get(task, task)], task, numbers].append(model)
+    for (rate, task, numbers), models in groups.items():
+        yield {
+            "job": "sweep",
+            "output": str(folder / "protocol" / "sweeps" / f"{task}-{format_rate(rate)}-{len(numbers)}"),
+            "models": {
+                f"{model}-s{seed}": {"path": str(folder / "protocol" / f"seed{seed}" / model / "encoder")}
+                for seed in seeds
+                for model in models
+            },
+            "tasks": {task: files[task]},
+            "learning_rates": [rate],
+            "seeds": list(numbers),
+        }
+
+
+def finetune(folder: Path, seeds: Sequence[int]) -> None:
+    """Run the sweeps, one after another. What they print, which includes scores, goes to `<output>.log`."""
+    for sweep in sweeps(folder, seeds):
+        output = Path(sweep["output"])
+        output.parent.mkdir(parents=True, exist_ok=True)
+        yaml_file, log = (output.with_name(output.name + suffix) for suffix in (".yaml", ".log"))
+        yaml_file.write_text(yaml.safe_dump(sweep, sort_keys=False))
+        print(f"{output}: fine-tuning; its output is in {log}", flush=True)
+        with log.open("a") as file:
+            command = [sys.executable, "src/main.py", str(yaml_file)]
+            if subprocess.run(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT, check=False).returncode:
+                raise UserError(f"{output}: the sweep failed, and {log} says why; the same command resumes")
+
+
+def record(folder: Path, seed: int) -> dict[str, Any]:
+    """Return what a seed's record holds.
+
+    Raises:
+        UserError: a fine-tuning is missing or failed.
+    """
+    sources = list[dict[str, Any]]()
+
+    def source_of(about: dict[str, Any]) -> int:
+        source = {key: about[key] for key in ("commit", "host", "hardware", "versions")}
+        if source not in sources:
+            sources.append(source)
+        return sources.index(source)
+
+    trials, seconds = list[Trial](), 0.0
+    for sweep in sweeps(folder, [seed]):
+        store = open_store(sweep["output"])
+        # Not the grid's: it is that of the last call, which may have had other seeds.
+        names = [file.stem for file in Path(sweep["output"], TRIALS_FOLDER).glob("*.json")]
+        for done in read_records(store, names).values():
+            cell = done.cell
+            model, _, number = cell.model.rpartition("-s")
+            if int(number) != seed:
+                continue
+            if done.status != "done":
+                raise UserError(f"seed {seed}: {model} on {cell.task} failed: {done.error}")
+            (result,) = done.results
+            assert result.validation is not None and result.test is not None
+            seconds += done.seconds["total"]
+            trials.append(
+                Trial(model, cell.task, cell.lr, cell.seed, result.validation, result.test, source_of(done.about))
+            )
+    found, expected = {(trial.model, trial.task, trial.seed) for trial in trials}, set(cells())
+    if found != expected or len(trials) != len(expected):
+        raise UserError(
+            f"seed {seed}: {len(trials)} fine-tunings, expected {len(expected)}; missing: {sorted(expected - found)}"
+        )
+    runs = folder / "protocol" / f"seed{seed}"
+    return {
+        "seed": seed,
+        "data": data_hashes(folder),
+        "sources": sources,
+        "pretraining": {
+            run.parent.name: _pretraining(run.parent, source_of) for run in sorted(runs.glob("*/metrics.jsonl"))
+        },
+        "finetuning_seconds": round(seconds),
+        "trials": sorted(trials),
+    }
+
+
+def data_hashes(folder: Path) -> dict[str, str]:
+    """Return hashes of the rows, the tokenizer and the tasks, by which records of several machines are compared."""
+    conversion = json.loads((folder / "data" / "conversion.json").read_text())
+    hashes = {
+        "rows": conversion["splits"]["train"]["index_sha256"],
+        "validation": conversion["splits"]["validation"]["index_sha256"],
+        "tokenizer": conversion["tokenizer"]["sha256"],
+    }
+    sources = {task: folder / "text" / "sources" / task for task in TASKS}
+    for task, tables in (sources | {task: folder / "public" / task for task in PUBLIC}).items():
+        digest = hashlib.sha256()
+        for file in sorted(tables.rglob("*.parquet")):
+            digest.update(file.name.encode() + file.read_bytes())
+        hashes[task] = digest.hexdigest()
+    return hashes
+
+
+def _pretraining(run: Path, source_of: Callable[[dict[str, Any]], int]) -> dict[str, Any]:
+    """Return a run's source, the seconds of its steps, and its last validation losses in nats."""
+    entries = parse_metrics((run / "metrics.jsonl").read_text())
+    losses = {key: entry[key] for entry in entries for key in ("metrics/clm/loss", "metrics/mlm/loss") if key in entry}
+    checkpoints = run / "checkpoints"
+    newest = next(each.manifest for each in newest_first(open_store(str(checkpoints))) if each.manifest is not None)
+    return {
+        "source": source_of(read_record(str(checkpoints / newest.path))),
+        "seconds": round(sum(entry.get("time/step_seconds", 0.0) for entry in entries)),
+        "losses": losses,
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run a step for the given seeds."""
+    parser = argparse.ArgumentParser(description="Fine-tune the protocol's models, or write their records.")
+    parser.add_argument("step", choices=["finetune", "record"])
+    parser.add_argument("folder", type=Path, help="the folder of run.sh")
+    parser.add_argument("seeds", type=int, nargs="+", help="pretraining seeds")
+    options = parser.parse_args(arguments)
+    try:
+        if options.step == "finetune":
+            finetune(options.folder.resolve(), options.seeds)
+        for seed in options.seeds if options.step == "record" else ():
+            store = open_store(str(RECORDS))
+            store.write(f"seed-{seed}.json", record_bytes(record(options.folder.resolve(), seed)))
+            print(RECORDS / f"seed-{seed}.json")
+    except (UserError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

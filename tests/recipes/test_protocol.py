@@ -1,0 +1,187 @@
+"""The protocol of the mini study: its runs, its records, and its tests on scores that are known."""
+
+from __future__ import annotations
+
+import json
+import sys
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+from scipy import stats
+
+from biphasic.config.load import load
+from biphasic.config.study import StudyConfig, expand
+from biphasic.config.sweep import SweepConfig
+from biphasic.errors import UserError
+from biphasic.finetuning.records import DownstreamResult
+from biphasic.storage import open_store
+from biphasic.study.plan import plan_study
+from biphasic.sweep.records import Cell, TrialRecord, write_record
+from helpers.tiny import ROOT
+
+MINI = ROOT / "recipes" / "mini"
+
+
+@pytest.fixture(scope="module")
+def protocol() -> ModuleType:
+    sys.path.insert(0, str(MINI))
+    import protocol
+
+    return protocol
+
+
+@pytest.fixture(scope="module")
+def protocol_run(protocol: ModuleType) -> ModuleType:
+    import protocol_run
+
+    return protocol_run
+
+
+def write_records(protocol: ModuleType, folder: Path, gains: dict[str, np.ndarray], **changes: Any) -> None:
+    """A record for each seed. `gains` has what a model's scores are above 0.5, by seed."""
+    folder.mkdir(exist_ok=True)
+    for at, seed in enumerate(protocol.SEEDS):
+        trials = [
+            protocol.Trial(
+                model, task, 4e-3, number, 0.5, 0.5 + float(gains.get(model, np.zeros(12))[at]) + 0.01 * number, 0
+            )
+            for model, task, number in protocol.cells()
+        ]
+        record = {"seed": seed, "data": {"rows": "a", "types": "b"}, "trials": trials}
+        (folder / f"seed-{seed}.json").write_bytes(protocol.record_bytes(record | changes))
+
+
+def test_each_fine_tuning_is_in_one_sweep_that_loads(protocol_run: ModuleType, tmp_path: Path) -> None:
+    found = []
+    for at, sweep in enumerate(protocol_run.sweeps(tmp_path, [3, 4])):
+        file = tmp_path / f"{at}.yaml"
+        file.write_text(yaml.safe_dump(sweep))
+        config = load(str(file))
+        assert isinstance(config, SweepConfig)
+        (rate,) = config.learning_rates
+        found += [(*cell, rate) for cell in product(config.models, config.tasks, config.seeds)]
+        assert all(load(task.file) for task in config.tasks.values())
+    rates, families = protocol_run.RATES, protocol_run.PUBLIC
+    expected = {
+        (f"{model}-s{seed}", task, number, rates[protocol_run.MODELS[model]][families.get(task, task)])
+        for (model, task, number), seed in product(protocol_run.cells(), (3, 4))
+    }
+    assert len(expected) == 2 * 64
+    assert len(found) == len(set(found)) and set(found) == expected
+
+
+def test_the_study_trains_the_models_at_equal_tokens_and_flops(protocol: ModuleType, monkeypatch: Any) -> None:
+    monkeypatch.setenv("MINI_SEED", "7")
+    config = load("recipes/mini/protocol.yaml")
+    assert isinstance(config, StudyConfig)
+    assert {*config.models, *config.merges} == {*protocol.MODELS, "clm-mlm-stable"}
+    runs = {run.name: run for run in plan_study(config).runs}
+    assert {keys.seed for keys in expand(config).values()} == {7}
+    for batches, switch, equal_flops in protocol.BUDGETS.values():
+        both = runs[f"1m-clm-{switch}-mlm40-{batches}"]
+        assert both.flops == pytest.approx(runs[f"1m-mlm40-{equal_flops}"].flops, rel=1e-3)
+        assert both.length == runs[f"1m-mlm40-{batches}"].length == int(batches)
+
+
+def test_nothing_is_computed_before_all_seeds_are_there(protocol: ModuleType, tmp_path: Path) -> None:
+    write_records(protocol, tmp_path, {})
+    protocol.read_scores(tmp_path)
+    (tmp_path / "seed-9.json").unlink()
+    with pytest.raises(UserError, match=r"missing: 9$"):
+        protocol.read_scores(tmp_path)
+
+
+def test_records_of_other_texts_or_with_missing_fine_tunings_are_refused(protocol: ModuleType, tmp_path: Path) -> None:
+    write_records(protocol, tmp_path, {})
+    file = tmp_path / "seed-5.json"
+    record = json.loads(file.read_text())
+    file.write_text(json.dumps(record | {"data": {"rows": "a", "types": "c"}}))
+    with pytest.raises(UserError, match="seeds 3 and 5 differ in types"):
+        protocol.read_scores(tmp_path)
+    file.write_text(json.dumps(record | {"trials": record["trials"][1:]}))
+    with pytest.raises(UserError, match="seed 5 has no fine-tuning"):
+        protocol.read_scores(tmp_path)
+
+
+def test_outcomes_are_those_of_scipy_and_corrected_within_their_family(protocol: ModuleType, tmp_path: Path) -> None:
+    generator = np.random.default_rng(0)
+    clear, none, wide = (
+        generator.normal(0.012, 0.005, 12),
+        generator.normal(0, 0.002, 12),
+        generator.normal(0, 0.05, 12),
+    )
+    write_records(
+        protocol,
+        tmp_path,
+        {"1m-clm-1280-mlm40-2560": clear, "1m-mlm40-3521": clear - none, "1m-clm-2560": clear - wide},
+    )
+    scores = protocol.read_scores(tmp_path)
+    tokens, flops = protocol.outcomes(scores, protocol.PRIMARY)
+    raw = [stats.ttest_1samp(values, 0).pvalue for values in (clear, none)]
+    assert tokens.interval.mean == pytest.approx(clear.mean()) and flops.interval.mean == pytest.approx(none.mean())
+    assert tokens.p == pytest.approx(2 * raw[0]) and flops.p == pytest.approx(raw[1])
+    assert (tokens.verdict, flops.verdict) == ("better", "equal within a point")
+    within = max(stats.ttest_1samp(none, -0.01).pvalue, stats.ttest_1samp(none, 0.01).pvalue) / 2
+    assert flops.p_equivalence == pytest.approx(2 * within)
+    signs = np.array(list(product((1, -1), repeat=12)))
+    assert tokens.sign_flip == pytest.approx((abs(signs @ clear) >= abs(clear.sum()) - 1e-9).mean())
+    secondary = {
+        (each.comparison.title, each.comparison.tokens, each.comparison.tasks): each
+        for each in protocol.outcomes(scores, protocol.SECONDARY)
+    }
+    assert (len(protocol.SECONDARY), len(protocol.ON_PUBLIC_SETS)) == (30, 10)
+    assert secondary["CLM→MLM minus CLM", "10.5 M", protocol.TASKS].verdict == "not decided"
+    near = secondary["CLM→MLM minus MLM, equal FLOPs", "10.5 M", ("types",)]
+    assert near.verdict == "equal within a point"
+    small = secondary["CLM→MLM minus MLM, equal FLOPs", "10.5 M", ("retrieval",)]
+    assert small.p_equivalence == near.p_equivalence and small.verdict == "not decided"
+    lines = "\n".join(protocol.tables(scores))
+    assert "| better |" in lines and protocol.draw(scores).startswith(b"\x89PNG")
+
+
+def test_worse_is_said_as_plainly_as_better(protocol: ModuleType, tmp_path: Path) -> None:
+    harm = np.linspace(-0.03, -0.02, 12)
+    write_records(protocol, tmp_path, {"1m-clm-1280-mlm40-2560": harm})
+    assert [each.verdict for each in protocol.outcomes(protocol.read_scores(tmp_path), protocol.PRIMARY)] == [
+        "worse",
+        "worse",
+    ]
+
+
+def write_trials(protocol_run: ModuleType, folder: Path, seeds: list[int]) -> None:
+    """The trial records of the protocol's sweeps, and the files whose hashes a record holds."""
+    for sweep in protocol_run.sweeps(folder, seeds):
+        for model, task, number in product(sweep["models"], sweep["tasks"], sweep["seeds"]):
+            cell = Cell(model, task, sweep["learning_rates"][0], number)
+            result = DownstreamResult(task, task, "classification", "accuracy", 0.5, 0.6)
+            about = {"commit": "abc", "host": "h", "hardware": "c", "versions": {}, "tokens": 5}
+            trial = TrialRecord(
+                f"{model}.{task}.{number}", cell, "done", (result,), seconds={"total": 2.0}, about=about
+            )
+            write_record(open_store(sweep["output"]), trial)
+    (folder / "data").mkdir(exist_ok=True)
+    hashes = {
+        "splits": {"train": {"index_sha256": "t"}, "validation": {"index_sha256": "v"}},
+        "tokenizer": {"sha256": "w"},
+    }
+    (folder / "data" / "conversion.json").write_text(json.dumps(hashes))
+
+
+def test_a_record_has_all_fine_tunings_of_its_seed_and_where_they_ran(protocol_run: ModuleType, tmp_path: Path) -> None:
+    write_trials(protocol_run, tmp_path, [3, 4])
+    write_trials(protocol_run, tmp_path, [5])
+    record = protocol_run.record(tmp_path, 4)
+    assert {(*trial[:2], trial.seed) for trial in record["trials"]} == set(protocol_run.cells())
+    assert len(record["trials"]) == 64 and record["finetuning_seconds"] == 128
+    assert record["sources"] == [{"commit": "abc", "host": "h", "hardware": "c", "versions": {}}]
+    assert json.loads(protocol_run.record_bytes(record))["trials"][0] == record["trials"][0]._asdict()
+    first = next(Path(next(protocol_run.sweeps(tmp_path, [4]))["output"], "trials").glob("*-s4.*.json"))
+    first.unlink()
+    with pytest.raises(UserError, match="63 fine-tunings, expected 64; missing"):
+        protocol_run.record(tmp_path, 4)
+    assert len(protocol_run.record(tmp_path, 5)["trials"]) == 64
