@@ -73,11 +73,6 @@ def options(name: str) -> dict[str, Any]:
     return {"trust_remote_code": True} if name in FAMILIES else {}
 
 
-def logits_of(model: LanguageModel, hidden: Tensor) -> Tensor:
-    logits = hidden @ model.lm_head.weight.detach().T
-    return logits if model.softcap is None else model.softcap * torch.tanh(logits / model.softcap)
-
-
 @torch.no_grad()
 def compare(auto: Any, folder: Path, name: str, expected: Tensor, tolerance: float) -> None:
     """The largest difference, padded on either side and text by text, in each attention that the format takes.
@@ -105,7 +100,7 @@ def test_hidden_states_and_logits(name: str, model: LanguageModel, tokenizer: To
     hidden = packed(model.backbone)
     assert hidden.abs().max() > 0.1
     compare(AutoModel, out, name, hidden, OTHERS if name in FAMILIES else HIDDEN)
-    compare(AutoModelForMaskedLM, out, name, logits_of(model, hidden), LOGITS)
+    compare(AutoModelForMaskedLM, out, name, model.logits(hidden).detach(), LOGITS)
     if name not in FAMILIES:
         config = json.loads((out / "config.json").read_text())
         assert (config["model_type"], config["architectures"]) == ("eurobert", ["EuroBertForMaskedLM"])
@@ -177,4 +172,4 @@ def test_shards(
     assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
     hidden = packed(model.backbone)
     compare(AutoModel, out, name, hidden, OTHERS if name in FAMILIES else HIDDEN)
-    compare(AutoModelForMaskedLM, out, name, logits_of(model, hidden), LOGITS)
+    compare(AutoModelForMaskedLM, out, name, model.logits(hidden).detach(), LOGITS)

@@ -14,7 +14,7 @@ from biphasic.model.segments import Segments
 
 TESTED_FAMILIES = (
     *("llama", "eurobert", "qwen3", "mistral", "olmo2", "smollm3", "gemma2", "gemma3_text"),
-    *("modernbert", "modernbert-decoder", "phi"),
+    *("modernbert", "modernbert-decoder", "phi", "cohere", "granite"),
 )
 """Families whose attention tests/model compares token by token, causal and bidirectional."""
 SMALL = {
@@ -30,7 +30,13 @@ SMALL = {
 }
 # Without grouped-query attention; the decoder's configuration requires a padding token.
 MODERNBERT = {"num_key_value_heads": 4, "pad_token_id": 0, "local_attention": 6}
-OTHER_SIZES = {"modernbert": MODERNBERT, "modernbert-decoder": MODERNBERT, "phi": {"num_key_value_heads": 4}}
+OTHER_SIZES = {
+    "modernbert": MODERNBERT,
+    "modernbert-decoder": MODERNBERT,
+    "phi": {"num_key_value_heads": 4},
+    "cohere": {"logit_scale": 0.25},
+    "granite": {"logits_scaling": 4.0, "embedding_multiplier": 3.0, "residual_multiplier": 0.5},
+}
 
 
 def backbone(family: str, **changes: object) -> torch.nn.Module:

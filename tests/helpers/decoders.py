@@ -20,6 +20,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "olmo2": {},
     "smollm3": {},
     "gemma2": {"sliding_window": 3, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    "cohere": OTHER_SIZES["cohere"],
+    "granite": OTHER_SIZES["granite"],
     "llama": {
         "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
         "attention_bias": True,

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 from biphasic.config.model import ModelConfig
 from biphasic.data.tokenizer import load_tokenizer
@@ -40,6 +40,24 @@ def test_clm_loss_equals_the_family_s_own(family: str, tmp_path: Path) -> None:
     if family == "phi":  # its MLP has no gate
         return
     assert model.architecture().parameters <= sum(p.numel() for p in model.parameters()) + 2 * 2 * 32
+
+
+def test_logits_that_a_family_computes_in_its_own_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Cohere's and Granite's were, which trained without their scale, before it was known."""
+    saved_decoder("qwen3", tmp_path)
+    assert load_language_model(str(tmp_path)).logit_scale == 1
+    own = Qwen3ForCausalLM.forward
+
+    def scaled(self: Any, *arguments: Any, **options: Any) -> Any:
+        output = own(self, *arguments, **options)
+        output.logits = output.logits * 1.01
+        return output
+
+    monkeypatch.setattr(Qwen3ForCausalLM, "forward", scaled)
+    with pytest.raises(UserError, match="qwen3 isn't supported: its logits aren't those of its head"):
+        load_language_model(str(tmp_path))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi"])

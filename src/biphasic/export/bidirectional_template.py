@@ -132,7 +132,8 @@ class BidirectionalForMaskedLM(_WithHead):
         self.post_init()
 
     def _logits(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
-        logits = self.lm_head(hidden)
+        scale = getattr(self.config, "logit_scale", None) or 1 / getattr(self.config, "logits_scaling", 1.0)
+        logits = self.lm_head(hidden * scale)
         softcap = getattr(self.config, "final_logit_softcapping", None)
         return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 

@@ -25,7 +25,7 @@ from biphasic.model.language_model import (
     plain_rope,
 )
 from biphasic.model.new_vocabulary import fit_vocabulary
-from biphasic.model.packing_probe import packing_problem
+from biphasic.model.packing_probe import computes_own_logits, packing_problem
 from biphasic.quiet import without_warnings
 from biphasic.storage import cached_file_hash, first_line, is_remote
 from biphasic.storage.hub import why_missing
@@ -143,7 +143,10 @@ def load_language_model(
     problem = packing_problem(backbone, decoder=head_class is AutoModelForCausalLM)
     if problem is not None:
         raise UserError(f"model {path}: {family} can't be trained on packed segments: {problem}")
-    return LanguageModel(backbone, lm_head, head)
+    language_model = LanguageModel(backbone, lm_head, head)
+    if not computes_own_logits(model, language_model):
+        raise UserError(f"{refused}: its logits aren't those of its head on the last hidden states")
+    return language_model
 
 
 def _set_positions(path: str, hf_config: Any, rope_theta: float | None, max_position_embeddings: int | None) -> None:

@@ -49,6 +49,9 @@ class LanguageModel(nn.Module):
         backbone.get_input_embeddings().padding_idx = None  # pyright: ignore[reportCallIssue]
         self.compiled_loss = False
         self.softcap: float | None = getattr(backbone.config, "final_logit_softcapping", None)
+        # Cohere multiplies its logits, Granite divides them.
+        scale: float | None = getattr(backbone.config, "logit_scale", None)
+        self.logit_scale = scale or 1 / getattr(backbone.config, "logits_scaling", 1.0)
 
     def forward(self, inputs: Tensor, targets: Tensor, segments: Segments, causal: bool) -> tuple[Tensor, Tensor]:
         """Return the summed cross-entropy, an fp32 scalar in nats, and the number of targets, an int64 scalar.
@@ -58,11 +61,18 @@ class LanguageModel(nn.Module):
         forward.
         """
         hidden = packed_forward(self.backbone, inputs, segments, causal)
+        if self.logit_scale != 1:
+            hidden = hidden * self.logit_scale
         lm_head = self.lm_head
         total = cross_entropy_sum(
             hidden, lm_head.weight, targets, self.softcap, self.compiled_loss, lm_head.bias, self.head
         )
         return total, (targets >= 0).sum()
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Return the logits [..., vocabulary] of hidden states [..., width]."""
+        logits = self.lm_head((hidden if self.head is None else self.head(hidden)) * self.logit_scale)
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
     @property
     def config(self) -> Any:

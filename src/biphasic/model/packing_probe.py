@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from biphasic.model.forward import packed_encoder_forward, packed_forward, padde
 from biphasic.model.segments import Segments, visibility_mask
 from biphasic.quiet import without_warnings
 from biphasic.storage import first_line
+
+if TYPE_CHECKING:
+    from biphasic.model.language_model import LanguageModel
 
 _LENGTH = 4
 """Number of tokens in each of the probe's two segments."""
@@ -56,6 +59,26 @@ def packing_problem(backbone: nn.Module, decoder: bool = True) -> str | None:
     except Exception as error:  # the family's code may raise anything
         return f"its code fails ({type(error).__name__}: {first_line(error)})"
     return None
+
+
+@torch.no_grad()
+def computes_own_logits(network: Any, model: LanguageModel) -> bool:
+    """Return whether a language model has the logits of the Hugging Face class that its backbone and head come from.
+
+    Some families scale or transform their logits in ways of their own, which a class's parameters don't show.
+
+    Args:
+        network: the class with a head. It has the same modules as `model`.
+        model: the language model, in evaluation mode.
+    """
+    tokens = (torch.arange(1, 2 * _LENGTH + 1) * 7 % _vocabulary(model.backbone)).view(2, _LENGTH)
+    network.set_attn_implementation("eager")
+    try:
+        own = network(input_ids=tokens).logits
+        logits = model.logits(model.backbone(input_ids=tokens).last_hidden_state)
+    finally:
+        network.set_attn_implementation(attention.ATTENTION_NAME)
+    return bool((own - logits).abs().max() <= _TOLERANCE * own.abs().max())
 
 
 def _vocabulary(backbone: Any) -> int:
