@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
+import zipfile
 from itertools import product
 from pathlib import Path
 from types import ModuleType
@@ -185,3 +187,29 @@ def test_a_record_has_all_fine_tunings_of_its_seed_and_where_they_ran(protocol_r
     with pytest.raises(UserError, match="63 fine-tunings, expected 64; missing"):
         protocol_run.record(tmp_path, 4)
     assert len(protocol_run.record(tmp_path, 5)["trials"]) == 64
+
+
+def test_public_sets_are_divided_and_reformatted(tmp_path: Path) -> None:
+    """SQuAD by article, without questions that have no answer; SciFact's sentences, pairs and judgments."""
+    (tmp_path / "squad").mkdir()
+    (tmp_path / "scifact").mkdir()
+    questions = [{"id": "a", "is_impossible": False}, {"id": "b", "is_impossible": True}]
+    articles = [{"title": str(at), "paragraphs": [{"context": "c", "qas": questions}]} for at in range(16)]
+    (tmp_path / "squad" / "dev-v2.0.json").write_text(json.dumps({"data": articles}))
+    scifact = tmp_path / "scifact"
+    with zipfile.ZipFile(scifact / "scifact.zip", "w") as file:
+        abstract = "\"['One.'\n 'Two.']\""
+        file.writestr("corpus_train.csv", f"doc_id,title,abstract,structured\n7,Title,{abstract},False\n")
+    (scifact / "queries.jsonl").write_text('{"_id": "1", "text": "claim"}\n{"_id": "2", "text": "other"}\n')
+    (scifact / "train.tsv").write_text("query-id\tcorpus-id\tscore\n1\t7\t1\n")
+    (scifact / "test.tsv").write_text("2\t 0 7\t1\n")
+    command = [sys.executable, str(MINI / "public" / "prepare.py"), str(tmp_path)]
+    subprocess.run(command, check=True)
+    for split, count in (("train", 12), ("test", 4)):
+        data = json.loads((tmp_path / "squad" / f"{split}.json").read_text())["data"]
+        assert [[each["id"] for each in article["paragraphs"][0]["qas"]] for article in data] == [["a"]] * count
+    pair = json.loads((scifact / "pairs.jsonl").read_text())
+    assert (
+        pair["query"] == "claim" and pair["positive"].startswith("Title One isn") and pair["positive"].endswith("Two.")
+    )
+    assert (scifact / "test_qrels.tsv").read_text() == "query-id\tcorpus-id\tscore\n2\t7\t1\n"
