@@ -5,6 +5,7 @@ python recipes/mini/public/prepare.py FOLDER     # FOLDER has the files of READM
 
 from __future__ import annotations
 
+import argparse
 import csv
 import json
 import re
@@ -58,6 +59,19 @@ def _write(file: Path, rows: Iterable[dict[str, Any]]) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
+def main() -> int:
+    """Write the files."""
+    parser = argparse.ArgumentParser(description="Divide and reformat SQuAD and SciFact for the mini study.")
+    parser.add_argument("folder", type=Path, help="the folder with the files of README.md")
+    folder: Path = parser.parse_args().folder
+    try:
+        squad(folder / "squad")
+        scifact(folder / "scifact")
+    except OSError as error:
+        print(f"{error}; README.md says which files {folder} must hold", file=sys.stderr)
+        return 2
+    return 0
+
+
 if __name__ == "__main__":
-    squad(Path(sys.argv[1]) / "squad")
-    scifact(Path(sys.argv[1]) / "scifact")
+    raise SystemExit(main())
