@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
+from results import TASKS
 from scipy import stats
 
 from biphasic.errors import UserError
@@ -32,7 +33,6 @@ RECORDS = HERE / "protocol"
 PICTURE = HERE.parents[1] / "docs" / "protocol.png"
 SEEDS = tuple(range(3, 15))
 """Of pretraining."""
-TASKS = ("types", "parameters", "questions", "retrieval")
 PUBLIC = {"sst2": "types", "uner": "parameters", "squad": "questions", "scifact": "retrieval"}
 """Public sets (recipes/mini/public), each with the task of the same family, whose rates it takes."""
 MODELS = {
@@ -166,7 +166,8 @@ def read_scores(folder: Path) -> pd.DataFrame:
     Raises:
         UserError: a seed has no record or an incomplete one, or two seeds had other rows, another tokenizer or other tasks.
     """
-    records = {seed: _read(folder / f"seed-{seed}.json") for seed in SEEDS if (folder / f"seed-{seed}.json").exists()}
+    files = {seed: folder / f"seed-{seed}.json" for seed in SEEDS}
+    records = {seed: json.loads(file.read_text(encoding="utf-8")) for seed, file in files.items() if file.exists()}
     if missing := [str(seed) for seed in SEEDS if seed not in records]:
         raise UserError(f"{folder}: nothing is computed before all seeds are there; missing: {', '.join(missing)}")
     first = records[SEEDS[0]]
@@ -279,10 +280,6 @@ def record_bytes(record: dict[str, Any]) -> bytes:
     rows = ",\n".join(f"  {json.dumps(trial._asdict())}" for trial in record["trials"])
     rest = json.dumps({**record, "trials": []}, indent=1)
     return rest.replace('"trials": []', f'"trials": [\n{rows}\n ]').encode() + b"\n"
-
-
-def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8"))
 
 
 def main() -> int:

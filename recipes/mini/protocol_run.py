@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from protocol import MODELS, PUBLIC, RATES, RECORDS, TASKS, Trial, cells, finetuning_seeds, record_bytes
+from protocol import MODELS, PUBLIC, RATES, RECORDS, Trial, cells, finetuning_seeds, record_bytes
+from results import TASKS
 
 from biphasic.checkpointing.manifest import newest_first
 from biphasic.errors import UserError

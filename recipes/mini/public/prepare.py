@@ -1,6 +1,8 @@
 """Divide and reformat the public sets that no tool reads as they lie: SQuAD's answerable questions, and SciFact.
 
-python recipes/mini/public/prepare.py FOLDER     # FOLDER has the files of README.md; writes FOLDER/squad and FOLDER/scifact
+    python recipes/mini/public/prepare.py FOLDER
+
+FOLDER has the files of README.md. The results are written beside them, to FOLDER/squad and FOLDER/scifact.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,13 +74,20 @@ def computes_own_logits(network: Any, model: LanguageModel) -> bool:
         model: the language model, in evaluation mode.
     """
     tokens = (torch.arange(1, 2 * _LENGTH + 1) * 7 % _vocabulary(model.backbone)).view(2, _LENGTH)
-    network.set_attn_implementation("eager")
-    try:
+    with _own_attention(network):
         own = network(input_ids=tokens).logits
         logits = model.logits(model.backbone(input_ids=tokens).last_hidden_state)
+    return bool((own - logits).abs().max() <= _TOLERANCE * own.abs().max())
+
+
+@contextmanager
+def _own_attention(network: Any) -> Iterator[None]:
+    """Replace `biphasic` attention by the family's own, for padded calls."""
+    network.set_attn_implementation("eager")
+    try:
+        yield
     finally:
         network.set_attn_implementation(attention.ATTENTION_NAME)
-    return bool((own - logits).abs().max() <= _TOLERANCE * own.abs().max())
 
 
 def _vocabulary(backbone: Any) -> int:
@@ -97,11 +106,8 @@ def _hidden(backbone: nn.Module, tokens: Tensor, causal: bool) -> Tensor:
 
 def _difference_from_own(backbone: Any, tokens: Tensor, hidden: Tensor) -> float:
     """Return the largest relative difference from hidden states of the family's own attention, segment by segment."""
-    backbone.set_attn_implementation("eager")
-    try:
+    with _own_attention(backbone):
         own = backbone(input_ids=tokens.view(2, _LENGTH), use_cache=False).last_hidden_state.flatten(0, 1).float()
-    finally:
-        backbone.set_attn_implementation(attention.ATTENTION_NAME)
     return float((own - hidden).abs().max() / own.abs().max())
 
 
