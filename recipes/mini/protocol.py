@@ -7,20 +7,18 @@ It computes nothing before the records of all seeds are there (protocol.sh write
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import nan
 from pathlib import Path
-from statistics import fmean
-from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
 from results import TASKS
 from scipy import stats
+from seed_records import PUBLIC, SeedRuns, mean_scores, read_scores
 
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
@@ -29,12 +27,7 @@ from biphasic.report.scores import Interval, holm, mean_interval
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
-RECORDS = HERE / "protocol"
 PICTURE = HERE.parents[1] / "docs" / "protocol.png"
-SEEDS = tuple(range(3, 15))
-"""Of pretraining."""
-PUBLIC = {"sst2": "types", "uner": "parameters", "squad": "questions", "scifact": "retrieval"}
-"""Public sets (recipes/mini/public), each with the task of the same family, whose rates it takes."""
 MODELS = {
     "1m-clm-2560": "clm",
     "1m-mlm40-3521": "mlm",
@@ -50,29 +43,11 @@ MODELS = {
 """The models that are fine-tuned, with the objective whose rates they take."""
 PRIMARY_MODELS = ("1m-mlm40-2560", "1m-mlm40-3521", "1m-clm-1280-mlm40-2560")
 """Those of the two questions: fine-tuned with two seeds, and on the public sets as well."""
-RATES = {
-    "mlm": {"types": 4e-3, "parameters": 16e-3, "questions": 4e-3, "retrieval": 8e-3},
-    "clm-mlm": {"types": 4e-3, "parameters": 8e-3, "questions": 4e-3, "retrieval": 4e-3},
-    "clm": {"types": 2e-3, "parameters": 8e-3, "questions": 4e-3, "retrieval": 4e-3},
-}
-"""Fine-tuning rates by objective and task, from the pilot."""
 LEVEL = 0.05
 MARGIN = 0.01
 """Differences within a point are called equal, if a test shows it."""
 BUDGETS = {"10.5 M": ("2560", "1280", "3521"), "2.6 M": ("640", "320", "880")}
 """For each number of tokens the batches of the models, of the CLM phase, and of MLM with as many FLOPs."""
-
-
-class Trial(NamedTuple):
-    """A fine-tuning. Scores are from 0 to 1; `source` is an index into the record's `sources`."""
-
-    model: str
-    task: str
-    lr: float
-    seed: int
-    validation: float
-    test: float
-    source: int
 
 
 def finetuning_seeds(model: str, task: str) -> tuple[int, ...]:
@@ -82,11 +57,7 @@ def finetuning_seeds(model: str, task: str) -> tuple[int, ...]:
     return (0, 1) if model in PRIMARY_MODELS else (0,)
 
 
-def cells() -> Iterator[tuple[str, str, int]]:
-    """Yield (model, task, fine-tuning seed) of each fine-tuning of a pretraining seed."""
-    for model, task in product(MODELS, (*TASKS, *PUBLIC)):
-        for seed in finetuning_seeds(model, task):
-            yield model, task, seed
+RUNS = SeedRuns("protocol", tuple(range(3, 15)), MODELS, finetuning_seeds)
 
 
 @dataclass(frozen=True)
@@ -160,36 +131,10 @@ class Outcome:
         return "equal within a point" if near else "not decided"
 
 
-def read_scores(folder: Path) -> pd.DataFrame:
-    """Return test scores by seed, model and task: the means over the fine-tuning seeds.
-
-    Raises:
-        UserError: a seed has no record or an incomplete one, or two seeds had other rows, another tokenizer or other tasks.
-    """
-    files = {seed: folder / f"seed-{seed}.json" for seed in SEEDS}
-    records = {seed: json.loads(file.read_text(encoding="utf-8")) for seed, file in files.items() if file.exists()}
-    if missing := [str(seed) for seed in SEEDS if seed not in records]:
-        raise UserError(f"{folder}: nothing is computed before all seeds are there; missing: {', '.join(missing)}")
-    first = records[SEEDS[0]]
-    rows = list[dict[str, Any]]()
-    for seed, record in records.items():
-        if other := [name for name in first["data"] if record["data"].get(name) != first["data"][name]]:
-            raise UserError(
-                f"{folder}: seeds {SEEDS[0]} and {seed} differ in {', '.join(other)}, so they can't be compared"
-            )
-        scores = {(trial["model"], trial["task"], trial["seed"]): trial["test"] for trial in record["trials"]}
-        if absent := [cell for cell in cells() if cell not in scores]:
-            raise UserError(f"{folder}: seed {seed} has no fine-tuning {absent[0]}")
-        for model, task in dict.fromkeys(cell[:2] for cell in cells()):
-            score = fmean(scores[model, task, number] for number in finetuning_seeds(model, task))
-            rows.append({"seed": seed, "model": model, "task": task, "score": score})
-    return pd.DataFrame(rows)
-
-
 def differences(scores: pd.DataFrame, comparison: Comparison) -> pd.Series:
     """Return a comparison's differences by pretraining seed."""
-    by_model = scores[scores.task.isin(comparison.tasks)].groupby(["model", "seed"]).score.mean()
-    return by_model[comparison.first] - by_model[comparison.second]
+    first, second = (mean_scores(scores, model, comparison.tasks) for model in (comparison.first, comparison.second))
+    return first - second
 
 
 def outcomes(scores: pd.DataFrame, family: Sequence[Comparison]) -> list[Outcome]:
@@ -219,22 +164,22 @@ def _equivalence(values: pd.Series) -> float:
 
 def tables(scores: pd.DataFrame) -> list[str]:
     """Return the lines of results.md."""
-    lines = [f"## The two questions ({len(SEEDS)} pretraining seeds)", "", *_outcome_table(outcomes(scores, PRIMARY))]
+    lines = [
+        f"## The two questions ({len(RUNS.seeds)} pretraining seeds)",
+        "",
+        *outcome_table(outcomes(scores, PRIMARY)),
+    ]
     for title, family in (("Secondary comparisons", SECONDARY), ("On public sets", ON_PUBLIC_SETS)):
-        lines += [f"## {title} (corrected over all {len(family)})", "", *_outcome_table(outcomes(scores, family))]
-    columns = [*((task,) for task in TASKS), TASKS]
-    body = [[model, *(_cell(scores, model, tasks) for tasks in columns)] for model in MODELS]
-    lines += ["## Scores", "", *markdown_table(["model", *(f"`{task}`" for task in TASKS), "mean"], body)]
-    columns = [*((task,) for task in PUBLIC), tuple(PUBLIC)]
-    body = [[model, *(_cell(scores, model, tasks) for tasks in columns)] for model in PRIMARY_MODELS]
-    lines += markdown_table(["model", *(f"`{task}`" for task in PUBLIC), "mean"], body)
+        lines += [f"## {title} (corrected over all {len(family)})", "", *outcome_table(outcomes(scores, family))]
+    lines += ["## Scores", "", *score_table(scores, MODELS, TASKS), *score_table(scores, PRIMARY_MODELS, tuple(PUBLIC))]
     primary = [differences(scores, each) for each in PRIMARY]
-    body = [[seed, *(format_signed(values[seed]) for values in primary)] for seed in SEEDS]
+    body = [[seed, *(format_signed(values[seed]) for values in primary)] for seed in RUNS.seeds]
     lines += ["## The primary differences by seed, points", ""]
     return lines + markdown_table(["seed", *(each.title for each in PRIMARY)], body)
 
 
-def _outcome_table(results: Iterable[Outcome]) -> list[str]:
+def outcome_table(results: Iterable[Outcome]) -> list[str]:
+    """Return the lines of a table of outcomes."""
     about = ["difference", "tokens", "task", "points"]
     header = [*about, "p", "p, Holm", "p, sign flips", "p, within a point, Holm", "seeds above", ""]
     body = [
@@ -249,8 +194,15 @@ def _outcome_table(results: Iterable[Outcome]) -> list[str]:
     return markdown_table(header, body)
 
 
-def _cell(scores: pd.DataFrame, model: str, tasks: Sequence[str]) -> str:
-    interval = mean_interval(scores[(scores.model == model) & scores.task.isin(tasks)].groupby("seed").score.mean())
+def score_table(scores: pd.DataFrame, models: Iterable[str], tasks: tuple[str, ...]) -> list[str]:
+    """Return the lines of a table of test scores in points, with 95% intervals over the seeds."""
+    columns = [*((task,) for task in tasks), tasks]
+    body = [[model, *(_cell(mean_scores(scores, model, each)) for each in columns)] for model in models]
+    return markdown_table(["model", *(f"`{task}`" for task in tasks), "mean"], body)
+
+
+def _cell(values: pd.Series) -> str:
+    interval = mean_interval(values)
     return format_interval(interval.mean, interval.half)
 
 
@@ -275,23 +227,16 @@ def draw(scores: pd.DataFrame) -> bytes:
         return png(figure)
 
 
-def record_bytes(record: dict[str, Any]) -> bytes:
-    """Return a seed's record as JSON, with a line for each fine-tuning."""
-    rows = ",\n".join(f"  {json.dumps(trial._asdict())}" for trial in record["trials"])
-    rest = json.dumps({**record, "trials": []}, indent=1)
-    return rest.replace('"trials": []', f'"trials": [\n{rows}\n ]').encode() + b"\n"
-
-
 def main() -> int:
     """Write the tables and the figure, and print their names."""
     try:
-        scores = read_scores(RECORDS)
+        scores = read_scores(RUNS, RUNS.records)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    open_store(str(RECORDS)).write("results.md", ("\n".join(tables(scores)).rstrip() + "\n").encode())
+    open_store(str(RUNS.records)).write("results.md", ("\n".join(tables(scores)).rstrip() + "\n").encode())
     open_store(str(PICTURE.parent)).write(PICTURE.name, draw(scores))
-    print(RECORDS / "results.md", PICTURE, sep="\n")
+    print(RUNS.records / "results.md", PICTURE, sep="\n")
     return 0
 
 

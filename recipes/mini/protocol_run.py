@@ -1,10 +1,10 @@
-"""Fine-tune the models of protocol.md, and write a record for each pretraining seed.
+"""Fine-tune the models of protocol.md and followup.md, and write a record for each pretraining seed.
 
-    python recipes/mini/protocol_run.py finetune runs/mini 3 4     # resumes after an interruption
-    python recipes/mini/protocol_run.py record runs/mini 3 4       # writes recipes/mini/protocol/seed-3.json and seed-4.json
+    python recipes/mini/protocol_run.py finetune protocol runs/mini 3 4    # resumes after an interruption
+    python recipes/mini/protocol_run.py record protocol runs/mini 3 4      # writes recipes/mini/protocol/seed-*.json
 
-`runs/mini` is the folder of run.sh, in which protocol.yaml has trained and exported the models of these seeds. Nothing here
-prints a score.
+`protocol`, `longer` or `ratios` is the name of a study, and `runs/mini` the folder of run.sh, in which `<name>.yaml` has
+trained and exported the models of these seeds. Nothing here prints a score.
 """
 
 from __future__ import annotations
@@ -21,8 +21,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from protocol import MODELS, PUBLIC, RATES, RECORDS, Trial, cells, finetuning_seeds, record_bytes
+from followup import LONGER, RATIOS
+from protocol import RUNS
 from results import TASKS
+from seed_records import PUBLIC, RATES, SeedRuns, Trial, record_bytes
 
 from biphasic.checkpointing.manifest import newest_first
 from biphasic.errors import UserError
@@ -34,22 +36,23 @@ from biphasic.training.metrics_file import parse_metrics
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
+STUDIES = {runs.name: runs for runs in (RUNS, LONGER, RATIOS)}
 
 
-def sweeps(folder: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
+def sweeps(runs: SeedRuns, folder: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
     """Yield the sweeps: one for each task, and its rates and numbers of seeds."""
     files = {task: f"recipes/mini/finetune_{task}.yaml" for task in TASKS}
     files |= {task: f"recipes/mini/public/finetune_{task}.yaml" for task in PUBLIC}
     groups: dict[tuple[float, str, tuple[int, ...]], list[str]] = defaultdict(list)
-    for (model, objective), task in product(MODELS.items(), files):
-        if numbers := finetuning_seeds(model, task):
+    for (model, objective), task in product(runs.models.items(), files):
+        if numbers := runs.finetuning_seeds(model, task):
             groups[RATES[objective][PUBLIC.get(task, task)], task, numbers].append(model)
     for (rate, task, numbers), models in groups.items():
         yield {
             "job": "sweep",
-            "output": str(folder / "protocol" / "sweeps" / f"{task}-{format_rate(rate)}-{len(numbers)}"),
+            "output": str(folder / runs.name / "sweeps" / f"{task}-{format_rate(rate)}-{len(numbers)}"),
             "models": {
-                f"{model}-s{seed}": {"path": str(folder / "protocol" / f"seed{seed}" / model / "encoder")}
+                f"{model}-s{seed}": {"path": str(folder / runs.name / f"seed{seed}" / model / "encoder")}
                 for seed in seeds
                 for model in models
             },
@@ -59,9 +62,9 @@ def sweeps(folder: Path, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
         }
 
 
-def finetune(folder: Path, seeds: Sequence[int]) -> None:
+def finetune(runs: SeedRuns, folder: Path, seeds: Sequence[int]) -> None:
     """Run the sweeps, one after another. What they print, which includes scores, goes to `<output>.log`."""
-    for sweep in sweeps(folder, seeds):
+    for sweep in sweeps(runs, folder, seeds):
         output = Path(sweep["output"])
         output.parent.mkdir(parents=True, exist_ok=True)
         yaml_file, log = (output.with_name(output.name + suffix) for suffix in (".yaml", ".log"))
@@ -73,7 +76,7 @@ def finetune(folder: Path, seeds: Sequence[int]) -> None:
                 raise UserError(f"{output}: the sweep failed, and {log} says why; the same command resumes")
 
 
-def record(folder: Path, seed: int) -> dict[str, Any]:
+def record(runs: SeedRuns, folder: Path, seed: int) -> dict[str, Any]:
     """Return what a seed's record holds.
 
     Raises:
@@ -88,7 +91,7 @@ def record(folder: Path, seed: int) -> dict[str, Any]:
         return sources.index(source)
 
     trials, seconds = list[Trial](), 0.0
-    for sweep in sweeps(folder, [seed]):
+    for sweep in sweeps(runs, folder, [seed]):
         store = open_store(sweep["output"])
         # Not the grid's: it is that of the last call, which may have had other seeds.
         names = [file.stem for file in Path(sweep["output"], TRIALS_FOLDER).glob("*.json")]
@@ -105,18 +108,18 @@ def record(folder: Path, seed: int) -> dict[str, Any]:
             trials.append(
                 Trial(model, cell.task, cell.lr, cell.seed, result.validation, result.test, source_of(done.about))
             )
-    found, expected = {(trial.model, trial.task, trial.seed) for trial in trials}, set(cells())
+    found, expected = {(trial.model, trial.task, trial.seed) for trial in trials}, set(runs.cells())
     if found != expected or len(trials) != len(expected):
         raise UserError(
             f"seed {seed}: {len(trials)} fine-tunings, expected {len(expected)}; missing: {sorted(expected - found)}"
         )
-    runs = folder / "protocol" / f"seed{seed}"
+    trained = folder / runs.name / f"seed{seed}"
     return {
         "seed": seed,
         "data": data_hashes(folder),
         "sources": sources,
         "pretraining": {
-            run.parent.name: _pretraining(run.parent, source_of) for run in sorted(runs.glob("*/metrics.jsonl"))
+            run.parent.name: _pretraining(run.parent, source_of) for run in sorted(trained.glob("*/metrics.jsonl"))
         },
         "finetuning_seconds": round(seconds),
         "trials": sorted(trials),
@@ -155,18 +158,19 @@ def _pretraining(run: Path, source_of: Callable[[dict[str, Any]], int]) -> dict[
 
 def main(arguments: list[str] | None = None) -> int:
     """Run a step for the given seeds."""
-    parser = argparse.ArgumentParser(description="Fine-tune the protocol's models, or write their records.")
+    parser = argparse.ArgumentParser(description="Fine-tune a study's models, or write their records.")
     parser.add_argument("step", choices=["finetune", "record"])
+    parser.add_argument("study", choices=STUDIES)
     parser.add_argument("folder", type=Path, help="the folder of run.sh")
     parser.add_argument("seeds", type=int, nargs="+", help="pretraining seeds")
     options = parser.parse_args(arguments)
+    runs, folder = STUDIES[options.study], options.folder.resolve()
     try:
         if options.step == "finetune":
-            finetune(options.folder.resolve(), options.seeds)
+            finetune(runs, folder, options.seeds)
         for seed in options.seeds if options.step == "record" else ():
-            store = open_store(str(RECORDS))
-            store.write(f"seed-{seed}.json", record_bytes(record(options.folder.resolve(), seed)))
-            print(RECORDS / f"seed-{seed}.json")
+            open_store(str(runs.records)).write(f"seed-{seed}.json", record_bytes(record(runs, folder, seed)))
+            print(runs.records / f"seed-{seed}.json")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -98,6 +98,7 @@ READ_ONLY = {
     "recipes/muon/README.md": "most of an hour; tests/recipes/test_muon.py makes its tables",
     "recipes/mini/README.md": "hours; tests/recipes/test_mini.py runs the study, small",
     "recipes/mini/protocol.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",
+    "recipes/mini/followup.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",
     "recipes/mini/public/README.md": "files that are not ours; tests/recipes/test_protocol.py prepares rows in their form",
     "recipes/mini/results/results.md": "is made by the command that it names",
     "recipes/quickstart/README.md": "minutes; tests/recipes/test_quickstart.py runs all steps, small",

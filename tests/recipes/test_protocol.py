@@ -6,12 +6,14 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import yaml
 from scipy import stats
@@ -44,23 +46,57 @@ def protocol_run(protocol: ModuleType) -> ModuleType:
     return protocol_run
 
 
-def write_records(protocol: ModuleType, folder: Path, gains: dict[str, np.ndarray], **changes: Any) -> None:
-    """A record for each seed. `gains` has what a model's scores are above 0.5, by seed."""
-    folder.mkdir(exist_ok=True)
-    for at, seed in enumerate(protocol.SEEDS):
-        trials = [
-            protocol.Trial(
-                model, task, 4e-3, number, 0.5, 0.5 + float(gains.get(model, np.zeros(12))[at]) + 0.01 * number, 0
-            )
-            for model, task, number in protocol.cells()
-        ]
-        record = {"seed": seed, "data": {"rows": "a", "types": "b"}, "trials": trials}
-        (folder / f"seed-{seed}.json").write_bytes(protocol.record_bytes(record | changes))
+@pytest.fixture(scope="module")
+def seed_records(protocol: ModuleType) -> ModuleType:
+    import seed_records
+
+    return seed_records
 
 
-def test_each_fine_tuning_is_in_one_sweep_that_loads(protocol_run: ModuleType, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def followup(protocol: ModuleType) -> ModuleType:
+    import followup
+
+    return followup
+
+
+@pytest.fixture
+def write_records(seed_records: ModuleType) -> Callable[..., None]:
+    """Returns a function that writes a record for each seed. `gains` has what a model's scores are above 0.5, by seed."""
+
+    def write(runs: Any, folder: Path, gains: dict[str, np.ndarray], **changes: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        for at, seed in enumerate(runs.seeds):
+            trials = [
+                seed_records.Trial(
+                    model, task, 4e-3, number, 0.5, 0.5 + float(gains.get(model, np.zeros(12))[at]) + 0.01 * number, 0
+                )
+                for model, task, number in runs.cells()
+            ]
+            record = {"seed": seed, "data": {"rows": "a", "types": "b"}, "trials": trials}
+            (folder / f"seed-{seed}.json").write_bytes(seed_records.record_bytes(record | changes))
+
+    return write
+
+
+@pytest.fixture
+def scores_of(write_records: Callable[..., None], seed_records: ModuleType, tmp_path: Path) -> Callable[..., Any]:
+    """Returns a function that writes such records and reads their scores."""
+
+    def scores(runs: Any, gains: dict[str, np.ndarray]) -> Any:
+        write_records(runs, tmp_path / runs.name, gains)
+        return seed_records.read_scores(runs, tmp_path / runs.name)
+
+    return scores
+
+
+@pytest.mark.parametrize(("study", "count"), [("protocol", 64), ("longer", 96), ("ratios", 8)])
+def test_each_fine_tuning_is_in_one_sweep_that_loads(
+    protocol_run: ModuleType, seed_records: ModuleType, study: str, count: int, tmp_path: Path
+) -> None:
     found = []
-    for at, sweep in enumerate(protocol_run.sweeps(tmp_path, [3, 4])):
+    runs = protocol_run.STUDIES[study]
+    for at, sweep in enumerate(protocol_run.sweeps(runs, tmp_path, [3, 4])):
         file = tmp_path / f"{at}.yaml"
         file.write_text(yaml.safe_dump(sweep))
         config = load(str(file))
@@ -68,12 +104,12 @@ def test_each_fine_tuning_is_in_one_sweep_that_loads(protocol_run: ModuleType, t
         (rate,) = config.learning_rates
         found += [(*cell, rate) for cell in product(config.models, config.tasks, config.seeds)]
         assert all(load(task.file) for task in config.tasks.values())
-    rates, families = protocol_run.RATES, protocol_run.PUBLIC
+    families = seed_records.PUBLIC
     expected = {
-        (f"{model}-s{seed}", task, number, rates[protocol_run.MODELS[model]][families.get(task, task)])
-        for (model, task, number), seed in product(protocol_run.cells(), (3, 4))
+        (f"{model}-s{seed}", task, number, seed_records.RATES[runs.models[model]][families.get(task, task)])
+        for (model, task, number), seed in product(runs.cells(), (3, 4))
     }
-    assert len(expected) == 2 * 64
+    assert len(expected) == 2 * count
     assert len(found) == len(set(found)) and set(found) == expected
 
 
@@ -90,39 +126,56 @@ def test_the_study_trains_the_models_at_equal_tokens_and_flops(protocol: ModuleT
         assert both.length == runs[f"1m-mlm40-{batches}"].length == int(batches)
 
 
-def test_nothing_is_computed_before_all_seeds_are_there(protocol: ModuleType, tmp_path: Path) -> None:
-    write_records(protocol, tmp_path, {})
-    protocol.read_scores(tmp_path)
+@pytest.mark.parametrize(("study", "stable"), [("longer", {"mlm-stable", "clm-mlm-stable"}), ("ratios", set())])
+def test_the_follow_up_trains_its_models(
+    protocol_run: ModuleType, monkeypatch: Any, study: str, stable: set[str]
+) -> None:
+    monkeypatch.setenv("MINI_SEED", "7")
+    config = load(f"recipes/mini/{study}.yaml")
+    assert isinstance(config, StudyConfig)
+    assert {*config.models, *config.merges} == {*protocol_run.STUDIES[study].models, *stable}
+    assert {keys.seed for keys in expand(config).values()} == {7}
+    assert config.folder.endswith(f"{study}/seed7")
+    for run in plan_study(config).runs:
+        batches = int(run.name.rpartition("-")[2]) if run.name[0] == "1" else 10240
+        assert run.length + 10240 * ("-dec10240-" in run.name) == batches
+
+
+def test_nothing_is_computed_before_all_seeds_are_there(
+    protocol: ModuleType, seed_records: ModuleType, write_records: Callable[..., None], tmp_path: Path
+) -> None:
+    write_records(protocol.RUNS, tmp_path, {})
+    seed_records.read_scores(protocol.RUNS, tmp_path)
     (tmp_path / "seed-9.json").unlink()
     with pytest.raises(UserError, match=r"missing: 9$"):
-        protocol.read_scores(tmp_path)
+        seed_records.read_scores(protocol.RUNS, tmp_path)
 
 
-def test_records_of_other_texts_or_with_missing_fine_tunings_are_refused(protocol: ModuleType, tmp_path: Path) -> None:
-    write_records(protocol, tmp_path, {})
+def test_records_of_other_texts_or_with_missing_fine_tunings_are_refused(
+    protocol: ModuleType, seed_records: ModuleType, write_records: Callable[..., None], tmp_path: Path
+) -> None:
+    write_records(protocol.RUNS, tmp_path, {})
     file = tmp_path / "seed-5.json"
     record = json.loads(file.read_text())
     file.write_text(json.dumps(record | {"data": {"rows": "a", "types": "c"}}))
     with pytest.raises(UserError, match="seeds 3 and 5 differ in types"):
-        protocol.read_scores(tmp_path)
+        seed_records.read_scores(protocol.RUNS, tmp_path)
     file.write_text(json.dumps(record | {"trials": record["trials"][1:]}))
     with pytest.raises(UserError, match="seed 5 has no fine-tuning"):
-        protocol.read_scores(tmp_path)
+        seed_records.read_scores(protocol.RUNS, tmp_path)
 
 
-def test_outcomes_are_those_of_scipy_and_corrected_within_their_family(protocol: ModuleType, tmp_path: Path) -> None:
+def test_outcomes_are_those_of_scipy_and_corrected_within_their_family(
+    protocol: ModuleType, scores_of: Callable[..., Any]
+) -> None:
     generator = np.random.default_rng(0)
     clear, none, wide = (
         generator.normal(0.012, 0.005, 12),
         generator.normal(0, 0.002, 12),
         generator.normal(0, 0.05, 12),
     )
-    write_records(
-        protocol,
-        tmp_path,
-        {"1m-clm-1280-mlm40-2560": clear, "1m-mlm40-3521": clear - none, "1m-clm-2560": clear - wide},
-    )
-    scores = protocol.read_scores(tmp_path)
+    gains = {"1m-clm-1280-mlm40-2560": clear, "1m-mlm40-3521": clear - none, "1m-clm-2560": clear - wide}
+    scores = scores_of(protocol.RUNS, gains)
     tokens, flops = protocol.outcomes(scores, protocol.PRIMARY)
     raw = [stats.ttest_1samp(values, 0).pvalue for values in (clear, none)]
     assert tokens.interval.mean == pytest.approx(clear.mean()) and flops.interval.mean == pytest.approx(none.mean())
@@ -146,18 +199,35 @@ def test_outcomes_are_those_of_scipy_and_corrected_within_their_family(protocol:
     assert "| better |" in lines and protocol.draw(scores).startswith(b"\x89PNG")
 
 
-def test_worse_is_said_as_plainly_as_better(protocol: ModuleType, tmp_path: Path) -> None:
-    harm = np.linspace(-0.03, -0.02, 12)
-    write_records(protocol, tmp_path, {"1m-clm-1280-mlm40-2560": harm})
-    assert [each.verdict for each in protocol.outcomes(protocol.read_scores(tmp_path), protocol.PRIMARY)] == [
-        "worse",
-        "worse",
-    ]
+def test_worse_is_said_as_plainly_as_better(protocol: ModuleType, scores_of: Callable[..., Any]) -> None:
+    scores = scores_of(protocol.RUNS, {"1m-clm-1280-mlm40-2560": np.linspace(-0.03, -0.02, 12)})
+    assert [each.verdict for each in protocol.outcomes(scores, protocol.PRIMARY)] == ["worse", "worse"]
+
+
+def test_the_follow_up_compares_differences_of_models(
+    protocol: ModuleType, followup: ModuleType, scores_of: Callable[..., Any]
+) -> None:
+    """Continued pretraining gains 3 points from CLM and 1 from MLM. The ratio changes MLM by -2 points, CLM→MLM by +0.5."""
+    noise = np.linspace(-0.001, 0.001, 12)
+    longer = scores_of(
+        followup.LONGER,
+        {"1m-clm-dec10240-mlm40-15604": 0.03 + noise, "1m-mlm40-dec10240-mlm40-15604": np.full(12, 0.01)},
+    )
+    table = followup.longer_tables(longer)
+    assert len(followup.LONGER_COMPARISONS) == 10
+    (steeper,) = (line for line in table if line.startswith("| gain from 29 to 52%"))
+    assert f"| {2 + 100 * noise[:3].mean():+.2f} " in steeper
+    protocol_scores = scores_of(
+        protocol.RUNS, {"1m-mlm40-640": np.full(12, -0.02), "1m-clm-320-mlm40-640": 0.005 + noise}
+    )
+    both = pd.concat([protocol_scores, scores_of(followup.RATIOS, {})])
+    alone, after, absolute = followup.ratio_tables(both)[4:7]
+    assert "-2.00" in alone and "+0.50" in after and "+1.50" in absolute
 
 
 def write_trials(protocol_run: ModuleType, folder: Path, seeds: list[int]) -> None:
     """The trial records of the protocol's sweeps, and the files whose hashes a record holds."""
-    for sweep in protocol_run.sweeps(folder, seeds):
+    for sweep in protocol_run.sweeps(protocol_run.RUNS, folder, seeds):
         for model, task, number in product(sweep["models"], sweep["tasks"], sweep["seeds"]):
             cell = Cell(model, task, sweep["learning_rates"][0], number)
             result = DownstreamResult(task, task, "classification", "accuracy", 0.5, 0.6)
@@ -177,16 +247,18 @@ def write_trials(protocol_run: ModuleType, folder: Path, seeds: list[int]) -> No
 def test_a_record_has_all_fine_tunings_of_its_seed_and_where_they_ran(protocol_run: ModuleType, tmp_path: Path) -> None:
     write_trials(protocol_run, tmp_path, [3, 4])
     write_trials(protocol_run, tmp_path, [5])
-    record = protocol_run.record(tmp_path, 4)
-    assert {(*trial[:2], trial.seed) for trial in record["trials"]} == set(protocol_run.cells())
+    record = protocol_run.record(protocol_run.RUNS, tmp_path, 4)
+    assert {(*trial[:2], trial.seed) for trial in record["trials"]} == set(protocol_run.RUNS.cells())
     assert len(record["trials"]) == 64 and record["finetuning_seconds"] == 128
     assert record["sources"] == [{"commit": "abc", "host": "h", "hardware": "c", "versions": {}}]
     assert json.loads(protocol_run.record_bytes(record))["trials"][0] == record["trials"][0]._asdict()
-    first = next(Path(next(protocol_run.sweeps(tmp_path, [4]))["output"], "trials").glob("*-s4.*.json"))
+    first = next(
+        Path(next(protocol_run.sweeps(protocol_run.RUNS, tmp_path, [4]))["output"], "trials").glob("*-s4.*.json")
+    )
     first.unlink()
     with pytest.raises(UserError, match="63 fine-tunings, expected 64; missing"):
-        protocol_run.record(tmp_path, 4)
-    assert len(protocol_run.record(tmp_path, 5)["trials"]) == 64
+        protocol_run.record(protocol_run.RUNS, tmp_path, 4)
+    assert len(protocol_run.record(protocol_run.RUNS, tmp_path, 5)["trials"]) == 64
 
 
 def test_public_sets_are_divided_and_reformatted(tmp_path: Path) -> None:
