@@ -100,7 +100,7 @@ def longer_tables(scores: pd.DataFrame) -> list[str]:
 
 def ratio_tables(scores: pd.DataFrame) -> list[str]:
     """Return the lines of ratios/results.md. The scores are those of RATIOS and of the protocol."""
-    all_scores = with_differences(scores, RANGES, pd.Series.abs)
+    all_scores = with_differences(scores, RANGES, lambda values: values.abs())
     return _tables(RATIOS, RATIO_COMPARISONS, all_scores, [model for pair in RANGES.values() for model in pair])
 
 
