@@ -156,13 +156,14 @@ def test_a_server_that_refuses_or_does_not_answer(
     messages.close()
     assert chat.requests == 2
     assert [record.getMessage() for record in caplog.records] == ["webhook: 'resumed' can't be delivered (status 404)"]
-    chat.status, chat.seconds = 200, 3.0
-    monkeypatch.setattr(webhook, "_TIMEOUT_SECONDS", 0.3)
+    chat.status, chat.seconds = 200, 8.0
+    monkeypatch.setattr(webhook, "_TIMEOUT_SECONDS", 2.0)
     messages, begin = Webhook(VARIABLE, "run"), time.monotonic()
     messages.send("finished", "trained to 5ba", 5)
-    assert time.monotonic() - begin < 0.2
+    sent = time.monotonic() - begin
     messages.close()
-    assert time.monotonic() - begin < 1.5
+    # Sending doesn't wait, and closing doesn't wait for the answer.
+    assert sent < 2.0 <= time.monotonic() - begin < 8.0
     messages.send("failed", "after the end", 5)
     assert chat.requests == 3
 
