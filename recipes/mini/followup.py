@@ -7,13 +7,14 @@ It computes nothing before the records of all seeds are there (protocol.sh write
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 
 import pandas as pd
 from protocol import RUNS, Comparison, outcome_table, outcomes, score_table
 from results import TASKS
-from seed_records import PUBLIC, SeedRuns, read_scores
+from seed_records import PUBLIC, SeedRuns, check_same_data, read_scores
 
 from biphasic.errors import UserError
 from biphasic.storage import open_store
@@ -115,6 +116,8 @@ def main() -> int:
     """Write the tables of both studies, and print their names."""
     try:
         protocol, ratios, longer = (read_scores(runs, runs.records) for runs in (RUNS, RATIOS, LONGER))
+        first, second = (json.loads((runs.records / "seed-3.json").read_bytes()) for runs in (RUNS, RATIOS))
+        check_same_data("the records of protocol and ratios", first, second)
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2

@@ -75,13 +75,9 @@ def read_scores(runs: SeedRuns, folder: Path) -> pd.DataFrame:
     records = {seed: json.loads(file.read_text(encoding="utf-8")) for seed, file in files.items() if file.exists()}
     if missing := [str(seed) for seed in runs.seeds if seed not in records]:
         raise UserError(f"{folder}: nothing is computed before all seeds are there; missing: {', '.join(missing)}")
-    first = records[runs.seeds[0]]
     rows = list[dict[str, Any]]()
     for seed, record in records.items():
-        if other := [name for name in first["data"] if record["data"].get(name) != first["data"][name]]:
-            raise UserError(
-                f"{folder}: seeds {runs.seeds[0]} and {seed} differ in {', '.join(other)}, so they can't be compared"
-            )
+        check_same_data(f"{folder}: seeds {runs.seeds[0]} and {seed}", records[runs.seeds[0]], record)
         scores = {(trial["model"], trial["task"], trial["seed"]): trial["test"] for trial in record["trials"]}
         if absent := [cell for cell in runs.cells() if cell not in scores]:
             raise UserError(f"{folder}: seed {seed} has no fine-tuning {absent[0]}")
@@ -89,6 +85,12 @@ def read_scores(runs: SeedRuns, folder: Path) -> pd.DataFrame:
             score = fmean(scores[model, task, number] for number in runs.finetuning_seeds(model, task))
             rows.append({"seed": seed, "model": model, "task": task, "score": score})
     return pd.DataFrame(rows)
+
+
+def check_same_data(names: str, first: Mapping[str, Any], second: Mapping[str, Any]) -> None:
+    """Raise a UserError, which begins with `names`, if two seeds' records are of other rows, tokenizers or tasks."""
+    if other := [name for name in first["data"] if second["data"].get(name) != first["data"][name]]:
+        raise UserError(f"{names} differ in {', '.join(other)}, so they can't be compared")
 
 
 def mean_scores(scores: pd.DataFrame, model: str, tasks: Sequence[str]) -> pd.Series:
