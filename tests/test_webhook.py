@@ -162,8 +162,8 @@ def test_a_server_that_refuses_or_does_not_answer(
     messages.send("finished", "trained to 5ba", 5)
     sent = time.monotonic() - begin
     messages.close()
-    # Sending doesn't wait, and closing doesn't wait for the answer.
-    assert sent < 2.0 <= time.monotonic() - begin < 8.0
+    # Sending doesn't wait, and closing waits for these seconds instead of the answer.
+    assert sent < 2.0 <= time.monotonic() - begin < 4.5
     messages.send("failed", "after the end", 5)
     assert chat.requests == 3
 

@@ -14,10 +14,9 @@ from collections.abc import Callable, Mapping, Sequence
 import pandas as pd
 from protocol import RUNS, Comparison, outcome_table, outcomes, score_table
 from results import TASKS
-from seed_records import PUBLIC, SeedRuns, check_same_data, read_scores
+from seed_records import PUBLIC, SeedRuns, check_same_data, read_scores, write_tables
 
 from biphasic.errors import UserError
-from biphasic.storage import open_store
 
 LONGER = SeedRuns(
     "longer",
@@ -121,10 +120,8 @@ def main() -> int:
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    tables = (RATIOS, ratio_tables(pd.concat([protocol, ratios]))), (LONGER, longer_tables(longer))
-    for runs, lines in tables:
-        open_store(str(runs.records)).write("results.md", ("\n".join(lines).rstrip() + "\n").encode())
-        print(runs.records / "results.md")
+    write_tables(RATIOS, ratio_tables(pd.concat([protocol, ratios])))
+    write_tables(LONGER, longer_tables(longer))
     return 0
 
 

@@ -18,7 +18,7 @@ import numpy as np
 import pandas as pd
 from results import TASKS
 from scipy import stats
-from seed_records import PUBLIC, SeedRuns, mean_scores, read_scores
+from seed_records import PUBLIC, SeedRuns, mean_scores, read_scores, write_tables
 
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
@@ -234,9 +234,9 @@ def main() -> int:
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    open_store(str(RUNS.records)).write("results.md", ("\n".join(tables(scores)).rstrip() + "\n").encode())
+    write_tables(RUNS, tables(scores))
     open_store(str(PICTURE.parent)).write(PICTURE.name, draw(scores))
-    print(RUNS.records / "results.md", PICTURE, sep="\n")
+    print(PICTURE)
     return 0
 
 

@@ -14,6 +14,7 @@ import pandas as pd
 from results import TASKS
 
 from biphasic.errors import UserError
+from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
 RATES = {
@@ -96,6 +97,12 @@ def check_same_data(names: str, first: Mapping[str, Any], second: Mapping[str, A
 def mean_scores(scores: pd.DataFrame, model: str, tasks: Sequence[str]) -> pd.Series:
     """Return a model's mean test score over tasks, by pretraining seed."""
     return scores[(scores.model == model) & scores.task.isin(tasks)].groupby("seed").score.mean()
+
+
+def write_tables(runs: SeedRuns, lines: Sequence[str]) -> None:
+    """Write results.md beside a study's records, and print its name."""
+    open_store(str(runs.records)).write("results.md", ("\n".join(lines).rstrip() + "\n").encode())
+    print(runs.records / "results.md")
 
 
 def record_bytes(record: dict[str, Any]) -> bytes:
