@@ -15,7 +15,7 @@ import json
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,11 @@ from typing import Any
 import yaml
 from followup import LONGER, RATIOS
 from protocol import RUNS
+from record_files import Sources, record_bytes
 from results import TASKS
-from seed_records import PUBLIC, RATES, SeedRuns, Trial, record_bytes
+from seed_records import PUBLIC, RATES, SeedRuns, Trial
 
-from biphasic.checkpointing.manifest import newest_first
 from biphasic.errors import UserError
-from biphasic.model.checkpoint import read_record
 from biphasic.report.formatting import format_rate
 from biphasic.storage import open_store
 from biphasic.sweep.records import TRIALS_FOLDER, read_records
@@ -82,15 +81,7 @@ def record(runs: SeedRuns, folder: Path, seed: int) -> dict[str, Any]:
     Raises:
         UserError: a fine-tuning is missing or failed.
     """
-    sources = list[dict[str, Any]]()
-
-    def source_of(about: dict[str, Any]) -> int:
-        source = {key: about[key] for key in ("commit", "host", "hardware", "versions")}
-        if source not in sources:
-            sources.append(source)
-        return sources.index(source)
-
-    trials, seconds = list[Trial](), 0.0
+    sources, trials, seconds = Sources(), list[Trial](), 0.0
     for sweep in sweeps(runs, folder, [seed]):
         store = open_store(sweep["output"])
         # Not the grid's: it is that of the last call, which may have had other seeds.
@@ -105,22 +96,19 @@ def record(runs: SeedRuns, folder: Path, seed: int) -> dict[str, Any]:
             (result,) = done.results
             assert result.validation is not None and result.test is not None
             seconds += done.seconds["total"]
-            trials.append(
-                Trial(model, cell.task, cell.lr, cell.seed, result.validation, result.test, source_of(done.about))
-            )
+            source = sources.index(done.about)
+            trials.append(Trial(model, cell.task, cell.lr, cell.seed, result.validation, result.test, source))
     found, expected = {(trial.model, trial.task, trial.seed) for trial in trials}, set(runs.cells())
     if found != expected or len(trials) != len(expected):
         raise UserError(
             f"seed {seed}: {len(trials)} fine-tunings, expected {len(expected)}; missing: {sorted(expected - found)}"
         )
-    trained = folder / runs.name / f"seed{seed}"
+    trained = sorted((folder / runs.name / f"seed{seed}").glob("*/metrics.jsonl"))
     return {
         "seed": seed,
         "data": data_hashes(folder),
-        "sources": sources,
-        "pretraining": {
-            run.parent.name: _pretraining(run.parent, source_of) for run in sorted(trained.glob("*/metrics.jsonl"))
-        },
+        "sources": sources.rows,
+        "pretraining": {metrics.parent.name: _pretraining(metrics.parent, sources) for metrics in trained},
         "finetuning_seconds": round(seconds),
         "trials": sorted(trials),
     }
@@ -143,14 +131,12 @@ def data_hashes(folder: Path) -> dict[str, str]:
     return hashes
 
 
-def _pretraining(run: Path, source_of: Callable[[dict[str, Any]], int]) -> dict[str, Any]:
+def _pretraining(run: Path, sources: Sources) -> dict[str, Any]:
     """Return a run's source, the seconds of its steps, and its last validation losses in nats."""
     entries = parse_metrics((run / "metrics.jsonl").read_text())
     losses = {key: entry[key] for entry in entries for key in ("metrics/clm/loss", "metrics/mlm/loss") if key in entry}
-    checkpoints = run / "checkpoints"
-    newest = next(each.manifest for each in newest_first(open_store(str(checkpoints))) if each.manifest is not None)
     return {
-        "source": source_of(read_record(str(checkpoints / newest.path))),
+        "source": sources.index_of_run(run),
         "seconds": round(sum(entry.get("time/step_seconds", 0.0) for entry in entries)),
         "losses": losses,
     }
@@ -169,7 +155,8 @@ def main(arguments: list[str] | None = None) -> int:
         if options.step == "finetune":
             finetune(runs, folder, options.seeds)
         for seed in options.seeds if options.step == "record" else ():
-            open_store(str(runs.records)).write(f"seed-{seed}.json", record_bytes(record(runs, folder, seed)))
+            data = record_bytes(record(runs, folder, seed), "trials")
+            open_store(str(runs.records)).write(f"seed-{seed}.json", data)
             print(runs.records / f"seed-{seed}.json")
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)

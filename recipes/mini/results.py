@@ -27,7 +27,14 @@ from raw_records import FIRST_SEED, UNTRAINED, Records, read_run, read_written, 
 from biphasic.config.model_names import Facets, facets_of_name
 from biphasic.errors import UserError
 from biphasic.report.drawing import default_style, line_style, make_panels, png
-from biphasic.report.formatting import format_interval, format_p, format_points, format_signed, markdown_table
+from biphasic.report.formatting import (
+    format_interval,
+    format_p,
+    format_points,
+    format_signed,
+    markdown_page,
+    markdown_table,
+)
 from biphasic.report.scores import Interval, holm, mean_interval
 from biphasic.storage import open_store
 
@@ -321,7 +328,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return 2
     results = Results(records)
-    open_store(str(RECORDS)).write("results.md", ("\n".join(tables(results)).rstrip() + "\n").encode())
+    open_store(str(RECORDS)).write("results.md", markdown_page(tables(results)))
     open_store(str(PICTURE.parent)).write(PICTURE.name, draw(results))
     print("\n".join(map(str, (*sorted(RECORDS.iterdir()), PICTURE))))
     return 0

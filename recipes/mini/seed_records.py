@@ -14,6 +14,7 @@ import pandas as pd
 from results import TASKS
 
 from biphasic.errors import UserError
+from biphasic.report.formatting import markdown_page
 from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
@@ -101,12 +102,5 @@ def mean_scores(scores: pd.DataFrame, model: str, tasks: Sequence[str]) -> pd.Se
 
 def write_tables(runs: SeedRuns, lines: Sequence[str]) -> None:
     """Write results.md beside a study's records, and print its name."""
-    open_store(str(runs.records)).write("results.md", ("\n".join(lines).rstrip() + "\n").encode())
+    open_store(str(runs.records)).write("results.md", markdown_page(lines))
     print(runs.records / "results.md")
-
-
-def record_bytes(record: dict[str, Any]) -> bytes:
-    """Return a seed's record as JSON, with a line for each fine-tuning."""
-    rows = ",\n".join(f"  {json.dumps(trial._asdict())}" for trial in record["trials"])
-    rest = json.dumps({**record, "trials": []}, indent=1)
-    return rest.replace('"trials": []', f'"trials": [\n{rows}\n ]').encode() + b"\n"

@@ -1,104 +1,193 @@
 """Tables of recipes/muon: losses at each learning rate, the tokens after which Muon has AdamW's final loss, and task scores.
 
-    python recipes/muon/compare.py [FOLDER]
+    python recipes/muon/compare.py runs/mini    # the folder of the mini study: writes records.json, and the tables
+    python recipes/muon/compare.py              # the tables of the published records
 
-FOLDER is the mini study's (runs/mini). It reads the runs' `metrics.jsonl` and the sweep's records.
+Both files are written beside this one; the tables are in results.md.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import math
-import statistics
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from statistics import fmean, stdev
 from typing import NamedTuple
 
-from biphasic.report.scores import chosen_scores, read_sweep
+import pandas as pd
+
+sys.path.append(str(Path(__file__).parents[1] / "mini"))
+
+from record_files import Sources, record_bytes
+
+from biphasic.errors import UserError
+from biphasic.report.formatting import format_interval, format_p, format_signed, markdown_page, markdown_table
+from biphasic.report.scores import mean_interval
+from biphasic.storage import open_store
+from biphasic.sweep.records import read_grid, read_records
 from biphasic.training.metrics_file import read_metrics
 
+HERE = Path(__file__).parent
 OBJECTIVES = {"mlm": "MLM", "clm-mlm": "CLM, then MLM"}
 OPTIMIZERS = {"adamw": "AdamW", "muon": "Muon"}
+RECORDS, TABLES = "records.json", "results.md"
 
 
-class Final(NamedTuple):
-    """The end of a run."""
+class Run(NamedTuple):
+    """The end of a run. `source` is an index into the records' `sources`."""
 
+    study: str
+    model: str
     tokens: int
     loss: float
     """MLM loss on the validation split, in nats."""
+    source: int
 
 
-def final(run: Path) -> Final:
-    """Return the tokens and the validation loss at the end of a run."""
-    lines = read_metrics(run / "metrics.jsonl")
-    return Final(lines[-1]["tokens"], next(x["metrics/mlm/loss"] for x in reversed(lines) if "metrics/mlm/loss" in x))
+class Trial(NamedTuple):
+    """A fine-tuning on `parameters`. Scores are from 0 to 1."""
+
+    model: str
+    lr: float
+    seed: int
+    validation: float
+    test: float
+    source: int
 
 
-def tokens_to(loss: float, runs: list[Final]) -> float | None:
+class Records(NamedTuple):
+    """What the two studies measured."""
+
+    runs: Sequence[Run]
+    trials: Sequence[Trial]
+
+    def finals(self, study: str) -> dict[str, Run]:
+        """Return a study's runs by their models' names."""
+        return {run.model: run for run in self.runs if run.study == study}
+
+
+def read_folder(folder: Path) -> bytes:
+    """Return the records of the mini study's folder, as JSON.
+
+    Raises:
+        UserError: a run or a fine-tuning is missing or failed.
+    """
+    sources, runs, trials = Sources(), list[Run](), list[Trial]()
+    for study in ("rates", "seeds"):
+        for metrics in sorted((folder / "muon" / study).glob("*/metrics.jsonl")):
+            lines = read_metrics(metrics)
+            loss = next(line["metrics/mlm/loss"] for line in reversed(lines) if "metrics/mlm/loss" in line)
+            source = sources.index_of_run(metrics.parent)
+            runs.append(Run(study, metrics.parent.name, lines[-1]["tokens"], loss, source))
+    sweep = open_store(str(folder / "muon" / "seeds" / "sweep"))
+    names = read_grid(sweep).trials
+    done = read_records(sweep, names)
+    for name, cell in names.items():
+        if name not in done or done[name].status != "done":
+            raise UserError(
+                f"{sweep.root}: {name} is missing or failed: src/main.py recipes/muon/seeds.yaml --stage finetune"
+            )
+        (result,), source = done[name].results, sources.index(done[name].about)
+        assert result.validation is not None and result.test is not None
+        trials.append(Trial(cell.model, cell.lr, cell.seed, result.validation, result.test, source))
+    return record_bytes({"sources": sources.rows, "runs": runs, "trials": trials}, "runs", "trials")
+
+
+def parse(data: bytes) -> Records:
+    """Return the records in a file."""
+    record = json.loads(data)
+    return Records([Run(**run) for run in record["runs"]], [Trial(**trial) for trial in record["trials"]])
+
+
+def tokens_to(loss: float, runs: Sequence[Run]) -> float | None:
     """Return the tokens after which runs of several lengths, each with its own decay, have a loss.
 
     Between two lengths, the loss is linear in the logarithm of the tokens. None: no length is long or short enough.
     """
-    for short, long in itertools.pairwise(sorted(runs)):
+    for short, long in itertools.pairwise(sorted(runs, key=lambda run: run.tokens)):
         if long.loss <= loss <= short.loss:
             share = (short.loss - loss) / (short.loss - long.loss)
             return math.exp(math.log(short.tokens) + share * math.log(long.tokens / short.tokens))
     return None
 
 
-def print_rates(folder: Path) -> None:
-    """Print the final loss of each objective and optimizer at each learning rate."""
-    rates = sorted({"-".join(run.name.split("-")[-2:]) for run in folder.glob("*e-3")}, key=float)
-    print("| final MLM loss | " + " | ".join(rates) + " |\n" + "|-" * (len(rates) + 1) + "|")
+def rates(records: Records) -> list[str]:
+    """Return the table of the final loss of each objective and optimizer at each learning rate."""
+    runs = records.finals("rates")
+    columns = sorted({"-".join(name.split("-")[-2:]) for name in runs}, key=float)
+    body = list[list[str]]()
     for objective, optimizer in itertools.product(OBJECTIVES, OPTIMIZERS):
-        runs = [folder / f"{objective}-{optimizer}-{rate}" for rate in rates]
-        losses = [f"{final(run).loss:.3f}" if run.exists() else "" for run in runs]
-        print(f"| {OBJECTIVES[objective]}: {OPTIMIZERS[optimizer]} | " + " | ".join(losses) + " |")
+        found = [runs.get(f"{objective}-{optimizer}-{rate}") for rate in columns]
+        losses = [f"{run.loss:.3f}" if run else "" for run in found]
+        body.append([f"{OBJECTIVES[objective]}: {OPTIMIZERS[optimizer]}", *losses])
+    return markdown_table(["final MLM loss", *columns], body)
 
 
-def print_tokens(folder: Path) -> None:
-    """Print AdamW's and Muon's final losses over the seeds, and the ratio of tokens to AdamW's loss."""
-    print(
-        "| objective | AdamW's final MLM loss | Muon's | tokens to AdamW's loss: AdamW over Muon, by seed |\n|-|-|-|-|"
-    )
+def tokens(records: Records) -> list[str]:
+    """Return the table of AdamW's and Muon's final losses over the seeds, and the ratio of tokens to AdamW's loss."""
+    runs, body = records.finals("seeds"), list[list[str]]()
     for objective, name in OBJECTIVES.items():
         losses: dict[str, list[float]] = {"adamw": [], "muon": []}
-        ratios = []
-        for adamw in sorted(folder.glob(f"{objective}-adamw-320-s*")):
-            seed = adamw.name.split("-")[-1]
-            target, muon = final(adamw), [final(run) for run in sorted(folder.glob(f"{objective}-muon-*-{seed}"))]
+        ratios = list[str]()
+        for seed in _seeds(records):
+            target = runs[f"{objective}-adamw-320-{seed}"]
+            muon = [
+                run
+                for model, run in runs.items()
+                if model.startswith(f"{objective}-muon-") and model.endswith(f"-{seed}")
+            ]
             losses["adamw"].append(target.loss)
-            losses["muon"].append(max(muon).loss)
-            tokens = tokens_to(target.loss, muon)
-            ratios.append("outside the lengths" if tokens is None else f"{target.tokens / tokens:.2f}")
-        means = [f"{statistics.fmean(of):.3f} ± {statistics.stdev(of):.3f}" for of in losses.values()]
-        print(f"| {name} | {means[0]} | {means[1]} | {', '.join(ratios)} |")
+            losses["muon"].append(max(muon, key=lambda run: run.tokens).loss)
+            needed = tokens_to(target.loss, muon)
+            ratios.append("outside the lengths" if needed is None else f"{target.tokens / needed:.2f}")
+        body.append([name, *(f"{fmean(of):.3f} ± {stdev(of):.3f}" for of in losses.values()), ", ".join(ratios)])
+    return markdown_table(
+        ["objective", "AdamW's final MLM loss", "Muon's", "tokens to AdamW's loss: AdamW over Muon, by seed"], body
+    )
 
 
-def print_scores(sweep: Path) -> None:
-    """Print the F1 on `parameters` of the models with 320 batches, at the better fine-tuning rate by validation."""
-    by_model = 100 * chosen_scores(read_sweep(str(sweep))[1]).groupby("model").score.mean()
-    print("| F1 on `parameters`, test | " + " | ".join(OPTIMIZERS.values()) + " |\n|-|-|-|")
+def scores(records: Records) -> list[str]:
+    """Return the table of F1 on `parameters` after 320 batches, at the better fine-tuning rate by validation.
+
+    Scores are means over the fine-tuning seeds; differences are paired by pretraining seed.
+    """
+    trials = pd.DataFrame(records.trials, columns=list(Trial._fields))
+    means = trials.groupby(["model", "lr"], as_index=False)[["validation", "test"]].mean()
+    chosen = means.loc[means.groupby("model").validation.idxmax()].set_index("model").test
+    body = list[list[str]]()
     for objective, name in OBJECTIVES.items():
-        means = []
-        for optimizer in OPTIMIZERS:
-            scores = by_model[by_model.index.str.startswith(f"{objective}-{optimizer}-320-s")]
-            means.append(f"{statistics.fmean(scores):.1f} ± {statistics.stdev(scores):.1f}")
-        print(f"| {name} | {' | '.join(means)} |")
+        by_seed = {
+            optimizer: pd.Series([chosen[f"{objective}-{optimizer}-320-{seed}"] for seed in _seeds(records)])
+            for optimizer in OPTIMIZERS
+        }
+        cells = [mean_interval(values) for values in by_seed.values()]
+        change = mean_interval(by_seed["muon"] - by_seed["adamw"])
+        texts = [format_interval(cell.mean, cell.half) for cell in cells]
+        body.append([name, *texts, format_interval(change.mean, change.half, format_signed), format_p(change.p)])
+    return markdown_table(["F1 on `parameters`, test", *OPTIMIZERS.values(), "Muon minus AdamW", "p"], body)
 
 
-def main() -> None:
-    """Print the tables of what has been run."""
-    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "runs/mini") / "muon"
-    print_rates(folder / "rates")
-    if (folder / "seeds").is_dir():
-        print()
-        print_tokens(folder / "seeds")
-    if (folder / "seeds" / "sweep").is_dir():
-        print()
-        print_scores(folder / "seeds" / "sweep")
+def _seeds(records: Records) -> list[str]:
+    return sorted({model.split("-")[-1] for model in records.finals("seeds")})
+
+
+def main(arguments: Sequence[str] = sys.argv[1:], target: Path = HERE) -> int:
+    """Write the records, if a folder is given, and the tables."""
+    store = open_store(str(target))
+    try:
+        if arguments:
+            store.write(RECORDS, read_folder(Path(arguments[0])))
+        records = parse(store.read(RECORDS))
+    except (UserError, OSError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    store.write(TABLES, markdown_page([*rates(records), *tokens(records), *scores(records)]))
+    print(target / TABLES)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

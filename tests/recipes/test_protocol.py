@@ -54,6 +54,13 @@ def seed_records(protocol: ModuleType) -> ModuleType:
 
 
 @pytest.fixture(scope="module")
+def record_files(protocol: ModuleType) -> ModuleType:
+    import record_files
+
+    return record_files
+
+
+@pytest.fixture(scope="module")
 def followup(protocol: ModuleType) -> ModuleType:
     import followup
 
@@ -61,7 +68,7 @@ def followup(protocol: ModuleType) -> ModuleType:
 
 
 @pytest.fixture
-def write_records(seed_records: ModuleType) -> Callable[..., None]:
+def write_records(seed_records: ModuleType, record_files: ModuleType) -> Callable[..., None]:
     """Returns a function that writes a record for each seed. `gains` has what a model's scores are above 0.5, by seed."""
 
     def write(runs: Any, folder: Path, gains: dict[str, np.ndarray], **changes: Any) -> None:
@@ -74,7 +81,7 @@ def write_records(seed_records: ModuleType) -> Callable[..., None]:
                 for model, task, number in runs.cells()
             ]
             record = {"seed": seed, "data": {"rows": "a", "types": "b"}, "trials": trials}
-            (folder / f"seed-{seed}.json").write_bytes(seed_records.record_bytes(record | changes))
+            (folder / f"seed-{seed}.json").write_bytes(record_files.record_bytes(record | changes, "trials"))
 
     return write
 
@@ -251,7 +258,7 @@ def test_a_record_has_all_fine_tunings_of_its_seed_and_where_they_ran(protocol_r
     assert {(*trial[:2], trial.seed) for trial in record["trials"]} == set(protocol_run.RUNS.cells())
     assert len(record["trials"]) == 64 and record["finetuning_seconds"] == 128
     assert record["sources"] == [{"commit": "abc", "host": "h", "hardware": "c", "versions": {}}]
-    assert json.loads(protocol_run.record_bytes(record))["trials"][0] == record["trials"][0]._asdict()
+    assert json.loads(protocol_run.record_bytes(record, "trials"))["trials"][0] == record["trials"][0]._asdict()
     first = next(
         Path(next(protocol_run.sweeps(protocol_run.RUNS, tmp_path, [4]))["output"], "trials").glob("*-s4.*.json")
     )
