@@ -34,7 +34,7 @@ PLAIN: dict[str, Any] = {"objective__phases": [{"name": "mlm", "masking_ratio": 
 """A run that saves at its interval and at its end only."""
 KEY = "scores/sst2/sst2/test/accuracy"
 QUICK_TRIALS = """
-import os
+import os, time
 import biphasic.watch, main
 biphasic.watch.POLL_SECONDS = 0.1
 def run_trial(self, file, attempts):
@@ -42,6 +42,8 @@ def run_trial(self, file, attempts):
     if not pid:
         for number in (1, 2):
             os.dup2(os.open(file.with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+        if (held := os.environ["HELD_TRIAL"]) and f"{held}-" in file.read_text():
+            time.sleep(600)
         os._exit(main.main([str(file)]))
     try:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
@@ -82,9 +84,10 @@ def write_task(task: FinetuneConfig, folder: Path) -> Path:
     return file
 
 
-def start_watch(place: str, file: Path, *arguments: str) -> warm.Job:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    words = ["watch", place, "--task", str(file), *arguments]
+def start_watch(place: str, file: Path, held: str = "") -> warm.Job:
+    """Watch a run. The trial of the checkpoint `held` does not end."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HELD_TRIAL": held}
+    words = ["watch", place, "--task", str(file)]
     return warm.start(words, 1, environment, module="biphasic", code=QUICK_TRIALS)
 
 
@@ -176,7 +179,7 @@ def test_killed_and_stopped_on_s3(
     file = write_task(task, tmp_path)
     run = start(path, code=SLOW_BATCHES)
     wait_for_batch(config_of(path).run_folder, 1, run)
-    watcher = start_watch(place, file)
+    watcher = start_watch(place, file, held="ba20")
     wait_for(lambda: len(scored(place)) == 1)
     [first] = read_scores(open_store(place))
     wait_for(lambda: "ba20: fine-tuning" in watcher._read("out"))
@@ -184,7 +187,7 @@ def test_killed_and_stopped_on_s3(
     assert run.wait().returncode == 0
     assert scored(place) == [10]
     # The half-done trial is repeated. SIGTERM in the one after it.
-    watcher = start_watch(place, file)
+    watcher = start_watch(place, file, held="ba30")
     wait_for(lambda: "ba30: fine-tuning" in watcher._read("out"))
     os.kill(watcher.ranks[0], signal.SIGTERM)
     ended = watcher.wait()
