@@ -87,9 +87,7 @@ def read_folder(folder: Path) -> bytes:
     done = read_records(sweep, names)
     for name, cell in names.items():
         if name not in done or done[name].status != "done":
-            raise UserError(
-                f"{sweep.root}: {name} is missing or failed: src/main.py recipes/muon/seeds.yaml --stage finetune"
-            )
+            raise UserError(f"{sweep.root}: {name} is missing or failed: python src/main.py recipes/muon/sweep.yaml")
         (result,), source = done[name].results, sources.index(done[name].about)
         assert result.validation is not None and result.test is not None
         trials.append(Trial(cell.model, cell.lr, cell.seed, result.validation, result.test, source))
