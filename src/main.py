@@ -133,7 +133,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         else:
             status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
     if status == 0:
-        following = _STAGES[_STAGES.index(stage) + 1]
+        following = next(name for name in _STAGES[_STAGES.index(stage) + 1 :] if getattr(config.stages, name, True))
         print(_SAME_COMMAND if options.limit else f"next: python src/main.py {options.file} --stage {following}")
     return status
 

@@ -96,6 +96,7 @@ READ_ONLY = {
     "recipes/launch/README.md": "clusters; tests/launch and `make test-slurm` run the scripts",
     "recipes/long_context/README.md": "the hub; tests/recipes/test_continued.py runs the YAML",
     "recipes/muon/README.md": "most of an hour; tests/recipes/test_muon.py makes its tables",
+    "recipes/muon/results.md": "has none",
     "recipes/mini/README.md": "hours; tests/recipes/test_mini.py runs the study, small",
     "recipes/mini/protocol.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",
     "recipes/mini/followup.md": "hours; tests/recipes/test_protocol.py checks its runs and its records",

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from biphasic.finetuning.records import DownstreamResult
+from biphasic.report.formatting import markdown_page
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell, Grid, GridModel, GridTask, TrialRecord, write_grid, write_record
 from helpers.tiny import ROOT
@@ -20,6 +21,7 @@ sys.path.insert(0, str(ROOT / "recipes" / "muon"))
 
 import compare  # pyright: ignore[reportMissingImports]
 
+MUON = ROOT / "recipes" / "muon"
 SEEDS = ("s1", "s2", "s3")
 
 
@@ -105,3 +107,11 @@ def test_a_missing_fine_tuning_is_named_and_nothing_is_written(
     assert compare.main([str(folder)], tmp_path / "target") == 2
     assert "mlm-muon-320-s2.0.006.1 is missing or failed" in capsys.readouterr().err
     assert not list((tmp_path / "target").glob("*"))
+
+
+def test_the_page_has_the_tables_of_the_published_records() -> None:
+    records = compare.parse((MUON / "records.json").read_bytes())
+    made = markdown_page([*compare.rates(records), *compare.tokens(records), *compare.scores(records)]).decode()
+    assert (MUON / "results.md").read_text() == made
+    page = (MUON / "README.md").read_text()
+    assert all(f"\n{table}\n" in page for table in made.strip().split("\n\n"))

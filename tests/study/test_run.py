@@ -15,7 +15,7 @@ import yaml
 
 from biphasic.config.architecture import Architecture
 from biphasic.config.evaluate import EvaluateConfig
-from biphasic.config.load import load
+from biphasic.config.load import dump, load
 from biphasic.config.model import architecture_of
 from biphasic.config.plan import training_flops
 from biphasic.config.pretrain import PretrainConfig
@@ -33,6 +33,7 @@ from helpers.buckets import bucket_for
 from helpers.studies import fine_tune
 from helpers.toy_sets import config_of as toy_task
 from helpers.toy_sets import make_sets
+from main import main as run_main
 
 ROOT = Path(__file__).parents[2]
 CLM, MLM = {"name": "clm"}, {"name": "mlm", "masking_ratio": 0.4}
@@ -227,6 +228,19 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
     assert "| clm-mlm-5 |" in page and "| mean |" in page and "biphasic/clm-mlm" in page
     for figure in ("learning-curves", "continued-pretraining", "losses"):
         assert (place / "study" / "report" / f"{figure}.png").is_file(), page
+
+
+@pytest.mark.parametrize(
+    ("absent", "following"), [([], "finetune"), (["finetune"], "evaluate"), (["finetune", "evaluate"], "report")]
+)
+def test_the_next_command_is_that_of_a_stage_which_the_study_has(
+    trained: Trained, absent: list[str], following: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stages = trained.study.stages.model_copy(update=dict.fromkeys(absent))
+    file = tmp_path / "study.yaml"
+    file.write_text(dump(trained.study.model_copy(update={"stages": stages})))
+    assert run_main([str(file), "--stage", "export"]) == 0
+    assert capsys.readouterr().out.endswith(f"next: python src/main.py {file} --stage {following}\n")
 
 
 def test_a_change_is_a_warning_that_names_the_key(trained: Trained, data: Path) -> None:
