@@ -112,19 +112,19 @@ def tokens_to(loss: float, runs: Sequence[Run]) -> float | None:
     return None
 
 
-def rates(records: Records) -> list[str]:
+def rate_table(records: Records) -> list[str]:
     """Return the table of the final loss of each objective and optimizer at each learning rate."""
     runs = records.finals("rates")
     columns = sorted({"-".join(name.split("-")[-2:]) for name in runs}, key=float)
     body = list[list[str]]()
     for objective, optimizer in itertools.product(OBJECTIVES, OPTIMIZERS):
-        found = [runs.get(f"{objective}-{optimizer}-{rate}") for rate in columns]
-        losses = [f"{run.loss:.3f}" if run else "" for run in found]
+        runs_by_rate = [runs.get(f"{objective}-{optimizer}-{rate}") for rate in columns]
+        losses = [f"{run.loss:.3f}" if run else "" for run in runs_by_rate]
         body.append([f"{OBJECTIVES[objective]}: {OPTIMIZERS[optimizer]}", *losses])
     return markdown_table(["final MLM loss", *columns], body)
 
 
-def tokens(records: Records) -> list[str]:
+def token_table(records: Records) -> list[str]:
     """Return the table of AdamW's and Muon's final losses over the seeds, and the ratio of tokens to AdamW's loss."""
     runs, body = records.finals("seeds"), list[list[str]]()
     for objective, name in OBJECTIVES.items():
@@ -147,7 +147,7 @@ def tokens(records: Records) -> list[str]:
     )
 
 
-def scores(records: Records) -> list[str]:
+def score_table(records: Records) -> list[str]:
     """Return the table of F1 on `parameters` after 320 batches, at the better fine-tuning rate by validation.
 
     Scores are means over the fine-tuning seeds; differences are paired by pretraining seed.
@@ -182,7 +182,7 @@ def main(arguments: Sequence[str] = sys.argv[1:], target: Path = HERE) -> int:
     except (UserError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
-    store.write(TABLES, markdown_page([*rates(records), *tokens(records), *scores(records)]))
+    store.write(TABLES, markdown_page([*rate_table(records), *token_table(records), *score_table(records)]))
     print(target / TABLES)
     return 0
 

@@ -111,7 +111,9 @@ def test_a_missing_fine_tuning_is_named_and_nothing_is_written(
 
 def test_the_page_has_the_tables_of_the_published_records() -> None:
     records = compare.parse((MUON / "records.json").read_bytes())
-    made = markdown_page([*compare.rates(records), *compare.tokens(records), *compare.scores(records)]).decode()
+    made = markdown_page(
+        [*compare.rate_table(records), *compare.token_table(records), *compare.score_table(records)]
+    ).decode()
     assert (MUON / "results.md").read_text() == made
     page = (MUON / "README.md").read_text()
     assert all(f"\n{table}\n" in page for table in made.strip().split("\n\n"))
