@@ -125,7 +125,7 @@ def test_pending_checkpoints_are_uploaded_by_the_next_start(
     path = write_yaml("gone", checkpoint__folder=place, checkpoint__interval="6ba")
     monkeypatch.setattr(save, "UPLOAD_TIMEOUT", timedelta(seconds=1))
     with pytest.raises(
-        UserError, match=r"can't be written; not yet uploaded: ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt \(in "
+        Unavailable, match=r"can't be written; not yet uploaded: ba6-rank0.pt, ba8-rank0.pt, ba12-rank0.pt \(in "
     ):
         train(config_of(path))
     folder = Path(config_of(path).output) / "gone" / "checkpoints"

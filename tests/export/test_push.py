@@ -96,14 +96,17 @@ def test_a_push_is_one_commit(hub: tuple[Hub, dict[str, str]], folder: Path) -> 
 def test_weights_of_an_earlier_push_are_deleted(hub: tuple[Hub, dict[str, str]], folder: Path) -> None:
     """transformers would load the old single file instead of the new shards."""
     served, environment = hub
+    (folder / "onnx" / "model_int8.onnx").write_bytes(b"graph")
+    (folder / "onnx" / "model_int8.onnx.data").write_bytes(b"weights")
     assert run(environment, folder, "org/encoder").returncode == 0
     files = served.models["org/encoder"].branches["main"]
     files["LICENSE"] = b"a person's own"
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     (folder / "model.safetensors.index.json").write_text("{}")
-    (folder / "onnx" / "model.onnx").unlink()
+    for graph in (folder / "onnx").iterdir():
+        graph.unlink()
     done = run(environment, folder, "org/encoder")
-    assert "2 of an earlier push removed" in done.stdout
+    assert "4 of an earlier push removed" in done.stdout
     assert len(served.models["org/encoder"].commits) == 2
     removed = {"model.safetensors", "onnx/model.onnx"}
     new = {"model-00001-of-00001.safetensors", "model.safetensors.index.json"}

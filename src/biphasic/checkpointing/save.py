@@ -30,7 +30,7 @@ from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, ProcessGroup, StopCo
 from biphasic.checkpointing.upload import Uploader
 from biphasic.config.plan import branch_points
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.errors import Preempted, UserError
+from biphasic.errors import Preempted, Unavailable, UserError
 from biphasic.storage import atomic_path, file_hash, first_line, open_store
 
 _LARGE = ("model", "optimizers")
@@ -198,7 +198,7 @@ class Saver(Callback):
             raise UserError(self._fault)
         if not self._uploader.wait(UPLOAD_TIMEOUT.total_seconds()):
             paths = [manifest.path for manifest in self._uploader.pending]
-            raise UserError(
+            raise Unavailable(
                 f"checkpoint.folder: can't be written; not yet uploaded: {', '.join(paths)} (in {self._local_folder}). "
                 "Start again on this machine when the folder can be reached: these checkpoints are uploaded first"
             )

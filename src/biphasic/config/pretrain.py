@@ -240,6 +240,8 @@ class PretrainConfig(RunConfig):
         yield from input_problems(self.objective.phases, self.inputs, ranks)
         if len({(each.source, each.rows) for each in self.inputs}) > 1:
             yield from self._epoch_problems()
+        if self.data.drop_cache and len({each.source for each in self.inputs}) == 1:
+            yield ["data.drop_cache"], "has no effect: all phases read the same data"
 
     def _epoch_problems(self) -> KeyProblems:
         for key, time in flatten(self):

@@ -19,7 +19,7 @@ from biphasic.export.folder import CARD_FILE, read_card
 
 _EXCLUDED = (".*", "*.partial", "*.tmp", "*.lock", "*.incomplete", "__pycache__", "*.pyc", "*~")
 """Patterns for files and folders that are not part of an export."""
-_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "onnx/model.onnx", "onnx/model.onnx_data")
+_WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "onnx/model*.onnx", "onnx/model*.onnx[_.]data")
 """Files from an earlier push that are deleted, because transformers prefers an old `model.safetensors` to new shards."""
 
 
