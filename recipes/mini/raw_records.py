@@ -109,7 +109,11 @@ def read_run(folder: Path) -> Records:
         store = open_store(str(part / "sweep"))
         grid = read_grid(store)
         records = read_records(store, grid.trials)
-        trials += _trials(trial_table(grid, records), seed)
+        table = trial_table(grid, records)
+        if unfinished := sorted(set(table.trial[table.planned & (table.status != "done")])):
+            count = f"{len(unfinished)} of its planned trials are missing or failed, e.g. {unfinished[0]}"
+            raise UserError(f"{store.root}: {count}: recipes/mini/run.sh runs them")
+        trials += _trials(table, seed)
         points = read_study([str(part)]).losses.query("kind == 'validation'").sort_values("step")
         last = {(point.run, point.objective): point.loss for point in points.itertuples()}
         losses += [Loss(seed, *key, loss) for key, loss in last.items()]

@@ -1,6 +1,6 @@
-"""Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/results.md.
+"""Tables, a figure and the raw records of the mini study over its pretraining seeds, for docs/pilot.md.
 
-    python recipes/mini/results.py FOLDER          # the folder of run.sh; writes recipes/mini/results/ and docs/results.png
+    python recipes/mini/results.py FOLDER          # the folder of run.sh; writes recipes/mini/results/ and docs/pilot.png
     python recipes/mini/results.py FOLDER --add    # FOLDER has some studies, of the same text; the others' records stay
     python recipes/mini/results.py                 # tables and figure from the records that are there
 
@@ -40,7 +40,7 @@ from biphasic.storage import open_store
 
 HERE = Path(__file__).parent
 RECORDS = HERE / "results"
-PICTURE = HERE.parents[1] / "docs" / "results.png"
+PICTURE = HERE.parents[1] / "docs" / "pilot.png"
 TASKS = ("types", "parameters", "questions", "retrieval")
 MAIN = {"MLM": 0.0, "CLM→MLM": 0.5, "CLM": 1.0}
 """The objectives of the main table by their share of CLM steps."""

@@ -195,6 +195,21 @@ def test_the_files_of_a_run(
     assert {file.name: file.read_bytes() for file in (tmp_path / "results").iterdir()} == written
 
 
+def test_a_sweep_that_is_not_finished_is_refused(
+    module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "RECORDS", tmp_path / "results")
+    write_parts(tmp_path / "run", TWO_MODELS)
+    trials = sorted((tmp_path / "run" / "study" / "sweep" / "trials").iterdir())
+    failed = json.loads(trials[0].read_text()) | {"status": "failed", "results": []}
+    trials[0].write_text(json.dumps(failed))
+    trials[1].unlink()
+    assert module.main([str(tmp_path / "run")]) == 2
+    message = f"{tmp_path}/run/study/sweep: 2 of its planned trials are missing or failed, e.g. {trials[0].stem}"
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "results").exists()
+
+
 def test_studies_of_another_machine_are_added(
     module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -268,9 +283,7 @@ def test_the_published_tables_are_those_of_the_published_records(module: ModuleT
 
 
 def test_the_page_has_the_published_tables() -> None:
-    """Every row of docs/results.md that begins with a number of tokens is one of results.md."""
+    """Every row of docs/pilot.md that begins with a number of tokens is one of results.md."""
     published = set((RECORDS / "results.md").read_text().splitlines())
-    rows = [
-        line for line in (ROOT / "docs" / "results.md").read_text().splitlines() if re.match(r"\| [\d.]+ M \|", line)
-    ]
+    rows = [line for line in (ROOT / "docs" / "pilot.md").read_text().splitlines() if re.match(r"\| [\d.]+ M \|", line)]
     assert len(rows) > 20 and not set(rows) - published

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -23,6 +24,7 @@ from biphasic.config.study import StudyConfig, expand
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import UserError
 from biphasic.finetuning.records import DownstreamResult
+from biphasic.report.formatting import markdown_page
 from biphasic.storage import open_store
 from biphasic.study.plan import plan_study
 from biphasic.sweep.records import Cell, TrialRecord, write_record
@@ -289,3 +291,17 @@ def test_public_sets_are_divided_and_reformatted(tmp_path: Path) -> None:
         assert [[each["id"] for each in article["paragraphs"][0]["qas"]] for article in data] == [["a"]] * count
     assert json.loads((scifact / "pairs.jsonl").read_text()) == {"query": "claim", "positive": "Title One. Two."}
     assert (scifact / "test_qrels.tsv").read_text() == "query-id\tcorpus-id\tscore\n2\t7\t1\n"
+
+
+def test_the_published_tables_are_those_of_the_published_records(
+    protocol: ModuleType, seed_records: ModuleType
+) -> None:
+    made = protocol.tables(seed_records.read_scores(protocol.RUNS, protocol.RUNS.records))
+    assert (protocol.RUNS.records / "results.md").read_bytes() == markdown_page(made)
+
+
+def test_the_page_has_the_published_tables() -> None:
+    """Every row of docs/results.md that says how many seeds are above, or has a model's scores, is one of the study's."""
+    published = (MINI / "protocol" / "results.md").read_text().splitlines()
+    rows = re.findall(r"^\|.*\| \d+ of \d+ \|.*|^\| 1m-.*", (ROOT / "docs" / "results.md").read_text(), re.MULTILINE)
+    assert len(rows) > 40 and not set(rows) - set(published)
