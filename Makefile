@@ -171,4 +171,4 @@ lock: env
 		--extra loggers --extra onnx --extra dev pyproject.toml requirements.in --output-file requirements.lock
 
 clean:
-	rm -rf $(VENV) runs
+	rm -rf $(VENV)

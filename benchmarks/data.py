@@ -44,7 +44,7 @@ def make_text(megabytes: int) -> Path:
         sys.path.insert(0, str(ROOT / "recipes" / "quickstart"))
         from gather import gather
 
-        gather(documents.parent, 0.1)
+        gather(documents.parent)
     table = pq.read_table(documents, columns=["id", "text"]).to_pydict()
     partial = folder.with_suffix(".partial")
     shutil.rmtree(partial, ignore_errors=True)

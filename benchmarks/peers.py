@@ -79,7 +79,7 @@ def run_hugging_face(folder: Path, way: str, round_: int, shape: Shape) -> Run:
     Args:
         folder: the prepared one.
         way: `padded` or `packed`.
-        turn: of the rounds.
+        round_: number of the round, from 0.
         shape: that was prepared.
     """
     say(f"{way}-{round_}: Hugging Face's Trainer")

@@ -1,6 +1,6 @@
 """The overhead of a sweep: its total time over the sum of bare training loops, for as many at a time.
 
-A sweep of 60 trials by `src/main.py` is timed from start to end: Ray, imports, hashing, Composer, scoring, records. The
+A sweep of 60 trials by `src/main.py` is timed from start to end: workers, imports, hashing, Composer, scoring, records. The
 same 60 trainings (weights, batches, rates; the last losses must agree) run in a bare loop, in as many processes at a time.
 Of these only the loops are timed, without imports, loading, tokenization and scoring.
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -56,16 +57,18 @@ def _main(arguments: list[str] | None) -> int:
     # Imported here so that usage messages appear at once.
     from biphasic.config.load import load
 
-    config = load(options.file, options.overrides, options.ranks)
+    ranks = options.ranks or int(os.environ.get("WORLD_SIZE", "1"))
+    config = load(options.file, options.overrides, ranks)
     for name, jobs in _JOBS_OF_OPTIONS.items():
         if getattr(options, name) and config.job not in jobs:
             expected = " and ".join(f"job: {job}" for job in jobs)
             raise UserError(f"--{name.replace('_', '-')} is for {expected}; {options.file} is job: {config.job}")
     if config.job in ("study", "sweep") and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UserError(f"a {config.job} starts its own processes: run it with python instead of composer")
-    for name in ("draw", "memory"):
+    for name in ("draw", "memory", "json", "ranks"):
         if getattr(options, name) and not options.plan:
             raise UserError(f"--{name} belongs to --plan")
+    options.ranks = ranks
     if config.job == "study" and not (options.plan and options.stage in (None, "pretrain")):
         return _study(config, options)
     if options.plan:
@@ -73,7 +76,7 @@ def _main(arguments: list[str] | None) -> int:
     if config.job == "sweep":
         status = _sweep(config, options)
         if status == 1:
-            print(f"next: python src/main.py {options.file} --retry-failed")
+            print(_next(options, "--retry-failed"))
         elif status == 0:
             print(_SAME_COMMAND if options.limit else after_run(config))
         return status
@@ -81,6 +84,10 @@ def _main(arguments: list[str] | None) -> int:
     if os.environ.get("RANK", "0") == "0":
         print(f"written to {folder}\n{after_run(config)}")
     return 0
+
+
+def _next(options: argparse.Namespace, *words: str) -> str:
+    return f"next: {shlex.join(['python', 'src/main.py', options.file, *options.overrides, *words])}"
 
 
 def _sweep(config: SweepConfig, options: argparse.Namespace, report: str | None = None) -> int:
@@ -106,11 +113,17 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
         raise UserError("--retry-failed is for --stage finetune, which runs a sweep")
     if stage == "report":
         from biphasic.report.run import write_report
+        from biphasic.study.stages import scored_models
 
         if options.limit is not None:
             raise UserError("--limit can't be used with --stage report, which always covers all results")
-        # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket.
-        write_report(list(dict.fromkeys([config.folder, config.local_folder])))
+        folders, own = [config.folder], [""]
+        if config.local_folder != config.folder:
+            # Logs and evaluations are local even if checkpoints and the sweep's records are in a bucket. Other runs and
+            # studies may have the same `output`.
+            folders.append(config.local_folder)
+            own = [folder for name in scored_models(config) for folder in (name, f"evaluate/{name}")]
+        write_report(folders, f"{config.local_folder}/report", subfolders=own)
         return 0
     if stage == "pretrain":
         from biphasic.study.plan import describe_totals, plan_study, trained_totals
@@ -134,7 +147,7 @@ def _study(config: StudyConfig, options: argparse.Namespace) -> int:
             status = {"export": export, "evaluate": evaluate}[stage](config, options.limit)
     if status == 0:
         following = next(name for name in _STAGES[_STAGES.index(stage) + 1 :] if getattr(config.stages, name, True))
-        print(_SAME_COMMAND if options.limit else f"next: python src/main.py {options.file} --stage {following}")
+        print(_SAME_COMMAND if options.limit else _next(options, "--stage", following))
     return status
 
 

@@ -48,8 +48,11 @@ def main(arguments: list[str]) -> int:
         print("usage: kubernetes_job.py NAME FILE.yaml [key=value ...]", file=sys.stderr)
         return 2
     name, *others = arguments
-    # A study gives all overrides in one word; none has a space in it.
-    words = [word for argument in others for word in argument.split()]
+    words: list[str] = []
+    for argument in others:
+        # A study gives all overrides in one word.
+        parts = argument.split()
+        words += parts if all(re.match(r"[\w.-]+=", part) for part in parts) else [argument]
     print(yaml.safe_dump_all(resources(name, words, os.environ.get("BUCKET")), sort_keys=False, width=1000), end="")
     return 0
 

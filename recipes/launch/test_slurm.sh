@@ -151,8 +151,8 @@ yaml=$(mkdir "$work/third" && python recipes/launch/tiny_run.py study "$work/thi
 run=$work/third/study/trunk
 study() { NPROC=2 BIPHASIC_RESTARTS=0 BIPHASIC_PREFLIGHT=0 python src/main.py "$yaml"; }
 queue() { squeue --noheader --format='%j %T %E %i' | grep '^study\.' | sort; }
-job_of() { queue | sed -n "s/^study\.$1 .* //p"; }
-waiting() { (($(queue | grep -c "^study\.\(early\|late\) PENDING afterok:$job"'\b') == 2)); }
+job_of() { queue | sed -n "s/^study\.$1\.[0-9a-f]* .* //p"; }
+waiting() { (($(queue | grep -c "^study\.\(early\|late\)\.[0-9a-f]* PENDING afterok:$job"'\b') == 2)); }
 study
 job=$(job_of trunk)
 until_true 5 "the branches wait for the trunk's job $job" waiting

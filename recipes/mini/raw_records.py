@@ -112,7 +112,7 @@ def read_run(folder: Path) -> Records:
         table = trial_table(grid, records)
         if unfinished := sorted(set(table.trial[table.planned & (table.status != "done")])):
             count = f"{len(unfinished)} of its planned trials are missing or failed, e.g. {unfinished[0]}"
-            raise UserError(f"{store.root}: {count}: recipes/mini/run.sh runs them")
+            raise UserError(f"{store.root}: {count}: fine-tune again, with --retry-failed")
         trials += _trials(table, seed)
         points = read_study([str(part)]).losses.query("kind == 'validation'").sort_values("step")
         last = {(point.run, point.objective): point.loss for point in points.itertuples()}

@@ -79,9 +79,12 @@ def read_folder(folder: Path) -> bytes:
     for study in ("rates", "seeds"):
         for metrics in sorted((folder / "muon" / study).glob("*/metrics.jsonl")):
             lines = read_metrics(metrics)
-            loss = next(line["metrics/mlm/loss"] for line in reversed(lines) if "metrics/mlm/loss" in line)
-            source = sources.index_of_run(metrics.parent)
-            runs.append(Run(study, metrics.parent.name, lines[-1]["tokens"], loss, source))
+            # The last batch's line has the validation of the run's end.
+            if not lines or "metrics/mlm/loss" not in lines[-1]:
+                problem = "has no MLM loss after its last batch, so it has not ended"
+                raise UserError(f"{metrics.parent}: {problem}: python src/main.py recipes/muon/{study}.yaml")
+            source, last = sources.index_of_run(metrics.parent), lines[-1]
+            runs.append(Run(study, metrics.parent.name, last["tokens"], last["metrics/mlm/loss"], source))
     sweep = open_store(str(folder / "muon" / "seeds" / "sweep"))
     names = read_grid(sweep).trials
     done = read_records(sweep, names)

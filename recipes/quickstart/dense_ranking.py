@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote
 
 from biphasic.errors import UserError
 from biphasic.storage import json_bytes, open_store
@@ -72,7 +73,7 @@ def read_trec_run(file: Path) -> Run:
     run: Run = {}
     for line in gzip.decompress(file.read_bytes()).decode().splitlines():
         query, _, document, _, score, _ = line.split()
-        run.setdefault(query, []).append((document, float(score)))
+        run.setdefault(unquote(query), []).append((unquote(document), float(score)))
     return run
 
 

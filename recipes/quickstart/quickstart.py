@@ -38,7 +38,10 @@ MODELS = ("clm-mlm", "mlm", "clm", "untrained")
 CODE = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/model"]
 CONVERSION = ["src/biphasic/config", "src/biphasic/data", "src/biphasic/conversion"]
 TRAINING = [*CODE, "src/main.py", "src/biphasic/objectives", "src/biphasic/training", "src/biphasic/checkpointing"]
-FINETUNING = [*CODE, "src/main.py", "src/biphasic/downstream", "src/biphasic/finetuning", "src/biphasic/export"]
+FINETUNING = [
+    *CODE, "src/main.py", "src/biphasic/downstream", "src/biphasic/finetuning", "src/biphasic/export",
+    "src/biphasic/training", "src/biphasic/evaluation", "src/biphasic/grouping.py",
+]  # fmt: skip
 REPORT = ["src/biphasic/report", "src/biphasic/report/report.html"]
 
 MLM, CLM = "objective.phases=[{name: mlm, masking_ratio: 0.4}]", "objective.phases=[{name: clm}]"

@@ -13,6 +13,7 @@ from biphasic.checkpointing.fetch import (
 )
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.open_run import Run
+from biphasic.checkpointing.start_rules import plan_start
 from biphasic.checkpointing.stopping import ProcessGroup
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
@@ -79,6 +80,27 @@ def test_a_run_resumes_from_a_bucket(store: MakeBucket, write_yaml: Write) -> No
     missing = f"{address.partition('://')[0]}://there-is-no-such-bucket/run"
     with pytest.raises(UserError, match=rf"^checkpoint.folder {missing}: can't be used \(.+\)$"):
         resume_point(config_of(write_yaml(checkpoint__folder=missing)))
+
+
+def test_a_run_that_moves_to_a_bucket_takes_its_checkpoints_along(s3: Path, write_yaml: Write) -> None:
+    before = config_of(write_yaml())
+    folder = before.local_checkpoints
+    first, second = (write_checkpoint(folder, batch, before) for batch in (4, 8))
+    bucket = bucket_for(s3, "moving")
+    config = config_of(write_yaml(checkpoint__folder=f"s3://{bucket}/run"))
+    place = f"checkpoint.folder s3://{bucket}/run"
+    message = f"{place}: lacks checkpoints that this run has saved to {folder} (newest: ba8.json): copy "
+    with pytest.raises(UserError) as refused:
+        resume_point(config)
+    assert str(refused.value).startswith(message)
+    start = plan_start(config)
+    assert start.refused and (start.problem or "").startswith(message)
+    upload(folder, bucket, "run")
+    assert resume_point(config) == second
+    # The newest alone is not enough: the others would be deleted here.
+    client().delete_object(Bucket=bucket, Key=f"run/{first.name}")
+    with pytest.raises(UserError, match=r"\(newest: ba4.json\)"):
+        resume_point(config)
 
 
 def test_a_branch_starts_from_another_run_s_checkpoint(s3: Path, write_yaml: Write) -> None:

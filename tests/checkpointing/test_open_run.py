@@ -1,4 +1,4 @@
-"""The files in which ranks that a signal ended leave their stacks."""
+"""The files in which ranks that a signal ended leave their stacks, and what identifies a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from biphasic.checkpointing.open_run import read_crashes, remove_empty_files
+from biphasic.checkpointing.open_run import Run, read_crashes, remove_empty_files
+from biphasic.checkpointing.run_lock import RunLock
+from conftest import Write
+from helpers.tiny import config_of
 
 
 def test_a_folder_that_another_rank_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,3 +25,17 @@ def test_a_folder_that_another_rank_removes_meanwhile(tmp_path: Path, monkeypatc
     monkeypatch.setattr(Path, "glob", glob)
     assert read_crashes(tmp_path, "one") == []
     remove_empty_files(tmp_path)
+
+
+def test_a_run_is_known_by_its_first_attempt(write_yaml: Write) -> None:
+    """Where W&B or MLflow asks for it."""
+    for logger in ("wandb", "mlflow", "tensorboard"):
+        config = config_of(write_yaml(logger, **{f"logging__{logger}": logger != "tensorboard" and "project"}))
+        names = []
+        for _ in range(2):
+            lock = RunLock(config.checkpoint_destination)
+            names.append(lock.acquire(1))
+            lock.release("finished")
+        run = Run(config)
+        assert run.id == (None if logger == "tensorboard" else names[0])
+        run.close("finished")

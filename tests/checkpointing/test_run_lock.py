@@ -127,6 +127,27 @@ def test_a_reused_process_id_is_another_process(tmp_path: Path) -> None:
     assert module.is_alive_here(["another boot", *process[1:]]) is None
 
 
+@pytest.mark.parametrize("hidden", [FileNotFoundError, PermissionError])
+def test_another_user_s_process_may_be_hidden(monkeypatch: pytest.MonkeyPatch, hidden: type[OSError]) -> None:
+    """With /proc mounted with `hidepid`. Its lock expires as another machine's does."""
+    own, sent = module.process_id(os.getpid()), list[int]()
+
+    def read(pid: int) -> list[str]:
+        if pid != os.getpid():
+            raise hidden(f"/proc/{pid}/stat")
+        return own
+
+    def kill(pid: int, number: int) -> None:
+        sent.append(number)
+        raise PermissionError if pid == 1 else ProcessLookupError
+
+    monkeypatch.setattr(module, "process_id", read)
+    monkeypatch.setattr(os, "kill", kill)
+    assert module.is_alive_here([*own[:2], "1", "9"]) is None
+    assert module.is_alive_here([*own[:2], "2", "9"]) is False
+    assert sent == [0, 0]
+
+
 def test_a_run_whose_lock_was_taken_stops(tmp_path: Path) -> None:
     lock = RunLock(str(tmp_path))
     lock.acquire(1)

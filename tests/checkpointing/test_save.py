@@ -245,6 +245,8 @@ def test_branch_points_at_the_end_of_an_epoch(
     path = yaml_of_four_epochs(write_yaml, checkpoint={"interval": interval, "keep": 1, "keep_at": ["3ep"]})
     folder = train(config_of(path))
     assert complete(str(folder / "checkpoints")) == [12, 9, 6]
+    newest = list_checkpoints(open_store(str(folder / "checkpoints")))[0].manifest
+    assert newest is not None and newest.progress.reached(config_of(path).max_duration)
     train(config_of(path))
     assert "already trained to 4ep" in capsys.readouterr().out
     # The same as without the interruption.

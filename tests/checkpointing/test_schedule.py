@@ -1,12 +1,16 @@
-"""When a run validates, and that its last checkpoint has the losses of its last validation."""
+"""When a run validates and saves, and that its last checkpoint has the losses of its last validation."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
+from composer.core import State, Timestamp
 
+from biphasic.checkpointing.schedule import interval_schedule
+from biphasic.config.plan import saved_checkpoints
 from biphasic.model.checkpoint import read_record
 from biphasic.training.metrics_file import read_metrics
 from biphasic.training.step import EVALUATIONS
@@ -54,3 +58,19 @@ def test_the_last_checkpoint_has_the_last_validation(
     assert list(losses) == batches
     record = read_record(str(folder / "checkpoints" / "ba12-rank0.pt"))
     assert [record["losses"][key] for key in KEYS] == losses[12]
+
+
+@pytest.mark.parametrize("interval", ["7ba", "0.07dur", "0.3dur", "0.001dur"])
+def test_a_run_saves_when_the_plan_says(write_yaml: Write, interval: str) -> None:
+    """0.07 * 100 is 7.000000000000001."""
+    keys: dict[str, Any] = {"schedule": {}, "objective__phases": [{"name": "clm"}]}
+    config = config_of(write_yaml(max_duration="100ba", checkpoint__interval=interval, **keys))
+    is_due = interval_schedule(config.checkpoint.interval, config.max_duration)
+    times = [Timestamp(batch=batch) for batch in range(101)]
+    loader = SimpleNamespace(ended_epochs=lambda batches: 0)
+
+    def is_saved(batch: int) -> bool:
+        state = SimpleNamespace(previous_timestamp=times[batch - 1], timestamp=times[batch], train_dataloader=loader)
+        return is_due(cast(State, state))
+
+    assert list(filter(is_saved, range(1, 101))) == saved_checkpoints(config)[0]

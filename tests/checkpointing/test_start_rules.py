@@ -13,6 +13,7 @@ import pytest
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, read_manifest
 from biphasic.checkpointing.start_rules import (
+    checkpoint_folder,
     find_branch_point,
     overridden_keys,
     own_checkpoints,
@@ -21,6 +22,7 @@ from biphasic.checkpointing.start_rules import (
     require_same_data,
     require_same_past,
 )
+from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.errors import UserError
 from biphasic.storage import open_store
@@ -46,6 +48,23 @@ def write_manifests(config: PretrainConfig, *batches: int, folder: Path | None =
         )
         (folder / manifest.name).write_bytes(manifest.to_bytes())
     return folder
+
+
+def test_a_run_s_folder_is_found_from_any_directory(
+    write_yaml: Write, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A relative `checkpoint.folder` in its config.yaml is that of the directory in which the run was started."""
+    run = tmp_path / "runs" / "run"
+    run.mkdir(parents=True)
+    for folder, expected in {
+        "runs/run/checkpoints": str(run / "checkpoints"),
+        "./runs/run/checkpoints/": str(run / "checkpoints"),
+        "elsewhere": "elsewhere",
+        "s3://bucket/runs/run/checkpoints": "s3://bucket/runs/run/checkpoints",
+    }.items():
+        config = config_of(write_yaml(output="runs", checkpoint__folder=folder))
+        (run / "config.yaml").write_text(dump(config))
+        assert checkpoint_folder(str(run)) == expected
 
 
 def branch_point(path: Path | str, config: PretrainConfig) -> int:
@@ -259,6 +278,8 @@ def test_the_plan_says_where_the_run_starts(write_yaml: Write, tmp_path: Path) -
     # Its own checkpoint comes first.
     write_manifests(config_of(path), 12)
     assert plan_start(config_of(path)).source == "its own newest checkpoint"
+    new = plan_start(config_of(path, **{"checkpoint.autoresume": False}))
+    assert new.refused and "(the newest: ba12-rank0.pt) and checkpoint.autoresume is false" in (new.problem or "")
     # A share that moves the end of a phase that is done.
     phases = [{"name": "clm", "until": "0.5dur"}, {"name": "mlm"}]
     write_manifests(config_of(write_yaml("share", max_duration="20ba", objective__phases=phases, schedule=STABLE)), 15)

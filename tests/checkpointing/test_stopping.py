@@ -89,6 +89,11 @@ tiny.add_callback(Signal())
 """
 
 
+SIGNAL_IN_BATCH = SIGNAL_IN_VALIDATION.replace("eval_batch_end", "batch_start").replace(
+    "== {batch} and int(state.eval_timestamp.batch) == 3", "== {batch} - 1"
+)
+
+
 def validated(write_yaml: Write, tmp: Path, name: str, **changes: Any) -> Path:
     """The YAML of a run of 20 batches whose interval of validation doesn't divide it."""
     keys: dict[str, Any] = {"max_duration": "20ba", "checkpoint__interval": "1000ba", "schedule": {},
@@ -103,12 +108,15 @@ def recorded_losses(checkpoint: Path) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("batch", [14, 20], ids=["at the switch", "at the end"])
-def test_an_interrupted_validation_is_repeated_and_saved(write_yaml: Write, tmp_path: Path, batch: int) -> None:
+@pytest.mark.parametrize("code", [SIGNAL_IN_VALIDATION, SIGNAL_IN_BATCH], ids=["within it", "in the batch before it"])
+def test_an_interrupted_validation_is_repeated_and_saved(
+    write_yaml: Write, tmp_path: Path, batch: int, code: str
+) -> None:
     assert launch(validated(write_yaml, tmp_path, "uninterrupted")).returncode == 0
     path = validated(write_yaml, tmp_path, "stopped")
     runs = Path(config_of(path).output)
     folder = runs / "stopped" / "checkpoints"
-    run = launch(path, "logging.progress_bar=true", code=SIGNAL_IN_VALIDATION.format(batch=batch))
+    run = launch(path, "logging.progress_bar=true", code=code.format(batch=batch))
     assert run.returncode == 75, run.stderr[-3000:]
     assert f"saved at batch {batch}" in run.stdout
     checkpoint, *_ = list_checkpoints(open_store(str(folder)))

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+import main as job
 from biphasic.commands import main
 from biphasic.commands.next_step import after_conversion, after_run, after_tasks
 from biphasic.config.finetune import FinetuneConfig
@@ -104,3 +105,36 @@ def test_runs_name_what_follows() -> None:
     assert "runs/sst2/model/README.md" in after_run(load("yamls/finetune/sst2.yaml"))
     assert "runs/evaluate/quick/scores.md" in after_run(load("yamls/evaluate/quick.yaml"))
     assert "biphasic report runs/sweep" in after_run(load("yamls/sweep/paper.yaml"))
+
+
+def test_the_next_command_keeps_the_overrides(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without them, it would be about other results."""
+    monkeypatch.setattr("biphasic.sweep.run.run", lambda config, limit, retry_failed: 1)
+    monkeypatch.setattr("biphasic.report.run.write_report", lambda folders, report: None)
+    assert job.main(["yamls/sweep/paper.yaml", "output=runs/my sweep", "seeds=[0]"]) == 1
+    next_line = capsys.readouterr().out.splitlines()[-1]
+    assert (
+        next_line == "next: python src/main.py yamls/sweep/paper.yaml 'output=runs/my sweep' 'seeds=[0]' --retry-failed"
+    )
+
+
+@pytest.mark.parametrize("option", [["--json"], ["--ranks", "8"]])
+def test_options_of_plans_start_no_job(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert job.main(["yamls/quickstart.yaml", *option]) == 2
+    assert f"{option[0]} belongs to --plan" in capsys.readouterr().err
+
+
+def test_a_plan_shows_the_errors_of_its_checks(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(config: PretrainConfig) -> None:
+        raise PermissionError(13, "Permission denied", "/data/a")
+
+    monkeypatch.setattr("biphasic.data.conversion_checks.check_rows", refuse)
+    monkeypatch.setattr("biphasic.checkpointing.start_rules.plan_start", refuse)
+    assert job.main(["yamls/quickstart.yaml", "--plan"]) == 2
+    printed = capsys.readouterr().out
+    for name in ("rows", "start"):
+        assert f"PROBLEM        {name}: can't be checked ([Errno 13] Permission denied: '/data/a')" in printed

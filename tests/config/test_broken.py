@@ -86,6 +86,7 @@ SWEEP = ROOT / "yamls" / "sweep" / "paper.yaml"
     ("path", "override", "message"),
     [
         # Numbers that no run can use.
+        (QUICKSTART, "evaluation.interval=1e-12dur", "evaluation.interval: expected a positive length; got 1e-12dur"),
         (QUICKSTART, "optimizer.lr=.inf", "optimizer.lr: expected a finite number; got inf"),
         (QUICKSTART, "optimizer.weight_decay=.nan", "optimizer.weight_decay: expected a finite number; got nan"),
         (QUICKSTART, "seed=99999999999999999999", "seed: expected less than 4294967296; got 99999999999999999999"),

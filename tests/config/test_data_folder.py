@@ -110,3 +110,42 @@ def test_launchers_name_one_place() -> None:
         assert list(yaml.safe_load_all(text))
         assert text.count("s3://my-bucket") >= 1
         assert "data.train" not in text and "checkpoint.folder" not in text
+
+
+def load_phases(*sections: str, **data: str) -> PretrainConfig:
+    """The quickstart on data in a bucket, with further MLM phases that have these `data`."""
+    phases = ["{name: clm, until: 10ba}", *(f"{{name: mlm, until: {20 + index}ba, data: {section}}}"
+                                            for index, section in enumerate(sections))]  # fmt: skip
+    phases[-1] = phases[-1].replace(f"until: {19 + len(sections)}ba, ", "")
+    own = {"folder": "s3://b/own", **data}
+    overrides = [f"objective.phases=[{', '.join(phases)}]", *(f"data.{key}={value}" for key, value in own.items())]
+    config = load(ROOT / "yamls" / "quickstart.yaml", overrides)
+    assert isinstance(config, PretrainConfig)
+    return config
+
+
+def test_phases_take_the_run_s_own_cache() -> None:
+    config = load_phases("{folder: s3://b/x, cache: /fast}", "{folder: s3://b/y}", cache="/scratch")
+    assert [inputs.data.train.local for inputs in config.inputs if inputs.data.train is not None] == [
+        "/scratch/own/train",
+        "/fast/x/train",
+        "/scratch/y/train",
+    ]
+    mix = "{mix: {a: {local: a, remote: s3://b/a, proportion: 1.0}}}"
+    assert list(load_phases("{train: {local: one, remote: s3://b/one}}", mix, cache="/scratch").streams) == [
+        "data.train",
+        "objective.phases.1.data.train",
+        "objective.phases.2.data.mix.a",
+    ]
+    with pytest.raises(ConfigError, match=r"objective\.phases\.1\.data\.cache: has no effect without data\.folder"):
+        load_phases("{train: {local: one, remote: s3://b/one}, cache: /fast}")
+
+
+def test_a_cache_limit_holds_for_the_mix_of_a_phase_too() -> None:
+    mix = "{mix: {a: {local: a, remote: s3://b/a, proportion: 0.5}, c: {local: c%s, proportion: 0.5}}}"
+    with pytest.raises(ConfigError) as caught:
+        load_phases(mix % "", cache_limit="10gb")
+    [problem] = caught.value.problems
+    assert problem.key == "data.cache_limit" and "needs a remote for objective.phases.1.data.mix.c" in problem.message
+    load_phases(mix % ", remote: s3://b/c", cache_limit="10gb")
+    load_phases("{train: {local: one}}", cache_limit="10gb")  # a folder of its own, of which nothing is deleted

@@ -226,6 +226,11 @@ def test_keys_that_do_not_affect_the_weights_may_change(override: str) -> None:
     assert difference(*override.split()) is None
 
 
+def test_the_cache_of_phases_may_be_deleted_from_some_restart_on() -> None:
+    phases = "objective.phases.1.data={train: {local: other, remote: s3://bucket/other}}"
+    assert first_difference(quickstart(phases), quickstart(phases, "data.drop_cache=true")) is None
+
+
 @pytest.mark.parametrize(
     ("override", "batch", "key", "first", "second"),
     [

@@ -83,6 +83,15 @@ def test_a_base_says_that_it_is_one() -> None:
         assert name == "finetune" or str(ROOT / "yamls" / f"{user}.yaml") in message
 
 
+def test_a_base_beside_files_that_cannot_be_read(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "own.yaml").write_text("job: pretrain\n")
+    (tmp_path / "a.yaml").mkdir()
+    (tmp_path / "b.yaml").symlink_to("nowhere.yaml")
+    (tmp_path / "run.yaml").write_text("defaults: base/own.yaml\n")
+    assert f"run a YAML that builds on it: {tmp_path / 'run.yaml'}" in problems(tmp_path / "base" / "own.yaml")
+
+
 def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     for name in ("210m_biphasic.yml", "210_biphasic.yaml"):
         assert f"did you mean {ROOT / 'yamls' / '210m_biphasic.yaml'}?" in problems(ROOT / "yamls" / name)

@@ -250,8 +250,8 @@ def test_a_source_bucket_that_becomes_unreachable(
     with pytest.raises(UserError) as error:
         convert(config)
     first, second = str(error.value).splitlines()
-    assert first.startswith("source s3://bucket/text/2.parquet: can't be reached any more (")
-    assert first.endswith("what is finished is kept; run the same command again when it can be reached")
+    assert first.startswith("source s3://bucket/text/2.parquet: can't be read (")
+    assert first.endswith("what is finished is kept; run the same command again when it can be read")
     assert second == f"{tmp_path}/out: 2 of 6 work units are finished and kept; no dataset is published yet"
     monkeypatch.undo()
     monkeypatch.setenv("S3_ENDPOINT_URL", f"http://127.0.0.1:{server.port}")

@@ -1,23 +1,30 @@
 from __future__ import annotations
 
 import csv
+import errno
 import gzip
 import io
 import json
 import os
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import zstandard
+from huggingface_hub import HfApi
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, Response
+from huggingface_hub.hf_api import RepoFile
 
 from biphasic.config.convert import ConvertConfig, FilesSource, HubSource
-from biphasic.conversion import reading
+from biphasic.conversion import reading, sources
 from biphasic.conversion.reading import DamagedFileError, Document, Skipped, SourceFile, read_documents
 from biphasic.conversion.sources import find_files, find_hub_files, inspect_files
-from biphasic.errors import UserError
+from biphasic.errors import Unavailable, UserError
 from helpers.texts import Records, sentences, write_parquet
 
 RECORDS = sentences(250)
@@ -294,6 +301,116 @@ def test_a_text_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         entries = read(write(tmp_path / f"a.{ending}", records))
         assert texts(entries) == ["x" * 50]
         assert skipped(entries)[0][0].endswith("2: its text has 51 characters; the limit is 50")
+
+
+def test_the_rest_of_a_text_that_is_too_long_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a line of JSON, too, which holds at most 12 bytes for a character; a text file's have at most 4."""
+    monkeypatch.setattr(reading, "_MAX_CHARACTERS", 50)
+    kept, read_lines, decode = list[bytes](), reading._lines, reading._decode
+
+    def lines(*arguments: Any) -> Iterator[bytes]:
+        for line in read_lines(*arguments):
+            kept.append(line)
+            yield line
+
+    monkeypatch.setattr(reading, "_lines", lines)
+    monkeypatch.setattr(reading, "_decode", lambda text: kept.append(text) or decode(text))
+    parts = [b"one", b"x" * 51, b"\n".join([b"y" * 40] * 9), b"z" * 999, "ü".encode() * 50]
+    (tmp_path / "a.txt").write_bytes(b"\n\n".join(parts))
+    reason = "its text has more than 50 characters"
+    [whole] = read(tmp_path / "a.txt")
+    assert isinstance(whole, Skipped)
+    assert (whole.kind, whole.reason) == ("too long", f"{reason}; set source.text_files: line or paragraph")
+    entries = read(tmp_path / "a.txt", text_files="paragraph")
+    assert texts(entries) == ["one", "ü" * 50]
+    assert skipped(entries) == [(f"a.txt, line {line}: {reason}", "too long") for line in (3, 5, 15)]
+    assert max(map(len, kept)) == 201
+    records = [{"id": "1", "text": "a"}, {"id": "2", "text": "b", "other": "x" * 600}, {"id": "3", "text": "c"}]
+    entries = read(write(tmp_path / "b.jsonl", records))
+    assert texts(entries) == ["a", "c"]
+    assert skipped(entries) == [("b.jsonl, line 2: has more than 600 bytes", "too long")]
+    assert max(map(len, kept)) == 600
+
+
+_NO_HOST = sys.modules[HTTPError.__module__].ConnectError("no route to host")
+_BUSY = HfHubHTTPError("429 Too Many Requests", response=Response(429, request=SimpleNamespace()))  # pyright: ignore
+_S3 = "When reading information for key 'a' in bucket 'b': AWS Error NETWORK_CONNECTION during HeadObject operation"
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl.gz"])
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.EIO, "Input/output error"), UserError),
+        (PermissionError(errno.EACCES, "Permission denied"), UserError),
+        (OSError(_S3), UserError),
+        (ConnectionError("reset"), Unavailable),
+        (_BUSY, UserError),
+        (_NO_HOST, Unavailable),
+    ],
+)
+def test_a_file_that_can_t_be_reached_is_not_damaged(
+    tmp_path: Path, ending: str, error: Exception, kind: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With on_bad_file: skip, its documents would be left out for good."""
+    file = write(tmp_path / f"a.{ending}", RECORDS)
+    [source_file] = find_files(source(file)).files
+    kept = options(on_bad_file="skip")
+
+    class Unreadable(io.BytesIO):
+        def read(self, size: int | None = -1) -> bytes:
+            raise error
+
+    def opened(name: str, compression: str = "") -> pa.PythonFile:
+        return pa.PythonFile(Unreadable(file.read_bytes()), "r")
+
+    system = SimpleNamespace(open_input_file=opened, open_input_stream=opened)
+    for module in (reading, sources):
+        monkeypatch.setattr(module, "filesystem", lambda path: (system, path))
+    message = (
+        rf"^source {file}: can't be read \(.*\); what is finished is kept; run the same command again when it can be"
+    )
+    for call in (
+        lambda: inspect_files([source_file], kept),
+        lambda: list(reading.read_up_to_damage(source_file, kept, [])),
+    ):
+        with pytest.raises(UserError, match=message) as caught:
+            call()
+        assert type(caught.value) is kind
+    monkeypatch.undo()
+    file.unlink()
+    with pytest.raises(DamagedFileError, match="is not there any more"):
+        list(read_documents(source_file, OPTIONS))
+    [layout] = inspect_files([source_file], OPTIONS)
+    assert layout.fault == f"source {file}: is not there any more"
+
+
+def test_names_that_are_not_utf_8(tmp_path: Path) -> None:
+    write(tmp_path / "a.jsonl", RECORDS)
+    (tmp_path / os.fsdecode(b"b.\xe9")).touch()
+    assert find_files(source(tmp_path)).unread == {r".\udce9": 1}
+    write(tmp_path / os.fsdecode(b"caf\xe9.jsonl"), RECORDS)
+    with pytest.raises(UserError, match=r"^source .*/caf\\udce9\.jsonl: its name is not UTF-8: rename it$"):
+        find_files(source(tmp_path))
+
+
+def test_sizes_of_many_hub_files_are_asked_for_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hub refuses more than 1,000 paths in a request."""
+    prefix, counts = "hf://datasets/a/b@c/", []
+
+    def get_paths_info(self: HfApi, repo: str, paths: list[str], **options: Any) -> list[RepoFile]:
+        counts.append(len(paths))
+        return [RepoFile(path=path, size=5, oid=path) for path in paths]
+
+    builder = SimpleNamespace(
+        config=SimpleNamespace(data_files={"train": [f"{prefix}{n}.parquet" for n in range(1201)]})
+    )
+    monkeypatch.setattr("datasets.load_dataset_builder", lambda *names, **options: builder)
+    monkeypatch.setattr(sources, "hub_commit", lambda *names: "c")
+    monkeypatch.setattr(HfApi, "get_paths_info", get_paths_info)
+    files = find_hub_files(HubSource(kind="hub", path="a/b")).files
+    assert counts == [500, 500, 201] and len({file.path for file in files}) == 1201
+    assert {(file.bytes, file.path.removeprefix(prefix) == file.version) for file in files} == {(5, True)}
 
 
 @pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])

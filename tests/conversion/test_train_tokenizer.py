@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import shlex
 from pathlib import Path
@@ -96,6 +97,8 @@ def test_the_limit_with_files_of_one_document(file: Path, tmp_path: Path, capsys
         (["--max-text", "much"], "--max-text: expected a size such as 200gb; got 'much'"),
         (["tokenizer=EuroBERT/EuroBERT-210m"], "is not a local folder; set the folder to write with --out"),
         (["--out", "text"], "text: exists and is not a tokenizer folder"),
+        (["--out", "text/a.parquet/x"], "text/a.parquet/x: can't be written ("),
+        (["--out", "s3://bucket/x"], "error: argument --out: expected a local path; got 's3://bucket/x'"),
         (["source.paths=[absent]"], "source absent: there is no such file"),
         (["text_column=body"], "has no column 'body' (it has: id, text)"),
         (["tokenizer="], "command line: tokenizer: expected a value; got nothing (tokenizer=null sets null)"),
@@ -124,3 +127,39 @@ def test_an_empty_file_is_named(file: Path, tmp_path: Path, capsys: pytest.Captu
     fault = f"source {tmp_path / 'text' / 'x.jsonl'}: is empty (0 bytes); restore the file"
     assert capsys.readouterr().err.startswith(fault)
     assert main(["tokenizer", str(file), "--size", "300", "on_bad_file=skip"]) == 0
+
+
+def test_a_damaged_file_is_read_up_to_its_damage(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """If the YAML says so, as the conversion does; its plan, too."""
+    words = " ".join(record["text"] for record in sentences(30_000))
+    size = len(words) // 300
+    records = [{"id": f"c{n}", "text": words[n * size : (n + 1) * size]} for n in range(300)]
+    content = gzip.compress("".join(json.dumps(record) + "\n" for record in records).encode())
+    damaged = tmp_path / "text" / "c.jsonl.gz"
+    damaged.write_bytes(content[: len(content) * 2 // 3])
+    assert main(["tokenizer", str(file), "--size", "300"]) == 2
+    assert "c.jsonl.gz: is damaged after line" in capsys.readouterr().err
+    assert main(["tokenizer", str(file), "--size", "300", "on_bad_file=skip"]) == 0
+    arguments = [f"source.paths=[{damaged}]", "on_bad_file=skip", "--plan"]
+    assert main(["convert", str(file), *arguments]) == 0
+    assert "1 files" in capsys.readouterr().out
+    assert main(["convert", str(file), *arguments, "on_bad_file=stop"]) == 2
+    assert "c.jsonl.gz: is damaged after line" in capsys.readouterr().out
+
+
+def test_paths_of_the_home_folder(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that doesn't exist yet is no hub id."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    overrides = ["source.paths=[~/text]", "output=~/data/mine"]
+    assert main(["tokenizer", str(file), *overrides, "tokenizer=~/toks/one", "--size", "300"]) == 0
+    assert main(["tokenizer", str(file), *overrides, "tokenizer=data/two", "--size", "300"]) == 0
+    assert main(["convert", str(file), *overrides, "tokenizer=~/toks/one", "cluster.workers=1"]) == 0
+    assert (tmp_path / "toks/one/tokenizer.json").is_file() and (tmp_path / "data/two/tokenizer.json").is_file()
+    record = json.loads((tmp_path / "data" / "mine" / "conversion.json").read_text())
+    assert record["config"]["output"] == str(tmp_path / "data" / "mine")
+    assert not (tmp_path / "~").exists()

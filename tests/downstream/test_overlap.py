@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
 from collections.abc import Callable
@@ -152,6 +153,23 @@ def test_sources_are_read_by_their_yaml(folder: Path) -> None:
     assert {example["id"]: example["place"] for example in found[1]}["whole"] == (
         f"{folder / 'text.parquet'}, document 4 (id doc3)"
     )
+
+
+def test_a_damaged_source_is_read_up_to_its_damage(folder: Path) -> None:
+    """If the YAML says so, as the conversion does."""
+    generator = np.random.default_rng(0)
+    documents = [*texts()[0], *(sentence(generator, 1000) for _ in range(300))]
+    lines = "".join(json.dumps({"id": f"doc{n}", "text": text}) + "\n" for n, text in enumerate(documents))
+    content = gzip.compress(lines.encode())
+    (folder / "text.jsonl.gz").write_bytes(content[: len(content) * 3 // 4])
+    config = {**yaml.safe_load((folder / "convert.yaml").read_text()), "on_bad_file": "skip"}
+    config["source"]["paths"] = [str(folder / "text.jsonl.gz")]
+    (folder / "convert.yaml").write_text(yaml.safe_dump(config))
+    report = find_overlap(str(folder / "convert.yaml"), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
+    assert report["sets"][-1]["shared"] > 0
+    (folder / "convert.yaml").write_text(yaml.safe_dump({**config, "on_bad_file": "stop"}))
+    with pytest.raises(UserError, match=r"text\.jsonl\.gz: is damaged after line \d\d+ "):
+        find_overlap(str(folder / "convert.yaml"), [str(folder / "tasks/out/it")], 13, str(folder / "cache"))
 
 
 def test_words() -> None:

@@ -14,7 +14,7 @@ from datasets import Dataset, Sequence
 
 from biphasic.config.load import load
 from biphasic.config.tasks import TasksConfig
-from biphasic.downstream.prepare import finished_record, prepare_task
+from biphasic.downstream.prepare import finished_record, plan_tasks, prepare_task
 from biphasic.downstream.writer import TASK_RECORD
 from biphasic.errors import UserError
 from biphasic.storage import open_store
@@ -155,6 +155,7 @@ def test_an_interrupted_task_is_prepared_again(sets: dict[str, str], tmp_path: P
     (tmp_path / "sst2" / "task.started").touch()
     assert finished_record("sst2", config_of(sets, tmp_path)) is None
     assert len(list((tmp_path / "sst2").iterdir())) == 5  # a plan removes nothing
+    (tmp_path / "sst2" / ".unfinished-of-a-killed-command").mkdir()
     prepare_task("sst2", config_of(sets, tmp_path))
     assert {path.name: path.read_bytes() for path in (tmp_path / "sst2").iterdir()} == made
     (tmp_path / "qqp").mkdir()
@@ -171,6 +172,8 @@ def test_a_task_in_a_bucket(s3: Path, sets: dict[str, str], tmp_path: Path) -> N
     names = [TASK_RECORD, "test.parquet", "train.parquet", "validation.parquet"]
     assert list(open_store(place).list()) == [f"sst2/{name}" for name in names]
     assert open_store(place).read("sst2/train.parquet") == (tmp_path / "sst2" / "train.parquet").read_bytes()
+    with pytest.raises(UserError, match=r"^s3://no-such-bucket/sets/sst2: can't be read \(.*not exist.*\)$"):
+        plan_tasks(config_of(sets, "s3://no-such-bucket/sets"), ["sst2"])
 
 
 def test_label_names_must_be_those_of_the_dataset(sets: dict[str, str], tmp_path: Path) -> None:

@@ -68,6 +68,7 @@ TOKENS = {"kind": "tokens", "labels_column": "tags", "label_names": ["O", "B-PER
 GOOD = {"tokens": ["Ann", "Lee"], "tags": [1, 2]}
 ASK = {"kind": "question_answering"}
 ASKED = {"question": "Who?", "context": "It was Ann.", "answers": {"text": ["Ann"], "answer_start": [7]}}
+TYPE = "a value has an unexpected type"
 LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", "b"]}
 
 
@@ -78,8 +79,21 @@ LABELS = {"kind": "classification", "text_column": "text", "label_names": ["a", 
         (TOKENS, GOOD, {"tokens": [], "tags": []}, "there are no tokens"),
         (TOKENS, GOOD, {"tokens": ["Ann"], "tags": [5]}, "the label 5 is not one of 5"),
         (TOKENS, GOOD, {"tokens": ["Ann", "Lee"], "tags": [1, 4]}, "I-LOC follows B-PER"),
+        (TOKENS, GOOD, {"tokens": ["Ann"], "tags": 1}, f"{TYPE} (TypeError: 'int' object is not iterable)"),
         (ASK, ASKED, {**ASKED, "context": "It is Ann."}, "the answer's text is not at answer_start"),
         (ASK, ASKED, {**ASKED, "question": None}, "the question is not a string"),
+        (
+            ASK,
+            ASKED,
+            {**ASKED, "answers": {"text": None, "answer_start": []}},
+            f"{TYPE} (TypeError: 'NoneType' object is not iterable)",
+        ),
+        (
+            ASK,
+            ASKED,
+            {**ASKED, "answers": {"text": ["Ann"], "answer_start": ["7"]}},
+            f"{TYPE} (TypeError: '<' not supported between instances of 'str' and 'int')",
+        ),
         (LABELS, {"text": "t", "label": 0}, {"text": "t", "label": -1}, "the label -1 is not one of 2"),
         (LABELS, {"text": "t", "label": 0}, {"text": None, "label": 1}, "the text is not a string"),
     ],
@@ -130,6 +144,23 @@ def test_invalid_rows_of_retrieval_sets(tmp_path: Path, table: str, column: str,
     if None in values:
         left = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.5))["rows"]
         assert left["qrels/test"] == 2
+
+
+def test_values_of_unexpected_types_in_retrieval_sets(tmp_path: Path) -> None:
+    texts = [{"_id": id, "text": "w"} for id in ("q0", "q1", "d0")]
+    pairs = [{"query": "q", "positive": "p", "hard": hard} for hard in (["n"], [3], 3)]
+    judgments = [{"query-id": f"q{n}", "lists": lists} for n, lists in enumerate(([{"corpus-id": "d0"}], ["d0"], None))]
+    names = {"texts": texts, "pairs": pairs, "judgments": judgments}
+    files = {name: {"files": {"train": [jsonl(tmp_path / f"{name}.jsonl", rows)]}} for name, rows in names.items()}
+    task = {"kind": "retrieval", "train": {**files["pairs"], "negatives_column": "hard"},
+            "corpus": {**files["texts"], "text_columns": ["text"]}, "queries": [files["texts"]],
+            "qrels": {"test": {**files["judgments"], "list_column": "lists", "score_column": None}}}  # fmt: skip
+    record = prepare_task("it", one_task(tmp_path, task, max_invalid_share=0.8))
+    assert record["rows"] == {"train": 1, "queries": 1, "corpus": 1, "qrels/test": 1}
+    reasons = {
+        table: sorted(reason.partition(" (")[0] for reason in faults) for table, faults in record["left_out"].items()
+    }
+    assert reasons == {"train": [TYPE, "the text is not a string"], "qrels/test": [TYPE, TYPE]}
 
 
 def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:

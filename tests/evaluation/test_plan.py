@@ -26,6 +26,13 @@ def test_tasks_by_name(tmp_path: Path) -> None:
     assert problem.startswith("tasks: mteb has no task of this name: ")
 
 
+def test_a_task_that_would_not_be_scored_is_refused(tmp_path: Path) -> None:
+    changes = ("benchmarks=[]", "tasks=[SciFact,STSBenchmark]", f"model.path={tmp_path}")
+    [problem] = plan_of("quick", *changes, "documents=[judged]").problems
+    assert problem.startswith("documents: expected full too, because STSBenchmark would not be scored")
+    assert not plan_of("quick", *changes, "documents=[full,judged]").problems
+
+
 def test_what_is_missing() -> None:
     assert plan_of("own", "sets=[runs/nothing]").missing == [
         "model.path runs/encoder: there is no such folder",

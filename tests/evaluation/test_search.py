@@ -258,7 +258,7 @@ def mteb_scores(
 
 
 @pytest.mark.parametrize(("seed", "count", "kinds"), [(0, 300, 300), (1, 300, 20), (2, 300, 2), (3, 30, 30), (4, 5, 3)])
-def test_scores_equal_mteb(seed: int, count: int, kinds: int) -> None:
+def test_scores_equal_mteb(seed: int, count: int, kinds: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also with many equal documents, across the ranks 10 and 100."""
     generator = torch.Generator().manual_seed(seed)
     queries, different = random_embeddings(seed, 25, kinds)
@@ -276,7 +276,8 @@ def test_scores_equal_mteb(seed: int, count: int, kinds: int) -> None:
     qrels["not a query"] = {names[0]: 1}
     expected = mteb_scores(dict(zip(ids, queries, strict=True)), dict(zip(names, documents, strict=True)), qrels)
     for block in (7, 2048):
-        scores = retrieval_scores(rank_documents(ids, queries, names, documents, block), qrels)
+        monkeypatch.setattr("biphasic.evaluation.search._BLOCK", block)
+        scores = retrieval_scores(rank_documents(ids, queries, names, documents), qrels)
         # mteb rounds its means to five places, but not the queries' own scores.
         assert scores == pytest.approx(expected, abs=1e-5)
         assert scores["ndcg_at_10"] == pytest.approx(expected["ndcg_at_10"], abs=1e-9)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import shutil
 import weakref
 from pathlib import Path
 from typing import Any
@@ -76,8 +77,6 @@ def test_trial_name_depends_on_all_that_decides_the_result(toy: Path, tmp_path: 
 
 
 def test_trial_name_depends_on_the_files(toy: Path, tmp_path: Path) -> None:
-    import shutil
-
     for part in ("tasks", "start"):
         shutil.copytree(toy / part, tmp_path / part)
     config = config_of("sst2", tmp_path / "tasks", tmp_path / "start", tmp_path)
@@ -164,6 +163,24 @@ def test_run_writes_scores_and_a_model(toy: Path, tmp_path: Path, capsys: pytest
         assert "already fine-tuned" in capsys.readouterr().out
     with pytest.raises(UserError, match="holds another fine-tuning"):
         run(config_of("squad", toy / "tasks", toy / "start", tmp_path, seed=5, max_duration="30ba", save_model=True))
+
+
+def test_other_label_names_are_another_fine_tuning(toy: Path, tmp_path: Path) -> None:
+    """Labels are numbers in the tables, so that the order of their names changes no table."""
+    shutil.copytree(toy / "tasks" / "sst2", tmp_path / "sst2")
+    config = config_of("sst2", tmp_path, toy / "start", tmp_path, max_duration="2ba", save_model=True)
+    assert run(config) == run(config)
+    record = tmp_path / "sst2" / "task.json"
+    content = json.loads(record.read_text())
+    record.write_text(json.dumps({**content, "label_names": content["label_names"][::-1]}))
+    with pytest.raises(UserError, match="holds another fine-tuning"):
+        run(config)
+    # A record of an earlier version has no names.
+    file = config.run_folder / "record.json"
+    written = json.loads(file.read_text())
+    del written["label_names"]
+    file.write_text(json.dumps(written))
+    run(config)
 
 
 def score_exported(folder: Path, name: str, toy: Path) -> float | None:

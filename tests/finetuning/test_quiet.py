@@ -1,4 +1,4 @@
-"""A fine-tuning's log has no bars if `logging.progress_bar` is false, and no table of heads that are not loaded."""
+"""A fine-tuning writes only what `logging` names, and its log has no table of heads that are not loaded."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ import pytest
 from transformers import AutoConfig, BertConfig, BertForMaskedLM
 
 from biphasic.config.load import dump
+from biphasic.finetuning.run import run
+from biphasic.finetuning.trial import run_trial
 from biphasic.model.encoder import load_encoder
 from biphasic.quiet import progress_bars
+from biphasic.training import anomalies
 from helpers.tiny import ROOT
 from helpers.toy_sets import config_of
 
@@ -40,6 +43,23 @@ def test_bars_in_the_log(shown: bool, toy: Path, tmp_path: Path) -> None:
     log = outcome.stdout + outcome.stderr
     assert "UNEXPECTED" not in log
     assert ("it/s]" in log) == shown, log
+
+
+def test_spikes_are_recorded_in_the_run_that_has_them(
+    toy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trial of a sweep has no loggers; a fine-tuning that is started again begins its files anew."""
+    monkeypatch.setattr(anomalies, "_THRESHOLD", 0.0)
+    monkeypatch.setattr(anomalies, "_MIN_LOSSES", 1)
+    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="3ba")
+    run_trial(config)
+    assert not config.run_folder.exists()
+    config = config_of("sst2", toy / "tasks", toy / "start", tmp_path, max_duration="3ba", logging__jsonl=True)
+    config.run_folder.mkdir(parents=True)
+    file = config.run_folder / anomalies.ANOMALOUS_BATCHES
+    file.write_text("of an interrupted start")
+    run(config)
+    assert [json.loads(line)["batch"] for line in file.read_text().splitlines()] == [1, 2]
 
 
 def test_weights_without_a_place_are_named(toy: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

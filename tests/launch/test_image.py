@@ -11,6 +11,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
 
 from conftest import Write
 from helpers.tiny import ROOT, config_of, losses
@@ -98,6 +99,25 @@ def test_the_printed_command(tmp_path: Path) -> None:
         "runs",
         "data",
     }
+
+
+def test_results_are_neither_removed_nor_copied_into_the_image() -> None:
+    cleaned = subprocess.run(["make", "-n", "clean"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert cleaned.split() == ["rm", "-rf", ".venv"]
+    written = re.findall(r"^/(\w+)/$", (ROOT / ".gitignore").read_text(), re.MULTILINE)
+    assert {"runs", "encoders"} <= set(written) <= set((ROOT / ".dockerignore").read_text().split())
+
+
+def test_overrides_with_spaces_stay_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """In Kubernetes' manifest. A study gives all of a run's overrides in one word."""
+    monkeypatch.syspath_prepend(ROOT / "recipes" / "launch")
+    import kubernetes_job
+
+    prompt = "task.query_prompt=Which text = the answer?"
+    assert kubernetes_job.main(["mine", "a.yaml", "seed=1 model.path=x", prompt, ""]) == 0
+    _, job = yaml.safe_load_all(capsys.readouterr().out)
+    [container] = job["spec"]["template"]["spec"]["containers"]
+    assert container["args"] == ["a.yaml", "seed=1", "model.path=x", prompt]
 
 
 def test_the_image_has_what_nccl_and_node_sh_use() -> None:

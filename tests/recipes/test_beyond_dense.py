@@ -171,10 +171,10 @@ def test_reranker(recipe: ModuleType, export: Path, pairs: Path, ranking: Path, 
 
 def test_a_run_file_is_read_in_its_order(dense_ranking: ModuleType, tmp_path: Path) -> None:
     read_trec_run = dense_ranking.read_trec_run
-    run: Run = {"q2": [("b", 1.5), ("a", 1.5), ("c", -0.25)], "q1": [("a", 0.125)]}
+    run: Run = {"q2": [("b%201", 1.5), ("a 1\u3000", 1.5), ("c", -0.25)], "q 1": [("a", 0.125)]}
     file = tmp_path / "set-test.run.gz"
     file.write_bytes(trec_run(run, "biphasic"))
-    assert read_trec_run(file) == run and list(read_trec_run(file)) == ["q2", "q1"]
+    assert read_trec_run(file) == run and list(read_trec_run(file)) == ["q2", "q 1"]
     file.write_text("q1 Q0 a 1 0.125 biphasic\n")
     with pytest.raises(OSError, match="Not a gzipped file"):
         read_trec_run(file)

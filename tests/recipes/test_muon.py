@@ -109,6 +109,14 @@ def test_a_missing_fine_tuning_is_named_and_nothing_is_written(
     assert not list((tmp_path / "target").glob("*"))
 
 
+def test_a_run_that_has_not_ended_is_named(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    metrics = folder / "muon" / "rates" / "mlm-adamw-2e-3" / "metrics.jsonl"
+    for line in ('{"time": 3.0, "batch": 3, "tokens": 9, "loss/train/total": 3.0}\n', ""):
+        metrics.write_text(line)
+        assert compare.main([str(folder)], tmp_path / "target") == 2
+        assert f"{metrics.parent}: has no MLM loss after its last batch" in capsys.readouterr().err
+
+
 def test_the_page_has_the_tables_of_the_published_records() -> None:
     records = compare.parse((MUON / "records.json").read_bytes())
     made = markdown_page(

@@ -250,6 +250,24 @@ sys.exit(quickstart.main([]))
     assert (one.read_text(), two.read_text()) == ("x", "x")
 
 
+def test_fine_tuning_reads_every_package_that_it_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise the score of the model without pretraining would remain that of older code."""
+    monkeypatch.syspath_prepend(str(RECIPE))
+    import quickstart
+
+    code = (
+        "import sys, biphasic.finetuning.run, biphasic.finetuning.trainer\n"
+        "print(*(module.__file__ for name, module in sys.modules.items() if name.startswith('biphasic.')))"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src")}
+    printed = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    imported = {Path(file).relative_to(ROOT / "src/biphasic").parts[0] for file in printed.split()}
+    # These don't decide what is trained and scored; the first four are imported by what other jobs use.
+    others = {"checkpointing", "conversion", "objectives", "workers", "amounts.py", "devices.py", "errors.py",
+              "provenance.py", "quiet.py", "ranks.py", "signals.py", "storage", "versions.py"}  # fmt: skip
+    assert imported - others == {Path(name).name for name in quickstart.FINETUNING} - {"main.py"}
+
+
 def test_steps_read_existing_files_and_follow_those_they_need(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(RECIPE))
     monkeypatch.chdir(ROOT)

@@ -201,7 +201,8 @@ def cells_of(tmp_path: Path, *published: float) -> pd.DataFrame:
 def trials_of(*measured: float) -> pd.DataFrame:
     rows = [("a", "mldr", 5e-5, seed, float("nan"), score) for seed, score in enumerate(measured)]
     rows += [("a", "mldr", 1e-5, 0, 0.9, 0.9), ("b", "mldr", 5e-5, 0, float("nan"), 0.4)]
-    return pd.DataFrame(rows, columns=["model", "test_set", "lr", "seed", "validation", "test"])
+    trials = pd.DataFrame(rows, columns=["model", "test_set", "lr", "seed", "validation", "test"])
+    return trials.assign(group="IR", trained_on="msmarco")
 
 
 def test_cells_at_the_same_rate_by_the_pooled_t_test(tmp_path: Path) -> None:
@@ -211,6 +212,15 @@ def test_cells_at_the_same_rate_by_the_pooled_t_test(tmp_path: Path) -> None:
     assert (cell.difference - cell.half_width, cell.difference + cell.half_width) == pytest.approx(tuple(interval))
     assert (cell.measured_model, cell.seeds, cell.published_seeds, cell.agrees) == ("a", 4, 3, True)
     assert not compare_cells(cells_of(tmp_path, *(score - 0.1 for score in theirs)), trials_of(*ours)).agrees.any()
+
+
+def test_a_test_set_of_two_training_tasks_has_a_cell_for_each(tmp_path: Path) -> None:
+    trials = [trials_of(0.53, 0.55), trials_of(0.33, 0.35).assign(trained_on="nq")]
+    cells = compare_cells(cells_of(tmp_path, 0.54), pd.concat(trials))
+    assert dict(zip(cells.test_set, cells.measured, strict=True)) == pytest.approx(
+        {"mldr (from msmarco)": 0.54, "mldr (from nq)": 0.34}
+    )
+    assert list(cells.seeds) == [2, 2]
 
 
 def test_one_published_seed_is_compared_with_the_measured_spread(tmp_path: Path) -> None:

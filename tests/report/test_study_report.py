@@ -18,6 +18,7 @@ from biphasic.report.study_folder import read_study
 from biphasic.report.study_report import FIGURES, report_files
 from biphasic.storage import open_store
 from biphasic.sweep.records import Cell
+from helpers.buckets import bucket_for, upload_to
 from helpers.studies import MODELS, SEEDS, score, write_evaluation, write_run, write_study, write_sweep
 from main import main as run_main
 
@@ -59,6 +60,28 @@ def test_the_stage_of_a_study(study: Path, tmp_path: Path, capsys: pytest.Captur
     assert (study / "report" / "scores.csv").read_bytes() == before
     assert run_main([str(tmp_path / "study.yaml"), "--stage", "report", "--limit", "1"]) == 2
     assert "--limit can't be used with --stage report, which always covers all results" in capsys.readouterr().err
+
+
+def test_the_stage_of_a_study_in_a_bucket_reads_its_own_models(tmp_path: Path, s3: Path) -> None:
+    """Others have used the same local folder: a sweep, a run and an evaluation."""
+    place, output = f"s3://{bucket_for(s3, 'report')}/study", tmp_path / "runs"
+    base = {"defaults": "yamls/base/paper.yaml", "model.preset": "210m", "objective": {"phases": [{"name": "clm"}]}}
+    content = {"job": "study", "folder": place, "output": str(output), "base": base, "models": {"210m-clm-400": {}}}
+    (tmp_path / "study.yaml").write_text(yaml.safe_dump(content))
+    write_sweep(tmp_path / "sweep", ["210m-clm-400"])
+    upload_to(tmp_path / "sweep", f"{place}/sweep")
+    write_run(output, "210m-clm-400")
+    write_evaluation(output / "evaluate" / "210m-clm-400", "210m-clm-400")
+    write_study(output / "quickstart", ["610m-clm-400"])
+    write_sweep(output / "sweep", ["210m-clm-400", "610m-mlm40-400"])
+    write_run(output, "610m-mlm40-400")
+    write_evaluation(output / "evaluate" / "610m-mlm40-400", "610m-mlm40-400")
+    assert run_main([str(tmp_path / "study.yaml"), "--stage", "report"]) == 0
+    assert {row["model"] for row in rows_of(output / "report" / "scores.csv")} == {"210m-clm-400"}
+    assert {row["run"] for row in rows_of(output / "report" / "losses.csv")} == {"210m-clm-400"}
+    assert {row["model"] for row in rows_of(output / "report" / "evaluations.csv")} == {"210m-clm-400"}
+    page = (output / "report" / "report.md").read_text()
+    assert "610m-clm-400" not in page and "610m-mlm40-400" not in page
 
 
 def test_numbers_of_a_figure(study: Path) -> None:

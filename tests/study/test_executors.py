@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +37,10 @@ def study_of(folder: Path, executor: str) -> StudyConfig:
     return config
 
 
+def job_name(study: StudyConfig, name: str) -> str:
+    return f"study.{name}.{hashlib.sha256(study.folder.encode()).hexdigest()[:6]}"
+
+
 SCHEDULER = """#!/usr/bin/env python3
 import json, os, sys
 with open(os.environ["LOG"], "a") as log: log.write(json.dumps(sys.argv) + "\\n")
@@ -58,16 +64,18 @@ def test_commands_for_slurm(
 ) -> None:
     log = use_scheduler(tmp_path, monkeypatch)
     study = study_of(tmp_path, "{kind: slurm, options: ['--nodes=2', '--time=1:00:00']}")
-    monkeypatch.setenv(
-        "QUEUE", "77|Dependency|study.clm-mlm-440\n76|DependencyNeverSatisfied|study.biphasic\n78|None|other"
-    )
+    jobs = {name: job_name(study, name) for name in study.models}
+    # A job of another study, whose folder has the same name.
+    other = job_name(study_of(tmp_path / "other", "{kind: slurm}"), "clm")
+    queue = [f"77|Dependency|{jobs['clm-mlm-440']}", f"76|DependencyNeverSatisfied|{jobs['biphasic']}"]
+    monkeypatch.setenv("QUEUE", "\n".join([*queue, f"79|None|{other}", "78|None|other"]))
     assert pretrain(study, limit=3) == 0
     folder, script = tmp_path / "study", "recipes/launch/slurm.sbatch"
     options = ["--nodes=2", "--time=1:00:00", script]
     commands = [json.loads(line)[1:] for line in log.read_text().splitlines()][1:]
 
     def command(name: str, *dependency: str) -> list[str]:
-        return ["--parsable", f"--job-name=study.{name}", *dependency, *options, str(folder / name / "run.yaml")]
+        return ["--parsable", f"--job-name={jobs[name]}", *dependency, *options, str(folder / name / "run.yaml")]
 
     after = ("--dependency=afterok:1001", "--kill-on-invalid-dep=yes")
     assert commands == [command("clm"), command("biphasic", *after), command("clm-mlm-600", *after)]
@@ -104,8 +112,8 @@ def test_a_run_waits_only_for_a_checkpoint_that_is_missing(
     batches: tuple[int, ...], start: str | None, dependency: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     log = use_scheduler(tmp_path, monkeypatch)
-    monkeypatch.setenv("QUEUE", "77|None|study.clm")
     study = study_of(tmp_path, "{kind: slurm}")
+    monkeypatch.setenv("QUEUE", f"77|None|{job_name(study, 'clm')}")
     states = {**dict.fromkeys(study.models, RunState()), "clm": trained(study, "clm", *batches)}
     monkeypatch.setattr("biphasic.study.run.read_states", lambda _: states)
     assert pretrain(study, limit=1) == 0
@@ -253,8 +261,9 @@ def test_a_signal_reaches_the_ranks_and_stops_the_study(status: int, tmp_path: P
         "from biphasic.study.run import train_here\n"
         "sys.exit(train_here(LocalExecutor(kind='local', processes=2), Path('run.yaml')))"
     )
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}"}
-    command = ["nohup", sys.executable, "-c", code]
+    # No other program is needed, such as pkill.
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT / 'src'}", "PATH": str(tmp_path)}
+    command = [str(shutil.which("nohup")), sys.executable, "-c", code]
     study = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment)
     assert study.stdout is not None
     assert study.stdout.readline().strip() == f"arguments ['-n', '2', '{ROOT}/src/main.py', 'run.yaml']"

@@ -200,8 +200,8 @@ def test_the_plan_is_fast_and_needs_neither_torch_nor_a_network() -> None:
 
 
 def test_the_same_run_from_the_base_file_and_overrides(configs: dict[str, PretrainConfig], tmp_path: Path) -> None:
-    """What a machine without the study's folder gets, for a bucket with new data places."""
-    study = study_of(ROOT / PAPER, "folder=s3://bucket/paper", 'base={"data.folder": s3://bucket/data}')
+    """What a machine without the study's folder gets, for a bucket with new data places, of which one has a space."""
+    study = study_of(ROOT / PAPER, "folder=s3://bucket/paper", 'base={"data.folder": s3://bucket/my data}')
     names = ["610m-clm-42k", "610m-clm-40k-mlm20-42k", "610m-clm-dec42k-mlm40-54k"]
     for name, config in expand(study).items():
         if name in names:

@@ -230,6 +230,44 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
         assert (place / "study" / "report" / f"{figure}.png").is_file(), page
 
 
+def test_a_model_that_trains_on_is_exported_and_scored_again(
+    tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also a mean whose merge has changed. Until then, stages leave out an export of other weights."""
+    weights = {6: [1, 1], 8: [1, 3]}
+
+    def study_to(batch: int) -> StudyConfig:
+        mean = {"merge_of": {"clm": [3, 6]}, "weights": weights[batch]}
+        model = {"max_duration": f"{batch}ba", "schedule.decay": "0ba", "checkpoint.keep": 3}
+        stages = {"checkpoints": {"clm": [3]}, "finetune": "yamls/sweep/paper.yaml"}
+        return study_of(tmp_path, data, models={"clm": model}, merges={"mean": mean}, stages=stages)
+
+    def swept(study: StudyConfig) -> dict[str, int | None]:
+        return {name: model.steps for name, model in sweep_config(study).models.items()}
+
+    monkeypatch.chdir(ROOT)
+    short, long = study_to(6), study_to(8)
+    names = ["clm", "clm-3", "mean"]
+    assert pretrain(short, train=train) == export(short) == 0
+    assert swept(short) == {"clm": 6, "clm-3": 3, "mean": 6}
+    before = {name: (encoder_folder(short, name) / "model.safetensors").read_bytes() for name in names}
+    scores = {name: tmp_path / "study" / "evaluate" / name / "scores.json" for name in names}
+    for file in scores.values():
+        file.parent.mkdir(parents=True)
+        file.touch()
+
+    assert swept(long) == {"clm-3": 3}
+    assert "not exported yet: clm, mean\n" in capsys.readouterr().out
+    assert pretrain(long, train=train) == export(long) == 0
+    assert swept(long) == {"clm": 8, "clm-3": 3, "mean": 6}
+    after = {name: (encoder_folder(long, name) / "model.safetensors").read_bytes() for name in names}
+    assert [before[name] == after[name] for name in names] == [False, True, False]
+    assert [file.exists() for file in scores.values()] == [False, True, False]
+    # An export that was made by hand is taken as it is.
+    (encoder_folder(long, "clm") / "biphasic.json").write_text("{}")
+    assert swept(short) == {"clm": 6, "clm-3": 3}
+
+
 @pytest.mark.parametrize(
     ("absent", "following"), [([], "finetune"), (["finetune"], "evaluate"), (["finetune", "evaluate"], "report")]
 )

@@ -30,7 +30,7 @@ def test_the_sweep_of_exported_models(
     exported = {"610m-clm-3k-mlm40-12k": 12_000, "610m-clm-dec42k-mlm40-54k": 54_000}
     for name in exported:
         encoder_folder(study, name).mkdir(parents=True)
-        (encoder_folder(study, name) / "biphasic.json").touch()
+        (encoder_folder(study, name) / "biphasic.json").write_text("{}")
     sweep = sweep_config(study)
     assert {name: model.steps for name, model in sweep.models.items()} == exported
     assert sweep.models["610m-clm-3k-mlm40-12k"].path == f"{tmp_path}/610m-clm-3k-mlm40-12k/encoder"
@@ -48,12 +48,19 @@ def test_the_evaluation_of_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         evaluation_config(without, "1b-clm-42k")
 
 
+def test_names_and_folders_are_not_read_as_yaml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    study = paper_study(tmp_path, monkeypatch).model_copy(update={"folder": f"{tmp_path}/study #1: größer"})
+    config = evaluation_config(study, "640")
+    assert config.run_name == "640" and config.output == f"{tmp_path}/study #1: größer/evaluate"
+    assert config.model.path == f"{tmp_path}/study #1: größer/640/encoder"
+
+
 def test_exports_of_a_bucket_are_local(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     study = load("recipes/paper/study.yaml", ["folder=s3://bucket/paper", f"output={tmp_path}"])
     assert isinstance(study, StudyConfig)
     assert encoder_folder(study, "1b-clm-42k") == tmp_path / "1b-clm-42k" / "encoder"
     encoder_folder(study, "1b-clm-42k").mkdir(parents=True)
-    (encoder_folder(study, "1b-clm-42k") / "biphasic.json").touch()
+    (encoder_folder(study, "1b-clm-42k") / "biphasic.json").write_text("{}")
     assert sweep_config(study).output == "s3://bucket/paper/sweep"
     assert study.checkpoints_of("1b-clm-42k") == "s3://bucket/paper/1b-clm-42k"

@@ -1,14 +1,17 @@
-"""Reading metrics of several attempts, with validations and an incomplete line."""
+"""Metrics of several attempts: in one file, with validations and an incomplete line, and in one run of W&B and MLflow."""
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from unittest.mock import Mock
 
+import pytest
 from composer.core import Timestamp
 
-from biphasic.training.loggers import JSONLLogger
+from biphasic.config.pretrain import LoggingConfig
+from biphasic.training.loggers import JSONLLogger, loggers
 from biphasic.training.metrics_file import read_metrics
 
 
@@ -34,3 +37,34 @@ def test_several_lines_of_one_batch_are_merged(tmp_path: Path) -> None:
     logger.batch_end(Mock(timestamp=Timestamp(batch=3, token=14)), Mock())
     logger.post_close()
     assert [entry["loss/train/total"] for entry in read_metrics(path)] == [3.0, 2.8, 2.7]
+
+
+def test_a_run_that_resumes_stays_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another run of the same name is another one there."""
+    import mlflow
+    import wandb
+
+    for name, value in {
+        "WANDB_MODE": "offline",
+        "WANDB_DIR": str(tmp_path),
+        "WANDB_SILENT": "true",
+        "MLFLOW_ALLOW_FILE_STORE": "true",
+    }.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Composer replaces it
+    mlflow.set_tracking_uri(f"file://{tmp_path}/mlflow")
+    config = LoggingConfig(jsonl=False, tensorboard=False, progress_bar=False, wandb="project", mlflow="experiment")
+    ids = []
+    for step, run_id in enumerate(["20260101T000000.5-a", "20260101T000000.5-a", "20260102T000000.5-b", None]):
+        for destination in loggers(config, tmp_path, "same", run_id):
+            destination.init(Mock(run_name="same"), Mock())
+            destination.log_metrics({"loss": 1.0 + step}, step)
+            if wandb.run is not None:
+                ids.append(wandb.run.id)
+            destination.post_close()
+    assert ids[0] == ids[1] == "20260101T000000.5-a" and len(set(ids)) == 3
+    runs = mlflow.search_runs(experiment_names=["experiment"], output_format="list")
+    assert [run.info.run_name for run in runs] == ["same"] * 3
+    client = mlflow.MlflowClient()
+    steps = [[metric.step for metric in client.get_metric_history(run.info.run_id, "loss")] for run in runs]
+    assert sorted(steps) == [[0, 1], [2], [3]]

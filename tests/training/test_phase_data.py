@@ -18,8 +18,9 @@ from biphasic.data import batches
 from biphasic.data.batches import advance
 from biphasic.data.streaming import build_loader
 from biphasic.errors import ConfigError, UserError
-from biphasic.export.run import export_checkpoint
+from biphasic.export.run import export_checkpoint, export_initial
 from biphasic.model.checkpoint import read_record
+from biphasic.model.encoder import load_text_tokenizer
 from biphasic.training import step
 from biphasic.training.metrics_file import read_metrics
 from conftest import Write
@@ -225,6 +226,32 @@ def test_phases_that_can_t_be_are_refused(yaml_of: Write, phase: int, changes: d
     assert message.replace(".mlm", "") in str(refused.value).replace(".mlm", "")
 
 
+def test_checkpoints_at_shares_of_the_run(yaml_of: Write) -> None:
+    folder = train(config_of(yaml_of(checkpoint__interval="0.2dur")))
+    # 0.2 of 16 is 4 batches, rounded up; also at the switches and the decay's start.
+    saved = sorted(int(path.stem[2:]) for path in (folder / "checkpoints").glob("ba*.json"))
+    assert saved == [4, 5, 8, 9, 12, 16]
+
+
+def test_a_phase_that_has_begun_can_not_begin_again(yaml_of: Write) -> None:
+    """Where a run goes on in the data of its phases follows from the batches at which they began."""
+    path = yaml_of()
+    folder = train(config_of(path))
+    keep_checkpoints_up_to(folder, 7)
+    path.write_text(path.read_text().replace("until: 5ba", "until: 8ba"))
+    allowed = {"checkpoint.resume_overrides": "[objective]"}
+    written = (folder / "config.yaml").read_text()
+    with pytest.raises(UserError, match=r"ba7-rank0.pt was trained in phase 1 and would continue in phase 0 here\. As"):
+        train(config_of(path, **allowed))
+    assert (folder / "config.yaml").read_text() == written
+    # Phases that read the same may.
+    phases = [{"name": "clm", "until": "5ba"}, {"name": "mlm"}]
+    same = train(config_of(yaml_of("same", objective__phases=phases)))
+    keep_checkpoints_up_to(same, 7)
+    train(config_of(yaml_of("same", objective__phases=phases[1:]), **allowed))
+    assert len(losses(same)) == 16
+
+
 def test_epochs_have_no_meaning_with_several_lengths(yaml_of: Write) -> None:
     with pytest.raises(
         ConfigError, match=r"checkpoint.interval: expected batches, rows or tokens, because the phases'"
@@ -235,10 +262,16 @@ def test_epochs_have_no_meaning_with_several_lengths(yaml_of: Write) -> None:
 def test_a_checkpoint_of_a_later_phase_is_exported(yaml_of: Write, tmp_path: Path) -> None:
     from transformers import AutoConfig
 
-    folder = train(config_of(yaml_of()))
-    export_checkpoint(str(folder / "checkpoints" / "ba16-rank0.pt"), tmp_path / "out")
+    path = yaml_of()
+    checkpoint = str(train(config_of(path)) / "checkpoints" / "ba16-rank0.pt")
+    export_checkpoint(checkpoint, tmp_path / "out")
     config = AutoConfig.from_pretrained(tmp_path / "out")
     assert config.rope_parameters["rope_theta"] == 300.0 and config.max_position_embeddings == LONG
+    # Fine-tuning and evaluation cut the same texts.
+    assert load_text_tokenizer(checkpoint).max_length == load_text_tokenizer(str(tmp_path / "out")).max_length == LONG
+    assert f"Texts are cut after {LONG} tokens" in (tmp_path / "out" / "README.md").read_text()
+    export_initial(str(path), tmp_path / "initial")
+    assert AutoConfig.from_pretrained(tmp_path / "initial").max_position_embeddings == LONG
 
 
 def test_a_missing_shard_of_a_later_phase_stops_the_run_before_its_first_batch(yaml_of: Write, tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
-"""A run's record of its data."""
+"""A run's record of its command and its data."""
 
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
 from biphasic.data.tokenizer import load_tokenizer
-from biphasic.training.record import conversion_record
+from biphasic.training.record import RunRecord, conversion_record
 from conftest import Write
 from helpers.tiny import LENGTH, config_of
 
@@ -31,3 +33,10 @@ def test_the_commit_is_recorded_not_the_branch(write_yaml: Write, commit: str | 
     data = conversion_record(config, tokenizer)
     assert data["source"] == {**source, "revision": revision}
     assert data["tokens"] == 5
+
+
+def test_the_command_can_be_run_again(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["src/main.py", "run.yaml", "checkpoint.keep_at=[1ba, 2ba]"]
+    monkeypatch.setattr("sys.argv", command)
+    record = RunRecord(config_of(write_yaml()), Mock(), {}).record
+    assert shlex.split(record["command"]) == command

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from biphasic.errors import UserError
 from conftest import Write
 from helpers.tiny import config_of, keep_checkpoints_up_to, launch, losses, train, train_alone, weights
 
@@ -68,3 +69,14 @@ def test_a_run_that_begins_in_the_middle_of_the_data_resumes(write_yaml: Write) 
         (folder / "metrics.jsonl").unlink()
         train(config_of(path, run_name=f"from{batch}"))
         assert losses(folder) == expected[batch:]
+
+
+def test_a_refused_start_leaves_the_run_s_configuration(write_yaml: Write) -> None:
+    path = write_yaml()
+    folder = train(config_of(path))
+    written = (folder / "config.yaml").read_text()
+    with pytest.raises(UserError, match=r"optimizer.lr: 0.005 until now, 0.1 here"):
+        train(config_of(path, **{"optimizer.lr": 0.1}))
+    assert (folder / "config.yaml").read_text() == written
+    train(config_of(path, **{"checkpoint.keep": 3}))
+    assert (folder / "config.yaml").read_text() == written.replace("keep: -1", "keep: 3")

@@ -70,13 +70,22 @@ def test_auto_without_a_cluster(
 
 def test_values_errors_reports_and_a_killed_worker(cluster: Any, tmp_path: Path) -> None:
     section = ClusterConfig(address=cluster.address, shared_folder=True)
-    with open_workers(section, str(tmp_path), {"OF_WORKERS": "yes"}, ()) as group:
+    with open_workers(section, [str(tmp_path)], {"OF_WORKERS": "yes"}, ()) as group:
         assert (group.cpus, group.gpus) == (2, 0)
         check_group(group, tmp_path)
 
 
-def test_a_sweep_on_two_machines(cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_sweep_on_two_machines(
+    cluster: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One model kills its worker once, one fails, one trains."""
+    workers_paths: list[str] = []
+
+    def opened(section: ClusterConfig, paths: list[str], *others: Any) -> Any:
+        workers_paths.extend(paths)
+        return open_workers(section, paths, *others)
+
+    monkeypatch.setattr("biphasic.sweep.workers.open_group", opened)
     log = tmp_path / "log"
     for name, content in (("good", {"do": "train"}), ("bad", {"do": "fail"}), ("dies", {"do": "die", "times": 1})):
         (tmp_path / name).write_text(json.dumps({**content, "log": str(log)}))
@@ -91,6 +100,7 @@ def test_a_sweep_on_two_machines(cluster: Any, tmp_path: Path, capsys: pytest.Ca
     config = load(tmp_path / "sweep.yaml")
     assert isinstance(config, SweepConfig)
     assert run(config, module="helpers.small_trials") == 1
+    assert workers_paths == [str(tmp_path / name) for name in ("out", "bad", "dies", "good")]
     folder = open_store(config.output)
     records = {record.cell.model: record for record in read_records(folder, read_grid(folder).trials).values()}
     assert {model: record.status for model, record in records.items()} == {
@@ -106,15 +116,30 @@ def test_a_sweep_on_two_machines(cluster: Any, tmp_path: Path, capsys: pytest.Ca
 
 
 def test_two_machines_write_what_one_does(
-    cluster: Any, keys: dict[str, Any], config_for: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    cluster: Any, keys: dict[str, Any], config_for: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Relative paths are those of the command's folder, not of the folder of `ray start`."""
+    monkeypatch.chdir(tmp_path)
+    workers_paths: list[list[str]] = []
+
+    def opened(section: ClusterConfig, paths: Any, *others: Any) -> Any:
+        workers_paths.append(list(paths))
+        return open_workers(section, workers_paths[-1], *others)
+
+    monkeypatch.setattr("biphasic.conversion.pool.open_workers", opened)
     address = {"address": cluster.address}
-    with pytest.raises(UserError, match=r"a folder of one machine, and the cluster has 2: name a bucket, or set"):
-        convert(config_for(tmp_path / "text", **keys, cluster=address))
+    with pytest.raises(UserError, match=r"^out: is on one machine, and the cluster has 2: name a bucket, or set"):
+        convert(config_for("text", **keys, cluster=address, output="out"))
+    assert workers_paths == [["out", *(f"text/{number}.parquet" for number in range(4))]]
+    with (
+        pytest.raises(UserError, match=r"^text/0.parquet: is on one machine, and the cluster has 2: name a bucket"),
+        open_workers(ClusterConfig(**address), ["s3://bucket/out", "text/0.parquet"], {}, ()),
+    ):
+        pass
     shared = {**address, "shared_folder": True}
-    record = convert(config_for(tmp_path / "text", **keys, cluster=shared))
+    record = convert(config_for("text", **keys, cluster=shared, output="out"))
     assert len(record["units"]) == 4
-    convert(config_for(tmp_path / "text", **keys, cluster={"workers": 1}, output=str(tmp_path / "alone")))
+    convert(config_for("text", **keys, cluster={"workers": 1}, output="alone"))
     assert same_bytes(tmp_path / "out", tmp_path / "alone")
 
 

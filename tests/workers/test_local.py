@@ -15,8 +15,8 @@ import psutil
 import pytest
 
 from biphasic.errors import UserError
-from biphasic.workers import local
-from biphasic.workers.local import LocalWorkers
+from biphasic.workers import local, resources
+from biphasic.workers.local import LocalWorkers, parallel_map
 from biphasic.workers.resources import smallest_gpu_bytes, visible_gpus
 from helpers.worker_objects import Total, check_group, die_at_once, processes_with, result, run_all
 
@@ -213,6 +213,7 @@ def test_workers_are_spread_over_gpus(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(resources, "_DRIVERS", ())
     assert (visible_gpus(), smallest_gpu_bytes()) == ([], None)
     program = tmp_path / "nvidia-smi"
     program.write_text("#!/bin/sh\necho 81559\necho 40960\n")
@@ -221,6 +222,41 @@ def test_gpus_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     for value, names in (("1", ["1"]), ("GPU-a, GPU-b", ["GPU-a", "GPU-b"]), ("", []), ("0,-1,1", ["0"])):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
         assert visible_gpus() == names
+    program.write_text("#!/bin/sh\necho '[N/A]'\necho 40960\n")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert (visible_gpus(), smallest_gpu_bytes()) == (["0", "1"], None)
+    program.write_text("#!/bin/sh\necho 'No devices were found'\n")
+    assert visible_gpus() == []
     program.write_text("#!/bin/sh\necho 'No devices were found'\nexit 6\n")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     assert visible_gpus() == []
+
+
+def test_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of AMD, or in a container: PyTorch counts them, if there is a driver."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setattr(resources, "_DRIVERS", (str(tmp_path / "driver"),))
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\ncase $2 in *device_count*) echo 65536; echo 65520;; esac\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    assert visible_gpus() == []
+    (tmp_path / "driver").touch()
+    assert (visible_gpus(), smallest_gpu_bytes()) == (["0", "1"], 65520 * 2**20)
+
+
+def test_the_query_of_pytorch_runs() -> None:
+    run = subprocess.run([sys.executable, "-c", resources._TORCH], capture_output=True, text=True, check=True)
+    assert all(line.isdecimal() for line in run.stdout.splitlines())
+
+
+def test_cores_of_a_container(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its quota, which the process's affinity doesn't show."""
+    monkeypatch.setattr("joblib.externals.loky.backend.context._cpu_count_cgroup", lambda count: 1)
+    assert resources.available_cores() == 1
+
+
+def test_a_process_of_a_map_that_dies_is_named() -> None:
+    with pytest.raises(UserError, match=r"^a worker process died: is there memory for 2"), parallel_map(2, []) as run:
+        list(run(os._exit, [1, 1]))

@@ -23,7 +23,7 @@ from biphasic.checkpointing.start_rules import (
     find_branch_point,
     own_checkpoints,
 )
-from biphasic.checkpointing.upload import upload_pending, write_missing_manifests
+from biphasic.checkpointing.upload import require_moved, upload_pending, write_missing_manifests
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.model.checkpoint import is_checkpoint
 from biphasic.storage import first_line, is_remote, join, open_store, user_errors
@@ -36,8 +36,8 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
     """Find the newest complete checkpoint of a run, and download it to every node's `config.local_checkpoints`.
 
     Pending uploads of earlier attempts on any node are completed first. Other runs' checkpoints are skipped. Returns
-    None if there is none. Raises a UserError if the destination can't be read from every node, or holds only other
-    runs' checkpoints.
+    None if there is none. Raises a UserError if the destination can't be read from every node, holds only other runs'
+    checkpoints, or is a bucket that lacks some that the run saved to the local folder before.
     """
     destination, local_folder = config.checkpoint_destination, config.local_checkpoints
     place = f"checkpoint.folder {destination}"
@@ -47,6 +47,7 @@ def find_resume_point(config: PretrainConfig, ranks: ProcessGroup) -> Manifest |
             store = open_store(destination)
             # A machine that can't reach the bucket should fail now, not at its first upload.
             store.stat(LOCK_FILE)
+            require_moved(local_folder, store)
             upload_pending(local_folder, store)
 
     if is_remote(destination):

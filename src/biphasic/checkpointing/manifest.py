@@ -7,8 +7,8 @@ incomplete. For the checkpoint of batch 1000, a run's folder (on disk or in a bu
     ba1000.rank3.json               the files that rank 3 has uploaded, while the checkpoint is incomplete
     ba1000.json                     the manifest, which replaces the ranks' manifests
 
-If the run was stopped within the validation after batch 1000, the first name is `ba1000-validating-rank0.pt` or
-`ep0-ba1000-validating/`. The next start repeats the validation and saves again, now with the losses, under the usual name.
+If the run was stopped before or within the validation after batch 1000, the first name is `ba1000-validating-rank0.pt` or
+`ep0-ba1000-validating/`. The next start validates and saves again, now with the losses, under the usual name.
 The names differ so that one of the two checkpoints is complete at any time.
 """
 

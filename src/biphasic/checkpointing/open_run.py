@@ -17,7 +17,7 @@ from composer.utils import dist, reproducibility
 
 from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
 from biphasic.checkpointing.manifest import Manifest
-from biphasic.checkpointing.run_lock import RunLock
+from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.schedule import progress_after_batch
 from biphasic.checkpointing.start_rules import overridden_keys, require_same_data, require_same_past
@@ -28,10 +28,9 @@ from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.data.shards import require_shards
 from biphasic.devices import rank_device, require_precision
-from biphasic.errors import UserError
 from biphasic.model.checkpoint import require_safe_checkpoint
 from biphasic.ranks import COLLECTIVE_SECONDS, close_on_fault
-from biphasic.storage import open_store
+from biphasic.storage import open_store, user_errors
 from biphasic.webhook import Webhook
 
 _DOWNLOAD_TIMEOUT = timedelta(hours=2)
@@ -92,8 +91,8 @@ class Run:
         self._saver = Saver(config, self._lock, self._stopping, self._resume, uploader, self._describe)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]
-        if ranks.rank == 0:
-            open_store(str(config.run_folder)).write("config.yaml", dump(config).encode())
+        if self._resume is None:
+            self._write_config()
         dist.barrier()
 
     def close(self, reason: str) -> None:
@@ -119,6 +118,15 @@ class Run:
         """Whether the run stops after this batch."""
         return self._stopping.reason is not None
 
+    @property
+    def id(self) -> str | None:
+        """Name of the run's first attempt, by which W&B and MLflow recognize a run that resumes; None if it isn't needed."""
+        logging, destination = self._config.logging, self._config.checkpoint_destination
+        if self._ranks.rank or (logging.wandb is None and logging.mlflow is None):
+            return None
+        with user_errors(f"checkpoint.folder {destination}: can't be read"):
+            return Path(min(open_store(destination).list(ATTEMPTS))).stem
+
     def say(self, text: str) -> None:
         """Print a line, with the run's name, on rank 0."""
         if self._ranks.rank == 0:
@@ -143,11 +151,12 @@ class Run:
         if self._resume is not None:
             require_same_past(self._resume, self._config, indexes)
             self._recorded["overridden"] = overridden_keys(self._resume, self._config, indexes)
+            self._write_config()
         elif self._branch_point is not None:
             require_same_data(*self._branch_point, self._config, indexes)
 
     def train(self, trainer: Trainer) -> None:
-        """Train to the end of the run. If it was stopped within a validation, repeat the validation first."""
+        """Train to the end of the run. If it was stopped before or within a validation, validate first."""
         self._trainer, config, resume = trainer, self._config, self._resume
         batch, end = int(trainer.state.timestamp.batch), config.max_duration
         length = f"of {int(end.value):,}" if end.unit == "ba" else f"(length: {end})"
@@ -173,14 +182,13 @@ class Run:
             trainer.fit()
         trainer.close()
 
+    def _write_config(self) -> None:
+        if self._ranks.rank == 0:
+            open_store(str(self._config.run_folder)).write("config.yaml", dump(self._config).encode())
+
     def _starting_checkpoint(self) -> str | None:
         config, resume = self._config, self._resume
         if resume is not None:
-            if not config.checkpoint.autoresume:
-                raise UserError(
-                    f"{config.checkpoint_destination} holds checkpoints (the newest: {resume.path}) and "
-                    "checkpoint.autoresume is false: choose another run_name, or remove them"
-                )
             path = str(config.local_checkpoints / resume.path)
         elif config.start_from is not None:
             place, manifest, path = fetch_branch_point(config.start_from, config, self._ranks)
@@ -193,7 +201,7 @@ class Run:
         return path
 
     def _describe(self, state: State) -> dict[str, object]:
-        """Return the `run` entries of a checkpoint's manifest."""
+        """Return the `run` entries of a checkpoint's manifest. An epoch that has just ended is counted."""
         # The algorithm that knows the phase of the last batch, and when that batch began.
         tracker: Any = next(algorithm for algorithm in state.algorithms if hasattr(algorithm, "phase_name"))
         return {
@@ -201,7 +209,7 @@ class Run:
             "phase": tracker.phase_name,
             "tokens": int(state.timestamp.token),
             "rows": int(state.timestamp.sample),
-            "epochs": int(state.timestamp.epoch),
+            "epochs": progress_after_batch(state).epochs,
             "last_batch": list(astuple(tracker.last_batch)),
             "ranks": self._ranks.size,
         }

@@ -256,10 +256,15 @@ def process_id(pid: int) -> list[str]:
 
 
 def is_alive_here(process: list[str]) -> bool | None:
-    """Return whether a process of this machine still exists; None for processes of other machines."""
+    """Return whether a process of this machine still exists; None if this is unknown, as for those of other machines."""
     if process[:2] != process_id(os.getpid())[:2]:
         return None
+    pid = int(process[2])
     try:
-        return process_id(int(process[2])) == process
+        with suppress(FileNotFoundError, PermissionError):  # /proc may hide other users' processes (`hidepid`)
+            return process_id(pid) == process
+        with suppress(PermissionError):
+            os.kill(pid, 0)
+        return None
     except OSError:
         return False

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from composer.core import Callback, Event, State
+from composer.core import Callback, State
 from composer.loggers import Logger
-from composer.utils import create_interval_scheduler, dist, reproducibility
+from composer.utils import dist, reproducibility
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from biphasic.amounts import format_bytes
 from biphasic.checkpointing.manifest import Manifest, rank_manifest_name
 from biphasic.checkpointing.run_lock import RunLock
-from biphasic.checkpointing.schedule import elapsed, progress_after_batch
+from biphasic.checkpointing.schedule import elapsed, interval_schedule, progress_after_batch, validation_schedule
 from biphasic.checkpointing.stopping import UPLOAD_TIMEOUT, ProcessGroup, StopCoordinator
 from biphasic.checkpointing.upload import Uploader
 from biphasic.config.plan import branch_points
@@ -95,7 +95,8 @@ class Saver(Callback):
         self._lock, self._stopping, self._resume = lock, stopping, resume
         self._uploader, self._describe = uploader, describe
         self._local_folder, self._destination = config.local_checkpoints, config.checkpoint_destination
-        self._at_interval = create_interval_scheduler(str(config.checkpoint.interval))
+        self._at_interval = interval_schedule(config.checkpoint.interval, config.max_duration)
+        self._validates = validation_schedule(config)
         self._branch_points = branch_points(config)
         self._group = ProcessGroup().group
         # PyTorch's writer synchronizes with the thread's current GPU. By default that is GPU 0, where each rank would
@@ -115,12 +116,11 @@ class Saver(Callback):
 
     def batch_checkpoint(self, state: State, logger: Logger) -> None:
         """Save if a checkpoint is due, and stop if the ranks have agreed to stop."""
-        self._save_if_due(state, logger, Event.BATCH_CHECKPOINT)
-        self._stop_if_requested(state, logger)
-
-    def epoch_checkpoint(self, state: State, logger: Logger) -> None:
-        """Save if a checkpoint is due at the end of the epoch."""
-        self._save_if_due(state, logger, Event.EPOCH_CHECKPOINT)
+        # A run that stops after this batch hasn't validated: the next start does so, and saves again.
+        validating = self._stopping.reason is not None and self._validates(state)
+        if self._at_interval(state) or self._is_branch_point(state):
+            self._save_once(state, logger, validating)
+        self._stop_if_requested(state, logger, validating)
 
     def eval_batch_end(self, state: State, logger: Logger) -> None:
         """Stop during validation too if the ranks have agreed to stop."""
@@ -144,10 +144,9 @@ class Saver(Callback):
         self._writer.shutdown(wait=False, cancel_futures=True)
         self._uploader.close()
 
-    def _save_if_due(self, state: State, logger: Logger, event: Event) -> None:
-        keep = self._is_branch_point(state)
-        if (keep or self._at_interval(state, event)) and self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, keep)
+    def _save_once(self, state: State, logger: Logger, validating: bool) -> None:
+        if self._saved_batch != int(state.timestamp.batch):
+            self._save(state, logger, self._is_branch_point(state), validating)
 
     def _is_branch_point(self, state: State) -> bool:
         """Return whether the last batch reached a point where other runs may start."""
@@ -156,15 +155,14 @@ class Saver(Callback):
         before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
         return any(now.reached(point) and not before.reached(point) for point in self._branch_points)
 
-    def _stop_if_requested(self, state: State, logger: Logger, validating: bool = False) -> None:
+    def _stop_if_requested(self, state: State, logger: Logger, validating: bool) -> None:
         stopping = self._stopping
         if stopping.reason is None:
             return
         if stopping.is_fault:
             self._wait_for_writer()
             raise UserError(stopping.reason)
-        if self._saved_batch != int(state.timestamp.batch):
-            self._save(state, logger, self._is_branch_point(state), validating)
+        self._save_once(state, logger, validating)
         self._wait_for_writer()
         fault = None if self._fault is None else UserError(f"{stopping.reason}: not saved: {self._fault}")
         stopping.ranks.raise_first(fault)

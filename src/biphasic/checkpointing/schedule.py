@@ -1,4 +1,4 @@
-"""The progress of a run after a batch, and whether to validate then."""
+"""The progress of a run after a batch, and whether to validate or save then."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from composer.core import Event, State, Timestamp
+from composer.core import State, Timestamp
 
-from biphasic.config.durations import TrainingProgress
+from biphasic.config.durations import Duration, TrainingProgress
 from biphasic.config.pretrain import PretrainConfig
 
 
@@ -17,24 +17,28 @@ def elapsed(time: Timestamp) -> TrainingProgress:
     return TrainingProgress(time.batch.value, time.sample.value, time.token.value, time.epoch.value)
 
 
-def validation_schedule(config: PretrainConfig, is_stopping: Callable[[], bool]) -> Callable[[State, Event], bool]:
-    """Return a function of Composer's state and event: whether to validate now.
+def interval_schedule(interval: Duration, end: Duration) -> Callable[[State], bool]:
+    """Return a function of Composer's state: whether an interval, or the run (`end`), has ended with the last batch.
 
-    It is due at each interval and after the last batch, unless the run stops (`is_stopping`). Validation precedes the
-    batch's checkpoint, which then has the losses. Composer's own scheduler would validate at the end of training, after
-    the last checkpoint.
+    Composer's own scheduler rounds shares of a run in another way than `--plan`, and takes none if phases' data differ.
     """
-    end = config.max_duration
-    every = (config.evaluation.interval or end).resolve(end)
+    every = interval.resolve(end)
 
-    def is_due(state: State, event: Event) -> bool:
-        if event != Event.BATCH_END or state.previous_timestamp is None or is_stopping():
+    def is_due(state: State) -> bool:
+        if state.previous_timestamp is None:
             return False
         before, now = elapsed(state.previous_timestamp), progress_after_batch(state)
         passed = now.in_unit(every.unit) // every.value > before.in_unit(every.unit) // every.value
         return passed or now.reached(end)
 
     return is_due
+
+
+def validation_schedule(config: PretrainConfig) -> Callable[[State], bool]:
+    """Return a function of Composer's state: whether a validation is due after the last batch."""
+    if config.data.validation is None:
+        return lambda state: False
+    return interval_schedule(config.evaluation.interval or config.max_duration, config.max_duration)
 
 
 def progress_after_batch(state: State) -> TrainingProgress:

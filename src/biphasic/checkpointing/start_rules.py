@@ -12,13 +12,14 @@ import yaml
 from pydantic import ValidationError
 
 from biphasic.checkpointing.manifest import Manifest, StoredCheckpoint, batch_of, manifest_name, newest_first
+from biphasic.checkpointing.upload import require_moved
 from biphasic.config.base import within
 from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden, phase_paths
 from biphasic.config.phase_inputs import phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.timeline import resolve_phases
+from biphasic.config.timeline import phase_at, resolve_phases
 from biphasic.errors import UserError
 from biphasic.storage import first_line, is_remote, join, open_store, user_errors
 
@@ -85,10 +86,17 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
     """Check that a run may resume from its own checkpoint: a restart may change the future, but not the past.
 
     `checkpoint.resume_overrides` names what may differ. `indexes` holds the hash of each training stream's index, by key.
-    Raises a UserError if something that affects the trained batches has changed, or the run would end before the checkpoint.
+    Raises a UserError if something that affects the trained batches has changed, the run would end before the checkpoint,
+    or `checkpoint.autoresume` is false.
     """
+    if not config.checkpoint.autoresume:
+        raise UserError(
+            f"{config.checkpoint_destination} holds checkpoints (the newest: {manifest.path}) and "
+            "checkpoint.autoresume is false: choose another run_name, or remove them"
+        )
     # The data of phases is compared by the hash of its index, as the run's own is.
     overrides = [*config.checkpoint.resume_overrides, *phase_paths(config)]
+    _require_same_phase(manifest, config)
     lines = {difference.key: _describe(difference) for difference in past_differences(manifest, config, overrides)}
     for key, old, new in _changed_indexes(manifest, config, indexes):
         if not is_overridden(key, overrides):
@@ -104,6 +112,21 @@ def require_same_past(manifest: Manifest, config: PretrainConfig, indexes: dict[
         raise UserError(
             f"max_duration: {config.max_duration} ends before {config.run_name}'s checkpoint {manifest.path}: choose at "
             "least that length, or another run_name"
+        )
+
+
+def _require_same_phase(manifest: Manifest, config: PretrainConfig) -> None:
+    """Raise a UserError if a phase that has begun would begin again. Phases that all read the same may do so."""
+    recorded = recorded_config(manifest)
+    old, new = (
+        phase_at(resolve_phases(one.objective.phases, one.max_duration), now).index
+        for one, now in ((recorded, _last_batch(manifest)), (config, manifest.progress))
+    )
+    if new < old and any(len({(each.source, each.rows) for each in one.inputs}) > 1 for one in (recorded, config)):
+        raise UserError(
+            f"{config.run_name}: its checkpoint {manifest.path} was trained in phase {old} and would continue in phase "
+            f"{new} here. As phases differ in data or batch size, the run's place in the data would be lost, also with "
+            "checkpoint.resume_overrides: restore the phases and their `until`, or choose another run_name"
         )
 
 
@@ -213,7 +236,11 @@ def checkpoint_folder(path: str) -> str:
     config, local = Path(path) / "config.yaml", join(path, "checkpoints")
     if config.is_file():
         with user_errors(f"{config}: is not a run's configuration", yaml.YAMLError, LookupError, TypeError):
-            return yaml.safe_load(config.read_text(encoding="utf-8"))["checkpoint"]["folder"] or local
+            content = yaml.safe_load(config.read_text(encoding="utf-8"))
+            folder = content["checkpoint"]["folder"] or local
+            # If it is relative, it is so to the directory in which the run was started.
+            is_in_run = Path(folder) == Path(content.get("output", ""), content.get("run_name", ""), "checkpoints")
+            return local if is_in_run else folder
     return local if Path(local).is_dir() else path
 
 
@@ -222,6 +249,8 @@ def plan_start(config: PretrainConfig) -> StartPlan:
     destination = config.checkpoint_destination
     try:
         checkpoints = own_checkpoints(newest_first(open_store(destination)), config)
+        if is_remote(destination):
+            require_moved(config.local_checkpoints, open_store(destination))
         own = next((checkpoint.manifest for checkpoint in checkpoints if checkpoint.manifest is not None), None)
         if own is not None:
             require_same_past(own, config, own.run["indexes"])

@@ -26,6 +26,7 @@ from biphasic.checkpointing.manifest import (
     rank_of,
     read_manifest,
 )
+from biphasic.errors import UserError
 from biphasic.storage import Store, StoredFile, first_line, is_remote, open_store
 
 _POLL_SECONDS = 0.25
@@ -196,6 +197,21 @@ def write_manifest(manifest: Manifest, destination: Store) -> None:
     """Write a checkpoint's manifest and delete the ranks' manifests."""
     destination.write(manifest.name, manifest.to_bytes())
     destination.remove(rank_manifest_name(manifest.batch, rank) for rank in range(manifest.run["writers"]))
+
+
+def require_moved(local_folder: Path, destination: Store) -> None:
+    """Raise a UserError if the local folder of a run that saves to a bucket has complete checkpoints that the bucket lacks.
+
+    The run saved there before. It would ignore these checkpoints, and delete them after its first upload. Checkpoints that
+    are downloaded or not uploaded yet have no manifest there.
+    """
+    local = manifest_batches(open_store(str(local_folder)).list())
+    missing = set(local).difference(manifest_batches(destination.list())) if local else set[int]()
+    if missing:
+        raise UserError(
+            f"checkpoint.folder {destination.root}: lacks checkpoints that this run has saved to {local_folder} (newest: "
+            f"{manifest_name(max(missing))}): copy that folder's files there, or choose another output"
+        )
 
 
 def upload_pending(local_folder: Path, destination: Store) -> None:

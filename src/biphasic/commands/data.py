@@ -9,10 +9,11 @@ from pathlib import Path
 
 from biphasic.amounts import format_bytes
 from biphasic.commands.next_step import after_conversion, after_tasks
-from biphasic.commands.parser import argument, command, count, file_arguments, positive
+from biphasic.commands.parser import argument, command, count, file_arguments, local_path, positive
 from biphasic.commands.plan import print_job_plan
 from biphasic.errors import UserError
 from biphasic.storage import is_remote, join, json_bytes, open_store
+from biphasic.storage.hub import is_local_path
 
 _VOCABULARY = 32_768
 
@@ -20,7 +21,7 @@ _VOCABULARY = 32_768
 @command(
     "train a byte-level BPE tokenizer on own text",
     *file_arguments("job: convert"),
-    argument("--out", type=Path, metavar="FOLDER", help="folder to write; default: the YAML's tokenizer"),
+    argument("--out", type=local_path, metavar="FOLDER", help="folder to write; default: the YAML's tokenizer"),
     argument(
         "--size",
         type=positive,
@@ -83,7 +84,7 @@ def tokenizer(options: Namespace) -> int:
 def _tokenizer_folder(tokenizer: str) -> Path:
     folder = Path(tokenizer)
     # A hub id has one slash: EuroBERT/EuroBERT-210m.
-    is_hub_id = len(folder.parts) == 2 and not tokenizer.startswith(".") and not folder.parent.exists()
+    is_hub_id = len(folder.parts) == 2 and not is_local_path(tokenizer) and not folder.parent.exists()
     if is_remote(tokenizer) or is_hub_id:
         raise UserError(f"tokenizer: {tokenizer} is not a local folder; set the folder to write with --out")
     return folder
@@ -233,7 +234,9 @@ def tasks(options: Namespace) -> int:
     argument("--tasks", nargs="+", required=True, metavar="FOLDER", help="sets of `biphasic tasks`"),
     argument("--words", type=positive, default=13, metavar="N", help="length of a shared n-gram (default: 13)"),
     argument("--examples", type=count, default=3, metavar="N", help="examples to print of each split (default: 3)"),
-    argument("--out", type=Path, metavar="FILE.json", help="write the counts and all examples that share an n-gram"),
+    argument(
+        "--out", type=local_path, metavar="FILE.json", help="write the counts and all examples that share an n-gram"
+    ),
     argument("--cache", default="runs/cache", metavar="FOLDER", help="for tables of buckets (default: runs/cache)"),
 )
 def overlap(options: Namespace) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from biphasic.commands.next_step import after_export, after_mining
-from biphasic.commands.parser import argument, command, positive, share
+from biphasic.commands.parser import argument, command, local_path, positive, share
 from biphasic.devices import rank_device, supports_bf16, use_all_gpus
 from biphasic.errors import UserError
 from biphasic.storage import atomic_path
@@ -29,7 +29,7 @@ _IN_FOLDER, _TO_HUB = "in the exported folder", "to the hub"
     argument(
         "checkpoints", metavar="CHECKPOINT", nargs="+", help="as for export; a run's folder: its newest checkpoint"
     ),
-    argument("out", metavar="OUT", type=Path, help="the folder to write"),
+    argument("out", metavar="OUT", type=local_path, help="the folder to write"),
     argument("--last", type=positive, metavar="N", help="of each run the last N checkpoints of its stable phase"),
     argument("--weights", default="mean", help="mean (default); numbers (1,2,3); as a decay: linear, 1-sqrt, cosine"),
 )
@@ -53,7 +53,7 @@ def merge(options: Namespace) -> int:
         help="a run's checkpoint, local or in a bucket: a .pt file, the folder of a sharded one, or a run's checkpoint "
         "folder, for its newest; or an exported folder, without OUT",
     ),
-    argument("out", metavar="OUT", type=Path, nargs="?", help="the folder to write"),
+    argument("out", metavar="OUT", type=local_path, nargs="?", help="the folder to write"),
     argument("overrides", nargs="*", metavar="key=value", help="with --initial: replace a value of the YAML"),
     argument("--initial", action="store_true", help="CHECKPOINT is a pretraining YAML: its initial weights"),
     argument("--name", help="the model's name on its card"),
@@ -61,7 +61,7 @@ def merge(options: Namespace) -> int:
     argument("--force", action="store_true", help="replace an earlier export in OUT"),
     argument("--onnx", action="store_true", help="write onnx/model.onnx, compared with the model", group=_IN_FOLDER),
     argument("--int8", action="store_true", help="with --onnx: also onnx/model_int8.onnx, compared", group=_IN_FOLDER),
-    argument("--results", type=Path, metavar="FOLDER", help="put mteb's results onto the card", group=_IN_FOLDER),
+    argument("--results", type=local_path, metavar="FOLDER", help="put mteb's results onto the card", group=_IN_FOLDER),
     argument("--results-of", metavar="MODEL", help="the model, if FOLDER has results of several", group=_IN_FOLDER),
     argument("--license", metavar="ID", help="of the weights, on the card, e.g. apache-2.0", group=_IN_FOLDER),
     argument(
@@ -161,6 +161,7 @@ def _further_steps(args: Namespace, folder: Path) -> None:
     argument("file", metavar="FILE", help="Parquet, JSON lines, CSV, TSV, .conll or SQuAD's JSON"),
     argument(
         "--out",
+        type=local_path,
         metavar="OUT",
         help="the file to write: .jsonl or .parquet; embeddings: .parquet (default: from FILE's name)",
     ),

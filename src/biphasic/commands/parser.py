@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from biphasic.errors import UserError
-from biphasic.storage.paths import without_password
+from biphasic.storage.paths import is_remote, without_password
 
 Argument = tuple[tuple[str, ...], dict[str, Any]]
 """Names and options for argparse's `add_argument`. The additional option `group` is a heading in the help."""
@@ -85,6 +87,13 @@ def count(text: str, least: int = 0) -> int:
 
 positive = partial(count, least=1)
 """Parse an integer of at least 1."""
+
+
+def local_path(text: str) -> Path:
+    """Parse a path on this machine, with `~` for the home folder."""
+    if is_remote(text):
+        raise argparse.ArgumentTypeError(f"expected a local path; got {text!r}")
+    return Path(os.path.expanduser(text))
 
 
 def share(text: str) -> float:

@@ -7,11 +7,10 @@ import json
 import os
 import time
 from dataclasses import asdict
-from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Any
 
-from biphasic.commands.parser import argument, positive
+from biphasic.commands.parser import argument, local_path, positive
 from biphasic.ranks import REFUSED
 
 if TYPE_CHECKING:
@@ -30,13 +29,12 @@ PLAN_ARGUMENTS = (
     argument(
         "--ranks",
         type=positive,
-        default=int(os.environ.get("WORLD_SIZE", "1")),
-        help="with --plan: number of processes of the run",
+        help="with --plan: number of processes of the run; default: WORLD_SIZE of the environment, or 1",
     ),
     argument(
         "--memory", action="store_true", help="pretraining, with --plan: rehearse some batches and print their memory"
     ),
-    argument("--draw", type=Path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs"),
+    argument("--draw", type=local_path, metavar="FILE.mmd", help="studies, with --plan: draw the tree of runs"),
 )
 """`--plan` and its options."""
 
@@ -105,17 +103,26 @@ def _pretraining_plan(config: PretrainConfig, ranks: int) -> JobPlan:
         "rows": lambda: check_rows(config),
         "records": lambda: read_conversions(config.streams),
     }
+    faults: dict[str, str] = {}
+
+    def run(name: str) -> None:
+        try:
+            results[name] = calls[name]()
+        except Exception as error:
+            faults[name] = f"{name}: can't be checked ({error})".partition("\n")[0]
+
     # Daemon threads, because a bucket may not answer.
-    threads = [Thread(target=lambda name=name: results.update({name: calls[name]()}), daemon=True) for name in calls]
+    threads = [Thread(target=run, args=(name,), daemon=True) for name in calls]
     deadline = time.monotonic() + PLAN_SECONDS
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join(max(0.0, deadline - time.monotonic()))
     unknown = StartPlan(problem=f"unknown: {config.checkpoint_destination} or start_from did not answer in time")
-    run_plan = plan(config, ranks, results.get("records", {}), results.get("start", unknown))
+    start = results.get("start", None if "start" in faults else unknown)
+    run_plan = plan(config, ranks, results.get("records", {}), start)
     checks = results.get("rows", RowChecks())
     run_plan.warnings += checks.warnings
     run_plan.missing += checks.missing
-    run_plan.problems += checks.problems
+    run_plan.problems += [*checks.problems, *faults.values()]
     return run_plan

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from pathlib import Path
 
-from biphasic.commands.parser import argument, command, file_arguments, positive
+from biphasic.commands.parser import argument, command, file_arguments, local_path, positive
 from biphasic.errors import UserError
 from biphasic.storage import is_remote
 
@@ -17,7 +17,7 @@ def _batches(text: str) -> int:
 @command(
     "print the keys of YAMLs: types, defaults, what they are",
     argument("section", metavar="SECTION", nargs="?", default="", help="a job, a section or a key"),
-    argument("--write", type=Path, metavar="FOLDER", help="write the reference's pages, docs/reference"),
+    argument("--write", type=local_path, metavar="FOLDER", help="write the reference's pages, docs/reference"),
 )
 def keys(options: Namespace) -> int:
     """Print keys of the YAMLs: type, limits, default, and what each is.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterable, Iterator
 from importlib import import_module
@@ -129,15 +130,17 @@ Name = Annotated[
     str, matching(r"[A-Za-z0-9][A-Za-z0-9._-]*", "a name of letters, digits, `.`, `_` and `-`"), named("name")
 ]
 """The name of a run, model or dataset. It must be valid as a file or folder name."""
+_home_expanded = AfterValidator(os.path.expanduser)
 # URLs with a password match, so that `text_problems` reports them without showing the password.
 _PATH = rf"(?![A-Za-z][A-Za-z0-9+.-]*:/).+|{PASSWORD.pattern}.*"
 Address = Annotated[
     str,
+    _home_expanded,
     matching(rf"{_PATH}|(s3|gs|az|oci|hf)://[^/].*", "a local path, s3://…, gs://…, az://…, oci://…, hf://…"),
     named("path or URL"),
 ]
-"""A local path, or a URL that `biphasic.storage` reads and writes."""
-LocalPath = Annotated[str, matching(_PATH, "a local path"), named("local path")]
+"""A local path, `~` being the home folder, or a URL that `biphasic.storage` reads and writes."""
+LocalPath = Annotated[str, _home_expanded, matching(_PATH, "a local path"), named("local path")]
 """A local folder or file."""
 
 

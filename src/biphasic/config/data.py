@@ -110,11 +110,15 @@ class PhaseDataConfig(_TrainingData):
     sequence_length: Positive | None = None
     """Number of tokens in a row, as converted. Default: that of the phase before."""
 
-    def after(self, before: DataConfig) -> DataConfig:
-        """Return the phase's data: this section, and what it doesn't have from the data of the phase before."""
+    def after(self, before: DataConfig, cache: str) -> DataConfig:
+        """Return the phase's data: this section, and what it doesn't have from the data of the phase before.
+
+        `cache` is the run's own, for a `folder` without one.
+        """
         own = {name: getattr(self, name) for name in type(self).model_fields}
-        kept = {name: own[name] or getattr(before, name) for name in ("cache", "sequence_length")}
-        return before.model_copy(update={**own, **kept, "validation": None, "start_at": Duration(0, "ba")})
+        own["cache"] = self.cache or (_CACHE if self.folder is None else cache)
+        own["sequence_length"] = self.sequence_length or before.sequence_length
+        return before.model_copy(update={**own, "validation": None, "start_at": Duration(0, "ba")})
 
 
 def expand_folder(content: Any) -> Any:
@@ -189,13 +193,18 @@ def data_problems(data: DataConfig, global_batch_size: int) -> KeyProblems:
         # A YAML may set a limit in case its data.folder is in a bucket.
         names = ["predownload", *(["cache_limit"] if data.folder is None else [])]
         yield from data.require_defaults(names, "data", list(data.streams), f"has no effect without {where}")
-    elif data.cache_limit is not None:
-        for key in data.streams.keys() - remote:
-            # Streaming would delete shards even if it could not download them again.
-            message = f"needs a remote for {key}, from which deleted shards can be downloaded again"
-            yield ["data.cache_limit", key], message
+    yield from cache_limit_problems(data, data.streams)
     if data.start_at.unit not in ("ba", "sp", "tok"):
         yield ["data.start_at"], "expected a time in batches (ba), rows (sp) or tokens (tok)"
+
+
+def cache_limit_problems(data: DataConfig, streams: Mapping[str, StreamConfig]) -> KeyProblems:
+    """Report streams without a remote beside some with one. `streams` are those of `data`, by their keys in the YAML."""
+    local = [key for key, stream in streams.items() if stream.remote is None]
+    for key in local if data.cache_limit is not None and len(local) < len(streams) else ():
+        # Streaming would delete shards even if it could not download them again.
+        message = f"needs a remote for {key}, from which deleted shards can be downloaded again"
+        yield ["data.cache_limit", key], message
 
 
 def _folder_contradictions(data: DataConfig, folder: str) -> KeyProblems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
@@ -70,7 +71,10 @@ def _base_problem(file: Path) -> Problem:
     """Return the problem that a base can't be run by itself. It names YAMLs that build on it."""
     name = re.compile(rf"^defaults:.*\b{_BASES}/{re.escape(file.name)}\b", re.MULTILINE)
     yamls = sorted(file.parent.parent.rglob("*.yaml"), key=lambda path: (len(path.parts), path))
-    users = [str(path) for path in yamls if name.search(path.read_text(encoding="utf-8", errors="replace"))]
+    users = list[str]()
+    for path in yamls:
+        with suppress(OSError):  # a folder, a dangling link, a file of another user
+            users += [str(path)] if name.search(path.read_text(encoding="utf-8", errors="replace")) else []
     advice = f"run a YAML that builds on it: {', '.join(users[:5])}" if users else "name it in a YAML's `defaults:`"
     return Problem(str(file), "", f"is a base, which lacks keys and isn't run by itself; {advice}")
 

@@ -5,12 +5,13 @@ A phase that doesn't name one of them has that of the phase before, and the firs
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from posixpath import normpath
+from typing import Any
 
 from biphasic.config.base import KeyProblems
-from biphasic.config.data import DataConfig, PhaseDataConfig, StreamConfig, data_problems
+from biphasic.config.data import DataConfig, PhaseDataConfig, StreamConfig, cache_limit_problems, data_problems
 from biphasic.config.durations import BatchShape
 from biphasic.config.timeline import Phase
 
@@ -54,7 +55,7 @@ def phase_inputs(phases: Sequence[Phase], data: DataConfig, rows: int) -> list[P
     now = PhaseInputs(data, 0, rows, None)
     for index, phase in enumerate(phases):
         if phase.data is not None and index:
-            own = phase.data.after(now.data)
+            own = phase.data.after(now.data, data.cache)
             same = (each.source for each in inputs if each.data.identity() == own.identity())
             now = replace(now, data=own, source=next(same, index))
         if index:
@@ -67,6 +68,12 @@ def phase_inputs(phases: Sequence[Phase], data: DataConfig, rows: int) -> list[P
 def sources(inputs: Sequence[PhaseInputs]) -> list[PhaseInputs]:
     """Return the first phase of each data, in the order in which they are read."""
     return [each for index, each in enumerate(inputs) if each.source == index]
+
+
+def longest_row(config: Mapping[str, Any]) -> int:
+    """Return the number of tokens in the longest row of any phase, from a run's recorded configuration."""
+    phases = (phase.get("data") or {} for phase in config["objective"]["phases"])
+    return max(config["data"]["sequence_length"], *(phase.get("sequence_length") or 0 for phase in phases))
 
 
 def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks: int) -> KeyProblems:
@@ -88,6 +95,7 @@ def input_problems(phases: Sequence[Phase], inputs: Sequence[PhaseInputs], ranks
             if keys[0].split(".")[1] in type(phase.data).model_fields:
                 yield [f"{phase_key(index)}.{key}" if key.startswith("data.") else key for key in keys], message
         if own.source == index:
+            yield from cache_limit_problems(own.data, own.streams)
             yield from _shared_folders(phase.data, own, folders)
 
 

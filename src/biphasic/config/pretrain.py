@@ -260,11 +260,19 @@ class PretrainConfig(RunConfig):
         evaluation = self.evaluation
         if evaluation.batch_size is not None and evaluation.batch_size % ranks:
             yield ["evaluation.batch_size"], f"expected a multiple of the number of ranks ({ranks})"
-        if evaluation.interval is not None and not evaluation.interval.value:
-            yield ["evaluation.interval"], "expected a positive length"
+        yield from self._interval_problems("evaluation.interval", evaluation.interval)
         if self.data.validation is None:
             names, message = type(evaluation).model_fields, "has no effect without data.validation"
             yield from evaluation.require_defaults(names, "evaluation", ["data.validation"], message)
+
+    def _interval_problems(self, key: str, interval: Duration | None) -> KeyProblems:
+        end = self.max_duration
+        if interval is None:
+            return
+        if not interval.resolve(end).value:
+            yield [key], "expected a positive length"
+        elif interval.unit == "dur" and end.unit == "ep" and round(interval.value * end.value, 6) % 1:
+            yield [key, "max_duration"], f"expected whole epochs, or a length in another unit; got {interval} of {end}"
 
     def _parallelism_problems(self, ranks: int) -> KeyProblems:
         parallelism, architecture = self.parallelism, architecture_of(self.model)
@@ -285,8 +293,7 @@ class PretrainConfig(RunConfig):
 
     def _checkpoint_problems(self) -> KeyProblems:
         checkpoint, end = self.checkpoint, self.max_duration
-        if not checkpoint.interval.value:
-            yield ["checkpoint.interval"], "expected a positive length"
+        yield from self._interval_problems("checkpoint.interval", checkpoint.interval)
         for index, time in enumerate(checkpoint.keep_at):
             if not time.value or (end.unit != "dur" and not self.batch_shapes.not_before(end, time.resolve(end))):
                 yield [f"checkpoint.keep_at.{index}", "max_duration"], f"expected a time within the run ({end})"

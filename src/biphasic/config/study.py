@@ -245,9 +245,13 @@ def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
     """Return the `key=value` pairs, without spaces, that turn the study's base file into a model's configuration."""
     assert study.base_file is not None
     # The base file may interpolate these two keys.
-    own = [f"{key}={json.dumps(value)}" for key, value in (("run_name", config.run_name), ("output", config.output))]
+    own = [_override(key, value) for key, value in (("run_name", config.run_name), ("output", config.output))]
     differences = _differences(config, read_tree(study.base_file, own).content(), "")
-    return [*own, *(f"{key}={json.dumps(value, separators=(',', ':'))}" for key, value in differences)]
+    return [*own, *(_override(key, value) for key, value in differences)]
+
+
+def _override(key: str, value: Any) -> str:
+    return f"{key}={json.dumps(value, separators=(',', ':'))}".replace(" ", "\\u0020")
 
 
 def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str, Any]]:

@@ -16,7 +16,7 @@ from biphasic.config.convert import ConvertConfig, FilesSource
 from biphasic.config.plan import JobPlan
 from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.packing import token_dtype
-from biphasic.conversion.reading import FILTERED, Document, SourceFile, read_documents
+from biphasic.conversion.reading import FILTERED, Document, SourceFile, read_up_to_damage
 from biphasic.conversion.sources import FileLayout, describe_unread
 from biphasic.conversion.validation import draw_validation
 from biphasic.conversion.work_units import plan_work_units
@@ -91,7 +91,7 @@ def _add_estimate(plan: JobPlan, config: ConvertConfig) -> None:
     sources, layouts = inspect_sources(config)
     units = plan_work_units(layouts, config.unit_bytes)
     readable = [layout for layout in layouts if layout.fault is None]
-    samples = [list(islice(read_documents(file, config), _SAMPLE_DOCUMENTS)) for file in _places(readable)]
+    samples = [list(islice(read_up_to_damage(file, config, []), _SAMPLE_DOCUMENTS)) for file in _places(readable)]
     skipped = [entry for entries in samples for entry in entries if not isinstance(entry, Document)]
     sampled_texts = [[entry.text for entry in entries if isinstance(entry, Document)] for entries in samples]
     bad = [entry for entry in skipped if entry.kind != FILTERED]

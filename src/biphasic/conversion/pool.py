@@ -169,14 +169,16 @@ def open_pool(
 ) -> Iterator[Callable[[Iterator[Job]], Iterator[UnitResult]]]:
     """Yield a function that converts units and yields their results, here or on workers, as `cluster:` in the YAML says.
 
-    `units` is their number. Raises a UserError if the cluster does not exist, or its nodes don't share the output.
+    `units` is their number. Raises a UserError if the cluster does not exist, or its nodes don't share the output and
+    the sources.
     """
     config, cluster = context.config, context.config.cluster
     if units == 0 or (cluster.address is None and min(units, cluster.workers or available_cores()) == 1):
         # One unit after the other, each with a tokenizer that uses all cores.
         yield partial(starmap, UnitWorker(context, progress.add).convert)
         return
-    with open_workers(cluster, config.output, _ENVIRONMENT, _MODULES) as group:
+    paths = [config.output, *(file.path for unit in progress.units for file in unit.files)]
+    with open_workers(cluster, paths, _ENVIRONMENT, _MODULES) as group:
         size = min(units, cluster.workers or group.cpus)
         group.open(size, "cluster.workers", UnitWorker, context, group.make_report())
         yield partial(_convert_on_workers, group, cluster.retries, progress)

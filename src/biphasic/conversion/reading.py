@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import codecs
 import csv
+import errno
 import hashlib
 import io
 import json
+import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -14,10 +16,14 @@ from typing import Any, NamedTuple
 
 from biphasic.config.convert import ConvertConfig, FilesSource, FilterConfig
 from biphasic.errors import UserError
-from biphasic.storage import filesystem, first_line, open_store
+from biphasic.storage import filesystem, first_line, is_unreachable, open_store, user_error
+from biphasic.storage.hub import hub_errors
 
 _BATCH_ROWS = 1000
+_READ_BYTES = 1 << 20
 _MAX_CHARACTERS = 2**24
+_TEXT_BYTES, _JSON_BYTES = 4, 12
+"""Maximum bytes of a character in UTF-8, and as JSON's escapes."""
 _DELIMITERS = {"csv": ",", "tsv": "\t"}
 TEXT_KINDS = ("txt", "md", "markdown", "rst")
 """Suffixes of plain text files. Markdown and reStructuredText are read as they are, markup included."""
@@ -80,6 +86,16 @@ def read_documents(file: SourceFile, config: ConvertConfig) -> Iterator[Document
     return (_read_text if kind in TEXT_KINDS else readers.get(kind, _read_jsonl))(file, config)
 
 
+def read_up_to_damage(file: SourceFile, config: ConvertConfig, damaged: list[str]) -> Iterator[Document | Skipped]:
+    """Yield what `read_documents` yields. With `on_bad_file: skip`, a DamagedFileError's message is added to `damaged`."""
+    try:
+        yield from read_documents(file, config)
+    except DamagedFileError as error:
+        if config.on_bad_file == "stop":
+            raise
+        damaged.append(str(error))
+
+
 def kind_of(path: str) -> str:
     """Return the suffix of a file's name without a compression's: `jsonl` for `a.jsonl.gz`."""
     return path.removesuffix(".gz").removesuffix(".zst").rpartition(".")[2]
@@ -115,7 +131,7 @@ def _expected(path: str, config: ConvertConfig) -> str:
 def read_start(file: SourceFile, config: ConvertConfig) -> None:
     """Read a file's first entry, or a text file's first line. Raises the errors of `read_documents`."""
     is_text = kind_of(file.path) in TEXT_KINDS and not config.filters
-    next(iter(_lines(file) if is_text else read_documents(file, config)), None)
+    next(iter(_lines(file, _READ_BYTES) if is_text else read_documents(file, config)), None)
 
 
 def _document(
@@ -144,7 +160,7 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document 
     row, names = 0, columns(config)
     try:
         system, path = filesystem(file.path)
-        with system.open_input_file(path) as handle:
+        with hub_errors(), system.open_input_file(path) as handle:
             reader = pq.ParquetFile(handle, page_checksum_verification=True)
             first, end = file.row_groups or (0, reader.num_row_groups)
             row = sum(reader.metadata.row_group(group).num_rows for group in range(first))
@@ -156,18 +172,27 @@ def _read_parquet(file: SourceFile, config: ConvertConfig) -> Iterator[Document 
                         values = dict(zip(names, entry, strict=True))
                         yield _document(values[config.text_column], values, f"{file.path}, row {row}", config)
     except (OSError, pa.ArrowException) as error:
-        raise _read_error(file, f"row {row}", error) from error
+        raise read_error(file, f"is damaged after row {row}", error) from error
 
 
-def _read_error(file: SourceFile, position: str, error: Exception) -> UserError:
-    """Return the error for a damaged or an unreachable file; the reader itself raises the same error for both."""
+def read_error(file: SourceFile, problem: str, error: Exception) -> UserError:
+    """Return the error for a file that can't be read: a DamagedFileError with the `problem` only if its content is why."""
+    from huggingface_hub.errors import HfHubHTTPError
+
     folder, _, name = file.path.rpartition("/")
+    of_bucket = isinstance(error, HfHubHTTPError) or re.search("AWS Error|Azure Error|google::cloud", str(error))
     try:
-        exists = open_store(folder or ".").stat(name) is not None
-    except OSError as unreachable:
-        advice = "what is finished is kept; run the same command again when it can be reached"
-        return UserError(f"source {file.path}: can't be reached any more ({first_line(unreachable)}); {advice}")
-    problem = f"is damaged after {position} ({first_line(error)})" if exists else "is not there any more"
+        # pyarrow also raises OSErrors for errors in a file's content; these have no number.
+        if isinstance(error, OSError) and (
+            error.errno not in (None, errno.ENOENT) or of_bucket or is_unreachable(error)
+        ):
+            raise error
+        with hub_errors():
+            exists = open_store(folder or ".").stat(name) is not None
+    except OSError as cause:
+        advice = "what is finished is kept; run the same command again when it can be read"
+        return user_error(f"source {file.path}: can't be read ({first_line(cause)}); {advice}", cause)
+    problem = f"{problem} ({first_line(error)})" if exists else "is not there any more"
     return DamagedFileError(f"source {file.path}: {problem}")
 
 
@@ -191,19 +216,23 @@ def _decode(value: bytes) -> str | bytes:
         return value
 
 
-def _lines(file: SourceFile) -> Iterator[bytes]:
+def _lines(file: SourceFile, size: int = -1) -> Iterator[bytes]:
+    """Yield a file's lines; of a longer line, only the first `size` bytes."""
     import pyarrow as pa
 
     number = 0
     try:
         system, name = filesystem(file.path)
         # pyarrow detects the compression by the file name's suffix.
-        with system.open_input_stream(name, compression="detect") as handle:
-            for line in io.BufferedReader(handle, 1 << 20):  # pyright: ignore[reportArgumentType]
+        with hub_errors(), system.open_input_stream(name, compression="detect") as handle:
+            reader = io.BufferedReader(handle, _READ_BYTES)  # pyright: ignore[reportArgumentType]
+            while line := reader.readline(size):
                 number += 1
                 yield line if number > 1 else _without_byte_order_mark(line, file)
+                while len(line) == size and not line.endswith(b"\n"):
+                    line = reader.readline(size)
     except (OSError, EOFError, pa.ArrowException) as error:
-        raise _read_error(file, f"line {number}", error) from error
+        raise read_error(file, f"is damaged after line {number}", error) from error
 
 
 def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
@@ -214,9 +243,13 @@ def _without_byte_order_mark(line: bytes, file: SourceFile) -> bytes:
 
 
 def _read_jsonl(file: SourceFile, config: ConvertConfig) -> Iterator[Document | Skipped]:
-    for number, line in enumerate(_lines(file), start=1):
-        if line.strip():
-            yield _json_document(line, file.path, f"{file.path}, line {number}", config)
+    size = _JSON_BYTES * _MAX_CHARACTERS
+    for number, line in enumerate(_lines(file, size), start=1):
+        where = f"{file.path}, line {number}"
+        if len(line) == size:
+            yield Skipped("too long", where, f"has more than {size:,} bytes")
+        elif line.strip():
+            yield _json_document(line, file.path, where, config)
 
 
 def _json_document(line: bytes, path: str, where: str, config: ConvertConfig) -> Document | Skipped:
@@ -298,18 +331,24 @@ def _read_text(file: SourceFile, config: ConvertConfig) -> Iterator[Document | S
         )
     unit = config.source.text_files if isinstance(config.source, FilesSource) else "file"
     lines: list[bytes] = []
-    start = 1
+    size, start, limit = 0, 1, _TEXT_BYTES * _MAX_CHARACTERS
 
     def document() -> Document | Skipped:
-        return _document(_decode(b"".join(lines).strip(b"\r\n")), {}, f"{file.path}, line {start}", config)
+        where, text = f"{file.path}, line {start}", _decode(b"".join(lines).strip(b"\r\n"))
+        if size > limit or len(text) > _MAX_CHARACTERS:
+            advice = "; set source.text_files: line or paragraph" if unit == "file" else ""
+            return Skipped("too long", where, f"its text has more than {_MAX_CHARACTERS:,} characters{advice}")
+        return _document(text, {}, where, config)
 
-    for number, line in enumerate(_lines(file), start=1):
+    for number, line in enumerate(_lines(file, limit + 1), start=1):
         blank = not line.strip() and unit != "file"
-        if lines and (blank or unit == "line"):
+        if size and (blank or unit == "line"):
             yield document()
-            lines = []
+            lines, size = [], 0
         if not blank:
-            start = start if lines else number
-            lines.append(line)
-    if lines:
+            start = start if size else number
+            size += len(line)
+            if size <= limit:
+                lines.append(line)
+    if size:
         yield document()

@@ -23,9 +23,11 @@ from biphasic.conversion.reading import (
     SourceFile,
     columns,
     missing_column,
+    read_error,
     read_start,
 )
 from biphasic.errors import UserError
+from biphasic.grouping import groups_up_to
 from biphasic.storage import StoredFile, filesystem, first_line, is_remote, open_store, user_errors
 from biphasic.storage.hub import hub_errors, is_local_path
 
@@ -33,6 +35,8 @@ _LINE_SUFFIXES = tuple(f".{kind}" for kind in ("jsonl", "csv", "tsv", *TEXT_KIND
 _SUFFIXES = (".parquet", *(suffix + packed for suffix in _LINE_SUFFIXES for packed in ("", *COMPRESSIONS)))
 _THREADS = 16
 _NAMED_SUFFIXES = 8
+_PATHS_AT_ONCE = 500
+"""Number of a hub dataset's paths in a request. The hub refuses more than 1,000."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +82,9 @@ def find_files(source: FilesSource) -> Sources:
         if not usable:
             message = f"there is no such file, and no folder or pattern with files in it ({suffixes})"
             raise UserError(f"source {path}: {message}")
+        for name in usable:
+            if (shown := name.encode(errors="backslashreplace").decode()) != name:
+                raise UserError(f"source {shown}: its name is not UTF-8: rename it")
         files |= usable
         unread |= matches.keys() - usable
     return Sources([file for _, file in sorted(files.items())], unread=dict(Counter(map(_suffix, sorted(unread)))))
@@ -87,7 +94,8 @@ def _suffix(path: str) -> str:
     """Return what a file is counted by: its suffix with a compression's, `no suffix`, or `hidden`."""
     name = PurePosixPath(path)
     inner = PurePosixPath(name.stem).suffix if name.suffix in COMPRESSIONS else ""
-    return "hidden" if name.name.startswith(".") else inner + name.suffix or "no suffix"
+    suffix = (inner + name.suffix).encode(errors="backslashreplace").decode()  # it may not be UTF-8
+    return "hidden" if name.name.startswith(".") else suffix or "no suffix"
 
 
 def describe_unread(unread: Mapping[str, int]) -> str:
@@ -158,7 +166,7 @@ def find_hub_files(source: HubSource) -> Sources:
 
     errors = (DatasetsError, HfHubHTTPError, ValueError, KeyError)
     name = source.path if source.name is None else f"{source.path}, {source.name}"
-    with user_errors(f"source {name}: can't be read from the hub", *errors):
+    with user_errors(f"source {name}: can't be read from the hub", *errors), hub_errors():
         is_folder = Path(source.path).is_dir()
         if is_local_path(source.path) and not is_folder:
             raise UserError(f"source {name}: there is no such folder")
@@ -175,8 +183,11 @@ def find_hub_files(source: HubSource) -> Sources:
             return find_files(FilesSource(kind="files", paths=paths))
         prefix = f"hf://datasets/{source.path}@{commit}/"
         inside = [path.removeprefix(prefix) for path in paths]
-        with hub_errors():
-            infos = HfApi().get_paths_info(source.path, inside, revision=commit, repo_type="dataset")
+        infos = [
+            info
+            for group in groups_up_to(_PATHS_AT_ONCE, inside)
+            for info in HfApi().get_paths_info(source.path, group, revision=commit, repo_type="dataset")
+        ]
         sizes = {info.path: info for info in infos if isinstance(info, RepoFile)}
         files = [SourceFile(prefix + path, sizes[path].size, sizes[path].blob_id) for path in inside]
     return Sources(files, commit)
@@ -200,7 +211,7 @@ def inspect_files(files: list[SourceFile], config: ConvertConfig) -> list[FileLa
     """Inspect files before the work begins, and return their layouts.
 
     Empty files, incomplete Parquet files and files whose start can't be read get a `fault`. Raises a UserError that
-    names the first file without one of the columns, or without text in the text column.
+    names the first file without one of the columns, or without text in the text column, or that can't be read for now.
     """
     with ThreadPoolExecutor(_THREADS) as pool:
         layouts = pool.map(lambda file: _inspect(file, config), files)
@@ -222,11 +233,14 @@ def _inspect(file: SourceFile, config: ConvertConfig) -> FileLayout:
         return FileLayout(file)
     try:
         system, name = filesystem(file.path)
-        with system.open_input_file(name) as handle:
+        with hub_errors(), system.open_input_file(name) as handle:
             reader = pq.ParquetFile(handle)
             schema, metadata = reader.schema_arrow, reader.metadata
     except (OSError, pa.ArrowException) as error:
-        return FileLayout(file, fault=f"{source}: is not a complete Parquet file ({first_line(error)})")
+        reason = read_error(file, "is not a complete Parquet file", error)
+        if not isinstance(reason, DamagedFileError):
+            raise reason from error
+        return FileLayout(file, fault=str(reason))
     for column in columns(config):
         if column not in schema.names:
             raise missing_column(file.path, column, schema.names, file.path, config)

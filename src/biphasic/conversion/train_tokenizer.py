@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,10 +14,10 @@ from tqdm import tqdm
 from biphasic.config.convert import ConvertConfig
 from biphasic.conversion.convert import inspect_sources
 from biphasic.conversion.packing import document_number
-from biphasic.conversion.reading import Document, SourceFile, read_documents
+from biphasic.conversion.reading import Document, SourceFile, read_up_to_damage
 from biphasic.conversion.validation import draw_validation
 from biphasic.errors import UserError
-from biphasic.storage import atomic_path
+from biphasic.storage import atomic_path, user_errors
 
 SPECIAL_TOKENS = {"pad": "<|pad|>", "bos": "<|bos|>", "eos": "<|eos|>", "mask": "<|mask|>"}
 """The default special tokens by their role. MLM needs `mask`, conversion `eos` (or `bos`), and batches need `pad`."""
@@ -59,7 +60,7 @@ def train_tokenizer(
         force: whether to replace an earlier tokenizer in `folder`.
 
     Raises:
-        UserError: the source can't be read, the size is too small, or the folder exists.
+        UserError: the source can't be read, the size is too small, or the folder exists or can't be written.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
     from transformers import PreTrainedTokenizerFast
@@ -70,7 +71,10 @@ def train_tokenizer(
     if size < len(special) + BYTES:
         raise UserError(f"--size: expected at least {len(special) + BYTES} ({BYTES} bytes and {len(special)} special "
                         f"tokens); got {size}")  # fmt: skip
-    _require_free(folder, force)
+    with user_errors(f"{folder}: can't be written"):
+        _require_free(folder, force)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=folder.parent).close()
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -115,7 +119,7 @@ def _training_text(
             # The file's share of the limit, plus what earlier files did not use of theirs.
             so_far += file.bytes
             limit = None if max_bytes is None else max_bytes * so_far // stored
-            for document in read_documents(file, config):
+            for document in read_up_to_damage(file, config, []):
                 if not isinstance(document, Document):
                     continue
                 if document_number(document.id) < validation_end:

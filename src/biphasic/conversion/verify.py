@@ -5,8 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from functools import partial
 from typing import Any
 
@@ -31,7 +29,7 @@ from biphasic.data.mds_reader import INDEX, StoredRow, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from biphasic.storage import Store, first_line, is_inside, join, open_store
-from biphasic.workers.local import LocalWorkers
+from biphasic.workers.local import parallel_map
 from biphasic.workers.resources import available_cores
 
 _WORTH_PROCESSES = 32
@@ -99,8 +97,9 @@ class Verification:
         row_format = {key: self.record[key] for key in ("sequence_length", "dtype", "hash", "tokenizer")}
         check = partial(_check_shard, join(self.output, split), row_format)
         counts: Counter[str] = Counter()
-        with _parallel_map(len(shards)) as parallel_map:
-            checks = parallel_map(check, shards, [shard["raw_data"]["basename"] in present for shard in shards])
+        processes = available_cores() if len(shards) >= _WORTH_PROCESSES else 1
+        with parallel_map(processes, [__name__, "streaming"]) as map_shards:
+            checks = map_shards(check, shards, [shard["raw_data"]["basename"] in present for shard in shards])
             for fault, counted in tqdm(checks, f"{split} shards", len(shards)):
                 counts.update(counted)
                 self.faults += [f"{split}/{fault}"] if fault else []
@@ -188,16 +187,6 @@ class Verification:
         self.summary.append(f"sources: {len(files)} files, unchanged{counted}")
         if sources.unread:
             self.summary.append(f"not read: {describe_unread(sources.unread)}")
-
-
-@contextmanager
-def _parallel_map(count: int) -> Iterator[Any]:
-    """Yield a `map` function, which uses one process per core if there are enough shards."""
-    if count < _WORTH_PROCESSES or available_cores() == 1:
-        yield map
-        return
-    with closing(LocalWorkers({}, [__name__, "streaming"])) as workers:
-        yield workers.start(0, 1, 0.0, processes=available_cores()).map
 
 
 def _check_shard(

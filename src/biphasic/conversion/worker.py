@@ -25,7 +25,7 @@ from biphasic.conversion.packing import (
     padded,
     token_dtype,
 )
-from biphasic.conversion.reading import FILTERED, DamagedFileError, Document, Skipped, read_documents
+from biphasic.conversion.reading import FILTERED, Document, Skipped, read_up_to_damage
 from biphasic.conversion.work_units import (
     ConversionContext,
     UnitRecord,
@@ -144,17 +144,12 @@ class _UnitConversion:
     def _documents(self) -> Iterator[Document]:
         """Yield the unit's documents, and count the entries that are skipped."""
         for file in self.unit.files:
-            try:
-                for entry in read_documents(file, self.config):
-                    self.read += 1
-                    if isinstance(entry, Document):
-                        yield entry
-                    else:
-                        self._skip(entry)
-            except DamagedFileError as error:
-                if self.config.on_bad_file == "stop":
-                    raise
-                self.damaged.append(str(error))
+            for entry in read_up_to_damage(file, self.config, self.damaged):
+                self.read += 1
+                if isinstance(entry, Document):
+                    yield entry
+                else:
+                    self._skip(entry)
 
     def _skip(self, entry: Skipped) -> None:
         if entry.kind == FILTERED:

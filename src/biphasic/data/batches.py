@@ -195,6 +195,7 @@ class TrainingBatches(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restore the first batches of the phases, and the number of nodes with which the run began."""
         stored = json.loads(state["phases"])
-        self._starts = stored["starts"]
+        # `checkpoint.resume_overrides` may have left out phases, if all of them read the same.
+        self._starts = stored["starts"][: len(self._phases)]
         for source in self._sources.values():
             source.dataset.initial_physical_nodes = stored["nodes"]

@@ -10,7 +10,6 @@ import sys
 import tempfile
 import unicodedata
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +22,14 @@ from biphasic.config.convert import ConvertConfig
 from biphasic.config.load import load_job
 from biphasic.conversion.convert import source_files
 from biphasic.conversion.output import require_record
-from biphasic.conversion.reading import Document, SourceFile, read_documents
+from biphasic.conversion.reading import Document, SourceFile, read_up_to_damage
 from biphasic.data.mds_reader import INDEX, decode_rows, shard_file
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
 from biphasic.storage import join, open_store, user_errors
-from biphasic.workers.local import LocalWorkers
+from biphasic.workers.local import parallel_map
 from biphasic.workers.resources import available_cores
 
 COPIED, LONG = 0.8, 50
@@ -145,13 +144,11 @@ def find_overlap(data: str, tasks: list[str], words: int, cache: str) -> dict[st
     if not len(index.hash):
         raise UserError(f"--words {words}: no example of {', '.join(tasks)} has as many words")
     found, runs, read = np.zeros(len(index.hash), bool), dict[int, Run](), 0
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
-        file, parallel_map = Path(folder) / "index", map
+    processes = min(available_cores(), len(parts))
+    with tempfile.TemporaryDirectory() as folder, parallel_map(processes, [__name__, "streaming"]) as map_parts:
+        file = Path(folder) / "index"
         file.write_bytes(pickle.dumps(index))
-        if (workers := min(available_cores(), len(parts))) > 1:
-            group = stack.enter_context(closing(LocalWorkers({}, [__name__, "streaming"])))
-            parallel_map = group.start(0, 1, 0.0, processes=workers).map
-        results: Any = parallel_map(functools.partial(_search_part, str(file)), parts)
+        results = map_parts(functools.partial(_search_part, str(file)), parts)
         with tqdm(results, "searching", len(parts), unit="file", delay=3) as bar:
             for in_part, longest, count in bar:
                 found[in_part] = True
@@ -241,7 +238,7 @@ def _parts(data: str) -> list[tuple[Any, ...]]:
 def _documents(source: Any, about: Any, first_row: int = 0) -> Iterator[tuple[str, str]]:
     """Yield each text of a part with its place."""
     if isinstance(source, SourceFile):
-        for number, document in enumerate(read_documents(source, about), start=1):
+        for number, document in enumerate(read_up_to_damage(source, about, []), start=1):
             if isinstance(document, Document):
                 yield document.text, f"{source.path}, document {number:,} (id {document.id})"
         return

@@ -84,16 +84,18 @@ def finished_record(name: str, config: TasksConfig) -> dict[str, Any] | None:
 
 def read_finished(path: str, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Return the record of the task in a folder, or None if the task is not finished. Errors are as above."""
-    store = open_store(path)
-    files = store.list()
-    if TASK_RECORD not in files:
+    with user_errors(f"{path}: can't be read"):
+        store = open_store(path)
+        files = store.list()
+        content = store.read(TASK_RECORD) if TASK_RECORD in files else None
+    if content is None:
         # An interrupted run leaves tables beside its marker; any other file means that the folder is not a task's.
         tables = [name for name in files if STARTED in files and name.endswith(".parquet")]
         if others := files.keys() - {STARTED, *tables}:
             raise UserError(f"{path} holds something else ({min(others)}); choose another output")
         return None
     try:
-        record = json.loads(store.read(TASK_RECORD))
+        record = json.loads(content)
         recorded = record["settings"]
     except (ValueError, LookupError, TypeError):
         raise UserError(f"{path}/{TASK_RECORD} is not a task's record; choose another output") from None

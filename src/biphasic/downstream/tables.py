@@ -68,7 +68,10 @@ class Table:
         return len(self.rows)
 
     def convert(self, make: Callable[..., Iterable[TableRow]]) -> Rows:
-        """Yield the rows that `make` returns for each row's values of `columns`, or the exception that it raises."""
+        """Yield the rows that `make` returns for each row's values of `columns`, or the exception that it raises.
+
+        Errors that values of unexpected types cause in `make` become InvalidRows.
+        """
         from tqdm import tqdm
 
         chosen = self.rows if _is_json(self.rows) else self.rows.select_columns(list(dict.fromkeys(self.columns)))
@@ -80,6 +83,9 @@ class Table:
                 yield from make(*values)
             except (InvalidRow, UnusedRow) as error:
                 yield type(error)(error.args[0], f"{self.source}, row {number}")
+            except (TypeError, ValueError, LookupError, AttributeError) as error:
+                problem = f"a value has an unexpected type ({type(error).__name__}: {first_line(error)})"
+                yield InvalidRow(problem, f"{self.source}, row {number}")
 
     def label_names(self, column: str) -> list[str] | None:
         """Return the names of the label numbers in `column` (or in its lists), if the dataset has them."""

@@ -19,6 +19,8 @@ Run = dict[str, list[tuple[str, float]]]
 """Ids and scores of each query's documents, best first."""
 Qrels = dict[str, dict[str, int]]
 """Grades of each query's judged documents; grades above 0 are relevant."""
+_BLOCK = 2048
+"""Number of queries and of documents that are compared at a time."""
 _LOW_BITS = (1 << 32) - 1
 _EMPTY = -(1 << 63)
 """A value below every key, because no finite score has these bits."""
@@ -36,7 +38,7 @@ class ExactTopK:
     """
 
     def __init__(
-        self, queries: Tensor, k: int, similarity: str = "cosine", block: int = 2048, ceilings: Tensor | None = None
+        self, queries: Tensor, k: int, similarity: str = "cosine", block: int = _BLOCK, ceilings: Tensor | None = None
     ):
         self._ceilings = None if ceilings is None else ceilings.to(queries.device)
         self._k, self._block, self._cosine = k, block, similarity == "cosine"
@@ -104,9 +106,7 @@ class ExactTopK:
         return F.normalize(embeddings.double(), dim=1) if self._cosine else embeddings.double()
 
 
-def rank_documents(
-    query_ids: Sequence[str], queries: Tensor, document_ids: Sequence[str], documents: Tensor, block: int = 2048
-) -> Run:
+def rank_documents(query_ids: Sequence[str], queries: Tensor, document_ids: Sequence[str], documents: Tensor) -> Run:
     """Return the best 100 documents of each query by cosine similarity.
 
     Embeddings are floating [rows, width]. Equal scores are ranked in descending order of the ids, as in trec_eval.
@@ -115,8 +115,8 @@ def rank_documents(
         ValueError: an embedding is not finite.
     """
     order = sorted(range(len(document_ids)), key=document_ids.__getitem__, reverse=True)
-    nearest = ExactTopK(queries, RANKED, block=block)
-    for first, rows in _blocks(torch.tensor(order, device=documents.device), block):
+    nearest = ExactTopK(queries, RANKED, block=_BLOCK)
+    for first, rows in _blocks(torch.tensor(order, device=documents.device), _BLOCK):
         nearest.add(documents[rows], first)
     return nearest.ranking(query_ids, [document_ids[row] for row in order])
 
@@ -129,12 +129,12 @@ def best_documents(scores: Mapping[str, float]) -> list[tuple[str, float]]:
 def trec_run(run: Run, tag: str) -> bytes:
     """Return a ranking in trec_eval's format, `query Q0 document rank score tag`, compressed by gzip.
 
-    White space in an id is percent-encoded, because it separates the fields. Scores have the nine digits of fp32. Equal
-    rankings give equal bytes.
+    White space in an id is percent-encoded, because it separates the fields, and so is `%`. Scores have the nine digits of
+    fp32. Equal rankings give equal bytes.
     """
 
     def field(name: str) -> str:
-        return re.sub(r"\s", lambda space: quote(space[0]), name)
+        return re.sub(r"[\s%]", lambda character: quote(character[0]), name)
 
     lines = [
         f"{field(query)} Q0 {field(document)} {rank} {score:.9g} {tag}\n"

@@ -45,7 +45,7 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
     """Return the tasks that a configuration names.
 
     Raises:
-        UserError: mteb has no such task, benchmark, split or language, or a folder is missing.
+        UserError: mteb has no such task, benchmark, split or language, a folder is missing, or a task would not be scored.
     """
     tasks = {name: _from_mteb("tasks", mteb.get_task, name) for name in config.tasks}
     for name in config.benchmarks:
@@ -58,6 +58,12 @@ def plan_tasks(config: EvaluateConfig) -> list[PlannedTask]:
             raise UserError(f"{key}.{unknown[0]}: is not one of the tasks ({', '.join(names)})")
     if taken := [name for name in sets if name in tasks]:
         raise UserError(f"sets: {taken[0]} is the name of one of mteb's tasks: rename the folder")
+    others = [name for name, task in tasks.items() if not isinstance(task, AbsTaskRetrieval)]
+    if others and "full" not in config.documents:
+        message = (
+            f"expected full too, because {', '.join(others)} would not be scored: only retrieval tasks have documents"
+        )
+        raise UserError(f"documents: {message}; got {', '.join(config.documents)}")
     return [_plan_mteb_task(_choose(name, task, config), config) for name, task in tasks.items()] + [
         _plan_set(path, config) for path in config.sets
     ]

@@ -12,6 +12,7 @@ from huggingface_hub import ModelCardData
 from jinja2 import Template
 
 from biphasic.config.model_names import model_name
+from biphasic.config.phase_inputs import longest_row
 from biphasic.export.folder import hub_id, parse_card
 
 _CARD = Template(
@@ -55,7 +56,7 @@ def pretrained_card(
         phases=_phases(record, config),
         losses={key: f"{value:.4f}" for key, value in sorted(record["losses"].items())},
         config=record["config"].rstrip(),
-        length=f"{config['data']['sequence_length']:,}",
+        length=f"{longest_row(config):,}",
         shifted=config["objective"]["phases"][len(trained) - 1].get("target") == "next",
         causal="mlm" not in trained,
     )

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import yaml
@@ -29,10 +30,12 @@ def export_checkpoint(
     name: str | None = None,
     dtype: Precision = "fp32",
     force: bool = False,
+    source: Mapping[str, Any] | None = None,
 ) -> None:
     """Export a run's checkpoint, or the newest one in a run's checkpoint folder, local or in a bucket.
 
     `name` is the model's name on its card, `dtype` that of the weights on disk. `force` replaces an earlier export in `out`.
+    `source` is as for `write_folder`.
 
     Raises:
         UserError: `out` is not free, or the checkpoint can't be read or exported.
@@ -46,7 +49,7 @@ def export_checkpoint(
         tokenizer = load_tokenizer(yaml.safe_load(record["config"])["tokenizer"])
         fmt = choose_format(hf_config_from_json(record["backbone"]), tokenizer)
         card = pretrained_card(record, name, family=fmt.family, has_code=bool(fmt.files))
-        _write(fmt, Weights.from_checkpoint(local), tokenizer, out, card, dtype, force)
+        _write(fmt, Weights.from_checkpoint(local), tokenizer, out, card, dtype, force, source)
     finally:
         shutil.rmtree(downloads, ignore_errors=True)
 
@@ -64,15 +67,22 @@ def export_initial(
     require_free(out, force)
     config = load_job(PretrainConfig, file, overrides)
     tokenizer = load_tokenizer(config.tokenizer)
-    model = build_language_model(config.model, config.data.sequence_length, config.seed, tokenizer)
+    model = build_language_model(config.model, config.longest_row, config.seed, tokenizer)
     fmt = choose_format(model.config, tokenizer)
     card = untrained_card(config.model_dump(mode="json"), name, family=fmt.family, has_code=bool(fmt.files))
     _write(fmt, Weights.in_memory(model.state_dict()), tokenizer, out, card, dtype, force)
 
 
 def _write(
-    fmt: Format, weights: Weights, tokenizer: Tokenizer, out: Path, card: str, dtype: Precision, force: bool
+    fmt: Format,
+    weights: Weights,
+    tokenizer: Tokenizer,
+    out: Path,
+    card: str,
+    dtype: Precision,
+    force: bool,
+    source: Mapping[str, Any] | None = None,
 ) -> None:
-    torch_dtype = torch.bfloat16 if dtype == "bf16" else torch.float32
-    count = write_folder(fmt, "ForMaskedLM", weights, tokenizer, out, card, dtype=torch_dtype, force=force)
+    options: dict[str, Any] = {"dtype": torch.bfloat16 if dtype == "bf16" else torch.float32, "force": force}
+    count = write_folder(fmt, "ForMaskedLM", weights, tokenizer, out, card, **options, source=source)
     print(f"{out}: {count:,} parameters in {dtype}, {fmt.config.model_type} format")

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
@@ -148,13 +149,14 @@ def write_folder(
     force: bool = False,
     keep_special_tokens: bool = False,
     head: dict[str, Tensor] | None = None,
+    source: Mapping[str, Any] | None = None,
 ) -> int:
     """Write a network, its tokenizer and its card atomically to a folder, and return the number of parameters.
 
     `kind` is one of the format's networks, and `weights` has that network's names. `settings` has the prompts, maximum
     length (default: the context length) and lowercasing for sentence-transformers. `force` replaces an earlier export.
     With `keep_special_tokens`, the tokenizer adds its special tokens to a text. `head` has the head's weights, which
-    are also written to `head.safetensors`.
+    are also written to `head.safetensors`. `source` is recorded in `biphasic.json`, as what the weights come from.
 
     Raises:
         UserError: the weights don't fit the network, `out` exists and can't be replaced, or it can't be written.
@@ -182,7 +184,7 @@ def write_folder(
         replace(tokenizer, settings=tokenizer_settings).save(folder)
         if not keep_special_tokens and not fmt.keeps_special_tokens:
             _remove_special_tokens(folder / "tokenizer.json")
-        write_shared_files(folder, config.hidden_size, settings, card, head)
+        write_shared_files(folder, config.hidden_size, settings, card, head, source)
 
     write_atomically(out, fill)
     return sum(weight.numel() for weight in _unique_weights(network).values())
@@ -216,7 +218,12 @@ def _remove_special_tokens(file: Path) -> None:
 
 
 def write_shared_files(
-    folder: Path, width: int, settings: SentenceSettings, card: str, head: dict[str, Tensor] | None
+    folder: Path,
+    width: int,
+    settings: SentenceSettings,
+    card: str,
+    head: dict[str, Tensor] | None,
+    source: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the files of every export: sentence-transformers' modules (mean pooling), a head if given, the card."""
     # A flag for each mode: the format of sentence-transformers before version 6 and of text-embeddings-inference.
@@ -230,7 +237,7 @@ def write_shared_files(
         "1_Pooling/config.json": {**pooling, "include_prompt": True},
         "sentence_bert_config.json": {"max_seq_length": settings.max_length, "do_lower_case": settings.lowercase},
         "config_sentence_transformers.json": sentences,
-        EXPORT_FILE: {"format": 1},
+        EXPORT_FILE: {"format": 1, **({"source": source} if source else {})},
     }
     (folder / "1_Pooling").mkdir()
     for name, content in files.items():

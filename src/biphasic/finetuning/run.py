@@ -13,6 +13,7 @@ from composer.utils import dist
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import dump
 from biphasic.devices import rank_device
+from biphasic.downstream.task_folder import TaskFolder
 from biphasic.errors import UserError
 from biphasic.export.card import finetuned_card
 from biphasic.export.finetuned import export_finetuned
@@ -22,6 +23,7 @@ from biphasic.finetuning.task import FinetuneTask, TrainedModel
 from biphasic.finetuning.trial import train_and_score, trial_name
 from biphasic.ranks import COLLECTIVE_SECONDS
 from biphasic.storage import json_bytes, open_store
+from biphasic.training.anomalies import ANOMALOUS_BATCHES
 
 FINETUNING_FILE = "record.json"
 
@@ -36,10 +38,12 @@ def run(config: FinetuneConfig) -> Path:
     """
     folder = config.run_folder
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
-    name = trial_name(config)
+    name, label_names = trial_name(config), TaskFolder(config.task.data, config.cache, None).record.get("label_names")
     if (folder / FINETUNING_FILE).is_file():
         record = json.loads((folder / FINETUNING_FILE).read_text(encoding="utf-8"))
-        if record.get("trial") == name and (record["saved"] or not config.save_model):
+        # Label names are not in the trial's name, since they decide no score, but the saved model has them.
+        is_same = record.get("trial") == name and record.get("label_names", label_names) == label_names
+        if is_same and (record["saved"] or not config.save_model):
             _print(f"{config.run_name}: already fine-tuned from the same model, data and settings; nothing to do")
             return folder
         raise UserError(f"{folder} holds another fine-tuning: choose another run_name, or remove it")
@@ -47,7 +51,8 @@ def run(config: FinetuneConfig) -> Path:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
         # An interrupted run starts from the beginning.
-        (folder / "metrics.jsonl").unlink(missing_ok=True)
+        for log in ("metrics.jsonl", ANOMALOUS_BATCHES):
+            (folder / log).unlink(missing_ok=True)
     dist.barrier()
     _print(f"fine-tuning {config.model.path} on {config.task.name}: scores and {folder}")
     trial, model, task, files = train_and_score(config)
@@ -65,7 +70,8 @@ def run(config: FinetuneConfig) -> Path:
         predictions = {f"predictions/{file}": content for file, content in files.items()}
         for file, content in predictions.items():
             store.write(file, content())
-        record = {"trial": name, "saved": config.save_model, **asdict(trial), "predictions": list(predictions)}
+        record = {"trial": name, "label_names": label_names, "saved": config.save_model, **asdict(trial)}
+        record["predictions"] = list(predictions)
         store.write(FINETUNING_FILE, json_bytes(record))
     dist.barrier()
     return folder

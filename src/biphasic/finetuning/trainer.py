@@ -119,8 +119,9 @@ def _build_trainer(config: FinetuneConfig, model: FinetuneModel, batches: Global
         built.param_groups[-1]["lr_scale"] = config.task.temperature_lr / optimizer.lr  # pyright: ignore
     destinations = loggers(config.logging, folder, config.run_name)
     anomalies = AnomalyLog(folder, lambda batch: batch["row_ids"])
-    callbacks: list[Callback] = [SeededDropout(), SpikeDetector(anomalies, lambda batch: 0)]
-    callbacks += [LRMonitor()] if destinations else []
+    callbacks: list[Callback] = [SeededDropout()]
+    if destinations:  # trials of a sweep have none
+        callbacks += [SpikeDetector(anomalies, lambda batch: 0), LRMonitor()]
     data = DataSpec(
         DataLoader(batches, batch_size=None, pin_memory=torch.cuda.is_available()),
         split_batch=lambda batch, size: batch["parts"],  # pyright: ignore

@@ -12,6 +12,7 @@ import yaml
 from torch import Tensor, nn
 from tqdm import tqdm
 
+from biphasic.config.phase_inputs import longest_row
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.grouping import groups_up_to
@@ -186,7 +187,7 @@ def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_cod
         tokenizer, around = load_tokenizer(run["tokenizer"]), ((), ())
         if json.loads(record["backbone"])["model_type"] in MODERNBERT_HEADS:
             around = tokenizer.prefix_and_suffix()
-        return TextTokenizer(tokenizer, run["data"]["sequence_length"], SentenceSettings(), *around)
+        return TextTokenizer(tokenizer, longest_row(run), SentenceSettings(), *around)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     config = load_hf_config(path, revision, trust_remote_code)

@@ -25,7 +25,7 @@ from biphasic.report.formatting import (
     markdown_page,
     markdown_table,
 )
-from biphasic.report.scores import CONFIDENCE, ScoreTable, differences
+from biphasic.report.scores import CONFIDENCE, ScoreTable, differences, name_origins
 from biphasic.storage import open_store, user_errors
 
 COMPARISON_FILES = ("against.md", "against.csv", "orders.csv", "cells.csv")
@@ -116,15 +116,21 @@ def compare_cells(reference: pd.DataFrame, trials: pd.DataFrame) -> pd.DataFrame
     """Return published cells beside those of a sweep's `trial_table` at the same rate, as means over the seeds.
 
     The difference has the 95% interval of the t-test with pooled variance; with one published seed, the spread is that of
-    the measured ones, of which there are at least two. `agrees`: the interval includes zero.
+    the measured ones, of which there are at least two. `agrees`: the interval includes zero. A test set of several
+    training tasks has a cell for each.
     """
     cells = reference[reference.test_set != ""]
     cells = cells.assign(score=cells.published, lr=pd.to_numeric(cells.lr)).drop(columns="model")
-    measured = trials.rename(columns={"model": "measured_model"})
-    measured = measured.melt(["measured_model", *_CELL[::2], "seed"], ["validation", "test"], "split", "score").dropna()
     key = ["measured_model", "test_set", "split", "lr"]
-    ours, theirs = (table.groupby(key).score.agg(["mean", "var", "count"]) for table in (measured, cells))
-    both = ours.join(theirs, how="inner", rsuffix="_published").reset_index()
+    measured = trials.rename(columns={"model": "measured_model"}).assign(named=name_origins(trials).test_set)
+    columns = ["measured_model", "named", *_CELL[::2], "seed"]
+    measured = measured.melt(columns, ["validation", "test"], "split", "score").dropna()
+    ours, theirs = (
+        table.groupby(by).score.agg(["mean", "var", "count"]).reset_index()
+        for table, by in ((measured, [*key, "named"]), (cells, key))
+    )
+    both = ours.merge(theirs, on=key, suffixes=("", "_published"))
+    both["test_set"] = both.pop("named")
     both = both[both["count"] > 1]
     freedom = both["count"] + both.count_published - 2
     squares = both["var"] * (both["count"] - 1) + both.var_published.fillna(0.0) * (both.count_published - 1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from biphasic.report.formatting import html_page
 from biphasic.report.reference import COMPARISON_FILES, comparison_files, read_reference
 from biphasic.report.scores import chosen_scores, read_sweep, score_table
@@ -13,12 +15,16 @@ from biphasic.sweep.records import GRID_FILE
 
 
 def write_report(
-    folders: list[str], out: str | None = None, against: str | None = None, models: str | None = None
+    folders: list[str],
+    out: str | None = None,
+    against: str | None = None,
+    models: str | None = None,
+    subfolders: Sequence[str] = ("",),
 ) -> None:
     """Write the report of a sweep's output, or of a study's folder or folders, and print its tables.
 
-    `out` is by default `report` in the first local folder. `against` and `models` are as for `read_reference`. Raises a
-    UserError if something can't be read or written.
+    `out` is by default `report` in the first local folder. `against` and `models` are as for `read_reference`, and
+    `subfolders` as for `read_study`. Raises a UserError if something can't be read or written.
     """
     # Report an invalid reference before the slower work of the report.
     reference = read_reference(against, models) if against is not None else None
@@ -29,7 +35,7 @@ def write_report(
         grid, trials = read_sweep(folders[0])
         files, scores = sweep_files(grid, trials), chosen_scores(trials)
     else:
-        study = read_study(folders)
+        study = read_study(folders, subfolders)
         files, scores = study_files(study), study.scores
     files |= dict.fromkeys(COMPARISON_FILES)
     if reference is not None and against is not None:

@@ -50,13 +50,14 @@ class Study:
     """Losses and events of the runs (`study_losses`)."""
 
 
-def read_study(folders: Sequence[str]) -> Study:
+def read_study(folders: Sequence[str], subfolders: Sequence[str] = ("",)) -> Study:
     """Read a study from its folders, e.g. a bucket prefix with its records and a local folder with its logs.
 
-    Raises a UserError if there is neither a run nor a sweep, if a file can't be read or is in two folders, or if two
-    sweeps scored a model on the same test set.
+    `subfolders` are those of the last folder that belong to the study; by default all of it does. Raises a UserError if
+    there is neither a run nor a sweep, if a file can't be read or is in two folders, or if two sweeps scored a model on
+    the same test set.
     """
-    files, notes = _files(folders), []
+    files, notes = _files(folders, subfolders), []
     if not _named(files, CONFIG_FILE) and not _named(files, GRID_FILE):
         raise UserError(f"{' '.join(folders)}: expected a sweep's output (with {GRID_FILE}) or a study's folder (with a "
                         "run or a sweep in a subfolder)")  # fmt: skip
@@ -73,13 +74,13 @@ def read_study(folders: Sequence[str]) -> Study:
     return Study(models, [*unplaced.values(), *notes], scores, evaluations, pd.concat(losses, ignore_index=True))
 
 
-def _files(folders: Sequence[str]) -> dict[str, Store]:
+def _files(folders: Sequence[str], subfolders: Sequence[str]) -> dict[str, Store]:
     """Return the files that a report reads, by their path in the study, with the store that holds each."""
     files: dict[str, Store] = {}
     for folder in folders:
         store = open_store(folder)
         with user_errors(f"{folder}: can't be read"):
-            names = list(store.list())
+            names = [name for part in (subfolders if folder == folders[-1] else ("",)) for name in store.list(part)]
         for name in names:
             depth, base = name.count("/"), posixpath.basename(name)
             # Runs are directly below the study's folder: fine-tuning and evaluation also write a config.yaml.

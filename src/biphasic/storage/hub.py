@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from biphasic.storage.paths import first_line, is_remote
+from biphasic.storage.paths import UnreachableError, first_line, is_remote
 
 _OWN_FOLDERS = ("runs", "data")
 """Folders that jobs write to by default. A path into them is never a hub id."""
@@ -72,10 +72,10 @@ def _why_not_on_hub(path: str, revision: str | None) -> str | None:
 
 @contextmanager
 def hub_errors() -> Iterator[None]:
-    """Raise the errors of the hub client's HTTP library, such as an unknown host, as OSErrors."""
+    """Raise the errors of the hub client's HTTP library, such as an unknown host, as UnreachableErrors."""
     try:
         yield
     except Exception as error:
         if type(error).__module__.partition(".")[0].startswith("httpx") and not isinstance(error, OSError):
-            raise OSError(first_line(error)) from error
+            raise UnreachableError(first_line(error)) from error
         raise

@@ -25,7 +25,7 @@ class StoredFile:
 
 
 class UnreachableError(OSError):
-    """A bucket can't be reached or is overloaded. The same request may succeed later."""
+    """A bucket or the hub can't be reached or is overloaded. The same request may succeed later."""
 
 
 def is_remote(path: str) -> bool:

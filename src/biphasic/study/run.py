@@ -5,6 +5,8 @@ The study's state is read from the checkpoints alone, so any machine can start i
 
 from __future__ import annotations
 
+import hashlib
+import os
 import shlex
 import signal
 import subprocess
@@ -13,13 +15,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePosixPath
 
+import psutil
+
 from biphasic.config.durations import Duration
 from biphasic.config.load import dump
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.study import CommandExecutor, LocalExecutor, SlurmExecutor, StudyConfig, overrides_of
 from biphasic.errors import PREEMPTED, UserError
 from biphasic.signals import noted_signals
-from biphasic.storage import open_store
+from biphasic.storage import is_remote, open_store
 from biphasic.study.state import is_ready, read_states, starting_run
 from biphasic.study.tree import StudyRun, study_runs
 
@@ -94,8 +98,12 @@ def resolved(study: StudyConfig, run: StudyRun, config: PretrainConfig, start: s
 
 
 def _job_name(study: StudyConfig, name: str) -> str:
-    """Return the name of a run's Slurm job, by which later starts of the study recognize it."""
-    return f"{PurePosixPath(study.folder).name}.{name}"
+    """Return the name of a run's Slurm job, by which later starts of the study recognize it.
+
+    The hash is that of the study's place: other studies may have a folder and a model of the same names.
+    """
+    place = study.folder.rstrip("/") if is_remote(study.folder) else os.path.abspath(study.folder)
+    return f"{PurePosixPath(study.folder).name}.{name}.{hashlib.sha256(place.encode()).hexdigest()[:6]}"
 
 
 def _describe_start(run: StudyRun, config: PretrainConfig) -> str:
@@ -116,10 +124,13 @@ def train_here(executor: LocalExecutor, file: Path) -> int:
         launcher = subprocess.Popen([sys.executable, *scripts, str(file)])
         passed_on = 0
         while launcher.poll() is None:
-            # The ranks then save and stop. If the launcher has not started them yet, this fails and is tried again.
-            command = ["pkill", "-USR1", "-P", str(launcher.pid)]
-            if passed_on < len(received) and subprocess.run(command, check=False).returncode == 0:
-                passed_on = len(received)
+            # The ranks then save and stop. If the launcher has not started them yet, this is tried again.
+            if passed_on < len(received):
+                with suppress(psutil.NoSuchProcess):
+                    ranks = psutil.Process(launcher.pid).children()
+                    for rank in ranks:
+                        rank.send_signal(signal.SIGUSR1)
+                    passed_on = len(received) if ranks else passed_on
             with suppress(subprocess.TimeoutExpired):
                 launcher.wait(timeout=0.5)
     # Also if the run has just finished: the study has to stop.

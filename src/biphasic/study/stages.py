@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from biphasic.checkpointing.manifest import manifest_name, read_manifest
 from biphasic.config.evaluate import EvaluateConfig
@@ -15,12 +17,14 @@ from biphasic.config.load import dump, load_job
 from biphasic.config.study import StudyConfig, expand
 from biphasic.config.sweep import SweepConfig, SweepModel
 from biphasic.errors import UserError
-from biphasic.export.folder import EXPORT_FILE
+from biphasic.export.folder import has_export
 from biphasic.storage import join, open_store
 from biphasic.study.state import read_states
 from biphasic.study.tree import owner_of, study_runs
 
 _MAIN = Path(__file__).parents[2] / "main.py"
+_SCORES_FILE = "scores.json"
+"""The file that an evaluation writes last."""
 
 
 def encoder_folder(study: StudyConfig, name: str) -> Path:
@@ -37,6 +41,8 @@ class ScoredModel:
     """The checkpoint, or those that are merged: the run whose folder has it, and its batch from the history's start."""
     steps: int
     """Number of optimizer steps, including those of the models that it continues; of a mean, the largest number."""
+    source: dict[str, Any]
+    """What its export records, to be made again after a change: the batch in its own run, or the merge."""
 
 
 def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
@@ -53,24 +59,27 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
     models: dict[str, ScoredModel] = {}
     for name in study.models:
         before, length = steps_before(name), tree[name].length
-        models[name] = ScoredModel(name, ((name, length),), before + length)
+        models[name] = ScoredModel(name, ((name, length),), before + length, {"batch": length})
         for batch in study.stages.checkpoints.get(name, []):
             steps = before + batch
             if f"{name}-{steps}" in study.models | study.merges:
                 key = f"stages.checkpoints.{name}"
                 raise UserError(f"{key}: {batch:,} is named as the model {name}-{steps}: rename that model")
-            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", ((owner_of(tree, name, batch), batch),), steps)
+            sources = ((owner_of(tree, name, batch), batch),)
+            models[f"{name}-{steps}"] = ScoredModel(f"{name}-{steps}", sources, steps, {"batch": batch})
     for name, merge in study.merges.items():
         parts = [(source, batch) for source, batches in merge.merge_of.items() for batch in batches]
         sources = tuple((owner_of(tree, source, batch), batch) for source, batch in parts)
-        models[name] = ScoredModel(name, sources, max(steps_before(source) + batch for source, batch in parts))
+        steps = max(steps_before(source) + batch for source, batch in parts)
+        models[name] = ScoredModel(name, sources, steps, merge.model_dump(mode="json"))
     return models
 
 
 def export(study: StudyConfig, limit: int | None = None) -> int:
     """Export all trained models, scored checkpoints and means that have no export yet. Return the exit status.
 
-    Raises a UserError if the study's folder can't be read or a checkpoint can't be merged or exported.
+    An export of other checkpoints, made before `max_duration` or a merge was changed, is replaced, and its evaluation's
+    scores are removed. Raises a UserError if the study's folder can't be read or a checkpoint can't be merged or exported.
     """
     from biphasic.checkpointing.merge import merge_checkpoints
     from biphasic.export.run import export_checkpoint
@@ -83,7 +92,7 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
         return all(batch in states[run].batches for run, batch in model.sources)
 
     trained = [model for model in models.values() if is_trained(model)]
-    new = [model for model in trained if not _is_exported(study, model.name)]
+    new = [model for model in trained if not _is_exported(study, model)]
     for model in new[:limit]:
         folder, places = encoder_folder(study, model.name), [study.checkpoints_of(run) for run, _ in model.sources]
         if model.name not in configs:  # of a run's end the newest checkpoint in its folder is exported
@@ -91,10 +100,11 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
             places = [join(p, read_manifest(open_store(p), m).path) for p, m in zip(places, manifests, strict=True)]
         if model.name in study.merges:
             merged = folder.with_name("merged")
-            if not merged.exists():
-                merge_checkpoints(places, merged, weights=study.merges[model.name].weights)
+            shutil.rmtree(merged, ignore_errors=True)  # it may be of another merge
+            merge_checkpoints(places, merged, weights=study.merges[model.name].weights)
             places = [str(merged)]
-        export_checkpoint(places[0], folder, name=model.name)
+        Path(study.local_folder, "evaluate", model.name, _SCORES_FILE).unlink(missing_ok=True)
+        export_checkpoint(places[0], folder, name=model.name, force=True, source=model.source)
     if waiting := [name for name, model in models.items() if model not in trained]:
         print(f"not trained yet: {', '.join(waiting)}", flush=True)
     return 0
@@ -118,8 +128,7 @@ def evaluate(study: StudyConfig, limit: int | None = None, score: Callable[[Path
     if the evaluation's YAML is invalid, and a UserError if no model is exported.
     """
     configs = [evaluation_config(study, name) for name in _exported(study)]
-    # An evaluation writes scores.json last.
-    new = [config for config in configs if not (config.run_folder / "scores.json").is_file()]
+    new = [config for config in configs if not (config.run_folder / _SCORES_FILE).is_file()]
     for config in new[:limit]:
         name = f"{config.run_name}.yaml"
         open_store(config.output).write(name, dump(config).encode())
@@ -137,14 +146,19 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
 
     Raises a ConfigError if the evaluation's YAML is invalid, and a UserError if `stages.evaluate` is missing.
     """
-    own = [f"run_name={name}", f"output={study.local_folder}/evaluate", f"model.path={encoder_folder(study, name)}"]
+    values = {
+        "run_name": name,
+        "output": f"{study.local_folder}/evaluate",
+        "model.path": str(encoder_folder(study, name)),
+    }
+    own = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
     return load_job(EvaluateConfig, _required(study, "evaluate"), own)
 
 
 def _exported(study: StudyConfig) -> list[str]:
     """Return the names of the exported models, and print the names of the others."""
     models = scored_models(study)
-    names = [name for name in models if _is_exported(study, name)]
+    names = [name for name, model in models.items() if _is_exported(study, model)]
     if not names:
         raise UserError(f"{study.local_folder}: no model of the study is exported yet: --stage export")
     if waiting := [name for name in models if name not in names]:
@@ -152,8 +166,8 @@ def _exported(study: StudyConfig) -> list[str]:
     return names
 
 
-def _is_exported(study: StudyConfig, name: str) -> bool:
-    return (encoder_folder(study, name) / EXPORT_FILE).is_file()
+def _is_exported(study: StudyConfig, model: ScoredModel) -> bool:
+    return has_export(encoder_folder(study, model.name), model.source)
 
 
 def _required(study: StudyConfig, stage: Literal["finetune", "evaluate"]) -> str:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 
 from biphasic.amounts import format_seconds
 from biphasic.checkpointing.run_lock import RunLock
@@ -81,7 +82,8 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
                 lock = RunLock(config.output, key="output", alternative="output")
                 lock.acquire(ranks=1)
                 stack.push(lambda error, *_: lock.release("ended" if error is None else error.__name__))
-                return lock, stack.enter_context(open_workers(module, config.output, config.cluster, estimate_bytes))
+                workers = open_workers(module, config.output, config.cluster, estimate_bytes, _local_inputs(configs))
+                return lock, stack.enter_context(workers)
 
             # Workers start first so that they import Composer while this process hashes the model and data files.
             incomplete = len(recorded_trials(folder)) < fewest_trials(config) or retry_failed
@@ -103,6 +105,13 @@ def run(config: SweepConfig, limit: int | None = None, retry_failed: bool = Fals
         raise Preempted(f"{signals[0]}: stopped, running trials were abandoned")
     print(f"{config.output}: {driver.progress()}; {format_seconds(time.monotonic() - start)}")
     return driver.print_outcome()
+
+
+def _local_inputs(configs: dict[Cell, FinetuneConfig]) -> list[str]:
+    """Return the folders of models and data, without those in buckets and on the hub."""
+    trials = configs.values()
+    data = {path for trial in trials for path in (trial.task.data, *trial.task.retrieval_sets.values())}
+    return [path for path in sorted(data | {trial.model.path for trial in trials}) if Path(path).exists()]
 
 
 class Driver:

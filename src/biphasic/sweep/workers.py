@@ -213,18 +213,24 @@ def choose_layout(
 
 @contextmanager
 def open_workers(
-    module: str, output: str, cluster: SweepCluster, estimate_bytes: Callable[[], dict[tuple[str, str], int | None]]
+    module: str,
+    output: str,
+    cluster: SweepCluster,
+    estimate_bytes: Callable[[], dict[tuple[str, str], int | None]],
+    inputs: list[str],
 ) -> Iterator[Workers]:
     """Start workers on this machine or on the YAML's cluster, and kill them when the context ends.
 
     `estimate_bytes` returns the estimated GPU memory of a trial in bytes, by (model, task); it is called only if GPU
-    memory limits the number of trials. Raises a UserError if no cluster answers or its nodes don't share the output.
+    memory limits the number of trials. `inputs` are the folders of models and data. Raises a UserError if no cluster
+    answers or its nodes don't share the output and the inputs.
     """
     threads = cluster.cpus_per_trial
     environment = {name: str(threads) for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")}
     environment["TOKENIZERS_PARALLELISM"] = "true" if threads > 1 else "false"
     imports = _TRIAL_IMPORTS if module == TRIAL_MODULE else ()
-    with open_group(cluster, output, environment, ("torch", "biphasic.sweep.workers", module, *imports)) as group:
+    modules = ("torch", "biphasic.sweep.workers", module, *imports)
+    with open_group(cluster, [output, *inputs], environment, modules) as group:
         gpu_bytes = group.smallest_gpu_bytes() if group.gpus and cluster.trials_per_gpu == "auto" else None
         estimates = estimate_bytes() if gpu_bytes else {}
         # On one machine the YAML may allow more concurrent trials than there are cores.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import time
 import warnings
@@ -10,7 +11,14 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from composer.core import State
-from composer.loggers import Logger, LoggerDestination, ProgressBarLogger, TensorboardLogger
+from composer.loggers import (
+    Logger,
+    LoggerDestination,
+    MLFlowLogger,
+    ProgressBarLogger,
+    TensorboardLogger,
+    WandBLogger,
+)
 from composer.utils import dist
 
 from biphasic.config.pretrain import LoggingConfig, PretrainConfig
@@ -18,8 +26,10 @@ from biphasic.errors import UserError
 from biphasic.storage import first_line
 
 
-def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDestination]:
+def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | None = None) -> list[LoggerDestination]:
     """Build the loggers that a YAML's `logging:` section configures.
+
+    With a `run_id`, a run that resumes goes on with its run in W&B and MLflow. Otherwise each start is a new run there.
 
     Raises:
         UserError: a logger's package isn't installed.
@@ -35,16 +45,38 @@ def loggers(config: LoggingConfig, folder: Path, run_name: str) -> list[LoggerDe
         destinations.append(TensorboardLogger(log_dir=str(folder / "tensorboard")))
     try:
         if config.wandb is not None:
-            from composer.loggers import WandBLogger
-
-            destinations.append(WandBLogger(config.wandb, name=run_name))
+            resuming = None if run_id is None else {"id": run_id, "resume": "allow"}
+            destinations.append(WandBRunLogger(config.wandb, name=run_name, init_kwargs=resuming))
         if config.mlflow is not None:
-            from composer.loggers import MLFlowLogger
-
-            destinations.append(MLFlowLogger(config.mlflow, run_name))
+            destinations.append(MLFlowRunLogger(config.mlflow, run_name, run_id))
     except ImportError as error:
         raise UserError(f"logging: {error.name or error} isn't installed: uv pip install '.[loggers]'") from None
     return destinations
+
+
+class WandBRunLogger(WandBLogger):
+    """Composer's logger to W&B, without its call of `get_url`, which W&B's runs no longer have."""
+
+    def init(self, state: State, logger: Logger) -> None:
+        """Start or resume the run, on rank 0."""
+        if self._enabled:
+            import wandb
+
+            wandb.init(**self._init_kwargs)
+            atexit.register(self._set_is_in_atexit)
+
+
+class MLFlowRunLogger(MLFlowLogger):
+    """Composer's logger to MLflow, which resumes the run with an id. Composer would resume any run of the same name."""
+
+    def __init__(self, experiment: str, run_name: str, run_id: str | None):
+        super().__init__(experiment, run_name, resume=run_id is not None)
+        self._id = run_id
+
+    def _start_mlflow_run(self, state: State) -> None:
+        if self._id is not None:
+            self.tags["run_name"] = self._id  # the tag by which Composer finds a run
+        super()._start_mlflow_run(state)
 
 
 class ProgressBar(ProgressBarLogger):

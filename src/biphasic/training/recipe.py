@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from composer import Trainer
 from composer.callbacks import LRMonitor, RuntimeEstimator
-from composer.core import Algorithm, Callback, Evaluator
+from composer.core import Algorithm, Callback, Evaluator, Event, State
 from composer.utils import dist
 
 from biphasic.checkpointing.open_run import Run, open_run
@@ -111,7 +111,7 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         optimizers=optimizer,
         algorithms=algorithms,
         callbacks=callbacks,
-        loggers=loggers(config.logging, config.run_folder, config.run_name),
+        loggers=loggers(config.logging, config.run_folder, config.run_name, run.id),
         precision=config.precision,
         device_train_microbatch_size=batches.batch_size,  # `MicrobatchSize` sets it
         parallelism_config=parallelism_config(config, strategy, monolithic=(run.checkpoint or "").endswith(".pt")),
@@ -151,11 +151,16 @@ def _evaluators(config: PretrainConfig, run: Run) -> list[Evaluator]:
         # only to spread `evaluation.batches` over the split.
         data = data.model_copy(update={"num_canonical_nodes": 1})
     batches = build_loader(data, {"data.validation": config.data.validation}, rows, config.seed, train=False)
-    is_due = validation_schedule(config, lambda: run.is_stopping)
+    is_due = validation_schedule(config)
+
+    def validates(state: State, event: Event) -> bool:
+        # Before the batch's checkpoint, which then has the losses. If the run stops, its next start validates.
+        return event == Event.BATCH_END and not run.is_stopping and is_due(state)
+
     return [
         Evaluator(
             label=label,
-            eval_interval=is_due,
+            eval_interval=validates,
             dataloader=data_spec(batches),
             metric_names=["loss", "bits_per_byte"],
             subset_num_batches=config.evaluation.batches,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from typing import Any
 
@@ -35,7 +36,7 @@ class RunRecord(Callback):
         self._backbone = model.config
         self.record: dict[str, Any] = {
             "config": dump(config),
-            "command": " ".join(sys.argv),
+            "command": shlex.join(sys.argv),
             **provenance(),
             "ranks": dist.get_world_size(),
             **{"batches": 0, "rows": 0, "tokens": 0, "epochs": 0, "seconds": 0.0},

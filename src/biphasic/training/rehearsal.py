@@ -120,6 +120,7 @@ def rehearse(config: PretrainConfig, ranks: int) -> Rehearsal:
             checkpoint=None,
             callbacks=[measuring],
             is_stopping=False,
+            id=None,
             say=said.append,
             check_rows=lambda indexes: None,
             webhook=SimpleNamespace(send=print),

@@ -7,15 +7,16 @@ import multiprocessing
 import os
 import resource
 import signal
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from pathlib import Path
 from threading import Thread
 from typing import Any
 
+from biphasic.errors import UserError
 from biphasic.workers.group import WorkerGroup
 from biphasic.workers.resources import available_cores, visible_gpus
 
@@ -90,6 +91,22 @@ class LocalWorkers(WorkerGroup):
                 del os.environ[name]
             os.environ.update(previous)
             signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def parallel_map(processes: int, modules: Sequence[str]) -> Iterator[Any]:
+    """Yield a `map` function that uses this many processes, or Python's own for one.
+
+    Processes share one import of `modules`. Raises a UserError in the block if a process dies.
+    """
+    if processes <= 1:
+        yield map
+        return
+    try:
+        with closing(LocalWorkers({}, modules)) as workers:
+            yield workers.start(0, 1, 0.0, processes).map
+    except BrokenExecutor:
+        raise UserError(f"a worker process died: is there memory for {processes}, one for each core?") from None
 
 
 _to_reports: Connection

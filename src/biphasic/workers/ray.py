@@ -15,7 +15,7 @@ from ray.util.queue import Queue
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from biphasic.errors import UserError
-from biphasic.storage import first_line, is_remote
+from biphasic.storage import first_line
 from biphasic.workers import resources
 from biphasic.workers.group import WorkerGroup
 
@@ -49,22 +49,28 @@ class RayWorkers(WorkerGroup):
         total = ray.cluster_resources()
         self.cpus, self.gpus = max(int(total.get("CPU", 1)), 1), int(total.get("GPU", 0))
         self._actors: list[Any] = []
+        self._folder: str | None = None
 
-    def require_shared(self, output: str, shared_folder: bool) -> None:
-        """Raise a UserError if the output is a local folder that the cluster's nodes don't share."""
+    def require_shared(self, paths: list[str], shared_folder: bool) -> None:
+        """Raise a UserError if there are local paths that the cluster's nodes don't share.
+
+        If there are relative ones among them, workers run in this process's folder, not in that of `ray start`.
+        """
         machines = sum(node["Alive"] for node in ray.nodes())
-        if not is_remote(output) and not shared_folder and machines > 1:
+        if paths and not shared_folder and machines > 1:
             raise UserError(
-                f"output {output}: a folder of one machine, and the cluster has {machines}: name a bucket, or set "
-                "cluster.shared_folder: true when all of them see this folder"
+                f"{paths[0]}: is on one machine, and the cluster has {machines}: name a bucket, or set "
+                "cluster.shared_folder: true when all of them see this path"
             )
+        if not all(map(os.path.isabs, paths)):
+            self._folder = os.getcwd()
 
     def start(self, number: int, cpus: int, gpu_share: float) -> Executor:
         """Start a worker.
 
         Ray does not restart it: a new worker may get another GPU, and one that dies at every start has to be reported.
         """
-        actor: Any = ray.remote(_Actor).options(num_cpus=cpus, num_gpus=gpu_share, max_restarts=0).remote()  # pyright: ignore
+        actor: Any = ray.remote(_Actor).options(num_cpus=cpus, num_gpus=gpu_share, max_restarts=0).remote(self._folder)  # pyright: ignore
         self._actors.append(actor)
         return _ActorExecutor(actor)
 
@@ -103,5 +109,9 @@ class _ActorExecutor(Executor):
 
 
 class _Actor:
+    def __init__(self, folder: str | None):
+        if folder is not None:
+            os.chdir(folder)
+
     def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)

@@ -3,27 +3,45 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
+import sys
+from contextlib import suppress
+
+_DRIVERS = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
+"""The device files of NVIDIA's and AMD's drivers, and of WSL's."""
+_NVIDIA_SMI = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_TORCH = """import torch
+for number in range(torch.cuda.device_count()):
+    print(torch.cuda.get_device_properties(number).total_memory >> 20)"""
 
 
 def available_cores() -> int:
-    """Return the number of cores that this process may use."""
-    return len(os.sched_getaffinity(0))
+    """Return the number of cores that this process may use, by its affinity and its container's quota."""
+    from joblib import cpu_count
+
+    return cpu_count()
 
 
-def gpu_memory() -> list[int]:
-    """Return the memory of each of this machine's GPUs in bytes, without initializing CUDA."""
-    query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        sizes = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout
-        return [int(line) * 2**20 for line in sizes.split()]
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return []
+def gpu_memory() -> list[int | None]:
+    """Return the memory of each of this machine's GPUs in bytes, None if it is unknown, without initializing CUDA.
+
+    Asks PyTorch in another process if there is a driver but no nvidia-smi, as for AMD's GPUs and in some containers.
+    """
+    torch = [(sys.executable, "-c", _TORCH)] if any(map(os.path.exists, _DRIVERS)) else []
+    for query in (_NVIDIA_SMI, *torch):
+        with suppress(OSError, subprocess.SubprocessError):
+            sizes = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")
+            # Of a GPU that shares the machine's memory, nvidia-smi prints [N/A]; without GPUs, a sentence.
+            return [int(size) << 20 if size.isdecimal() else None for size in sizes if re.match(r"[\[\d]", size)]
+    return []
 
 
 def smallest_gpu_bytes() -> int | None:
     """Return the memory of this machine's smallest GPU in bytes; None if it is unknown or there is no GPU."""
-    return min(gpu_memory(), default=None)
+    sizes = gpu_memory()
+    known = [size for size in sizes if size is not None]
+    return min(known, default=None) if len(known) == len(sizes) else None
 
 
 def visible_gpus() -> list[str]:
