@@ -48,6 +48,9 @@ RunLock.release = release_slowly
 
 def batch_end(self, state, logger):
     if state.timestamp.batch == 5 and os.environ["RANK"] == "RANK TO ABORT":
+        # Checkpoints are written in the background.
+        while not os.path.exists("CHECKPOINTS/ba4.json"):
+            time.sleep(0.01)
         os.abort()
     agree(self, state, logger)
 
@@ -105,10 +108,11 @@ def test_a_shard_that_only_rank_1_reads(write_yaml: Write) -> None:
 def test_an_aborted_rank_is_recorded(rank: int, write_yaml: Write) -> None:
     """As NCCL's watchdog aborts a rank. If it is rank 0, which writes the record, the next start completes it."""
     path = write_yaml()
-    run = launch(path, processes=2, code=ABORT.replace("RANK TO ABORT", str(rank)))
+    folder = path.parent / "runs" / "run"
+    code = ABORT.replace("RANK TO ABORT", str(rank)).replace("CHECKPOINTS", str(folder / "checkpoints"))
+    run = launch(path, processes=2, code=code)
     assert run.returncode != 0
     assert launch(path, processes=2).returncode == 0
-    folder = path.parent / "runs" / "run"
     first, second = read_attempts(open_store(str(folder / "checkpoints")))
     [stacks] = (folder / "crashes").iterdir()
     beginning = KILLED if rank == 0 else f"another rank, or its machine, {ENDED}"
