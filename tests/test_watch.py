@@ -27,6 +27,7 @@ from biphasic.watch import Watcher, due_batches
 from conftest import Write
 from helpers import toy_sets, warm
 from helpers.buckets import bucket_for, client
+from helpers.local_trackers import keep_local
 from helpers.s3_server import serve_s3
 from helpers.tiny import config_of, losses, start, train, wait_for_batch
 
@@ -367,14 +368,7 @@ def test_scores_in_the_loggers(
 ) -> None:
     import mlflow
 
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "WANDB_SILENT": "true",
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlflow")
+    keep_local(tmp_path, monkeypatch)
     config = config_of(write_yaml("logged", logging__wandb="project", logging__mlflow="experiment"))
     for batch in (10, 20):
         log_scores(config, "sst2", batch, {KEY: batch / 100})

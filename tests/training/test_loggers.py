@@ -13,6 +13,7 @@ from composer.core import Timestamp
 from biphasic.config.pretrain import LoggingConfig
 from biphasic.training.loggers import JSONLLogger, loggers
 from biphasic.training.metrics_file import read_metrics
+from helpers.local_trackers import keep_local
 
 
 def test_several_lines_of_one_batch_are_merged(tmp_path: Path) -> None:
@@ -44,15 +45,8 @@ def test_a_run_that_resumes_stays_one_run(tmp_path: Path, monkeypatch: pytest.Mo
     import mlflow
     import wandb
 
-    for name, value in {
-        "WANDB_MODE": "offline",
-        "WANDB_DIR": str(tmp_path),
-        "WANDB_SILENT": "true",
-        "MLFLOW_ALLOW_FILE_STORE": "true",
-    }.items():
-        monkeypatch.setenv(name, value)
+    keep_local(tmp_path, monkeypatch)
     monkeypatch.setattr(sys, "excepthook", sys.excepthook)  # Composer replaces it
-    mlflow.set_tracking_uri(f"file://{tmp_path}/mlflow")
     config = LoggingConfig(jsonl=False, tensorboard=False, progress_bar=False, wandb="project", mlflow="experiment")
     ids = []
     for step, run_id in enumerate(["20260101T000000.5-a", "20260101T000000.5-a", "20260102T000000.5-b", None]):

@@ -16,7 +16,7 @@ from biphasic.checkpointing.upload import require_moved
 from biphasic.config.base import within
 from biphasic.config.durations import TrainingProgress
 from biphasic.config.history import Difference, constant_differences, first_difference, is_overridden, phase_paths
-from biphasic.config.phase_inputs import phase_key
+from biphasic.config.phase_inputs import inputs_differ, phase_key
 from biphasic.config.plan import StartPlan
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import phase_at, resolve_phases
@@ -122,7 +122,7 @@ def _require_same_phase(manifest: Manifest, config: PretrainConfig) -> None:
         phase_at(resolve_phases(one.objective.phases, one.max_duration), now).index
         for one, now in ((recorded, _last_batch(manifest)), (config, manifest.progress))
     )
-    if new < old and any(len({(each.source, each.rows) for each in one.inputs}) > 1 for one in (recorded, config)):
+    if new < old and any(inputs_differ(one.inputs) for one in (recorded, config)):
         raise UserError(
             f"{config.run_name}: its checkpoint {manifest.path} was trained in phase {old} and would continue in phase "
             f"{new} here. As phases differ in data or batch size, the run's place in the data would be lost, also with "

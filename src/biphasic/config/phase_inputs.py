@@ -70,6 +70,11 @@ def sources(inputs: Sequence[PhaseInputs]) -> list[PhaseInputs]:
     return [each for index, each in enumerate(inputs) if each.source == index]
 
 
+def inputs_differ(inputs: Sequence[PhaseInputs]) -> bool:
+    """Return whether phases differ in data or batch size, so that their epochs have different lengths."""
+    return len({(each.source, each.rows) for each in inputs}) > 1
+
+
 def longest_row(config: Mapping[str, Any]) -> int:
     """Return the number of tokens in the longest row of any phase, from a run's recorded configuration."""
     phases = (phase.get("data") or {} for phase in config["objective"]["phases"])

@@ -14,7 +14,7 @@ from biphasic.config.base import Address, Count, KeyProblems, Positive, RunConfi
 from biphasic.config.data import DataConfig, StreamConfig, data_problems, expand_folder
 from biphasic.config.durations import BatchShapes, Duration
 from biphasic.config.model import ModelConfig, architecture_of, model_problems
-from biphasic.config.phase_inputs import PhaseInputs, input_problems, phase_inputs, phase_key, sources
+from biphasic.config.phase_inputs import PhaseInputs, input_problems, inputs_differ, phase_inputs, phase_key, sources
 from biphasic.config.timeline import ObjectiveConfig, ScheduleConfig, phase_problems, resolve_phases, schedule_problems
 from biphasic.storage import is_remote
 
@@ -238,9 +238,9 @@ class PretrainConfig(RunConfig):
             )
         yield from data_problems(self.data, self.global_batch_size)
         yield from input_problems(self.objective.phases, self.inputs, ranks)
-        if len({(each.source, each.rows) for each in self.inputs}) > 1:
+        if inputs_differ(self.inputs):
             yield from self._epoch_problems()
-        if self.data.drop_cache and len({each.source for each in self.inputs}) == 1:
+        if self.data.drop_cache and len(sources(self.inputs)) == 1:
             yield ["data.drop_cache"], "has no effect: all phases read the same data"
 
     def _epoch_problems(self) -> KeyProblems:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -94,6 +95,11 @@ def read_tree(file: str | Path, overrides: list[str]) -> KeyTree:
     for override in overrides:
         _override(override, tree)
     return tree
+
+
+def format_override(key: str, value: Any) -> str:
+    """Return the `key=value` pair, without spaces, that gives a key this value of JSON's types."""
+    return f"{key}={json.dumps(value, ensure_ascii=False, separators=(',', ':'))}".replace(" ", "\\u0020")
 
 
 def escape_interpolations(value: Any) -> Any:

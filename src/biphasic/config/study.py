@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from dataclasses import replace
@@ -31,7 +30,7 @@ from biphasic.config.base import (
 from biphasic.config.check import check
 from biphasic.config.durations import Duration
 from biphasic.config.pretrain import PretrainConfig
-from biphasic.config.read import KeyTree, escape_interpolations, read_tree
+from biphasic.config.read import KeyTree, escape_interpolations, format_override, read_tree
 from biphasic.errors import ConfigError, Problem
 from biphasic.storage import is_remote, join
 
@@ -245,13 +244,9 @@ def overrides_of(study: StudyConfig, config: PretrainConfig) -> list[str]:
     """Return the `key=value` pairs, without spaces, that turn the study's base file into a model's configuration."""
     assert study.base_file is not None
     # The base file may interpolate these two keys.
-    own = [_override(key, value) for key, value in (("run_name", config.run_name), ("output", config.output))]
+    own = [format_override(key, value) for key, value in (("run_name", config.run_name), ("output", config.output))]
     differences = _differences(config, read_tree(study.base_file, own).content(), "")
-    return [*own, *(_override(key, value) for key, value in differences)]
-
-
-def _override(key: str, value: Any) -> str:
-    return f"{key}={json.dumps(value, separators=(',', ':'))}".replace(" ", "\\u0020")
+    return [*own, *(format_override(key, value) for key, value in differences)]
 
 
 def _differences(section: Section, base: Any, above: str) -> Iterator[tuple[str, Any]]:

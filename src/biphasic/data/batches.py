@@ -16,7 +16,7 @@ from composer.utils import dist
 from torch.utils.data import DataLoader
 
 from biphasic.config.durations import TrainingProgress
-from biphasic.config.phase_inputs import PhaseInputs, sources
+from biphasic.config.phase_inputs import PhaseInputs, inputs_differ, sources
 from biphasic.config.pretrain import PretrainConfig
 from biphasic.config.timeline import phase_at, resolve_phases
 from biphasic.data.streaming import Batch, RowDataset
@@ -122,7 +122,7 @@ class TrainingBatches(Callback):
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch. Raises a TypeError if the phases' epochs have different lengths."""
-        if len({(each.source, each.rows) for each in self._inputs}) > 1:
+        if inputs_differ(self._inputs):
             raise TypeError("the phases' epochs have different lengths")
         return self._sources[0].dataset.epoch_size // self._inputs[0].rows
 

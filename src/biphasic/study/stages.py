@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import subprocess
 import sys
@@ -14,6 +13,7 @@ from typing import Any, Literal
 from biphasic.checkpointing.manifest import manifest_name, read_manifest
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump, load_job
+from biphasic.config.read import format_override
 from biphasic.config.study import StudyConfig, expand
 from biphasic.config.sweep import SweepConfig, SweepModel
 from biphasic.errors import UserError
@@ -151,7 +151,7 @@ def evaluation_config(study: StudyConfig, name: str) -> EvaluateConfig:
         "output": f"{study.local_folder}/evaluate",
         "model.path": str(encoder_folder(study, name)),
     }
-    own = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    own = [format_override(key, value) for key, value in values.items()]
     return load_job(EvaluateConfig, _required(study, "evaluate"), own)
 
 

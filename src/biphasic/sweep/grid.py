@@ -24,6 +24,7 @@ from types import ModuleType
 
 from biphasic.config.finetune import FinetuneConfig
 from biphasic.config.load import load
+from biphasic.config.read import format_override
 from biphasic.config.sweep import SweepConfig
 from biphasic.errors import ConfigError, Problem, UserError
 from biphasic.sweep.records import Cell, Grid, GridModel, GridTask
@@ -143,7 +144,7 @@ def _load(config: SweepConfig, model: str, task: str) -> FinetuneConfig:
         "optimizer.lr": config.learning_rates[0],
         "save_model": False,
     }
-    overrides = [f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in values.items()]
+    overrides = [format_override(key, value) for key, value in values.items()]
     try:
         loaded = load(file, [*_QUIET, *(each.replace("{task}", task) for each in config.overrides), *overrides])
     except ConfigError as error:

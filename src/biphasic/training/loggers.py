@@ -29,7 +29,7 @@ from biphasic.storage import first_line
 def loggers(config: LoggingConfig, folder: Path, run_name: str, run_id: str | None = None) -> list[LoggerDestination]:
     """Build the loggers that a YAML's `logging:` section configures.
 
-    With a `run_id`, a run that resumes goes on with its run in W&B and MLflow. Otherwise each start is a new run there.
+    With a `run_id`, W&B and MLflow log all starts of a run as one run. Otherwise each start is a new run there.
 
     Raises:
         UserError: a logger's package isn't installed.

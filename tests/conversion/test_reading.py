@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+
+from biphasic.conversion import reading
+from biphasic.conversion.reading import DamagedFileError, Document, Skipped, SourceFile, read_documents
+from biphasic.errors import UserError
+from helpers.source_files import (
+    OPTIONS,
+    read,
+    skipped,
+    texts,
+    write,
+)
+from helpers.texts import sentences
+
+RECORDS = sentences(250)
+
+
+def test_without_an_id_column_the_text_names_the_document(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.parquet", [{"body": "one"}, {"body": "two"}, {"body": "one"}])
+    entries = read(file, text="body", id=None)
+    assert texts(entries) == ["one", "two", "one"]
+    one, two, again = (document.id for document in entries if isinstance(document, Document))
+    assert one == again != two
+
+
+def test_ids_that_are_numbers_and_texts_that_are_null(tmp_path: Path) -> None:
+    for ending in ("parquet", "jsonl"):
+        file = write(tmp_path / f"a.{ending}", [{"id": 7, "text": "a"}, {"id": 8, "text": None}])
+        entries = read(file)
+        assert entries[0] == Document("7", "a")
+        assert skipped(entries)[0][1] == "without text"
+        assert skipped(entries)[0][0].endswith("2: has no text")
+
+
+def test_half_of_a_surrogate_pair_in_json(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    halves = ["\\ud83d", "\\uD83D", "\\udE00"]
+    lines = [f'{{"id": "{half}", "text": "half {half} of one"}}' for half in halves]
+    file.write_text("\n".join([*lines, '{"id": "2", "text": "whole \\ud83d\\uDE00"}']))
+    assert texts(read(file)) == 3 * ["half ? of one"] + ["whole 😀"]
+
+
+def test_lines_that_are_not_json_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    lines = [
+        b'{"id": "1", "text": "a"}',
+        b"",
+        b"[1]",
+        b'{"id": "2", "text": "\xff"}',
+        b'{"id": "3"',
+        b'{"id": "4", "text": "b"}',
+    ]
+    file.write_bytes(b"\n".join(lines))
+    entries = read(file)
+    assert texts(entries) == ["a", "b"]
+    assert [(message.split(" (")[0], kind) for message, kind in skipped(entries)] == [
+        ("a.jsonl, line 3: is not JSON of the form {'text': …}", "not JSON"),
+        ("a.jsonl, line 4: is not UTF-8", "not UTF-8"),
+        ("a.jsonl, line 5: is not JSON", "not JSON"),
+    ]
+
+
+def test_text_in_parquet_that_is_not_utf_8(tmp_path: Path) -> None:
+    texts_ = pa.array([b"good", b"bad \xff", None, b"fine"], pa.binary()).cast(pa.string(), safe=False)
+    pq.write_table(pa.table({"id": ["a", "b", "c", "d"], "text": texts_}), tmp_path / "a.parquet")
+    entries = read(tmp_path / "a.parquet")
+    assert texts(entries) == ["good", "fine"]
+    assert skipped(entries) == [
+        ("a.parquet, row 2: its text is not UTF-8", "not UTF-8"),
+        ("a.parquet, row 3: has no text", "without text"),
+    ]
+
+
+def test_a_text_that_is_too_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reading, "_MAX_CHARACTERS", 50)
+    records = [{"id": "1", "text": "x" * 50}, {"id": "2", "text": "x" * 51}]
+    for ending in ("parquet", "jsonl"):
+        entries = read(write(tmp_path / f"a.{ending}", records))
+        assert texts(entries) == ["x" * 50]
+        assert skipped(entries)[0][0].endswith("2: its text has 51 characters; the limit is 50")
+
+
+def test_the_rest_of_a_text_that_is_too_long_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a line of JSON, too, which holds at most 12 bytes for a character; a text file's have at most 4."""
+    monkeypatch.setattr(reading, "_MAX_CHARACTERS", 50)
+    kept, read_lines, decode = list[bytes](), reading._lines, reading._decode
+
+    def lines(*arguments: Any) -> Iterator[bytes]:
+        for line in read_lines(*arguments):
+            kept.append(line)
+            yield line
+
+    monkeypatch.setattr(reading, "_lines", lines)
+    monkeypatch.setattr(reading, "_decode", lambda text: kept.append(text) or decode(text))
+    parts = [b"one", b"x" * 51, b"\n".join([b"y" * 40] * 9), b"z" * 999, "ü".encode() * 50]
+    (tmp_path / "a.txt").write_bytes(b"\n\n".join(parts))
+    reason = "its text has more than 50 characters"
+    [whole] = read(tmp_path / "a.txt")
+    assert isinstance(whole, Skipped)
+    assert (whole.kind, whole.reason) == ("too long", f"{reason}; set source.text_files: line or paragraph")
+    entries = read(tmp_path / "a.txt", text_files="paragraph")
+    assert texts(entries) == ["one", "ü" * 50]
+    assert skipped(entries) == [(f"a.txt, line {line}: {reason}", "too long") for line in (3, 5, 15)]
+    assert max(map(len, kept)) == 201
+    records = [{"id": "1", "text": "a"}, {"id": "2", "text": "b", "other": "x" * 600}, {"id": "3", "text": "c"}]
+    entries = read(write(tmp_path / "b.jsonl", records))
+    assert texts(entries) == ["a", "c"]
+    assert skipped(entries) == [("b.jsonl, line 2: has more than 600 bytes", "too long")]
+    assert max(map(len, kept)) == 600
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_filters(tmp_path: Path, ending: str) -> None:
+    records = [
+        {"id": str(number), "text": f"{score} {language}", "int_score": score, "language": language}
+        for number, (score, language) in enumerate(
+            [(2, "en"), (3, "en"), (5, "fr"), (4, "de"), (None, "en"), (3, None), (0, "fr")]
+        )
+    ]
+    file = write(tmp_path / f"a.{ending}", records)
+
+    def kept(*filters: dict[str, Any]) -> list[str]:
+        entries = read(file, filters=list(filters))
+        assert {entry.kind for entry in entries if isinstance(entry, Skipped)} <= {"filtered"}
+        return texts(entries)
+
+    assert kept({"column": "int_score", "min": 3}) == ["3 en", "5 fr", "4 de", "3 None"]
+    assert kept({"column": "int_score", "min": 3, "max": 4}, {"column": "language", "any_of": ["en", "fr"]}) == ["3 en"]
+    assert kept({"column": "language", "none_of": ["en"]}) == ["5 fr", "4 de", "0 fr"]
+    assert kept({"column": "int_score", "max": 2}) == ["2 en", "0 fr"]
+    with pytest.raises(UserError, match=r"filters: column 'language' holds 'en'; min and max need numbers"):
+        kept({"column": "language", "min": 3})
+    with pytest.raises(UserError, match=r"has no column 'dump' \(it has: .*\); set text_column, id_column or filters"):
+        kept({"column": "dump", "any_of": ["x"]})
+
+
+def test_csv_s_true_and_false(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("text,copy\none,true\ntwo,False\nthree,\n")
+    for value, expected in ((True, "one"), (False, "two")):
+        entries = read(tmp_path, id=None, filters=[{"column": "copy", "any_of": [value]}])
+        assert texts(entries) == [expected]
+
+
+def test_text_files_have_nothing_to_filter_by(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("One.\n")
+    with pytest.raises(UserError, match=r"a\.txt: a text file has no columns to filter by; remove filters, or"):
+        read(tmp_path / "a.txt", filters=[{"column": "language", "any_of": ["en"]}])
+
+
+def test_csv_with_bad_rows(tmp_path: Path) -> None:
+    """As spreadsheets write it: a byte order mark, quoted line ends and delimiters."""
+    rows = [
+        '\ufeffid,"the text"\r\n',
+        '1,"one, ""quoted""\nin two lines"\r\n',
+        "\r\n",
+        "2\r\n",
+        "3,x,y\r\n",
+        '4,"a"b\r\n',
+        "5,\r\n",
+        "6,caf\udce9\r\n",
+        "7,end",
+    ]
+    file = tmp_path / "a.csv"
+    file.write_bytes("".join(rows).encode("utf-8", "surrogateescape"))
+    entries = read(file, text="the text")
+    assert [entry for entry in entries if isinstance(entry, Document)] == [
+        Document("1", 'one, "quoted"\nin two lines'),
+        Document("7", "end"),
+    ]
+    assert [(message.split(" (")[0], kind) for message, kind in skipped(entries)] == [
+        ("a.csv, line 5: has 1 field, and the header has 2", "not CSV"),
+        ("a.csv, line 6: has 3 fields, and the header has 2", "not CSV"),
+        ("a.csv, line 7: is not CSV", "not CSV"),
+        ("a.csv, line 8: has no text", "without text"),
+        ("a.csv, line 9: its text is not UTF-8", "not UTF-8"),
+    ]
+    with pytest.raises(
+        UserError, match=r"a\.csv, line 1: has no column 'text' \(it has: id, the text\); set text_column"
+    ):
+        read(file)
+
+
+def test_csv_with_a_quotation_mark_that_is_not_closed(tmp_path: Path) -> None:
+    file = tmp_path / "a.csv"
+    file.write_text('id,text\n1,one\n2,"two\n3,three\n')
+    with pytest.raises(DamagedFileError, match=r"a\.csv, line 3: is damaged: a quotation mark"):
+        read(file)
+
+
+def test_tsv(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text('id\ttext\n1\tone, "two"\n2\t"three\t3"\n')
+    assert texts(read(tmp_path)) == ['one, "two"', "three\t3"]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_plain_text(tmp_path: Path, packed: str) -> None:
+    content = b"One line.\nAnother.\n\n  \nA paragraph\nof two lines.\n\n\nThe end"
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed]
+    (tmp_path / f"a.txt{packed}").write_bytes(compress(content))
+    assert texts(read(tmp_path, text_files="file")) == [content.decode()]
+    assert texts(read(tmp_path, text_files="paragraph")) == [
+        "One line.\nAnother.",
+        "A paragraph\nof two lines.",
+        "The end",
+    ]
+    lines = ["One line.", "Another.", "A paragraph", "of two lines.", "The end"]
+    assert texts(read(tmp_path, text_files="line")) == lines
+    ids = [document.id for document in read(tmp_path, text_files="line") if isinstance(document, Document)]
+    assert len(set(ids)) == 5
+
+
+@pytest.mark.parametrize("ending", ["md", "markdown", "rst", "md.gz", "rst.zst"])
+def test_markdown_and_restructuredtext_are_text(tmp_path: Path, ending: str) -> None:
+    content = b"# A heading\n\nA *word*.\n"
+    compress = {"gz": gzip.compress, "zst": zstandard.compress}.get(ending.rpartition(".")[2], bytes)
+    (tmp_path / f"a.{ending}").write_bytes(compress(content))
+    assert texts(read(tmp_path)) == ["# A heading\n\nA *word*."]
+    assert texts(read(tmp_path, text_files="paragraph")) == ["# A heading", "A *word*."]
+
+
+@pytest.mark.parametrize("packed", ["", ".gz", ".zst"])
+def test_a_byte_order_mark_is_removed(tmp_path: Path, packed: str) -> None:
+    compress = {"": bytes, ".gz": gzip.compress, ".zst": zstandard.compress}[packed]
+    contents = {
+        "jsonl": b'{"id": "1", "text": "one"}\n{"id": "2", "text": "two \xef\xbb\xbf"}\n',
+        "csv": b'"id","text"\n1,one\n2,two \xef\xbb\xbf\n',
+        "txt": b"one\ntwo \xef\xbb\xbf",
+        "md": b"one\ntwo \xef\xbb\xbf",
+    }
+    for kind, content in contents.items():
+        file = tmp_path / f"a.{kind}{packed}"
+        file.write_bytes(compress(b"\xef\xbb\xbf" + content))
+        assert texts(read(file, text_files="line")) == ["one", "two \ufeff"], kind
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32"])
+def test_utf_16_is_named(tmp_path: Path, encoding: str) -> None:
+    for kind, content in {"jsonl": '{"id": "1", "text": "one"}\n', "csv": "id,text\n1,one\n", "txt": "one"}.items():
+        file = tmp_path / f"a.{kind}"
+        file.write_bytes(content.encode(encoding))
+        with pytest.raises(DamagedFileError, match=rf"a\.{kind}: is UTF-16 or UTF-32; expected UTF-8"):
+            list(read_documents(SourceFile(str(file), 1, ""), OPTIONS))
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl", "csv"])
+def test_a_document_without_an_id_is_named_by_its_text(tmp_path: Path, ending: str) -> None:
+    records = [{"id": None, "text": "one"}, {"id": "", "text": "two"}, {"id": "7", "text": "one"}]
+    records += [{"id": None, "text": "one"}]
+    entries = [entry for entry in read(write(tmp_path / f"a.{ending}", records)) if isinstance(entry, Document)]
+    one, two, named, again = (entry.id for entry in entries)
+    assert named == "7"
+    assert (one, two) == tuple(entry.id for entry in read(tmp_path, id=None)[:2] if isinstance(entry, Document))
+    assert one == again != two
+
+
+@pytest.mark.parametrize("ending", ["parquet", "jsonl"])
+def test_ids_that_are_nan_or_zero(tmp_path: Path, ending: str) -> None:
+    records = [{"id": number, "text": str(number)} for number in (float("nan"), 0.0)]
+    [nan, zero] = [entry for entry in read(write(tmp_path / f"a.{ending}", records)) if isinstance(entry, Document)]
+    assert (len(nan.id), zero.id) == (32, "0.0")
