@@ -20,6 +20,7 @@ from biphasic.errors import ConfigError, UserError
 from biphasic.webhook import Webhook
 from conftest import Write
 from helpers.chat_server import SECRET, VARIABLE, ChatServer, chat_server
+from helpers.ports import free_port
 from helpers.tiny import add_callback, config_of, launch, start, train, wait_for_batch
 
 
@@ -135,10 +136,7 @@ def test_a_start_that_fails_is_reported(write_yaml: Write, chat: ChatServer) -> 
 def test_an_unreachable_server_is_one_warning(
     write_yaml: Write, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    monkeypatch.setenv(VARIABLE, f"http://127.0.0.1:{port}/{SECRET}")
+    monkeypatch.setenv(VARIABLE, f"http://127.0.0.1:{free_port()}/{SECRET}")
     add_callback(Spoil({30: 4.0}), monkeypatch.setattr)
     keys: dict[str, Any] = {"max_duration": "35ba", "checkpoint__interval": "50ba", "webhook": VARIABLE}
     train(config_of(write_yaml("alone", objective__phases=[{"name": "clm"}], **keys)))

@@ -18,6 +18,7 @@ from biphasic.errors import UserError
 from biphasic.export.card import untrained_card
 from biphasic.export.folder import EXPORT_FILE
 from biphasic.export.push import _with_repo, files_of, push
+from helpers.ports import free_port
 from helpers.push_hub import READS, WRITES, Hub, serve_models
 
 CONFIG = {"run_name": "x", "seed": 0, "model": {"init_from": "EuroBERT/EuroBERT-210m"}}
@@ -134,10 +135,8 @@ def test_refusals_of_the_hub_are_errors_of_one_line(hub: tuple[Hub, dict[str, st
     error = one_line(run(environment, folder, "org/encoder"))
     assert 'Invalid metadata in README.md. - "license" must be one of' in error
     assert served.models["org/encoder"].commits == []
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        unreachable = {**environment, "HF_ENDPOINT": f"http://127.0.0.1:{free.getsockname()[1]}"}
-        assert "can't be reached (ConnectError): try again" in one_line(run(unreachable, folder, "org/encoder"))
+    unreachable = {**environment, "HF_ENDPOINT": f"http://127.0.0.1:{free_port()}"}
+    assert "can't be reached (ConnectError): try again" in one_line(run(unreachable, folder, "org/encoder"))
     offline = {**environment, "HF_HUB_OFFLINE": "1"}
     assert "HF_HUB_OFFLINE" in one_line(run(offline, folder, "org/encoder"))
 

@@ -15,7 +15,7 @@ import torch
 from conftest import Write
 from helpers import warm
 from helpers.chain_faults import OWN_SHARED_MEMORY
-from helpers.s3_server import free_port
+from helpers.ports import free_port
 from helpers.tiny import config_of, launch, losses, weights
 
 

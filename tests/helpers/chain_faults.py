@@ -15,7 +15,7 @@ from biphasic.storage import open_store
 from helpers import tiny, warm
 from helpers.buckets import client
 from helpers.chain import DECAY, INTERVAL, LAST, OWN_TEMPORARY, SHORTER, Chain, parent_of, processes, wait_for
-from helpers.s3_server import free_port
+from helpers.ports import free_port
 from helpers.signal_points import IN_SAVE, IN_TRAINING
 
 OWN_SHARED_MEMORY = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import socket
 import subprocess
 import sys
 import tempfile
@@ -20,12 +19,6 @@ CREDENTIALS = {
     "AWS_REQUEST_CHECKSUM_CALCULATION": "when_required",
 }
 """Environment variables of the server's clients, besides its address."""
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
 
 
 def serve_s3(root: Path, port: int = 0) -> tuple[subprocess.Popen[str], int]:

@@ -23,7 +23,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from helpers.s3_server import KEY, SECRET, free_port
+from helpers.ports import free_port
+from helpers.s3_server import KEY, SECRET
 
 AZURE_ACCOUNT = "devstoreaccount1"
 AZURE_KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="

@@ -12,7 +12,6 @@ import json
 import os
 import runpy
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -164,10 +163,9 @@ def _supervise(request: dict[str, Any], pipe: int) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     exec(request["setup"], {})
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    pids = []
+    from helpers.ports import free_port
+
+    port, pids = free_port(), []
     for rank in range(request["ranks"]):
         pid = os.fork()
         if not pid:

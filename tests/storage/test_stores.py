@@ -23,7 +23,8 @@ from biphasic.storage import (
     open_store,
 )
 from conftest import MakeBucket
-from helpers.s3_server import CREDENTIALS, free_port
+from helpers.ports import free_port
+from helpers.s3_server import CREDENTIALS
 from helpers.store_servers import STORES
 
 
