@@ -1,3 +1,5 @@
+"""W&B and MLflow without a server, for tests."""
+
 from __future__ import annotations
 
 from pathlib import Path
@@ -7,6 +9,7 @@ import pytest
 
 def keep_local(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Let W&B and MLflow write to a folder, without a server."""
+    import wandb
     from mlflow import set_tracking_uri
     from mlflow.tracking import fluent
 
@@ -17,7 +20,8 @@ def keep_local(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "MLFLOW_ALLOW_FILE_STORE": "true",
     }.items():
         monkeypatch.setenv(name, value)
-    # Those of an earlier test in this process.
+    # What an earlier test in this process has set.
+    wandb.teardown()
     monkeypatch.setattr(fluent, "_active_experiment_id", None)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_ID", raising=False)
     set_tracking_uri(f"file://{folder}/mlflow")
