@@ -21,6 +21,7 @@ os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 from biphasic.amounts import format_bytes
 from biphasic.config.load import load
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.errors import ConfigError, UserError
 from biphasic.training.rehearsal import Rehearsal, rehearse
 
 ROOT = Path(__file__).parents[1]
@@ -67,13 +68,14 @@ def main() -> int:
 def _rehearse(file: str, ranks: int, overrides: list[str]) -> tuple[tuple[str, ...], list[str]]:
     """Rehearse a YAML. Return the columns of its line, and its problems."""
     os.environ.setdefault("BUCKET", "unused")
-    config = load(ROOT / file, overrides, ranks)
-    assert isinstance(config, PretrainConfig)
     begin = time.monotonic()
     try:
+        config = load(ROOT / file, overrides, ranks)
+        assert isinstance(config, PretrainConfig)
         rehearsal = rehearse(config, ranks)
     except Exception as error:  # what fails in one YAML doesn't hide the others
-        traceback.print_exc()
+        if not isinstance(error, ConfigError | UserError):
+            traceback.print_exc()
         return (file, f"{ranks}", *[""] * 6, "FAILED"), [f"{type(error).__name__}: {error}"]
     return _columns(file, rehearsal, time.monotonic() - begin), rehearsal.problems
 

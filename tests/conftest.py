@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import gc
+import ipaddress
+import os
 import shutil
+import socket
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,11 +21,14 @@ import yaml
 from helpers.s3_server import CREDENTIALS, serve_s3
 from helpers.store_servers import SERVERS, STORES, Environment
 
+# Also in the processes that tests start.
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+
 # `tiny` is imported where it is used: tests/gpu/test_attention.py runs without Composer and Streaming.
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put modules with few tests first: their tests are the longest, and two workers then end at the same time."""
+    """Put modules with few tests first: their tests are the longest, and the workers then end at the same time."""
     counts = Counter(item.path for item in items)
     items.sort(key=lambda item: counts[item.path])
 
@@ -43,6 +49,38 @@ def collections_are_short() -> Iterator[None]:
 
 def pytest_sessionfinish() -> None:
     gc.unfreeze()  # extension modules report objects that are left at the end
+
+
+@pytest.fixture(autouse=True)
+def no_other_host_is_looked_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tests use this machine only: a request that a library makes on its own would wait where there is no network."""
+    resolve, hosts = socket.getaddrinfo, set[str]()
+
+    def resolve_local(host: Any, *arguments: Any, **keywords: Any) -> Any:
+        name = host.decode() if isinstance(host, bytes) else host
+        if not name or name in ("localhost", socket.gethostname()) or _is_address(name):
+            return resolve(host, *arguments, **keywords)
+        hosts.add(name)
+        raise socket.gaierror(socket.EAI_NONAME, f"{name} is another host")
+
+    monkeypatch.setattr(socket, "getaddrinfo", resolve_local)
+    yield
+    # Google's client asks for an account's regions in a thread.
+    assert hosts <= {"iamcredentials.googleapis.com"}
+
+
+@pytest.fixture
+def hub_is_offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For tests whose libraries or names ask the hub."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 @pytest.fixture(scope="session")

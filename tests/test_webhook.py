@@ -125,6 +125,7 @@ add_callback(Fault())
     assert failed["event"] == "failed" and "out of luck" in failed["message"], failed
 
 
+@pytest.mark.usefixtures("hub_is_offline")
 def test_a_start_that_fails_is_reported(write_yaml: Write, chat: ChatServer) -> None:
     path = write_yaml("missing", webhook=VARIABLE, tokenizer="nowhere/tokenizer")
     with pytest.raises(UserError):

@@ -25,6 +25,10 @@ class ConfigError(Exception):
         self.problems = problems
         super().__init__("\n".join(str(problem) for problem in problems))
 
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[list[Problem]]]:
+        # Otherwise a copy in another process is made from the message.
+        return ConfigError, (self.problems,)
+
 
 class UserError(Exception):
     """An error that the user can correct. The message says how, and no traceback is shown."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -96,3 +97,10 @@ def test_a_missing_file_names_the_nearest(tmp_path: Path) -> None:
     for name in ("210m_biphasic.yml", "210_biphasic.yaml"):
         assert f"did you mean {ROOT / 'yamls' / '210m_biphasic.yaml'}?" in problems(ROOT / "yamls" / name)
     assert "did you mean" not in problems(tmp_path / "run.yaml")
+
+
+def test_problems_stay_what_they_are_in_another_process() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(FINEWEB, ["sequence_lengt=512", "shard_bytes=many"])
+    copied = pickle.loads(pickle.dumps(caught.value))
+    assert copied.problems == caught.value.problems and str(copied) == str(caught.value) and len(copied.problems) == 2

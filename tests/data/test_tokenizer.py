@@ -116,7 +116,7 @@ def test_unusable_folders_are_refused(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
-def test_a_name_that_is_not_on_the_hub_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("hub_is_offline")
+def test_a_name_that_is_not_on_the_hub_is_refused() -> None:
     with pytest.raises(UserError, match="tokenizer biphasic/none: no such folder here, and from the hub: "):
         load_tokenizer("biphasic/none")

@@ -188,10 +188,8 @@ def test_a_changed_folder_is_read_again(tmp_path: Path) -> None:
         ),
     ],
 )
-def test_unreadable_sources_are_named(
-    tmp_path: Path, source: dict[str, Any], says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+@pytest.mark.usefixtures("hub_is_offline")
+def test_unreadable_sources_are_named(tmp_path: Path, source: dict[str, Any], says: str) -> None:
     (tmp_path / "damaged.parquet").write_bytes(b"PAR1 and then nothing")
     (tmp_path / "rows.txt").write_text("text\n")
     (tmp_path / "empty.jsonl").touch()

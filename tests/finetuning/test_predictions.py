@@ -110,6 +110,7 @@ def test_a_set_s_own_file_is_read(finetuned: tuple[str, Path], tmp_path: Path, m
         assert row["id"] == "a" and row["predicted"] in "w5 w6 w7"
 
 
+@pytest.mark.usefixtures("hub_is_offline")
 def test_mistakes_are_named(
     finetuned: tuple[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -132,7 +132,8 @@ def serve_hub(repositories: dict[str, Repository], home: Path) -> Iterator[dict[
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     Thread(target=server.serve_forever, daemon=True).start()
     try:
-        yield {**os.environ, "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(home)}
+        address = {"HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}", "HF_HOME": str(home)}
+        yield {**os.environ, **address, "HF_UPDATE_DOWNLOAD_COUNTS": "0"}
     finally:
         server.shutdown()
         server.server_close()

@@ -11,9 +11,9 @@ from biphasic.errors import UserError
 from biphasic.model.backbone import model_fingerprint
 
 
+@pytest.mark.usefixtures("hub_is_offline")
 def test_a_hub_model_s_fingerprint_is_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     commits = {"main": "a" * 40, "refs/pr/1": "b" * 40}
     repository = tmp_path / "models--someone--model"
     for revision, commit in commits.items():

@@ -30,6 +30,8 @@ from helpers.exports import export_encoder
 from helpers.tiny import WORDS, write_tokenizer
 
 MODES: tuple[PoolingMode, ...] = get_args(PoolingMode)
+pytestmark = pytest.mark.usefixtures("hub_is_offline")
+
 LONGEST = 40
 TEXTS = [
     "w1 w2 w3",

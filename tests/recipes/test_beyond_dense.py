@@ -25,6 +25,8 @@ from helpers.tiny import ROOT, WORDS, write_tokenizer
 from helpers.toy_sets import retrieval_pairs
 
 TRAINING, QUERIES = 48, 12
+pytestmark = pytest.mark.usefixtures("hub_is_offline")
+
 WIDTH = 32
 STEPS = ["--steps", "3", "--batch-size", "8"]
 

@@ -140,14 +140,8 @@ def open_table(config: DatasetConfig, split: str, columns: Sequence[str], first:
     return Table(rows, source, list(columns), commit)
 
 
-def _load(
-    path: str, source: str, columns: Sequence[str], first: int | None, split: str = _ONLY_SPLIT, **options: Any
-) -> Any:
-    """Return a dataset of the `datasets` library, or its first rows without converting the others.
-
-    Lines of JSON are parsed when they are used, unless their types are declared: the library's JSON reader infers types,
-    and texts that look like dates would become dates.
-    """
+def _load(path: str, source: str, columns: Sequence[str], first: int | None, split: str, **options: Any) -> Any:
+    """Return a dataset of the `datasets` library, or its first rows without converting the others."""
     import datasets
     from datasets.packaged_modules.json.json import Json
 
@@ -155,17 +149,44 @@ def _load(
     files = (builder.config.data_files or {}).get(split, [])
     is_declared = builder.info.features is not None or getattr(builder.config, "field", None) is not None
     if files and isinstance(builder, Json) and not is_declared:
-        parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
-        if any(rows is None for rows in parsed):
-            escaped = {_ONLY_SPLIT: list(map(glob.escape, files))}
-            lines = _load("text", source, columns, first, data_files=escaped, encoding="utf-8-sig")
-        else:
-            lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
-        return lines.with_transform(functools.partial(_parsed, source, columns))
+        return _json_table(files, source, columns, first)
     if first is None:
         return datasets.load_dataset(path, split=split, **options)
-    stream = datasets.load_dataset(path, split=split, streaming=True, **options)
-    return datasets.Dataset.from_list(list(stream.take(first)), stream.features)
+    return _first_rows(datasets.load_dataset(path, split=split, streaming=True, **options), first)
+
+
+def _json_table(files: list[str], source: str, columns: Sequence[str], first: int | None) -> Any:
+    """Return a dataset of lines of JSON, which are parsed when they are used.
+
+    The library's JSON reader infers types, and texts that look like dates would become dates.
+    """
+    import datasets
+
+    parsed = [json_rows(file) for file in files] if _suffix(files[0]) == ".json" else [None]
+    if any(rows is None for rows in parsed):
+        lines = _from_files("text", files, first, encoding="utf-8-sig")
+    else:
+        lines = datasets.Dataset.from_dict({"text": [json.dumps(row) for rows in parsed for row in rows or []]})
+    return lines.with_transform(functools.partial(_parsed, source, columns))
+
+
+def _from_files(kind: str, files: list[str], first: int | None, **options: Any) -> Any:
+    """Return the rows of `text` or `parquet` files as a dataset.
+
+    `load_dataset(kind, …)` would report the use of the reader to a server, and wait where there is no network.
+    """
+    import datasets
+
+    paths = list(map(glob.escape, files))
+    if first is None:
+        return getattr(datasets.Dataset, f"from_{kind}")(paths, **options)
+    return _first_rows(getattr(datasets.IterableDataset, f"from_{kind}")(paths, **options), first)
+
+
+def _first_rows(stream: Any, count: int) -> Any:
+    import datasets
+
+    return datasets.Dataset.from_list(list(stream.take(count)), stream.features)
 
 
 def _read_files(
@@ -178,11 +199,12 @@ def _read_files(
     if builder in ("json", "parquet"):
         if unused := [key for key in ("columns", "quoting") if getattr(config, key) is not None]:
             raise UserError(f"{source}: {unused[0]} has no effect on files of this kind")
-        if builder == "parquet":  # the library's reader refuses a file without rows
-            files = [file for file in files if parquet.read_metadata(file).num_rows]
-        if not files:
+        if builder == "json":
+            return _json_table(files, source, columns, first)
+        # The library's reader refuses a file without rows.
+        if not (files := [file for file in files if parquet.read_metadata(file).num_rows]):
             raise UserError(f"{source}: has no rows")
-        return _load(builder, source, columns, first, data_files={_ONLY_SPLIT: list(map(glob.escape, files))})
+        return _from_files("parquet", files, first)
     if builder == "csv":
         separator = _SEPARATORS[_suffix(files[0])]
         quoted = (config.quoting or ("none" if separator == "\t" else "standard")) == "standard"
