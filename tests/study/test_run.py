@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -233,7 +234,8 @@ def test_stages_after_pretraining(trained: Trained, capsys: pytest.CaptureFixtur
 def test_a_model_that_trains_on_is_exported_and_scored_again(
     tmp_path: Path, data: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also a mean whose merge has changed. Until then, stages leave out an export of other weights."""
+    """Also a mean whose merge has changed, and what is trained again to the same batch. Until then, stages leave out an
+    export of other weights."""
     weights = {6: [1, 1], 8: [1, 3]}
 
     def study_to(batch: int) -> StudyConfig:
@@ -263,6 +265,11 @@ def test_a_model_that_trains_on_is_exported_and_scored_again(
     after = {name: (encoder_folder(long, name) / "model.safetensors").read_bytes() for name in names}
     assert [before[name] == after[name] for name in names] == [False, True, False]
     assert [file.exists() for file in scores.values()] == [False, True, False]
+    shutil.rmtree(tmp_path / "study" / "clm" / "checkpoints")
+    long.base["seed"] = 6  # pyright: ignore[reportIndexIssue]
+    assert pretrain(long, train=train) == export(long) == 0
+    again = {name: (encoder_folder(long, name) / "model.safetensors").read_bytes() for name in names}
+    assert not any(again[name] == after[name] for name in names)
     # An export that was made by hand is taken as it is.
     (encoder_folder(long, "clm") / "biphasic.json").write_text("{}")
     assert swept(short) == {"clm": 6, "clm-3": 3}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -74,12 +75,12 @@ class Run:
         return {name: entries[-1][1] for name, entries in self.logged.data.items() if entries[-1][0] is now}
 
 
-def schedule(repeats_rows: bool = False) -> ObjectiveSchedule:
+def schedule(repeats_rows: bool = False, phases: Sequence[CLMPhase | MLMPhase] = PHASES) -> ObjectiveSchedule:
     data = SimpleNamespace(mix={} if repeats_rows else None)
-    inputs: Any = [SimpleNamespace(data=data, rope_theta=None)] * len(PHASES)
+    inputs: Any = [SimpleNamespace(data=data, rope_theta=None)] * len(phases)
     model: Any = None
     config: Any = SimpleNamespace(
-        objective=SimpleNamespace(phases=PHASES), max_duration=Duration(8, "ba"), inputs=inputs, seed=9,
+        objective=SimpleNamespace(phases=phases), max_duration=Duration(8, "ba"), inputs=inputs, seed=9,
         evaluation=SimpleNamespace(masking_ratio=0.3),
     )  # fmt: skip
     return ObjectiveSchedule(config, model, VOCABULARY, BYTE_LENGTHS)
@@ -143,6 +144,13 @@ def test_validation_has_its_own_masks_and_changes_nothing() -> None:
     assert_prepared(prepared, "clm", None, raw["tokens"], clm_targets(raw["tokens"], raw["segment_ids"]))
     assert objective.last_batch == TrainingProgress(1, 0, 0, 0) and objective.phase_name == "clm"
     assert {name: len(entries) for name, entries in run.logged.data.items()} == logged
+
+
+def test_validation_predicts_masked_tokens_where_the_last_mlm_phase_does() -> None:
+    run, objective = Run(), schedule(phases=[PHASES[0], MLMPhase(name="mlm", target="next")])
+    run.state.set_dataloader([], "mlm")
+    prepared = run.apply(objective, Event.EVAL_BATCH_START, batch=1)
+    assert_prepared(prepared, "mlm", None, *masked(masking_ratio=0.3, target="next"))
 
 
 def test_the_optimizer_is_reset_where_a_phase_begins_that_asks_for_it() -> None:

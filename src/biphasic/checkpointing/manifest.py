@@ -14,6 +14,7 @@ The names differ so that one of the two checkpoints is complete at any time.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -72,6 +73,11 @@ class Manifest:
     def progress(self) -> TrainingProgress:
         """The batches, rows, tokens and epochs trained so far."""
         return TrainingProgress(self.batch, *(self.run[name] for name in ("rows", "tokens", "epochs")))
+
+    @property
+    def sha256(self) -> str:
+        """Hash of the manifest's file, and so of the checkpoint."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def to_bytes(self) -> bytes:
         """Return the content of the manifest's file (JSON)."""

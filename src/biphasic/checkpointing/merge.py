@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Sequence
@@ -70,8 +69,7 @@ def merge_checkpoints(
                 raise UserError(f"only checkpoints of one architecture and tokenizer can be merged: {values}")
             total += share
             _add(merged, local, shapes, share / total if share else 0.0)
-            manifest_sha256 = hashlib.sha256(manifest.to_bytes()).hexdigest()
-            parts.append({"checkpoint": path, "manifest_sha256": manifest_sha256, "weight": share})
+            parts.append({"checkpoint": path, "manifest_sha256": manifest.sha256, "weight": share})
         finally:
             shutil.rmtree(downloads, ignore_errors=True)
     record |= {"losses": {}, "merged": parts}

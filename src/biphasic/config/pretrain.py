@@ -29,7 +29,8 @@ class ValidationConfig(Section):
     batch_size: Positive | None = None
     """Number of rows in a validation batch, over all ranks. Default: the training batch size."""
     masking_ratio: Share = 0.4
-    """Masking ratio of the MLM loss. Fixed, so that losses are comparable across runs. Default: the paper's."""
+    """Masking ratio of the MLM loss. Fixed, so that losses are comparable across runs. Default: the paper's. A masked
+    token is predicted where the last MLM phase predicts it (`target`)."""
 
 
 class OptimizerConfig(Section):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,15 +28,16 @@ _ACCEPTED = {
 """Pattern and description of the values that the hub accepts for a key. Its list of licenses is only on the hub."""
 
 
-def has_export(folder: Path, source: Any) -> bool:
-    """Return whether a folder has an export of `source`, or one that doesn't record its source.
+def has_export(folder: Path, source: Mapping[str, Any]) -> bool:
+    """Return whether a folder has an export whose record of its source has these values, or one that has no such record.
 
     Raises a UserError if the export's record can't be read.
     """
     with user_errors(f"{folder / EXPORT_FILE} can't be read", ValueError):
         if not (folder / EXPORT_FILE).is_file():
             return False
-        return json.loads((folder / EXPORT_FILE).read_text(encoding="utf-8")).get("source", source) == source
+        recorded = json.loads((folder / EXPORT_FILE).read_text(encoding="utf-8")).get("source", source)
+        return all(recorded.get(key) == value for key, value in source.items())
 
 
 def require_export(folder: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from biphasic.checkpointing.manifest import manifest_name, read_manifest
+from biphasic.checkpointing.manifest import Manifest, manifest_name, read_manifest
 from biphasic.config.evaluate import EvaluateConfig
 from biphasic.config.load import dump, load_job
 from biphasic.config.read import format_override
@@ -78,8 +78,9 @@ def scored_models(study: StudyConfig) -> dict[str, ScoredModel]:
 def export(study: StudyConfig, limit: int | None = None) -> int:
     """Export all trained models, scored checkpoints and means that have no export yet. Return the exit status.
 
-    An export of other checkpoints, made before `max_duration` or a merge was changed, is replaced, and its evaluation's
-    scores are removed. Raises a UserError if the study's folder can't be read or a checkpoint can't be merged or exported.
+    An export of other checkpoints, made before `max_duration` or a merge was changed or a model was trained again, is
+    replaced, and its evaluation's scores are removed. Raises a UserError if the study's folder can't be read or a checkpoint
+    can't be merged or exported.
     """
     from biphasic.checkpointing.merge import merge_checkpoints
     from biphasic.export.run import export_checkpoint
@@ -91,21 +92,31 @@ def export(study: StudyConfig, limit: int | None = None) -> int:
             return states[model.name].is_done(configs[model.name])
         return all(batch in states[run].batches for run, batch in model.sources)
 
-    trained = [model for model in models.values() if is_trained(model)]
-    new = [model for model in trained if not _is_exported(study, model)]
+    def manifests(model: ScoredModel) -> list[Manifest]:
+        newest = states[model.name].newest if model.name in configs else None
+        if newest is not None:
+            return [newest]
+        places = [open_store(study.checkpoints_of(run)) for run, _ in model.sources]
+        return [read_manifest(p, manifest_name(batch)) for p, (_, batch) in zip(places, model.sources, strict=True)]
+
+    trained = {model.name: manifests(model) for model in models.values() if is_trained(model)}
+    sources = {
+        name: models[name].source | {"manifest_sha256": [manifest.sha256 for manifest in checkpoints]}
+        for name, checkpoints in trained.items()
+    }
+    new = [models[name] for name, source in sources.items() if not has_export(encoder_folder(study, name), source)]
     for model in new[:limit]:
-        folder, places = encoder_folder(study, model.name), [study.checkpoints_of(run) for run, _ in model.sources]
-        if model.name not in configs:  # of a run's end the newest checkpoint in its folder is exported
-            manifests = [manifest_name(batch) for _, batch in model.sources]
-            places = [join(p, read_manifest(open_store(p), m).path) for p, m in zip(places, manifests, strict=True)]
+        folder, runs = encoder_folder(study, model.name), [run for run, _ in model.sources]
+        checkpoints = zip(runs, trained[model.name], strict=True)
+        places = [join(study.checkpoints_of(run), manifest.path) for run, manifest in checkpoints]
         if model.name in study.merges:
             merged = folder.with_name("merged")
             shutil.rmtree(merged, ignore_errors=True)  # it may be of another merge
             merge_checkpoints(places, merged, weights=study.merges[model.name].weights)
             places = [str(merged)]
         Path(study.local_folder, "evaluate", model.name, _SCORES_FILE).unlink(missing_ok=True)
-        export_checkpoint(places[0], folder, name=model.name, force=True, source=model.source)
-    if waiting := [name for name, model in models.items() if model not in trained]:
+        export_checkpoint(places[0], folder, name=model.name, force=True, source=sources[model.name])
+    if waiting := [name for name in models if name not in trained]:
         print(f"not trained yet: {', '.join(waiting)}", flush=True)
     return 0
 
