@@ -127,7 +127,9 @@ def score_rows(scores: dict[tuple[str, str, str, str, int], float]) -> pd.DataFr
     """Rows for `score_table`, from scores by model, group, task, test set and seed, at settled rates."""
     names = ["model", "group", "task", "test_set", "seed"]
     rows = pd.DataFrame([(*key, value) for key, value in scores.items()], columns=[*names, "score"])
-    return rows.assign(trained_on=rows.task, metric="accuracy", lr=1e-5, chosen_validation=0.5, settled=True)
+    in_mean = ~rows.duplicated(["model", "group", "task", "seed"])
+    values: dict[str, Any] = {"metric": "accuracy", "lr": 1e-5, "chosen_validation": 0.5, "settled": True}
+    return rows.assign(trained_on=rows.task, in_mean=in_mean, **values)
 
 
 def fine_tune(sweep: SweepConfig) -> None:

@@ -102,6 +102,18 @@ def test_a_sweeps_own_group_has_one_mean() -> None:
     assert families.groups == [("SC", ""), ("regression", "")]
 
 
+def test_a_second_metric_never_counts_in_the_mean() -> None:
+    """Nor for a seed that has it alone, as at a rate that only the second metric chose."""
+    conll = GridTask("conll", "classification", (("conll", "conll", "sentence_f1"), ("conll", "conll f1", "f1")))
+    grid = replace(grid_of(tasks=(SST2, conll)), task_group="all")
+    records = records_of(grid, lambda cell, name: (0.5, 0.8 if name == "conll f1" else 0.9))
+    rows = chosen_scores(trial_table(grid, records))
+    lacks = (rows.model == "a") & (rows.test_set == "conll") & (rows.seed == 1)
+    table = score_table(rows[~lacks])
+    assert by_seed(table, "a", "all") == {0: pytest.approx(0.9), 2: pytest.approx(0.9)}
+    assert by_seed(table, "b", "all") == pytest.approx(dict.fromkeys(range(3), 0.9))
+
+
 def test_a_test_set_of_two_training_tasks_counts_for_each() -> None:
     mldr = replace(MSMARCO, name="mldr", results=(("nq", "nq", "ndcg_at_10"), ("mldr", "mldr", "ndcg_at_10")))
     grid = grid_of(tasks=(replace(MSMARCO, results=MSMARCO.results[1:]), mldr))

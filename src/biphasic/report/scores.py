@@ -96,9 +96,13 @@ def trial_table(grid: Grid, records: Mapping[str, TrialRecord]) -> pd.DataFrame:
 
 
 def chosen_scores(trials: pd.DataFrame) -> pd.DataFrame:
-    """Return the rows at the chosen rates, with the test score as `score`; NaN for every seed if no rate is chosen."""
+    """Return the rows at the chosen rates, with the test score as `score`; NaN for every seed if no rate is chosen.
+
+    `in_mean` is True for those that the group's mean counts: of a task the first test set, by its first metric.
+    """
     rows = trials[trials.lr == trials.chosen_lr.fillna(trials.lr.min())]
-    return rows.assign(score=rows.test.where(rows.chosen_lr.notna()), lr=rows.chosen_lr)
+    in_mean = ~rows.duplicated(["model", "group", "seed", "trained_on", "task"])
+    return rows.assign(score=rows.test.where(rows.chosen_lr.notna()), lr=rows.chosen_lr, in_mean=in_mean)
 
 
 def name_origins(rows: pd.DataFrame) -> pd.DataFrame:
@@ -110,9 +114,9 @@ def name_origins(rows: pd.DataFrame) -> pd.DataFrame:
 def score_table(rows: pd.DataFrame) -> ScoreTable:
     """Return the means of `chosen_scores`.
 
-    A group's score with a seed is the mean over the group's tasks, of which the first test set counts, by its first
-    metric (MNLI's matched one). It exists only if the model has these scores with this seed, so that all models are
-    averaged over the same tasks. A test set that belongs to several training tasks counts as a task for each of them.
+    A group's score with a seed is the mean over the rows of the group's tasks with `in_mean` (MNLI's matched set). It
+    exists only if the model has these scores with this seed, so that all models are averaged over the same tasks. A test
+    set that belongs to several training tasks counts as a task for each of them.
     """
     rows = name_origins(rows)
     scores = pd.concat([_group_scores(rows), rows])
@@ -153,7 +157,7 @@ def differences(table: ScoreTable, pairs: Sequence[tuple[str, str]], columns: Se
 
 def _group_scores(rows: pd.DataFrame) -> pd.DataFrame:
     """Return the groups' scores by model and seed; NaN where a test set has no score."""
-    rows = rows.drop_duplicates(["model", "group", "seed", "trained_on", "task"])
+    rows = rows[rows.in_mean]
     sets = rows.groupby("group").test_set.nunique()
     settled = rows.groupby(["model", "group"]).settled.all()
     by_seed = rows.groupby(["model", "group", "seed"], sort=False).score.agg(["mean", "count"])
