@@ -40,6 +40,16 @@ def test_several_lines_of_one_batch_are_merged(tmp_path: Path) -> None:
     assert [entry["loss/train/total"] for entry in read_metrics(path)] == [3.0, 2.8, 2.7]
 
 
+def test_a_run_that_begins_again_is_not_mixed_with_the_earlier_one(tmp_path: Path) -> None:
+    """Its checkpoints were removed, and it is shorter."""
+    path = tmp_path / "metrics.jsonl"
+    lines = [{"batch": batch, "tokens": batch, "time": 1.0, "loss/train/total": 3.0} for batch in range(1, 11)]
+    lines += [{"batch": 10, "tokens": 10, "time": 1.0, "metrics/mlm/loss": 8.0}]
+    again = [{"batch": batch, "tokens": batch, "time": 2.0, "loss/train/total": 2.0} for batch in range(1, 5)]
+    path.write_text("\n".join(map(json.dumps, lines + again)))
+    assert read_metrics(path) == again
+
+
 def test_a_run_that_resumes_stays_one_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another run of the same name is another one there."""
     import mlflow

@@ -19,10 +19,15 @@ _TRAINED = "loss/train/total"
 def parse_metrics(text: str) -> list[dict[str, Any]]:
     """Return the metrics of each batch, in order, from the content of a run's `metrics.jsonl`.
 
-    If several attempts have trained a batch, the last one's metrics are returned. Incomplete lines are skipped.
+    If several attempts have trained a batch, the last one's metrics are returned, and none of later batches that only an
+    earlier attempt has trained: such a run began again, perhaps with another length. Incomplete lines are skipped.
     """
-    batches: dict[int, dict[str, Any]] = {}
+    batches, newest = dict[int, dict[str, Any]](), 0
     for entry in _entries(text):
+        if _TRAINED in entry:
+            if entry["batch"] < newest:
+                batches = {batch: metrics for batch, metrics in batches.items() if batch < entry["batch"]}
+            newest = entry["batch"]
         # A validation's line is merged into its batch's, which keeps its time. A batch trained again replaces both.
         previous = {} if _TRAINED in entry else batches.get(entry["batch"], {})
         batches[entry["batch"]] = {**previous, **entry, "time": previous.get("time", entry["time"])}
