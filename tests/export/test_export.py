@@ -14,8 +14,9 @@ from biphasic.config.load import dump
 from biphasic.data.tokenizer import Tokenizer, load_tokenizer
 from biphasic.errors import UserError
 from biphasic.export.card import pretrained_card
+from biphasic.export.run import export_checkpoint
 from biphasic.model.backbone import load_language_model
-from biphasic.model.encoder import load_encoder
+from biphasic.model.encoder import load_encoder, load_text_tokenizer
 from biphasic.model.forward import packed_forward
 from biphasic.model.segments import Segments
 from conftest import Write
@@ -136,6 +137,28 @@ def test_no_special_token_is_added_around_a_text(tmp_path: Path, tokenizer: Toke
     export_encoder(network().backbone, load_tokenizer(str(tmp_path / "with")), tmp_path / "out", "card")
     loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
     assert loaded("w5 w6").input_ids == tokenizer.encode(["w5 w6"])[0]
+
+
+@pytest.mark.parametrize("add_bos", [False, True])
+def test_an_export_reads_texts_as_its_checkpoint_does(tmp_path: Path, dataset: Path, add_bos: bool) -> None:
+    """With BOS where training had it, and up to the longest row of training, not to the model's last position."""
+    from transformers import AutoTokenizer
+
+    model, folder = network(max_position_embeddings=4 * LENGTH), str(dataset / "tokenizer")
+    data = {"tokenizer_sha256": load_tokenizer(folder).sha256, **({"add_bos": True} if add_bos else {})}
+    checkpoint = str(checkpoint_of(model, tmp_path, Path(folder), sharded=False, data=data))
+    export_checkpoint(checkpoint, tmp_path / "out")
+    texts = ["w5 w6", "w7 " * 2 * LENGTH]
+    expected, read = (load_text_tokenizer(path) for path in (checkpoint, str(tmp_path / "out")))
+    rows = list(read.tokenize(texts, read.max_length))
+    assert rows == list(expected.tokenize(texts, expected.max_length)) and len(rows[1]) == LENGTH
+    assert (rows[0][0] == load_tokenizer(folder).role_ids["bos"]) is add_bos and len(rows[0]) == 2 + add_bos
+    loaded = AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert loaded(texts, truncation=True).input_ids == rows
+    sentence_settings = json.loads((tmp_path / "out" / "sentence_bert_config.json").read_text())
+    assert sentence_settings["max_seq_length"] == LENGTH
+    said = "puts a beginning-of-text token before" if add_bos else "have no beginning-of-text token"
+    assert said in (tmp_path / "out" / "README.md").read_text()
 
 
 def test_the_original_tokenizer_s_settings_are_replaced(tmp_path: Path, tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ def network(**changes: object) -> LanguageModel:
     return from_hf_config(LlamaConfig(**{**values, **changes}), seed=1)  # pyright: ignore[reportArgumentType]
 
 
-def record_of(model: LanguageModel, tokenizer: Path, batch: int) -> dict[str, Any]:
+def record_of(model: LanguageModel, tokenizer: Path, batch: int, data: Mapping[str, Any]) -> dict[str, Any]:
     """The content of `RunRecord`."""
     config = {
         "run_name": "stored",
@@ -54,7 +55,7 @@ def record_of(model: LanguageModel, tokenizer: Path, batch: int) -> dict[str, An
         "hardware": "none",
         "phases": [{"name": "mlm", "batches": batch, "tokens": batch * 256}],
         "losses": {},
-        "data": {},
+        "data": dict(data),
         **{"ranks": 1, "batches": batch, "rows": 8 * batch, "tokens": 256 * batch, "epochs": 0, "seconds": 1.0},
     }
 
@@ -67,6 +68,7 @@ def checkpoint_of(
     *,
     batch: int = 40,
     weights: Mapping[str, torch.Tensor] | None = None,
+    data: Mapping[str, Any] = MappingProxyType({}),
 ) -> Path:
     """Write a complete checkpoint to `folder`, with optimizer state that is NaN; returns its path."""
     model_state = {
@@ -77,7 +79,7 @@ def checkpoint_of(
         "state": {
             "model": model_state,
             "optimizers": {"AdamW": optimizer_state},
-            "callbacks": {"RunRecord": {"record": json.dumps(record_of(model, tokenizer, batch))}},
+            "callbacks": {"RunRecord": {"record": json.dumps(record_of(model, tokenizer, batch, data))}},
         }
     }
     folder.mkdir(parents=True, exist_ok=True)

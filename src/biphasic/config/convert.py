@@ -109,7 +109,8 @@ class ConvertConfig(JobConfig):
     segments: SegmentsConfig = SegmentsConfig()
     """How documents are packed into rows."""
     add_bos: bool = False
-    """Whether to add the BOS token before each document. Default: as EuroBERT's code."""
+    """Whether to add the BOS token before each document, and later before each text that the encoder reads. Default: as
+    EuroBERT's code."""
     add_eos: bool = True
     """Whether to add the EOS token after each document. Default: as EuroBERT's code."""
     validation_fraction: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -57,6 +57,7 @@ def pretrained_card(
         losses={key: f"{value:.4f}" for key, value in sorted(record["losses"].items())},
         config=record["config"].rstrip(),
         length=f"{longest_row(config):,}",
+        has_bos=bool(record["data"].get("add_bos")),
         shifted=config["objective"]["phases"][len(trained) - 1].get("target") == "next",
         causal="mlm" not in trained,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -179,15 +179,29 @@ def length_batches(lengths: Sequence[int], tokens: int) -> Iterator[list[int]]:
     return groups_up_to(tokens, shortest_first, lambda index: lengths[index])
 
 
+def trained_tokenizer(record: Mapping[str, Any]) -> Tokenizer:
+    """Load the tokenizer of a run (`read_record`), which adds BOS to a text if the rows had it (`add_bos: true`).
+
+    ModernBERT's adds its own special tokens.
+    """
+    tokenizer = load_tokenizer(yaml.safe_load(record["config"])["tokenizer"])
+    if record["data"].get("add_bos") and not _is_modernbert(record):
+        return tokenizer.adding_special_tokens([tokenizer.require("bos")], [])
+    return tokenizer
+
+
+def _is_modernbert(record: Mapping[str, Any]) -> bool:
+    return json.loads(record["backbone"])["model_type"] in MODERNBERT_HEADS
+
+
 def load_text_tokenizer(path: str, revision: str | None = None, trust_remote_code: bool = False) -> TextTokenizer:
     """Load an encoder's tokenizer and settings, without its weights. Arguments and errors are as in `load_encoder`."""
     if is_checkpoint(path):
         record = read_record(path)
-        run = yaml.safe_load(record["config"])
-        tokenizer, around = load_tokenizer(run["tokenizer"]), ((), ())
-        if json.loads(record["backbone"])["model_type"] in MODERNBERT_HEADS:
-            around = tokenizer.prefix_and_suffix()
-        return TextTokenizer(tokenizer, longest_row(run), SentenceSettings(), *around)
+        tokenizer, length = trained_tokenizer(record), longest_row(yaml.safe_load(record["config"]))
+        has_special = _is_modernbert(record) or record["data"].get("add_bos")
+        around = tokenizer.prefix_and_suffix() if has_special else ((), ())
+        return TextTokenizer(tokenizer, length, SentenceSettings(), *around)
     from transformers import MODEL_FOR_MASKED_LM_MAPPING, AutoModel
 
     config = load_hf_config(path, revision, trust_remote_code)

@@ -96,6 +96,8 @@ def conversion_record(config: PretrainConfig, tokenizer: Tokenizer) -> dict[str,
         return {}
     first, *later = (_data_record(each, conversions) for each in sources(config.inputs))
     record = {"tokenizer_sha256": tokenizer.sha256, **first}
+    if any(conversion.record.get("config", {}).get("add_bos") for conversion in conversions.values()):
+        record["add_bos"] = True
     return {**record, "later": later} if later else record
 
 
