@@ -92,7 +92,7 @@ def use_all_gpus(arguments: list[str]) -> None:
 _PEAKS = {
     "H200 NVL|H100 NVL": (835.5, 60.0),
     "H100 PCIe|H800 PCIe": (756.0, 51.2),
-    "H200|H100|H800": (989.4, 66.9),
+    "GH200|H200|H100|H800": (989.4, 66.9),
     "GB300": (2500.0, 80.0),
     "B300": (2250.0, 75.0),
     "GB200": (2500.0, 80.0),
@@ -117,10 +117,13 @@ _PEAKS = {
 
 
 def peak_flops(name: str, dtype: torch.dtype) -> float | None:
-    """Return a GPU's peak FLOP/s for operands of a dtype, by `torch.cuda.get_device_name`; None if it is unknown."""
+    """Return a GPU's peak FLOP/s for operands of a dtype, by `torch.cuda.get_device_name`; None if it is unknown.
+
+    It is unknown for a MIG device, which is a part of a GPU, and for laptops' cards, which have desktop cards' names.
+    """
     import torch
 
     for pattern, (half, single) in _PEAKS.items():
-        if re.search(pattern, name, re.IGNORECASE):
+        if re.search(rf"\b({pattern})\b(?!.*(\bMIG\b|Laptop))", name, re.IGNORECASE):
             return 1e12 * (single if dtype == torch.float32 else half)
     return None

@@ -138,6 +138,20 @@ def test_estimated_cost(toy: Path, tmp_path: Path) -> None:
     assert 0.3 < cost.flops / (6 * body * tokens) < 3
 
 
+def test_memory_in_bf16_has_the_residual_stream_in_fp32(toy: Path, tmp_path: Path) -> None:
+    """And autocast's copies of the matrices."""
+    sizes = {
+        precision: estimate_cost(config_of("sst2", toy / "tasks", toy / "start", tmp_path, precision=precision))
+        for precision in ("fp32", "amp_bf16")
+    }
+    full, half = sizes["fp32"], sizes["amp_bf16"]
+    assert full.bytes is not None and half.bytes is not None and full.forward_tokens == half.forward_tokens
+    body = 2 * (4 * 32 * 24 + 3 * 32 * 48 + 64) + 32
+    values = full.forward_tokens * 2 * (5 * 32 + 8 * (2 * 4 + 2 * 2) + 4 * 48)
+    residual = 2 * 32 * full.forward_tokens
+    assert full.bytes - half.bytes == 2 * values - 16 * residual - 2 * body
+
+
 def test_memory_is_estimated_with_a_microbatch(toy: Path, tmp_path: Path) -> None:
     for name in ("sst2", "msmarco"):
         whole, small = (

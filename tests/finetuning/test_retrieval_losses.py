@@ -111,6 +111,17 @@ def test_losses_equal_sentence_transformers(name: str) -> None:
     assert float(expected) > 0.01
 
 
+def test_similarities_are_in_fp32_also_under_autocast() -> None:
+    """In bf16 they would be rounded to 0.0625 and more, since a temperature of 0.05 makes them 20 at most."""
+    generator = torch.Generator().manual_seed(0)
+    queries, documents = (torch.randn(count, WIDTH, generator=generator) for count in (PAIRS, 2 * PAIRS))
+    ids = torch.arange(2 * PAIRS)
+    for name in ("info_nce", "symmetric_info_nce"):
+        expected = LOSSES[name][0](queries, documents, ids, TEMPERATURE)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(LOSSES[name][0](queries, documents, ids, TEMPERATURE), expected)
+
+
 def test_dimensions_equal_sentence_transformers(retrieval: FinetuneConfig) -> None:
     """The sum over the truncated embeddings, as in its MatryoshkaLoss with equal weights."""
     queries, documents, scores = embeddings()

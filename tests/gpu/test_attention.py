@@ -35,7 +35,7 @@ def attend(
     inputs = [torch.randn((1, heads, 1024, 96), generator=generator, device=DEVICE) for heads in (6, 2, 2)]
     leaves = [x.to(dtype).requires_grad_() for x in inputs]
     segments = Segments.of(lengths, DEVICE, 1024, rounded_count(len(lengths)))
-    backbone = SimpleNamespace(config=Config(window), training=True, attention_backend=backend)
+    backbone = SimpleNamespace(config=Config(window), training=True, attention_backend=backend, modules=list)
     arguments = attention.attention_arguments(backbone, segments, "cuda", dtype, causal)
     out, _ = attention.attention(torch.nn.Identity(), *leaves, **arguments, sliding_window=window)
     (out.float() * torch.arange(out.numel(), device=DEVICE).reshape(out.shape).sin()).sum().backward()

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from biphasic.model.auto_microbatch import available_bytes, largest_microbatch, peak_bytes
+from biphasic.training.compute import MICROBATCH_FILE
 from conftest import Write
-from helpers.tiny import config_of, train
+from helpers.tiny import LENGTH, config_of, train
 from helpers.tiny import losses as losses_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
@@ -38,7 +39,7 @@ def test_the_automatic_microbatch_is_stored_and_fits(write_yaml: Write) -> None:
     keys: dict[str, Any] = {"microbatch_size": "auto", "checkpoint__interval": "100ba", "compute": {"compile": False}}
     path = write_yaml("auto", **keys)
     folder = train(config_of(path))
-    assert json.loads((folder / "microbatch.json").read_text())["rows"] == 8
+    assert json.loads((folder / MICROBATCH_FILE.format(length=LENGTH)).read_text())["rows"] == 8
     assert len(losses_of(folder)) == 12
 
 

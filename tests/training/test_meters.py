@@ -142,6 +142,9 @@ def test_mfu_is_the_share_of_the_peak() -> None:
         ("NVIDIA A10G", torch.bfloat16, 70e12),
         ("NVIDIA L40S", torch.bfloat16, 362e12),
         ("AMD Instinct MI250X", torch.bfloat16, 191.5e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", torch.bfloat16, None),
+        ("NVIDIA RTX A1000", torch.bfloat16, None),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", torch.bfloat16, None),
         ("Something else", torch.bfloat16, None),
     ],
 )

@@ -151,7 +151,10 @@ def test_collectives_of_sharded_layers() -> None:
 
 
 @pytest.mark.usefixtures("group")
-def test_groups_of_a_mesh_get_the_timeout() -> None:
+def test_groups_of_a_mesh_get_the_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And TF32 is off again, which a device that Composer makes for FSDP2 turns on."""
+    devices: list[str] = []
+    monkeypatch.setattr(parallel, "rank_device", lambda: devices.append("without TF32"))
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     callback = parallel.ShardedModel([])
     state = SimpleNamespace(device_mesh=mesh, model=torch.nn.Linear(2, 2), fsdp_config=None)
@@ -161,7 +164,7 @@ def test_groups_of_a_mesh_get_the_timeout() -> None:
     seconds = [
         group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in mesh.get_all_groups()
     ]
-    assert seconds == [COLLECTIVE_SECONDS] * 2
+    assert seconds == [COLLECTIVE_SECONDS] * 2 and devices == ["without TF32"]
 
 
 @pytest.mark.usefixtures("group")

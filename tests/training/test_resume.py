@@ -37,6 +37,22 @@ def test_one_process_resumes_around_the_switch(write_yaml: Write, workers: int, 
         assert_same_weights(weights(folder, LAST), weights(uninterrupted, LAST))
 
 
+def test_a_checkpoint_may_lack_the_scalers_state(write_yaml: Write) -> None:
+    """As one that was written on CPUs and is loaded on a GPU, where Composer's scaler has a state."""
+    refuse = """
+from torch.amp.grad_scaler import GradScaler
+def refuse(scaler, state):
+    raise RuntimeError("The source state dict is empty")
+GradScaler.load_state_dict = refuse
+"""
+    path = write_yaml("moved")
+    folder = train_alone(path)
+    keep_checkpoints_up_to(folder, SWITCH)
+
+    run = launch(path, code=refuse)
+    assert run.returncode == 0 and f"resuming at batch {SWITCH}" in run.stdout, run.stderr[-3000:]
+
+
 @pytest.mark.slow  # tests/faults/test_kills.py kills two ranks at the switch, too
 def test_two_fsdp2_ranks_resume_at_the_switch(write_yaml: Write) -> None:
     path = write_yaml("uninterrupted", parallelism__strategy="fsdp", data__num_workers=1)

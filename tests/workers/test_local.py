@@ -244,6 +244,13 @@ def test_gpus_without_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert visible_gpus() == []
     (tmp_path / "driver").touch()
     assert (visible_gpus(), smallest_gpu_bytes()) == (["0", "1"], 65520 * 2**20)
+    # Nor of a MIG device: nvidia-smi would name the memory of the whole GPU.
+    program = tmp_path / "nvidia-smi"
+    program.write_text("#!/bin/sh\necho 81559\n")
+    program.chmod(0o755)
+    assert smallest_gpu_bytes() == 81559 * 2**20
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+    assert (visible_gpus(), smallest_gpu_bytes()) == (["MIG-a", "MIG-b"], 65520 * 2**20)
 
 
 def test_the_query_of_pytorch_runs() -> None:

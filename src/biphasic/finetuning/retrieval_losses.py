@@ -55,7 +55,9 @@ def info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float
     targets = torch.arange(offset, offset + count, device=queries.device)
     duplicate = own[:, None] == ids[None, :]
     duplicate[torch.arange(count, device=queries.device), targets] = False
-    return F.cross_entropy((queries @ documents.T / temperature).masked_fill(duplicate, float("-inf")), targets)
+    with torch.autocast(queries.device.type, enabled=False):  # it would multiply in bf16, in steps of 0.1 and more
+        similarities = queries @ documents.T / temperature
+    return F.cross_entropy(similarities.masked_fill(duplicate, float("-inf")), targets)
 
 
 def symmetric_info_nce(queries: Tensor, documents: Tensor, ids: Tensor, temperature: float | Tensor) -> Tensor:

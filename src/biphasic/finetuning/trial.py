@@ -184,7 +184,10 @@ def estimate_cost(config: FinetuneConfig) -> TrialCost:
     task.build_head(architecture.hidden)  # checks the dimensions
     parameters = architecture.parameters - architecture.head_parameters
     forward = min(config.microbatch_tokens, round(config.batch_size * tokens_each))
-    activations = architecture.activation_bytes(forward, 2 if config.precision == "amp_bf16" else 4)
+    is_bf16 = config.precision == "amp_bf16"
+    activations = architecture.activation_bytes(forward, 2 if is_bf16 else 4)
+    if is_bf16:  # autocast keeps the residual stream and the norms in fp32, and copies of the matrices
+        activations += 16 * architecture.hidden * architecture.layers * forward + 2 * architecture.body_parameters
     # Weights, gradients and Adam's two moments in fp32, and 2 GiB for the CUDA context.
     return TrialCost(flops, 16 * parameters + activations + (2 << 30), parameters, steps, train_tokens, forward)
 

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from biphasic.config.architecture import Architecture, shard_ranks
 from biphasic.config.pretrain import PretrainConfig
+from biphasic.devices import rank_device
 from biphasic.errors import UserError
 from biphasic.ranks import COLLECTIVE_SECONDS
 from biphasic.versions import require_form
@@ -102,6 +103,8 @@ class ShardedModel(Callback):
             # PyTorch creates the groups of HSDP with its own timeout, 600 s for NCCL.
             for group in state.device_mesh.get_all_groups():
                 group.set_timeout(timedelta(seconds=COLLECTIVE_SECONDS))
+        # Composer's preparation of FSDP2 has made a device of its own, and so turned on TF32.
+        rank_device()
         set_collectives(state.model, self.layers)
         keep_inputs(state.model)
         if state.fsdp_config is not None:

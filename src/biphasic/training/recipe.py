@@ -118,6 +118,8 @@ def prepare(config: PretrainConfig, run: Run) -> Trainer:
         device=rank_device(),
         progress_bar=False,  # `loggers` adds our own
         load_path=run.checkpoint,
+        # A GPU's scaler, which no precision here needs, refuses the empty state of a checkpoint that was written on CPUs.
+        load_ignore_keys=lambda checkpoint: checkpoint["state"].pop("scaler", None),
         spin_dataloaders=False,  # `batches` begins at the right one
         auto_log_hparams=False,
     )

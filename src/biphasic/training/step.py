@@ -165,9 +165,11 @@ class ObjectiveSchedule(Algorithm):
         self.vocabulary, self.seed = vocabulary, config.seed
         self.byte_lengths = torch.tensor([*byte_lengths, 0])  # the last for `IGNORE`
         # A head that predicts masked tokens from the position before can't be validated at their own position.
-        targets = [phase.target for phase in config.objective.phases if isinstance(phase, MLMPhase)]
+        mlm_phases = [phase for phase in config.objective.phases if isinstance(phase, MLMPhase)]
         self.validation_phase = MLMPhase(
-            name="mlm", masking_ratio=config.evaluation.masking_ratio, target=targets[-1] if targets else "same"
+            name="mlm",
+            masking_ratio=config.evaluation.masking_ratio,
+            target=mlm_phases[-1].target if mlm_phases else "same",
         )
         self.last_batch = TrainingProgress(0, 0, 0, 0)
         """When the last batch began, or the start of the run before the first one; stored in checkpoints."""

@@ -29,7 +29,9 @@ def gpu_memory() -> list[int | None]:
     Asks PyTorch in another process if there is a driver but no nvidia-smi, as for AMD's GPUs and in some containers.
     """
     torch = [(sys.executable, "-c", _TORCH)] if any(map(os.path.exists, _DRIVERS)) else []
-    for query in (_NVIDIA_SMI, *torch):
+    # nvidia-smi would name the memory of the whole GPU that a MIG device is a part of.
+    smi = [] if "MIG-" in os.environ.get("CUDA_VISIBLE_DEVICES", "") else [_NVIDIA_SMI]
+    for query in (*smi, *torch):
         with suppress(OSError, subprocess.SubprocessError):
             sizes = subprocess.run(query, capture_output=True, text=True, check=True, timeout=60).stdout.split("\n")
             # Of a GPU that shares the machine's memory, nvidia-smi prints [N/A]; without GPUs, a sentence.
