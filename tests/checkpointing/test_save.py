@@ -335,7 +335,7 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
         folder.mkdir()
         for name in files:
             (folder / name).write_text("x")
-    uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2))
+    uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2), 5)
     uploader._delete_local_copies(Manifest(5, "ep0-ba5", {}, {}))
     uploader.close()
     for old in ("ep0-ba3", "ep0-ba5-validating"):

@@ -87,7 +87,8 @@ class Run:
         first = ranks.rank - ranks.local_rank
         local_ranks = range(first, first + dist.get_local_world_size())
         destination, keep = config.checkpoint_destination, config.checkpoint.keep
-        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks)
+        resumed = self._resume.batch if self._resume is not None else 0
+        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks, resumed)
         self._saver = Saver(config, self._lock, self._stopping, self._resume, uploader, self._describe)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]
