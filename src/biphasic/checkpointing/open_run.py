@@ -17,6 +17,7 @@ from composer.utils import dist, reproducibility
 
 from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
 from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.node_folders import require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.schedule import progress_after_batch
@@ -67,6 +68,7 @@ class Run:
     def start(self) -> None:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
         config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
+        require_node_folders(config, ranks)
         attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
         # rank creates its file while another one removes empty ones.
