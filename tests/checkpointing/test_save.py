@@ -344,6 +344,25 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
     assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files
 
 
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    none: Any = SimpleNamespace()
+    saver = Saver(config_of(write_yaml()), none, none, None, none, none)
+    synced, sync, content = dict[int, int](), os.fsync, {"weights": torch.ones(1 << 12)}
+
+    def record(number: int) -> None:
+        sync(number)
+        synced[os.fstat(number).st_ino] = os.fstat(number).st_size
+
+    monkeypatch.setattr(os, "fsync", record)
+    write = saver._write_sharded if sharded else saver._write_monolithic
+    written = [path.stat() for path in write(content, tmp_path / "ba1")]
+    assert len(written) == 1 + sharded
+    assert {each.st_ino: each.st_size for each in written} == synced
+
+
 def test_the_writer_uses_its_rank_s_gpu(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     """A new thread's current GPU is 0."""
     none: Any = SimpleNamespace()
