@@ -152,3 +152,21 @@ def test_a_port_that_is_in_use() -> None:
         run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert run.returncode == 1
     assert run.stderr == f"rank 0: MASTER_PORT {port} is in use by another program: start again\n"
+
+
+def test_ranks_may_open_more_files_than_the_usual_limit(write_yaml: Write) -> None:
+    """Each rank has connections to every other one."""
+    code = """
+import resource
+resource.setrlimit(resource.RLIMIT_NOFILE, (1024, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+from biphasic.checkpointing import open_run
+start = open_run.Run.start
+def show(run):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    print("files:", soft == min(hard, 65_536), flush=True)
+    start(run)
+open_run.Run.start = show
+"""
+    run = launch(write_yaml("files", max_duration="1ba", schedule={}, objective__phases=[{"name": "clm"}]), code=code)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert "files: True" in run.stdout

@@ -91,9 +91,15 @@ def _is_loopback(host: str) -> bool:
 
 
 def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
-    """Collect this rank's results. For pretraining, local rank 0 also checks the bucket, disks and data."""
+    """Collect this rank's results. For pretraining, local rank 0 also checks the bucket, disks and data.
+
+    Folders that nodes should share, or should not, are a fault of rank 0.
+    """
     import torch
     from composer.utils import dist
+
+    from biphasic.checkpointing.node_folders import require_node_folders
+    from biphasic.checkpointing.stopping import ProcessGroup
 
     dist.initialize_dist(rank_device(), COLLECTIVE_SECONDS)
     on_gpu = torch.cuda.is_available()
@@ -112,6 +118,11 @@ def rank_facts(config: PretrainConfig | FinetuneConfig) -> RankFacts:
             except (UserError, OSError) as error:
                 facts["faults"].append(str(error) if isinstance(error, UserError) else first_line(error))
                 facts["unavailable"] += isinstance(error, Unavailable)
+    if isinstance(config, PretrainConfig):
+        try:
+            require_node_folders(config, ProcessGroup())
+        except UserError as error:  # the same one on all ranks
+            facts["faults"] += [str(error)] if dist.get_global_rank() == 0 else []
     return facts
 
 

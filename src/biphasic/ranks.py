@@ -23,6 +23,7 @@ from threading import Event, Lock, Thread, Timer
 from typing import Any, TextIO
 
 from biphasic.errors import PREEMPTED, ConfigError, Preempted, Unavailable, UserError, is_lost_rank
+from biphasic.limits import raise_file_limit
 from biphasic.storage import first_line
 
 FAILED, REFUSED, INTERRUPTED, UNREAD = 1, 2, 130, 141
@@ -51,6 +52,7 @@ def run_rank(job: Callable[[], int]) -> int:
     global _ranks
     # With the umask 0 of some containers, anyone on the machine could replace checkpoints and records.
     os.umask(os.umask(0o022) | stat.S_IWOTH)
+    raise_file_limit()
     _ranks = _Ranks() if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
     try:
         return job()

@@ -335,13 +335,32 @@ def test_local_copies_of_uploaded_checkpoints_are_deleted(
         folder.mkdir()
         for name in files:
             (folder / name).write_text("x")
-    uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2))
+    uploader = Uploader(tmp_path, "s3://elsewhere/run", 1, rank, range(rank - local, rank - local + 2), 5)
     uploader._delete_local_copies(Manifest(5, "ep0-ba5", {}, {}))
     uploader.close()
     for old in ("ep0-ba3", "ep0-ba5-validating"):
         remaining = {path.name for path in (tmp_path / old).iterdir()} if (tmp_path / old).exists() else set()
         assert files - remaining == deleted
     assert {path.name for path in (tmp_path / "ep0-ba5").iterdir()} == files
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_a_checkpoint_is_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, write_yaml: Write, monkeypatch: pytest.MonkeyPatch, sharded: bool
+) -> None:
+    none: Any = SimpleNamespace()
+    saver = Saver(config_of(write_yaml()), none, none, None, none, none)
+    synced, sync, content = dict[int, int](), os.fsync, {"weights": torch.ones(1 << 12)}
+
+    def record(number: int) -> None:
+        sync(number)
+        synced[os.fstat(number).st_ino] = os.fstat(number).st_size
+
+    monkeypatch.setattr(os, "fsync", record)
+    write = saver._write_sharded if sharded else saver._write_monolithic
+    written = [path.stat() for path in write(content, tmp_path / "ba1")]
+    assert len(written) == 1 + sharded
+    assert {each.st_ino: each.st_size for each in written} == synced
 
 
 def test_the_writer_uses_its_rank_s_gpu(write_yaml: Write, monkeypatch: pytest.MonkeyPatch) -> None:

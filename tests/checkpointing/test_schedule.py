@@ -60,17 +60,19 @@ def test_the_last_checkpoint_has_the_last_validation(
     assert [record["losses"][key] for key in KEYS] == losses[12]
 
 
-@pytest.mark.parametrize("interval", ["7ba", "0.07dur", "0.3dur", "0.001dur"])
+@pytest.mark.parametrize("interval", ["7ba", "0.07dur", "0.3dur", "0.001dur", "60sp", "1000tok", "5sp"])
 def test_a_run_saves_when_the_plan_says(write_yaml: Write, interval: str) -> None:
-    """0.07 * 100 is 7.000000000000001."""
+    """0.07 * 100 is 7.000000000000001. A batch has 8 rows and 256 tokens: multiples of 60 rows lie within batches."""
     keys: dict[str, Any] = {"schedule": {}, "objective__phases": [{"name": "clm"}]}
     config = config_of(write_yaml(max_duration="100ba", checkpoint__interval=interval, **keys))
     is_due = interval_schedule(config.checkpoint.interval, config.max_duration)
-    times = [Timestamp(batch=batch) for batch in range(101)]
+    times = [Timestamp(batch=batch, sample=8 * batch, token=256 * batch) for batch in range(101)]
     loader = SimpleNamespace(ended_epochs=lambda batches: 0)
 
     def is_saved(batch: int) -> bool:
         state = SimpleNamespace(previous_timestamp=times[batch - 1], timestamp=times[batch], train_dataloader=loader)
         return is_due(cast(State, state))
 
-    assert list(filter(is_saved, range(1, 101))) == saved_checkpoints(config)[0]
+    saved = list(filter(is_saved, range(1, 101)))
+    assert saved == saved_checkpoints(config)[0]
+    assert saved_checkpoints(config, start=30)[0] == [batch for batch in saved if batch > 30]

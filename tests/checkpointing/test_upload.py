@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Event
 
 import pytest
 
 from biphasic.checkpointing.manifest import Manifest, list_checkpoints
 from biphasic.checkpointing.upload import CheckpointUpload, Uploader, write_missing_manifests
-from biphasic.storage import file_hash, open_store
+from biphasic.storage import S3Store, file_hash, open_store
+from helpers.buckets import bucket_for
 
 
-def rank_manifest(folder: Path, rank: int, attempt: str) -> Manifest:
+def rank_manifest(folder: Path, rank: int, attempt: str, batch: int = 4) -> Manifest:
     """A rank's part of a checkpoint of two ranks."""
-    name = f"ep0-ba4/__{rank}_0.distcp"
+    name = f"ep0-ba{batch}/__{rank}_0.distcp"
     (folder / name).parent.mkdir(parents=True, exist_ok=True)
     (folder / name).write_text(f"{rank} of {attempt}")
     files = {name: ((folder / name).stat().st_size, file_hash(folder / name))}
-    return Manifest(4, "ep0-ba4", files, {"name": "run", "attempt": attempt, "tokens": 4, "writers": 2})
+    run = {"name": "run", "attempt": attempt, "tokens": batch, "writers": 2, "kept": False}
+    return Manifest(batch, f"ep0-ba{batch}", files, run)
 
 
 def test_rank_0_waits_for_the_same_attempt_s_files(tmp_path: Path) -> None:
@@ -46,3 +49,29 @@ def test_the_next_start_completes_what_all_ranks_have_uploaded(tmp_path: Path, a
     write_missing_manifests(destination, destination.list())
     [checkpoint] = list_checkpoints(destination)
     assert (checkpoint.manifest is not None) == (attempts[0] == attempts[1])
+
+
+def test_nodes_that_share_a_working_folder_leave_each_other_s_files(
+    tmp_path: Path, s3: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 1, on another node, has uploaded batch 8 before rank 0 has uploaded batch 4."""
+    local, place = tmp_path / "shared", f"s3://{bucket_for(s3, 'shared-folder')}/run"
+    upload, may_upload = S3Store.upload, Event()
+
+    def upload_slowly(store: S3Store, file: Path, name: str) -> None:
+        assert "/__0_" not in name or may_upload.wait(60)
+        upload(store, file, name)
+
+    monkeypatch.setattr(S3Store, "upload", upload_slowly)
+    first, second = (Uploader(local, place, -1, rank, range(rank, rank + 1)) for rank in range(2))
+    for batch in (4, 8):
+        first.add(rank_manifest(local, 0, "current", batch))
+        second.add(rank_manifest(local, 1, "current", batch))
+    assert second.wait(60)
+    may_upload.set()
+    assert first.wait(60)
+    for uploader in (first, second):
+        uploader.close()
+    assert all(checkpoint.manifest for checkpoint in list_checkpoints(open_store(place)))
+    assert [checkpoint.batch for checkpoint in list_checkpoints(open_store(place))] == [8, 4]
+    assert sorted(path.name for path in local.iterdir()) == ["ep0-ba8"]

@@ -94,9 +94,10 @@ def test_size_without_a_preset() -> None:
     assert (facets["tiny"].size, facets["1m-clm-400"].size) == ("0.095m", "1m")
 
 
-def test_a_run_that_continues_a_checkpoint_or_another_decoder() -> None:
+@pytest.mark.parametrize("checkpoint", ["ba300-rank0.pt", "ep0-ba300", "ep12-ba300/", "ba300-validating-rank0.pt"])
+def test_a_run_that_continues_a_checkpoint_or_another_decoder(checkpoint: str) -> None:
     base = config_of("610m-clm-400")
-    middle = config_of("610m-mlm40-100", model={"init_from": "s3://b/study/610m-clm-400/ba300-rank0.pt"})
+    middle = config_of("610m-mlm40-100", model={"init_from": f"s3://b/study/610m-clm-400/{checkpoint}"})
     decoder = config_of("610m-mlm40-100", model={"init_from": "models/llama"})
     configs = {"610m-clm-400": base, "middle": middle, "other": decoder, "610m-mlm40-100": decoder}
     facets, problems = facets_of_models(list(configs), configs)

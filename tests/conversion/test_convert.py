@@ -10,11 +10,13 @@ import pytest
 
 from biphasic.commands import main
 from biphasic.config.convert import ConvertConfig
+from biphasic.config.data import StreamConfig
 from biphasic.config.load import dump
 from biphasic.conversion import worker
 from biphasic.conversion.convert import convert
 from biphasic.conversion.packing import document_number, validation_end
 from biphasic.conversion.verify import verify
+from biphasic.data.shards import require_shards
 from biphasic.data.tokenizer import load_tokenizer
 from biphasic.errors import UserError
 from helpers.cpu_time import run_measured
@@ -158,6 +160,21 @@ def test_a_finished_output_that_lost_a_shard_is_refused(config_for: Make, tmp_pa
     convert(config)
     next((tmp_path / "out" / "train").glob("*/shard.00000.mds.zstd")).unlink()
     with pytest.raises(UserError, match=r"is damaged: train/\w+/shard\.00000\.mds\.zstd is missing; remove the folder"):
+        convert(config)
+
+
+@pytest.mark.parametrize("name", ["train", "train/*/"])
+def test_a_folder_of_a_finished_output_may_be_a_link(config_for: Make, tmp_path: Path, name: str) -> None:
+    config, moved = config_for(sentences(50)), tmp_path / "elsewhere"
+    convert(config)
+    [folder] = (tmp_path / "out").glob(name)
+    folder.rename(moved)
+    folder.symlink_to(moved)
+    assert convert(config) is not None
+    assert verify(str(tmp_path / "out")).faults == []
+    require_shards(StreamConfig(local=str(tmp_path / "out" / "train")))
+    next(moved.rglob("shard.00000.mds.zstd")).write_bytes(b"")
+    with pytest.raises(UserError, match=r"shard\.00000\.mds\.zstd has 0 bytes instead of \d+; remove the folder"):
         convert(config)
 
 

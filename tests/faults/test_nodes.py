@@ -57,3 +57,43 @@ def test_a_killed_node_ends_the_others_and_the_run_resumes(write_yaml: Write) ->
     assert losses(folder) == losses(runs / "uninterrupted")
     expected = weights(runs / "uninterrupted", 24)
     assert all(torch.equal(weight, expected[name]) for name, weight in weights(folder, 24).items())
+
+
+SHORT_LOOK = "from biphasic.checkpointing import node_folders; node_folders._SHARED_SECONDS = 1.0"
+
+
+def start_nodes(path: Path, *overrides: str, module: str = "main") -> list[subprocess.CompletedProcess[str]]:
+    """Run it on two nodes of one rank. `NODE` in an override is the node's number."""
+    port, jobs = free_port(), list[warm.Job]()
+    command = [str(path)] if module == "main" else ["preflight", str(path)]
+    for number in range(2):
+        place = {"RANK": str(number), "NODE_RANK": str(number), "WORLD_SIZE": "2", "MASTER_PORT": str(port)}
+        arguments = [*command, *(override.replace("NODE", str(number)) for override in overrides)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        jobs.append(warm.start(arguments, 1, environment, code=SHORT_LOOK, place=place, module=module))
+    return [job.wait(120) for job in jobs]
+
+
+def test_nodes_whose_checkpoints_are_on_disks_of_their_own_are_refused(write_yaml: Write, tmp_path: Path) -> None:
+    path, output = write_yaml("apart", parallelism__strategy="fsdp"), f"output={tmp_path}/disk-NODE"
+    message = f"checkpoint.folder {tmp_path}/disk-0/apart/checkpoints: node 1 ("
+    first, second = start_nodes(path, output)
+    assert first.returncode == second.returncode == 2
+    assert message in first.stderr and "doesn't see the files of node 0 there" in first.stderr
+    assert not list((tmp_path / "disk-0" / "apart" / "checkpoints").iterdir())
+    first, second = start_nodes(path, output, module="biphasic")
+    assert first.returncode == second.returncode == 2
+    assert f"): {message}" in first.stdout and "1 fault: nothing was started" in first.stdout
+
+
+def test_nodes_that_share_a_cache_of_shards_are_refused(write_yaml: Write, tmp_path: Path) -> None:
+    path = write_yaml("cache")
+    data = f"data.train={{local: {tmp_path}/cacheNODE/train, remote: {tmp_path}/data/train}}"
+    first, second = start_nodes(path, data.replace("NODE", ""))
+    assert first.returncode == second.returncode == 2
+    message = f"data.cache (data.train.local {tmp_path}/cache/train): node 1 ("
+    assert message in first.stderr and "such as data.cache=/tmp/shards" in first.stderr
+    assert not list((tmp_path / "cache" / "train").iterdir())
+    # A folder of checkpoints that both see, and a cache for each.
+    first, second = start_nodes(path, data, module="biphasic")
+    assert first.returncode == second.returncode == 0, first.stdout + first.stderr[-3000:]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -80,6 +84,25 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     with pytest.raises(OSError, match="the disk is full"):
         fail()
     assert file_hash(file) == digest and [path.name for path in tmp_path.iterdir()] == ["file.txt"]
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EMFILE, errno.EACCES])
+def test_a_folder_that_cannot_be_read_is_not_an_empty_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    store, scandir = LocalStore(str(tmp_path)), os.scandir
+    store.write("a/b/one", b"1")
+
+    def fail(path: Any) -> Any:
+        if Path(path).name == "b":
+            raise OSError(code, os.strerror(code), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
+    with pytest.raises(OSError, match=rf"/a/b can't be listed \({re.escape(os.strerror(code))}"):
+        store.list()
+    assert store.list("nothing") == {}
+    assert store.list("a/b/one") == {}
 
 
 def test_two_machines_write_one_file_to_a_shared_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -99,8 +99,9 @@ def local_checkpoint(path: str, local_folder: Path) -> str:
     there is no complete checkpoint, or if it is damaged or can't be read.
     """
     if not is_remote(path):
-        if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).list()):
-            return path
+        with _explained(path):
+            if is_checkpoint(path) or all(batch_of(name) is None for name in open_store(path).list()):
+                return path
         return _newest_in(path, Path(path))
     batch = batch_in_path(path)
     if batch is None:

@@ -17,6 +17,7 @@ from composer.utils import dist, reproducibility
 
 from biphasic.checkpointing.fetch import fetch_branch_point, find_resume_point, local_checkpoint
 from biphasic.checkpointing.manifest import Manifest
+from biphasic.checkpointing.node_folders import require_node_folders
 from biphasic.checkpointing.run_lock import ATTEMPTS, RunLock
 from biphasic.checkpointing.save import Saver
 from biphasic.checkpointing.schedule import progress_after_batch
@@ -67,6 +68,7 @@ class Run:
     def start(self) -> None:
         """Lock the folder, find the checkpoint to start from, and build the callbacks. Raises the errors of `open_run`."""
         config, ranks, crashes = self._config, self._ranks, self._config.run_folder / "crashes"
+        require_node_folders(config, ranks)
         attempt, killed = ranks.on_first_rank(lambda: (self._lock.acquire(ranks.size), self._lock.killed))
         # The files of all nodes say how a killed attempt's ranks ended. They are gathered at each start, so that no
         # rank creates its file while another one removes empty ones.
@@ -87,7 +89,8 @@ class Run:
         first = ranks.rank - ranks.local_rank
         local_ranks = range(first, first + dist.get_local_world_size())
         destination, keep = config.checkpoint_destination, config.checkpoint.keep
-        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks)
+        resumed = self._resume.batch if self._resume is not None else 0
+        uploader = Uploader(config.local_checkpoints, destination, keep, ranks.rank, local_ranks, resumed)
         self._saver = Saver(config, self._lock, self._stopping, self._resume, uploader, self._describe)
         # The saver comes first, because it may request a stop, to which the ranks then agree after the same batch.
         self.callbacks = [self._saver, self._stopping]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -242,6 +243,9 @@ class Saver(Callback):
         # Through a file object, since PyTorch's own writer hides why a write failed.
         with atomic_path(path) as partial, partial.open("wb") as file:
             torch.save(content, file)
+            # As `ShardWriter` does: the manifest must not be on the disk before the checkpoint.
+            file.flush()
+            os.fsync(file.fileno())
         return [path]
 
     def _write_sharded(self, content: dict[str, Any], folder: Path) -> list[Path]:

@@ -91,13 +91,21 @@ class Uploader:
     for these. If the destination can't be reached, uploads are retried with growing pauses.
 
     `destination` is the node's `local_folder`, or the bucket prefix that the run saves to. The newest `keep` checkpoints are
-    kept there, besides those marked as kept; negative: all. `local_ranks` are the ranks on this node, in order. `pending`
-    holds the checkpoints that are not uploaded yet.
+    kept there, besides those marked as kept; negative: all. `local_ranks` are the ranks on this node, in order. `resumed` is
+    the batch from which the run resumed. `pending` holds the checkpoints that are not uploaded yet.
     """
 
-    def __init__(self, local_folder: Path, destination: str, keep: int, rank: int = 0, local_ranks: range = range(1)):
+    def __init__(
+        self,
+        local_folder: Path,
+        destination: str,
+        keep: int,
+        rank: int = 0,
+        local_ranks: range = range(1),
+        resumed: int = 0,
+    ):
         self._local_folder, self._destination, self._keep = local_folder, destination, keep
-        self._rank, self._local_ranks = rank, local_ranks
+        self._rank, self._local_ranks, self._resumed = rank, local_ranks, resumed
         self.pending: list[Manifest] = []
         self._kept: dict[str, StoredFile] = {}
         self._queue: SimpleQueue[Manifest | None] = SimpleQueue()
@@ -177,7 +185,8 @@ class Uploader:
     def _delete_local_copies(self, uploaded: Manifest) -> None:
         """Delete local files of checkpoints that are older than the uploaded one, or that it replaces.
 
-        Each rank deletes its own files. Local rank 0 also deletes downloaded files of ranks on other nodes.
+        Each rank deletes its own files. Local rank 0 also deletes those of ranks on other nodes that were downloaded when
+        the run started. Later ones are there if nodes share the folder, and those ranks may still have to upload them.
         """
         local_folder = open_store(str(self._local_folder))
         pending = {name for manifest in list(self.pending) for name in manifest.files}
@@ -188,7 +197,10 @@ class Uploader:
             if (batch := batch_of(name)) is not None
             and (batch < uploaded.batch or is_replaced(name, uploaded))
             and name not in pending
-            and (rank_of(name) == self._rank or (is_first and rank_of(name) not in self._local_ranks))
+            and (
+                rank_of(name) == self._rank
+                or (is_first and batch <= self._resumed and rank_of(name) not in self._local_ranks)
+            )
         ]
         local_folder.remove([*old, rank_manifest_name(uploaded.batch, self._rank)])
 

@@ -58,7 +58,8 @@ class DataConfig(_TrainingData):
     sequence_length: Positive
     """Number of tokens in a row. It must equal the conversion's `sequence_length`."""
     cache: LocalPath = _CACHE
-    """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`."""
+    """With a `folder` in a bucket: the local folder of downloaded shards, in a subfolder with the name of `folder`. Nodes
+    must not share it."""
     validation: StreamConfig | None = None
     """The validation split, for `evaluation`. Null: no validation, also beside `folder`."""
     start_at: Duration = Duration(0, "ba")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -140,6 +141,19 @@ class BatchShapes:
         """Return the first batch that begins at or after `duration` (in batches, rows or tokens)."""
         start, shape, left = self._part_of(duration)
         return start.batches - (-left // shape.in_unit(duration.unit))
+
+    def batches_at(self, interval: Duration, start: int, end: int) -> Iterator[int]:
+        """Yield the numbers of batches, between `start` and `end`, with which a multiple of an interval is reached.
+
+        A multiple may lie within a batch, as in `checkpointing.schedule.interval_schedule`.
+        """
+        batch = start
+        while True:
+            passed = self.progress(batch).in_unit(interval.unit) // interval.value
+            batch = self.batches(Duration((passed + 1) * interval.value, interval.unit))
+            if batch >= end:
+                return
+            yield batch
 
     def not_before(self, a: Duration, b: Duration) -> bool:
         """Return whether `a` is certainly not before `b`. Epochs can't be compared before the data is read."""

@@ -28,6 +28,8 @@ _PHASE = re.compile(rf"-(?P<objective>clm|mlm(?P<ratio>[1-9]\d?))-(?P<decayed>de
 _NAME = re.compile(
     rf"(?P<size>[^-]+)(?P<phases>(?:-(?:clm|mlm[1-9]\d?)-(?:dec)?{_STEPS})+)(?:-(?P<checkpoint>{_STEPS}))?"
 )
+_CHECKPOINT = re.compile(r"(?:ep\d+-)?ba(\d+)(?=-|$)")
+"""Name of a checkpoint: `ba18000-rank0.pt`, or the folder `ep0-ba18000`."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def facets_of_config(name: str, config: PretrainConfig, base: Facets | None) -> 
     """
     init_from, base_steps = config.model.init_from, 0
     if base is not None:
-        checkpoint = re.match(r"ba(\d+)", str(init_from).rpartition("/")[2])
+        checkpoint = _CHECKPOINT.match(str(init_from).rstrip("/").rpartition("/")[2])
         base_steps = base.base_steps + int(checkpoint[1]) if checkpoint else base.total_steps
     spans = resolve_phases(config.objective.phases, config.max_duration)
     for end in (span.end for span in spans if span.end.unit == "ep"):

@@ -258,10 +258,9 @@ def saved_checkpoints(config: PretrainConfig, start: int = 0, marked: Iterable[i
     of batches that another run has trained. Besides the branch points, checkpoints at `marked` are never deleted.
     """
     shape, total = config.batch_shapes, config.max_duration
-    end, every = shape.batches(total), shape.batches(config.checkpoint.interval.resolve(total))
+    end, every = shape.batches(total), config.checkpoint.interval.resolve(total)
     kept = {batch for batch in (*map(shape.batches, branch_points(config)), *marked) if start < batch < end}
-    at_interval = range(start // every * every + every, end, every)
-    return sorted({*at_interval, *kept, end}), kept
+    return sorted({*shape.batches_at(every, start, end), *kept, end}), kept
 
 
 def remaining_checkpoints(saved: list[int], kept: set[int], keep: int) -> list[int]:

@@ -65,8 +65,12 @@ def read_record(output: str) -> dict[str, Any] | None:
         for split in record["splits"]:
             for shard in _read_json(store, f"{split}/{INDEX}")["shards"]:
                 name, size = f"{split}/{shard_file(shard)['basename']}", shard_file(shard)["bytes"]
-                if files.get(name) != size:
-                    problem = f"has {files[name]} bytes instead of {size}" if name in files else "is missing"
+                if files.get(name) == size:
+                    continue
+                with user_errors(f"output {output}: can't be read"):
+                    stored = store.stat(name)  # a split may be a link, which the list of a local folder leaves out
+                if stored is None or stored.bytes != size:
+                    problem = "is missing" if stored is None else f"has {stored.bytes} bytes instead of {size}"
                     raise UserError(f"{output} is damaged: {name} {problem}; remove the folder and convert again")
         return record
     others = [name for name in files if name != CONVERSION_LOG]

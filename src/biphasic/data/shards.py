@@ -184,11 +184,15 @@ def require_shards(stream: StreamConfig) -> None:
     require_first_shard(stream)
     dataset = stream.remote or stream.local
     with user_errors(f"dataset {dataset}: can't be listed"):
-        stored = open_store(dataset).list()
+        store = open_store(dataset)
+        stored = store.list()
     for file in _files(dataset):
         name, size = file["basename"], int(file["bytes"])
-        if name not in stored or stored[name].bytes != size:
-            found = f"has {stored[name].bytes:,} bytes instead of {size:,}" if name in stored else "is missing"
+        with user_errors(f"dataset {dataset}: can't be read"):
+            # Its folder may be a link, which the list of a local folder leaves out.
+            there = stored.get(name) or store.stat(name)
+        if there is None or there.bytes != size:
+            found = "is missing" if there is None else f"has {there.bytes:,} bytes instead of {size:,}"
             raise UserError(
                 f"shard {dataset}/{name}: {found}: restore it before the run, which would stop when it needs it"
             )

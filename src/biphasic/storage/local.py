@@ -34,9 +34,12 @@ class LocalStore:
         self._folder = Path(root)
 
     def list(self, below: str = "") -> dict[str, StoredFile]:
-        """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`."""
+        """Return all files in the folder `below` and its subfolders, sorted by name. Names are relative to `root`.
+
+        A folder that does not exist has no files. Links to folders are not followed.
+        """
         listed = {}
-        for folder, folders, files in os.walk(self._path(below)):
+        for folder, folders, files in os.walk(self._path(below), onerror=_raise_unless_missing):
             folders[:] = sorted(name for name in folders if not name.startswith(UNFINISHED_PREFIX))
             for name in sorted(files):
                 path = Path(folder) / name
@@ -195,6 +198,11 @@ def cached_file_hash(file: Path) -> str:
 @functools.cache
 def _cached_hash(file: Path, size: int, modified: int) -> str:
     return file_hash(file)
+
+
+def _raise_unless_missing(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError | NotADirectoryError):
+        raise type(error)(f"{error.filename} can't be listed ({error.strerror})") from error
 
 
 def _stat(path: Path) -> StoredFile | None:

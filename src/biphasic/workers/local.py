@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import multiprocessing
 import os
-import resource
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor, ProcessPoolExecutor
@@ -17,6 +16,7 @@ from threading import Thread
 from typing import Any
 
 from biphasic.errors import UserError
+from biphasic.limits import raise_file_limit
 from biphasic.workers.group import WorkerGroup
 from biphasic.workers.resources import available_cores, visible_gpus
 
@@ -74,9 +74,7 @@ class LocalWorkers(WorkerGroup):
 
     def _start_fork_server(self) -> None:
         """Start the process from which workers are forked, unless it runs. This does not wait for its imports."""
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        # Each worker takes eight file descriptors of this process.
-        resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, 16_384)), hard))
+        raise_file_limit()
         _CONTEXT.set_forkserver_preload(self._modules)
         previous = dict(os.environ)
         # Some libraries read their number of threads when they are imported.
