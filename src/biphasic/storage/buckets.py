@@ -62,6 +62,11 @@ class S3Store(_BucketStore):
         self._attempts = int(os.environ.get("AWS_MAX_ATTEMPTS", ATTEMPTS))
         retries: dict[str, Any] = {"total_max_attempts": self._attempts}
         retries["mode"] = os.environ.get("AWS_RETRY_MODE", "standard")
+        # boto3 would add checksums that other stores than Amazon's may not know, over HTTPS behind a content whose length
+        # it doesn't send.
+        required = "when_required" if endpoint() else None
+        sent = os.environ.get("AWS_REQUEST_CHECKSUM_CALCULATION", required)
+        checked = os.environ.get("AWS_RESPONSE_CHECKSUM_VALIDATION", required)
         with _as_os_error():
             self._client: Any = _session().client(
                 "s3",
@@ -72,6 +77,8 @@ class S3Store(_BucketStore):
                     connect_timeout=CONNECT_SECONDS,
                     read_timeout=READ_SECONDS,
                     max_pool_connections=_CONNECTIONS,
+                    request_checksum_calculation=sent,
+                    response_checksum_validation=checked,
                 ),  # pyright: ignore[reportArgumentType]
             )
 
