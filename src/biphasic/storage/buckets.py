@@ -6,6 +6,8 @@ import functools
 import os
 import posixpath
 import re
+import shutil
+import socket
 import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
@@ -45,7 +47,15 @@ class _BucketStore(ABC):
         file.unlink()
 
     def scratch(self) -> Path:
-        return Path(tempfile.mkdtemp(prefix="biphasic-"))
+        self.remove_unfinished()
+        return Path(tempfile.mkdtemp(prefix=f"biphasic-{os.getpid()}-{socket.gethostname()}-"))
+
+    def remove_unfinished(self) -> None:
+        """Remove the `scratch` folders that this host's killed processes left, of any store."""
+        name = re.compile(rf"biphasic-(\d+)-{re.escape(socket.gethostname())}-\w{{8}}")
+        for folder in Path(tempfile.gettempdir()).iterdir():
+            if (match := name.fullmatch(folder.name)) and not Path("/proc", match[1]).exists():
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _key(self, name: str) -> str:
         return posixpath.join(self._prefix, require_inside(name))
