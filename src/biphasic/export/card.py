@@ -111,6 +111,7 @@ def finetuned_card(
         template = json.dumps(task.text, ensure_ascii=False)
         values["text"] = texts["text"] if task.text == "{text}" else f"{template}.format({arguments})"
         values["text"] += ".lower()" if lowercase else ""
+    values["labels_all"] = task.kind == "tokens" and task.labelled == "all"
     values |= {"family": family, "has_code": has_code, "rows": rows, "length": f"{max_length:,}"}
     return _card(task.kind, name, rows.get("From"), metadata, **values)
 
