@@ -111,6 +111,25 @@ def test_the_record_as_tables(record: dict[str, Any]) -> None:
         assert f"{line}\n" in card, line
 
 
+def test_steps_have_the_size_of_their_batches(record: dict[str, Any]) -> None:
+    assert "| Steps | 12 of 8 rows of 32 |\n" in pretrained_card(record)
+    record["losses"]["loss/train/mlm_bits_per_byte"] = 1.5
+    config = yaml.safe_load(record["config"])
+    config["objective"]["phases"][1] |= {"global_batch_size": 4, "data": {"folder": "long", "sequence_length": 64}}
+    config["objective"]["phases"].append({"name": "mlm", "masking_ratio": 0.2})
+    record["phases"].append({"name": "mlm", "batches": 1, "tokens": 256})
+    record["config"] = yaml.safe_dump(config)
+    card = pretrained_card(record)
+    for line in (
+        "| Steps | 12 |",
+        "| 0 | clm | 6 of 8 rows of 32 | 1,536 |  |",
+        "| 1 | mlm | 6 of 4 rows of 64 | 1,536 | 0.4 |",
+        "| 2 | mlm | 1 of 4 rows of 64 | 256 | 0.2 |",
+        "## Losses at the end (nats per predicted token, and bits per byte of text)",
+    ):
+        assert f"{line}\n" in card, line
+
+
 def test_cards_of_families_that_need_code(record: dict[str, Any]) -> None:
     card = pretrained_card(record, "mine", family="qwen3", has_code=True)
     assert 'AutoModel.from_pretrained("mine", trust_remote_code=True)' in card
